@@ -11,7 +11,9 @@ PIP_FLAGS ?=
 EDITABLE := --config-settings editable_mode=compat
 VENV := .venv
 BIN := $(VENV)/bin
+SERVE_STAMP := $(VENV)/.serve
 STAMP := $(VENV)/.installed
+, := ,
 PROTOC_VENV := .venv-proto
 DOCS_VENV := .venv-docs
 # The oldest grpcio-tools our ranges admit: generated code refuses older runtimes, never newer ones.
@@ -29,17 +31,34 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durat
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-$(STAMP): pyproject.toml constraints.txt
+# Installs the extras $(1) and prints one line for each package. The whole output of pip is in
+# $(VENV)/pip.log, which is shown if pip fails.
+define install
+	@set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_FLAGS) \
+		-c constraints.txt $(EDITABLE) -e '.[$(1)]' 2>&1 | tee $(VENV)/pip.log | awk '$(PIP_LINES)' \
+		|| { cat $(VENV)/pip.log >&2; exit 1; }
+endef
+PIP_LINES = /Downloading|Using cached|Processing/ && /\.whl/ && !/\.metadata/ \
+	{ gsub(/[^ ]*\//, ""); sub(/-(py|cp)[0-9][^ ]*/, ""); sub(/^ */, "  "); print; fflush() } \
+	/^Installing collected packages/ { print "  Installing " NF - 3 " packages"; fflush() }
+
+# The environment with what runs a system. Without a GPU, an index with CPU builds of torch saves 2 GB:
+# make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+$(SERVE_STAMP): pyproject.toml constraints.txt
 	@[ -n "$(PYTHON)" ] || { echo "error: Python 3.11 or 3.12 is needed; none found (set PYTHON=/path/to/python)" >&2; exit 1; }
 	@[ -x $(BIN)/python ] || { echo "making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing specdec and its pinned dependencies (several minutes the first time)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt $(EDITABLE) -e '.[dev,bench]' 2> $(VENV)/pip.log \
-		|| { cat $(VENV)/pip.log >&2; exit 1; }
+	@echo "installing specdec and what runs it (a few minutes the first time):"
+	$(call install,serve$(,)embedded)
+	@touch $@
+
+$(STAMP): $(SERVE_STAMP)
+	@echo "installing what tests, benchmarks and Ray need (a few minutes the first time):"
+	$(call install,serve$(,)embedded$(,)ray$(,)gguf$(,)dev$(,)bench)
 	@touch $@
 
 setup: $(STAMP)  ## make .venv with everything installed and the specdec command in it
 
-demo: setup  ## see it work: three services, a coloured stream, the speed of each kind of draft
+demo: $(SERVE_STAMP)  ## see it work: three services, a coloured stream, the speed of each kind of draft
 	@$(BIN)/python examples/demo.py
 
 # Without what it asks for, llama.cpp compiled for its own use among it: the package is here for the file in it.

@@ -1,8 +1,8 @@
 """`python -m bench SUITE --json FILE --plot DIR [--quick]`: run a suite, print its table, keep its rows and plots.
 
-`python -m bench compare OLD NEW` says what moved between two kept runs. Not here: any measurement. Exit code 1 when a
-row falls short of what it must reach (never with `--quick`, whose intervals are too wide to judge by), so that a script
-can hold a result.
+`python -m bench compare OLD NEW` prints which figures moved between two kept runs. The exit code is 1 when a row falls
+short of what it must reach, so that a script can hold a result; with `--quick` it never is, because its intervals are
+too wide to judge by.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """A model's step on its own.
 
-`BareProcess` keeps a child that loads models with our own engine and nothing around it. With messages there and back
-(`bare_messages`) its steps make the ideal that our services are held against. Called by the suites `latency` and
-`real`; `python -m bench.bare` is the child.
+`BareProcess` keeps a child that loads models with our own engine and nothing around it. Its steps, together with the
+message round trips of `bare_messages`, are the ideal time that the services are compared with. Called by the suites
+`latency` and `real`; `python -m bench.bare` is the child.
 """
 
 import argparse

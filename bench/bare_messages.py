@@ -1,9 +1,9 @@
-"""What a round cannot do without: bare messages there and back, and a call of the store.
+"""Measure the lower bound of a round: bare message round trips and one call of the store.
 
-`Echoes` keeps a child that answers what it is sent, over an open gRPC stream and over a Unix socket; `BareRounds` keeps
-one that does for each round what a coordinator cannot leave out, to such echoes and a Redis, and tells its own
-processor time. Not here: our services, whose figures are held against these by the suites `latency` and
-`orchestration`; `python -m bench.bare_messages` is either child.
+`Echoes` runs a child that echoes messages over an open gRPC stream and over a Unix socket. `BareRounds` runs a child
+that does for each round only what no coordinator can leave out (messages to two echoes, one Redis call) and reports its
+own processor time. The suites `latency` and `orchestration` compare the services with these figures.
+`python -m bench.bare_messages` runs either child.
 """
 
 import argparse
@@ -29,12 +29,12 @@ _SERVICE = "specdec.bench.Echo"
 _ECHO, _TAKE = f"/{_SERVICE}/Echo", f"/{_SERVICE}/Take"
 _LENGTH = struct.Struct("<I")
 _NUM_ECHOES = 50
-#: Of a greedy round: a request or a reply of either link.
+#: Bytes of a request or a reply of either link in a greedy round.
 _GREEDY_BYTES = 100
-#: Of a round at T = 1 with supports of 64 tokens, as suite `wire` has them, about: a request or a reply.
+#: Approximate bytes of a request or a reply at T = 1 with supports of 64 tokens, as suite `wire` measures them.
 _SAMPLED_BYTES = 700
 _CHUNK_BYTES = 60
-#: What a round's commit asks of the store, about.
+#: Approximate bytes that a round's commit sends to the store.
 _COMMIT = (
     "redis.call('APPEND', KEYS[1], ARGV[1]) redis.call('HSET', KEYS[2], 'len', ARGV[2], 'epoch', ARGV[3]) "
     "redis.call('PEXPIRE', KEYS[1], 60000) redis.call('PEXPIRE', KEYS[2], 60000) return redis.call('TIME')"
@@ -50,7 +50,7 @@ class Echoes(LineChild):
         super().__init__("bench.bare_messages", "echo", num_threads=1)
 
     def round_trip_s(self, carrier: str = "grpc", idle_s: float = 0.0) -> float:
-        """A small message to the child and back, each after so much idleness: the median of many, now.
+        """Return the median round-trip time of many small messages, each sent after an idle time.
 
         Args:
             carrier: one of CARRIERS.
@@ -101,7 +101,7 @@ class _Socket:
 
 
 class _Stream:
-    """Of gRPC, which takes one message at a time."""
+    """A gRPC stream, which takes one message at a time."""
 
     def __init__(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> None:
         self._call = call

@@ -1,7 +1,7 @@
-"""`python -m bench compare OLD NEW`: which figures of two kept runs moved by more than their noise.
+"""`python -m bench compare OLD NEW`: list the figures of two kept runs that moved by more than their noise.
 
-A ratio moved when its two intervals do not meet. A figure without an interval moved when it changed by more than
-`DRIFT`, which machines that are shared drift by themselves. Not here: whether a figure is good enough (`rows`).
+A ratio moved when its two intervals do not overlap. A figure without an interval moved when it changed by more than
+`DRIFT`, the drift of a shared machine by itself.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-#: Relative change below which a figure without an interval says nothing.
+#: Relative change below which a figure without an interval counts as unmoved.
 DRIFT = 0.15
 
 Key = tuple[str, str, str, str, str, float | None]
@@ -27,7 +27,7 @@ class Change:
     old: float
     new: float
     moved: bool
-    """Beyond noise."""
+    """True when the change exceeds the noise."""
 
 
 def compare(old: list[dict], new: list[dict]) -> tuple[list[Change], list[Key], list[Key]]:

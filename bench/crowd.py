@@ -1,9 +1,8 @@
 """Gamma auto beside fixed gammas while many streams share one target whose rows cost time.
 
-Real processes around simulated engines (70B/1B, two draft replicas, pre-drafting off), all streams at once. What is
-best for one stream overfills a target that many share, and sessions that choose by the same past choose alike: here is
-where that shows. Not here: one stream whose acceptance drifts (row 12). Part of the suite `orchestration`, which calls
-this.
+Real processes around simulated engines (70B/1B, two draft replicas, pre-drafting off), all streams at once. The
+gamma that is best for one stream overloads a target that many streams share, and sessions with the same past make the
+same choice; this case shows both effects. Part of the suite `orchestration`, which calls this.
 """
 
 from collections.abc import Callable
@@ -31,7 +30,7 @@ def measure_crowd(
     num_runs: int,
     row: Callable[..., Row],
 ) -> list[Row]:
-    """Tokens a second of all streams, gamma auto over the best fixed gamma, and each.
+    """Return tokens a second of all streams: gamma auto over the best fixed gamma, and each of them.
 
     Args:
         tokenizer_dir: see `write_tokenizer`.
@@ -54,7 +53,7 @@ def measure_crowd(
                 )
                 for label, gamma in gammas.items()
             }
-            # The first batch of each pays for what is cold, and shows gamma auto what rows cost.
+            # The first batch of each warms caches and lets gamma auto measure what rows cost.
             interleave(range(1), systems, advance)
             rates = interleave(range(1, num_runs + 1), systems, advance)
             rows += _rows(rates, partial(row, row=None, case=f"70B/1B, {num_streams} streams, greedy, sync"))

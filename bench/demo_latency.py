@@ -1,6 +1,6 @@
 """The demo pair's own rows of suite `latency`: sampling at T = 1 with gamma auto (row 4), and int8 (row 13).
 
-Not here: `deep` (`latency`). Called by `latency`.
+Called by the suite `latency`.
 """
 
 import sys
@@ -31,7 +31,7 @@ def sampled_rows(num_prompts: int, quick: bool) -> list[Row]:
         def run_peer(index: int) -> PeerRun:
             return peer.run("assisted", prompts[index], NUM_NEW_TOKENS, GAMMA, seed=index)
 
-        # Warm with texts that share no prefix with those that count.
+        # Warm up with texts that share no prefix with the measured ones.
         for prompt in prompts[:2]:
             ours.run(prompt[::-1], max_new_tokens=NUM_NEW_TOKENS, temperature=1.0)
             peer.run("assisted", prompt[::-1], NUM_NEW_TOKENS, GAMMA, seed=0)
@@ -41,7 +41,7 @@ def sampled_rows(num_prompts: int, quick: bool) -> list[Row]:
 
 
 def int8_rows(num_prompts: int, quick: bool) -> list[Row]:
-    """Row 13; no row, and a line that says why, where int8 is refused."""
+    """Return row 13, or no row and a printed reason where int8 is refused."""
     prompts = prompt_token_ids(DEMO / "target")[:num_prompts]
     try:
         with (

@@ -1,12 +1,12 @@
-"""Rows 36 and 37 of suite `drafts`: requests routed among drafts, and what scores foretell of a draft.
+"""Rows 36 and 37 of suite `drafts`: requests routed among drafts, and how well scores predict a draft.
 
-Row 36: triples of a request for code and one for prose, both sampled (a greedy text of so small a target repeats
-itself, whatever was asked), and one whose text repeats its prompt, greedy as an edit would be; one stream, all in one
-`specdec up --route auto` with the code draft, the prose draft and `ngram`: routed, and by each pool by name; the oracle
-gives each of the three the pool that was fastest with its kind. Not `suffix`, which also looks into what other
-sessions were told: here that is the same text, by another system. Row 37: six drafts, the demo's with noise of six
-strengths in its weights, and what the target drafts with by itself. Texts drafted by the demo's own are scored; then
-each of the others drafts the same prompts. Not here: the drafts' training (`models/demo`). Called by `drafts`.
+Row 36 runs triples of requests as one stream: one for code and one for prose, both sampled because greedy text of such
+a small target repeats itself, and one whose text repeats its prompt, greedy as an edit would be. One
+`specdec up --route auto` serves the code draft, the prose draft and `ngram`. Requests are routed, and sent to each pool
+by name; the oracle gives each kind the pool that was fastest with it. `suffix` is left out because it also looks into
+the outputs of other sessions, which here are the same text from another system. Row 37 runs six drafts (the demo draft
+with noise of six strengths in its weights) and the drafts that the target makes itself. Texts drafted by the demo draft
+are scored, then each other draft drafts the same prompts. Called by `drafts`.
 """
 
 import argparse
@@ -26,17 +26,17 @@ from bench.rows import Origin, Row
 from bench.system import RunningSystem, SystemRun, acceptance
 from bench.workload import prompt_token_ids
 
-#: How each kind of request is sampled.
+#: Sampling parameters of each kind of request.
 KINDS = {"code": {"temperature": 0.8}, "prose": {"temperature": 0.8}, "repeating": {"temperature": 0.0}}
 POOLS = ("code", "prose", "ngram")
 AUTO = "route_auto"
 NUM_NEW_TOKENS = 128
 NUM_WARM_TRIPLES = 3
 
-#: Draft tokens a round of row 37: those that scored tokens are walked by.
+#: Draft tokens a round in row 37, which is also the stride over scored tokens.
 SCORED_GAMMA = 8
 NOISES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
-#: What the target drafts with by itself, by pool.
+#: Drafts that the target makes itself, by pool.
 LOCAL = {
     "early-exit": f"early-exit:3:{DEMO / 'early_exit'}",
     "eagle3": f"eagle3:{DEMO / 'eagle3'}",
@@ -112,7 +112,11 @@ def _prose_prompts() -> list[str]:
 
 
 def _run(system: RunningSystem, pool: str, num_cut: int, triple: Triple) -> list[SystemRun]:
-    """`num_cut`: of a prompt's first tokens, another number for each system: no prefix of it is in a cache by then."""
+    """Run all requests on one system.
+
+    Args:
+        num_cut: first tokens to drop from each prompt, different for each system, so that no prefix is cached.
+    """
     return [
         system.run(prompt[num_cut:], NUM_NEW_TOKENS, draft_pool=pool, seed=len(prompt), **sampling)
         for prompt, sampling in zip(triple, KINDS.values(), strict=True)
@@ -134,7 +138,7 @@ def _scores(row: partial, quick: bool) -> list[Row]:
             with progress("scored drafts", len(prompts) * (1 + len(names))) as advance:
                 for index, prompt in enumerate(prompts):
                     system.run(prompt, task=f"p{index}", **options)
-                    _await_scores(system, names, index + 1)  # a target scores what it drafts with while it is idle
+                    _await_scores(system, names, index + 1)  # a target scores its own drafts while it is idle
                     advance()
                 scores = _settled_scores(system, names, len(prompts))
                 used = {}
@@ -155,7 +159,7 @@ def _scores(row: partial, quick: bool) -> list[Row]:
 
 
 def _alphas(system: RunningSystem, names: list[str]) -> dict[str, dict[str, float]]:
-    """By pool and class, where measured."""
+    """Return the measured alpha by pool and class."""
     pools = {pool.name: pool for pool in system.client.info().pools}
     return {
         name: {route.request_class: route.alpha for route in pools[name].routes if route.alpha is not None}
@@ -164,7 +168,7 @@ def _alphas(system: RunningSystem, names: list[str]) -> dict[str, dict[str, floa
 
 
 def _await_scores(system: RunningSystem, names: list[str], num_classes: int) -> None:
-    """Returns once every pool has been heard of so many classes."""
+    """Return once every pool has scores for this many classes."""
     until_s = time.monotonic() + SCORE_PATIENCE_S
     while not all(len(of_pool) >= num_classes for of_pool in _alphas(system, names).values()):
         if time.monotonic() > until_s:
@@ -173,7 +177,7 @@ def _await_scores(system: RunningSystem, names: list[str], num_classes: int) -> 
 
 
 def _settled_scores(system: RunningSystem, names: list[str], num_prompts: int) -> dict[str, float]:
-    """Mean alpha over the prompts, each a class of its own, once nothing moves any more."""
+    """Return the mean alpha over the prompts (one class each) once no score changes any more."""
     before: dict[str, dict[str, float]] = {}
     while (alphas := _alphas(system, names)) != before:
         before = alphas

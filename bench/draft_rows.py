@@ -1,4 +1,4 @@
-"""Rows of suite `drafts` that set systems against each other by tokens a second. Called by `drafts`, `head_drafts`."""
+"""Rows of suite `drafts` that compare systems by tokens a second. Called by `drafts`, `head_drafts`."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -23,8 +23,8 @@ def speed_rows(
     Args:
         runs: of each system, in the order of the prompts.
         row: makes a row of the suite and case.
-        comparisons: number of the agreed row, system, what it is set against, what it must reach.
-        drafting: systems whose acceptance is told as well.
+        comparisons: number of the agreed row, system, system it is compared with, ratio it must reach.
+        drafting: systems whose acceptance is reported as well.
     """
     rates = {name: [len(run.token_ids) / run.e2el_s for run in done] for name, done in runs.items()}
     rows = []
@@ -48,6 +48,6 @@ def speed_rows(
 
 
 def same_text_row(runs: Runs, row: Callable[..., Row], system: str, other: str) -> Row:
-    """The share of prompts on which two systems said the same."""
+    """Return the share of prompts for which two systems generated the same text."""
     same = [one.token_ids == another.token_ids for one, another in zip(runs[system], runs[other], strict=True)]
     return row(row=None, system=system, metric=f"texts_equal_to_{other}", value=float(np.mean(same)), unit="")

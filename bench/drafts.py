@@ -1,12 +1,11 @@
-"""Suite `drafts`: what kinds of drafts are good for. Rows 30 and 31: text that repeats, drafted without a model.
+"""Suite `drafts`: what each kind of draft gains. Rows 30 and 31 cover repeating text, drafted without a model.
 
 A request of the kind that edits or quotes: its prompt holds a file's beginning, what the target made of it, and the
 beginning again, as an edited copy would. The target is `deep(18, 0.02)`, greedy, one stream; ours finds its drafts in
 the text (`suffix`), the peer is Hugging Face's prompt lookup on the same prompts. Every prompt is new to every system:
-what `suffix` finds is in the prompt, or was said in answer to other ones. Early exit: `local_drafts`; heads:
+`suffix` finds its drafts in the prompt or in the answers to other prompts. Early exit: `local_drafts`; heads:
 `head_drafts`; drafts with another tokenizer: `retokenised` (row 35), `other_tokenizers`; rows 36 and 37:
-`draft_routes`; row 38: `learning`.
-Not here: draft models of the target's own (`latency`).
+`draft_routes`; row 38: `learning`. Draft models with the target's own vocabulary are measured by `latency`.
 """
 
 import argparse
@@ -30,7 +29,7 @@ CASE = "deep(18, 0.02), text that repeats"
 SUFFIX, NGRAM, TARGET_ONLY, LOOKUP = "suffix", "ngram", "target_only", "hf_prompt_lookup"
 NUM_QUICK_PROMPTS = 3
 KINDS = ["text", "early_exit", "eagle3", "retokenised", "other_tokenizers", "routes", "learning"]
-#: As Transformers' documentation sets it.
+#: The value in Transformers' documentation.
 LOOKUP_TOKENS = 10
 
 Runs = dict[str, list[SystemRun] | list[PeerRun]]
@@ -83,7 +82,7 @@ def _measure_text(target_dir: Path, quick: bool) -> list[Row]:
         with progress("text that repeats", len(starts) * (1 + len(systems))) as advance:
             prompts = []
             for start in starts:
-                # Made by the peer, so that none of ours has it in its cache or its history.
+                # The peer generates it, so that none of our systems has it in a cache or a history.
                 answer = peer.run("plain", start, NUM_NEW_TOKENS, LOOKUP_TOKENS).token_ids
                 prompts.append([*start, *answer, *start[1:]])
                 advance()

@@ -1,6 +1,6 @@
 """Suite `elastic`: replicas that come and go, models over several ranks, KV and prefixes found again.
 
-Each part is a file of its own (`elastic_*.py`), with what it measures and against what. Not here: any measurement.
+Each part is a file of its own (`elastic_*.py`), which says what it measures and against what.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from bench.simulated_system import write_tokenizer
 
 SUITE = "elastic"
 NUM_RUNS, NUM_QUICK_RUNS = 9, 2
-#: Each is a method of the suite and a file.
+#: Each part is a method of the suite and a file.
 FIGURES = ["pools", "recovery", "ranks", "prefixes", "tier"]
 
 
@@ -50,13 +50,13 @@ class _Suite:
         return measure_recovery(self._row, quick=self._quick)
 
     def ranks(self) -> list[Row]:
-        """What a step's message costs a model that is divided among processes."""
+        """Measure the cost of a step's message for a model that is divided among processes."""
         from bench.elastic_ranks import measure_ranks
 
         return measure_ranks(self._row, quick=self._quick)
 
     def prefixes(self) -> list[Row]:
-        """What coordinators know of each other."""
+        """Measure what coordinators learn of each other."""
         from bench.elastic_prefixes import measure_prefixes
 
         return measure_prefixes(self._tokenizer_dir, self._num_runs, partial(self._row, simulated=True))

@@ -1,9 +1,9 @@
-"""What a second target and draft give to a steady load, and what the leaving of the first ones costs it.
+"""Measure what a second target and draft add under a steady load, and what removing the first ones costs.
 
 `specdec up` around simulated engines, scaled by `specdec scale` while eight streams ask for one output after the other,
-each in a new session. The target verifies one session a step, as a large model does that is bound by its arithmetic, so
-eight streams are more than it can serve. What counts are tokens of outputs that came without an error and are the same
-as before the first change. Part of the suite `elastic`, which calls this.
+each in a new session. The target verifies one session a step, as a large compute-bound model does, so eight
+streams are more than it can serve. Only tokens of outputs count that ended without an error and equal those from before
+the first change. Part of the suite `elastic`, which calls this.
 """
 
 import time
@@ -22,9 +22,9 @@ from bench.up_system import UpSystem
 PAIR = "simulated:70b-1b,predraft=off"
 GAMMA = 4
 NUM_STREAMS = 8
-#: An output then takes about two seconds before the change: sessions spread anew as quickly.
+#: An output takes about two seconds before the change, so sessions are placed anew at that pace.
 NUM_TOKENS = 48
-#: Of the agreed figures: goodput by then, new sessions by then.
+#: Seconds of the agreed figures: until goodput rises, until new sessions arrive.
 GAIN_BY_S, TAKEN_BY_S = 10.0, 2.0
 NUM_WINDOWS, NUM_QUICK_WINDOWS = 12, 4
 _WINDOW_S = 1.0
@@ -93,7 +93,7 @@ def _rates(load: SteadyLoad, num_windows: int) -> list[float]:
 
 
 def _first_session_s(system: UpSystem, first: set[str]) -> float:
-    """When a target that is not of the first ones is seen to hold a session."""
+    """Return when a target that was added is first seen to hold a session, in seconds."""
     while not any(number for name, number in system.sessions("target").items() if name not in first):
         time.sleep(0.02)
     return time.monotonic()

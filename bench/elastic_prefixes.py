@@ -1,8 +1,8 @@
-"""What coordinators that share replicas know of each other: prefixes by way of Redis, load by what the target says.
+"""Measure what coordinators that share replicas learn: prefixes through Redis, load through the target's answers.
 
-Real processes around simulated engines and a redis-server. First, how much of a prefix that many sessions begin with is
-served from replicas' caches, with the directory and, beside it, with sessions placed by load alone. One session follows
-the other: sessions that begin together read together, whoever knows of them. Second, gamma auto of two coordinators on
+Real processes around simulated engines and a redis-server. The first case measures the share of a common prefix that
+is served from replicas' caches, with the prefix directory and with placement by load alone. Sessions run one after the
+other, because sessions that begin together prefill together in any case. Second, gamma auto of two coordinators on
 one target against one coordinator with all the streams. Part of the suite `elastic`, which calls this.
 """
 
@@ -23,7 +23,7 @@ from bench.streams import StreamProcess, StreamRequest, StreamRun
 PREFIX_TOKENS = 1_000
 NUM_SESSIONS = 32
 PREFIX_PAIR = "simulated:8b-0.6b,predraft=off"
-#: The agreed case, and documents that a few sessions each ask about.
+#: The agreed case, and a case of documents that a few sessions each ask about.
 NUM_PREFIXES = (1, 8)
 
 CROWD_PAIR = "simulated:70b-1b,predraft=off"
@@ -98,7 +98,7 @@ def _measure_coordinators(tokenizer_dir: Path, num_runs: int, row: Callable[...,
             )
             systems[name] = partial(_tokens_per_s, stack.enter_context(system).endpoints)
         with progress("coordinators", (num_runs + 1) * len(systems)) as advance:
-            interleave(range(1), systems, advance)  # what is cold
+            interleave(range(1), systems, advance)  # warm up
             rates = interleave(range(1, num_runs + 1), systems, advance)
     ratio = median_ratio(rates["2 coordinators"], rates["1 coordinator"])
     row = partial(row, row=None, case=f"70B/1B, {NUM_STREAMS} streams on one target, greedy, gamma auto")
@@ -120,13 +120,13 @@ def _tokens_per_s(endpoints: Sequence[str], index: int) -> float:
         StreamRequest([1 + (index * NUM_STREAMS + stream) % 100_000, 2, 3], options | {"seed": index + stream})
         for stream in range(NUM_STREAMS)
     ]
-    # Two clients whatever they call, so that what is compared differs in the coordinators alone.
+    # Always two client processes, so that the compared systems differ in their coordinators alone.
     runs = _run_through([endpoints[0], endpoints[-1]], [requests[0::2], requests[1::2]])
     return sum(run.num_tokens for run in runs) / max(run.chunk_s[-1] for run in runs)
 
 
 def _run_through(endpoints: Sequence[str], batches: Sequence[Sequence[StreamRequest]]) -> list[StreamRun]:
-    """Runs the batches at once, each by a client process of its own."""
+    """Run the batches at once, each in its own client process."""
     with ExitStack() as stack:
         clients = [stack.enter_context(StreamProcess(endpoint)) for endpoint in endpoints]
         with ThreadPoolExecutor(len(clients)) as threads:

@@ -1,4 +1,4 @@
-"""What dividing a model between two processes of this machine costs: a step's message, and the step itself.
+"""Measure the cost of dividing a model between two processes of one machine: a step's message, and the step itself.
 
 First the message alone: a plan is packed, sent, unpacked, and answered with the other rank's part of a row of logits;
 beside it, in turns, what gloo takes to broadcast as many bytes and one word back. Then steps of the demo target on two
@@ -101,7 +101,7 @@ def _alone(backend: str) -> Worker:
 
 
 def median_ms(act: Callable[[], object]) -> float:
-    """Of a few times in a row."""
+    """Return the median milliseconds of a few repetitions."""
     taken = []
     for _ in range(_PER_ROUND):
         began_s = time.perf_counter()

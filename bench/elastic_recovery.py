@@ -1,9 +1,10 @@
-"""How long streams are silent when a part of their target is lost for good, until another one serves them.
+"""Measure how long streams are silent after a part of their target is lost for good.
 
 `specdec up` on the demo pair under a steady load. A target of two ranks loses one, killed or stopped; and a Ray
-cluster of three nodes on this machine loses the one that the target is on, with all that runs there. Nothing waits in
-reserve: what was lost is started anew, model and all. Each loss is the first of a system of its own, since what is lost
-again and again is started again ever later. Part of the suite `elastic`, which calls this.
+cluster of three nodes on this machine loses the one that the target is on, with all that runs there. No
+replica is held in reserve: the lost part is started again and loads its model. Each loss is the first in a fresh
+system, because restarts of a part that ends repeatedly are delayed more each time. Part of the suite `elastic`, which
+calls this.
 """
 
 import os
@@ -95,13 +96,13 @@ def _lose(system: UpSystem, end_a_part: Callable[[], None]) -> _Loss:
         end_a_part()
         lost_s = time.monotonic()
         load.wait_for_all_streams()
-        time.sleep(_WARM_S)  # a chunk that was under way when it was lost is no recovery
+        time.sleep(_WARM_S)  # a chunk that was already on its way does not count as recovery
         load.wait_for_all_streams()
         return _Loss(_longest_silence_s(load, first, lost_s), len(load.faults))
 
 
 def _longest_silence_s(load: SteadyLoad, first: int, lost_s: float) -> float:
-    """Of any stream between the loss and now, in seconds."""
+    """Return the longest silence of any stream between the loss and now, in seconds."""
     last = dict.fromkeys(range(NUM_STREAMS), lost_s)
     longest_s = 0.0
     for when, stream, _ in load.chunks[first:]:

@@ -1,9 +1,9 @@
-"""What the cold tier gives a session that returns on a cold replica. Part of the suite `elastic`, which calls this.
+"""Measure what the cold tier gains for a session that returns on a cold replica. Part of the suite `elastic`.
 
 The demo pair as real processes. One system runs the sessions' first turn and writes their KV to the tier, a Redis of
 its own; then it is gone. Two more, which never saw them, run the next turn of pairs of sessions with one text: one
 system has the tier, the other computes everything again. Some sessions find half of their KV only. All must say the
-same. Not here: what the rule does with targets of other speeds (`tier_rule`).
+same. `tier_rule` covers targets of other speeds.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ NEW_TOKENS = (7, 8, 9, 10)
 OUTPUT_TOKENS = 8
 NUM_WARM, NUM_HALVES = 2, 2
 NUM_RUNS = PROMPT_TOKENS // (RUN_BLOCKS * BLOCK_TOKENS)
-#: Of the demo pair's tokenizer.
+#: Vocabulary size of the demo pair's tokenizer.
 _FIRST_ID, _VOCABULARY = 3, 2_048
 _TIER = ("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru")
 _PATIENCE_S = 60.0
@@ -47,7 +47,7 @@ class _Turn:
     ttft_s: float
     token_ids: list[int]
     num_runs: float = 0
-    """Of KV that were restored for it."""
+    """Number of runs of KV blocks that were restored for the turn."""
 
 
 def measure_tier(num_runs: int, row: Callable[..., Row]) -> list[Row]:
@@ -61,7 +61,7 @@ def measure_tier(num_runs: int, row: Callable[..., Row]) -> list[Row]:
         RuntimeError: a session said something else by restore, or not all of its KV was restored.
     """
     with redis_server() as store_url, redis_server(_TIER) as tier_url:
-        # The first pay for what is cold, the last have half of their KV.
+        # The first sessions warm up, the last ones have half of their KV.
         measured, halves = (
             range(NUM_WARM, NUM_WARM + num_runs),
             range(NUM_WARM + num_runs, NUM_WARM + num_runs + NUM_HALVES),
@@ -163,7 +163,7 @@ def _run_turn(client: Client, session_id: str, token_ids: list[int]) -> _Turn:
 
 
 def _forget_second_half(prompt: list[int], tier_url: str) -> None:
-    """Takes the later runs of a prompt out of the tier, the draft's and the target's."""
+    """Remove the later runs of a prompt from the tier, both the draft's and the target's."""
     hasher = ChainHasher(prompt)
     with redis.Redis.from_url(tier_url) as tier:
         for run in range(NUM_RUNS // 2, NUM_RUNS):
@@ -172,7 +172,7 @@ def _forget_second_half(prompt: list[int], tier_url: str) -> None:
 
 
 def _run_bytes() -> int:
-    """Of the demo target, whose KV is in float32."""
+    """Return the bytes of a run of the demo target, whose KV is in float32."""
     config = json.loads((DEMO / "target" / "config.json").read_text())
     row_numbers = config["num_key_value_heads"] * 2 * config["head_dim"]
     return int(RUN_BLOCKS * BLOCK_TOKENS * config["num_hidden_layers"] * row_numbers * 4)

@@ -1,7 +1,7 @@
-"""`python -m bench.fill_times`: what the host does before a captured step, by sequences and length of their contexts.
+"""`python -m bench.fill_times`: time of the host's work before a recorded step, by sequences and context length.
 
-Each sequence's table grows by a block every sixteen steps, as in drafting; the numbers then go to the device, here to
-another place in memory. Needs no GPU. Not a test: times depend on the machine.
+Each sequence's table grows by a block every sixteen steps, as in drafting; the numbers are then copied to the device,
+here to another place in memory. Needs no GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Writes a GGUF file anew with its matrices stored in another type: the same model for whoever reads such files.
+"""Rewrite a GGUF file with its matrices stored in another type.
 
-Not a quantiser of its own: the rounding is that of the `gguf` package, which is llama.cpp's. Called by `bench.real`.
+The `gguf` package, which is llama.cpp's, does the rounding. Called by `bench.real`.
 """
 
 from pathlib import Path

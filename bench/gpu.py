@@ -1,11 +1,12 @@
-"""Suite `gpu`: a random model of Llama 3.1 8B's shape on one CUDA device in bf16, its first three layers as the draft.
+"""Suite `gpu`: a random model of Llama 3.1 8B's shape on one CUDA device in bf16, with its first three layers as the
+draft.
 
-Four figures, each of them alone by `--rows`: the engine alone against what the device's memory allows; one layer's
-attention, by our kernels and over gathered blocks; one greedy stream through the three services against our own
-target-only mode and Hugging Face's assisted generation; tokens a second of 1 to 64 streams. Acceptance is dialled
-(`random_pair`) and measured again in the stream that counts. Without a CUDA device the suite says so and measures
-nothing. Needs 60 GB of the device's memory, for two targets at once, and 20 GB of disk where temporary files go. With
-`--tensor-parallel N` one row instead, of N devices (`gpu_ranks`).
+`--rows` selects among four measurements: the engine alone against the limit of the device's memory bandwidth; one
+layer's attention, paged and gathered; one greedy stream through the three services against target-only mode and Hugging
+Face's assisted generation; tokens per second of 1 to 64 streams. The acceptance is set when the pair is made
+(`random_pair`) and measured again in the stream. Without a CUDA device the suite prints a line and measures nothing. It
+needs 60 GB of device memory, for two targets at once, and 20 GB of disk for temporary files. `--tensor-parallel N`
+measures one row on N devices instead (`gpu_ranks`).
 """
 
 import argparse
@@ -37,7 +38,7 @@ _COPY_BYTES = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the choice of rows."""
+    """Add the flags that select rows."""
     parser.add_argument("--rows", nargs="+", choices=FIGURES, default=FIGURES, help="only these rows")
     parser.add_argument(
         "--tensor-parallel", type=int, default=1, metavar="N", help="instead, what a step takes on N GPUs against one"
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:
-    """Measure and return the rows; none where there is no CUDA device."""
+    """Measure and return the rows; without a CUDA device, return none."""
     if not torch.cuda.is_available():
         print("bench gpu: no CUDA device on this machine; nothing was measured", file=sys.stderr)
         return []
@@ -71,14 +72,14 @@ def run(arguments: argparse.Namespace) -> list[Row]:
 
 
 def divided_rows(config: LlamaConfig, device: str, shape: str, num_ranks: int, *, quick: bool) -> list[Row]:
-    """Makes a model of this shape and measures its steps on one device and on several.
+    """Make a model of this shape and measure its steps on one device and on several.
 
     Args:
         config: the shape.
-        device: `cuda`; `cpu` serves the tests.
-        shape: what the rows call it.
-        num_ranks: devices.
-        quick: fewer of everything.
+        device: `cuda`, or `cpu` in tests.
+        shape: name of the shape in the rows.
+        num_ranks: number of devices.
+        quick: measure less.
     """
     row = partial(Row, suite=SUITE, row=None, origin=Origin(hardware=_device_name(device)), quick=quick)
     with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
@@ -92,15 +93,15 @@ def divided_rows(config: LlamaConfig, device: str, shape: str, num_ranks: int, *
 def device_rows(
     config: LlamaConfig, device: str, shape: str, figures: Sequence[str], copy_bytes: int, *, quick: bool
 ) -> list[Row]:
-    """Makes a pair of this shape on the device and measures it there.
+    """Make a pair of this shape on the device and measure it there.
 
     Args:
         config: the target's shape.
-        device: where everything runs; `cpu` serves the tests.
-        shape: what the rows call it.
-        figures: some of `FIGURES`.
+        device: `cuda`, or `cpu` in tests.
+        shape: name of the shape in the rows.
+        figures: measurements, of `FIGURES`.
         copy_bytes: size of the copy whose bandwidth is the engine's floor.
-        quick: fewer of everything.
+        quick: measure less.
     """
     row = partial(Row, suite=SUITE, row=None, origin=Origin(hardware=_device_name(device)), quick=quick)
     rows = []
@@ -123,7 +124,7 @@ def device_rows(
 
 
 def _free_device_memory(device: str) -> None:
-    """Gives back what models of this process leave behind: the services come next."""
+    """Free the device memory of this process's models for the services that come next."""
     gc.collect()
     if device != "cpu":
         torch.cuda.empty_cache()

@@ -1,8 +1,8 @@
-"""Attention of captured draft steps alone: one layer's, by our kernels and over gathered blocks, on one device.
+"""Attention of recorded draft steps alone: one layer's, paged and gathered, on one device.
 
-Each over its floor, the bytes of the keys and values over the copy bandwidth of the same run. What a step chooses by
-itself is the first of both; whatever does not run is said and left out. Not here: whole steps (`gpu_engine`). Called by
-the `gpu` suite.
+Times are relative to a floor: the bytes of the keys and values over the copy bandwidth of the same run. Steps choose
+paged attention if it passes its trial. An attention that does not run is reported and left out. Called by the `gpu`
+suite.
 """
 
 import statistics
@@ -28,9 +28,9 @@ from specdec.types import BLOCK_TOKENS
 
 #: (sequences, tokens of each one's context)
 SIZES = ((1, 512), (1, 2100), (1, 8000), (16, 512), (16, 8000), (64, 512))
-# Launched together, as a step's layers are: one alone would be bound by its launch.
+# Layers that are launched together, as in a step; the time of a single layer would be bound by its launch.
 _MIN_LAYERS = 16
-# And so many that the keys and values of none are left in a cache until its next turn.
+# Bytes of keys and values that evict a layer's own from the caches before its next turn.
 _MIN_BYTES = 300_000_000
 _NUM_RUNS = 30
 
@@ -43,15 +43,15 @@ def attention_rows(
     bytes_per_s: float,
     sizes: Sequence[tuple[int, int]] = SIZES,
 ) -> list[Row]:
-    """Times of one layer's attention.
+    """Measure the time of one layer's attention.
 
     Args:
-        config: whose heads.
-        device: on what.
-        shape: what the rows call the model.
+        config: model with the heads.
+        device: device to measure on.
+        shape: name of the model in the rows.
         row: makes a row of this suite.
-        bytes_per_s: of a copy, read and written.
-        sizes: of the steps.
+        bytes_per_s: copy bandwidth, reads plus writes.
+        sizes: numbers of sequences and context tokens of the steps.
     """
     rows = []
     with progress("gpu: attention", len(sizes)) as advance:
@@ -80,7 +80,7 @@ def _layer_s(
     num_sequences: int,
     num_tokens: int,
 ) -> tuple[float, int]:
-    """Seconds of one layer, and the bytes of the keys and values that it reads."""
+    """Return the seconds of one layer and the bytes of keys and values that it reads."""
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
     dim = config.hidden_size // num_heads
     kind = AttentionKind(None, num_heads // num_kv_heads, None)
@@ -90,7 +90,7 @@ def _layer_s(
     num_bytes = num_sequences * num_tokens * layer.row_width * torch.bfloat16.itemsize
     num_layers = 1 if place.type == "cpu" else max(_MIN_LAYERS, -(-_MIN_BYTES // num_bytes))
     cache = KvCache([layer] * num_layers, num_blocks=num_sequences * num_blocks + 1, dtype=torch.bfloat16, device=place)
-    # Of its own: the device's may be left unusable by a recording that failed.
+    # A separate generator, because a failed recording may leave the device's unusable.
     generator = torch.Generator(place).manual_seed(0)
     for kept in cache.layers:
         kept.blocks.normal_(generator=generator)
@@ -99,7 +99,7 @@ def _layer_s(
     slices = [SequenceSlice((0,), num_tokens - 1, tuple(table), 1) for table in ids]
     bucket = Buckets((1,), attention.context_steps, max(num_tokens, 8192)).smallest_for(slices)
     if bucket is None:
-        raise ValueError(f"no step of {num_sequences} sequences of {num_tokens} tokens is captured")
+        raise ValueError(f"no step of {num_sequences} sequences of {num_tokens} tokens is recorded")
     numbers = StepNumbers(input_size(bucket, keeps_tables=attention.tables is not None), place)
     inputs = StaticInputs(bucket, numbers, cache.num_blocks - 1, attention.tables)
     query = torch.randn(bucket.num_rows, num_heads, dim).to(place, torch.bfloat16)

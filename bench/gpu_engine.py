@@ -1,10 +1,9 @@
-"""The engine alone on one device: a step of target and draft against reading their weights once.
+"""The engine alone on one device: a step of target and draft against one read of their weights.
 
-And a step of the target with int8 weights and of one that is deterministic, against the target's as it is.
+It also compares a step of the target with int8 weights, and of a deterministic target, with the plain target.
 
-A step of one row reads every weight once (of the input embedding one row), so its floor is those bytes over the copy
-bandwidth measured in the same run (bytes read plus bytes written). Not here: the services (`gpu_stack`). Called by the
-`gpu` suite.
+A step of one row reads every weight once (one row of the input embedding), so its floor is those bytes over the copy
+bandwidth measured in the same run (bytes read plus bytes written). Called by the `gpu` suite.
 """
 
 import gc
@@ -39,15 +38,15 @@ INT8_SPEEDUP = 1.5
 def engine_rows(
     pair: RandomPair, device: str, shape: str, row: Callable[..., Row], copy_bytes: int, *, quick: bool
 ) -> list[Row]:
-    """Steps of both models, each over its own floor.
+    """Measure steps of both models, each relative to its floor.
 
     Args:
-        pair: what is measured.
-        device: on what.
-        shape: what the rows call it.
+        pair: models to measure.
+        device: device to measure on.
+        shape: name of the shape in the rows.
         row: makes a row of this suite.
-        copy_bytes: size of the copy.
-        quick: few steps.
+        copy_bytes: size of the copy that measures bandwidth.
+        quick: run few steps.
     """
     num_steps = NUM_QUICK_STEPS if quick else NUM_STEPS
     row = partial(row, case=f"{shape}, engine alone, 1 stream, context {CONTEXT_TOKENS}")
@@ -84,7 +83,7 @@ def engine_rows(
 def _loaded_step_s(
     model: PairModel, device: str, num_steps: int, dtype: str = DTYPE, *, is_deterministic: bool = False
 ) -> float:
-    """`_step_s` of a model loaded as the services do."""
+    """Return `_step_s` of a model that is loaded as in the services."""
     compiling = CompileOptions(
         row_counts=row_counts(GAMMA + 1), directory=cache_directory(os.environ) / "compiled",
         is_deterministic=is_deterministic,
@@ -96,11 +95,11 @@ def _loaded_step_s(
         return _step_s(worker, device, num_steps)
     finally:
         del worker
-        gc.collect()  # its parts know each other, and the next model needs the memory
+        gc.collect()  # its parts form cycles, and the next model needs the memory
 
 
 def _step_s(worker: Worker, device: str, num_steps: int) -> float:
-    """Median time of one row after the context."""
+    """Return the median time of one row after the context."""
     blocks = tuple(range(blocks_for(CONTEXT_TOKENS + 1)))
     worker.execute(StepPlan((SequenceSlice((5,) * CONTEXT_TOKENS, 0, blocks, 0),)))
     plan = StepPlan((SequenceSlice((5,), CONTEXT_TOKENS, blocks, 1),))
@@ -108,7 +107,7 @@ def _step_s(worker: Worker, device: str, num_steps: int) -> float:
 
 
 def copy_bandwidth(device: str, num_bytes: int, num_steps: int = NUM_STEPS) -> float:
-    """Bytes read plus bytes written a second."""
+    """Return the bytes read plus the bytes written per second."""
     source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     destination = torch.empty_like(source)
     return 2 * num_bytes / _median_s(lambda: destination.copy_(source), device, num_steps)

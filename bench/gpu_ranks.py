@@ -1,7 +1,4 @@
-"""The scaling row of suite `gpu`: a step of the random 8B model on several GPUs against the same step on one.
-
-Not here: the other figures of one GPU (`gpu`).
-"""
+"""The scaling row of suite `gpu`: a step of the random 8B model on several GPUs against the same step on one."""
 
 import gc
 from collections.abc import Callable
@@ -16,7 +13,7 @@ from bench.report import progress
 from bench.rows import Row
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.options import AUTO, CAPTURED, CompileOptions, LoadRequest, row_counts
+from specdec.engine.options import AUTO, CUDA_GRAPHS, CompileOptions, LoadRequest, row_counts
 from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
 from specdec.engine.parallel.rank_loader import load_rank
 
@@ -29,18 +26,18 @@ _NUM_ROUNDS, _NUM_QUICK_ROUNDS = 15, 3
 def scaling_rows(
     directory: str, device: str, num_ranks: int, shape: str, row: Callable[..., Row], *, quick: bool
 ) -> list[Row]:
-    """One row: the time of a verification on so many ranks over that on one, captured on both.
+    """Return one row: the time of a verification on several ranks over that on one, with CUDA graphs on both.
 
     Args:
-        directory: the model's.
-        device: `cuda`; `cpu` serves the tests.
-        num_ranks: GPUs.
-        shape: what the row calls the model.
+        directory: the model's directory.
+        device: `cuda`, or `cpu` in tests.
+        num_ranks: number of GPUs.
+        shape: name of the model in the row.
         row: makes a row of the suite.
         quick: fewer repetitions.
     """
     num_rounds = _NUM_QUICK_ROUNDS if quick else _NUM_ROUNDS
-    compiling = CompileOptions(AUTO if device == "cpu" else CAPTURED, row_counts(_ROWS))
+    compiling = CompileOptions(AUTO if device == "cpu" else CUDA_GRAPHS, row_counts(_ROWS))
     model = LoadRequest(directory, device=device, dtype="auto", compiling=compiling, num_kv_blocks=64, self_check=False)
     alone = load_worker(model)
     alone_ms = _step_times_ms(alone, f"gpu: 1 rank of {num_ranks}", num_rounds)
@@ -74,4 +71,4 @@ def _step_times_ms(worker: Worker, title: str, num_rounds: int) -> list[float]:
 
 
 def _run(worker: Worker, plan: StepPlan) -> None:
-    worker.execute(plan)[0, 0].item()  # what waits for the device
+    worker.execute(plan)[0, 0].item()  # waits for the device

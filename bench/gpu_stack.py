@@ -1,8 +1,8 @@
 """The three services and Hugging Face's generation, as processes on one device: one greedy stream, and 1 to 64.
 
-One stream takes turns between speculation at the suites' gamma, gamma chosen by the system, target-only, and the peer,
+One stream alternates between speculation at the suites' gamma, gamma chosen by the system, target-only, and the peer,
 assisted with the same gamma and plain. Many streams begin together, with gamma chosen by the system and target-only.
-Not here: how the pair is made (`random_pair`), the engine alone (`gpu_engine`). Called by the `gpu` suite.
+Called by the `gpu` suite.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ LEAST_ALPHA, MOST_ALPHA = 0.75, 0.85
 PROMPT_TOKENS = 48
 NOTE = "Draft and target share one device, so the overlap shown understates what two devices give."
 
-#: Both KV caches hold so many tokens: 64 streams many times over. By itself each service takes what is free.
+#: Size of both KV caches in tokens, enough for 64 streams many times over. By default each service takes what is free.
 _KV_TOKENS = 1 << 16
 _DTYPE = "bfloat16"
 #: Of the processor: the models run on the device.
@@ -40,7 +40,7 @@ Runs = dict[str, list[SystemRun | PeerRun]]
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured."""
+    """Amount of measurement."""
 
     num_prompts: int
     num_new_tokens: int
@@ -55,14 +55,14 @@ QUICK = Effort(3, 32, (1, 4), 2)
 def stack_rows(
     pair: RandomPair, device: str, shape: str, row: Callable[..., Row], figures: Sequence[str], *, quick: bool
 ) -> list[Row]:
-    """Starts the services and measures `ONE_STREAM`, `STREAMS` or both.
+    """Start the services and measure `ONE_STREAM`, `STREAMS` or both.
 
     Args:
         pair: the models.
-        device: of all processes.
-        shape: what the rows call the pair.
+        device: device of all processes.
+        shape: name of the pair in the rows.
         row: makes a row of this suite.
-        figures: which; others are ignored.
+        figures: measurements; unknown ones are ignored.
         quick: fewer prompts, shorter texts, fewer streams.
     """
     effort = QUICK if quick else FULL
@@ -84,11 +84,11 @@ def stack_rows(
 
 
 def _one_stream(ours: RunningSystem, peer: PeerProcess, prompts: list[list[int]], effort: Effort) -> Runs:
-    """Every system on every prompt, by turns."""
+    """Run every system on every prompt, in turn."""
     own = {OURS: {"gamma": GAMMA}, AUTO: {}, TARGET_ONLY: {"mode": "off"}}
 
     def run_ours(prompt: list[int], name: str) -> SystemRun:
-        # With a second token of its own it finds no other system's KV in the cache.
+        # A distinct second token keeps a system from finding another system's KV in the cache.
         prompt = [prompt[0], 300 + list(own).index(name), *prompt[2:]]
         return ours.run(prompt, effort.num_new_tokens, temperature=0.0, **own[name])
 
@@ -132,7 +132,7 @@ def _one_stream_rows(runs: Runs, pair: RandomPair, row: Callable[..., Row]) -> l
 
 
 def _round_split(ours: list[SystemRun]) -> dict[str, float]:
-    """Mean seconds of a round, prefill spread over them."""
+    """Return the mean seconds of a round, with prefill spread over the rounds."""
     num_rounds = sum(run.stats.num_rounds for run in ours)
     draft_s, verify_s = sum(run.stats.draft_s for run in ours), sum(run.stats.verify_s for run in ours)
     parts = {"draft, its link and service": draft_s, "verify, its link and service": verify_s}
@@ -141,7 +141,7 @@ def _round_split(ours: list[SystemRun]) -> dict[str, float]:
 
 
 def _streams_rows(clients: StreamProcess, prompts: OwnPrompts, effort: Effort, row: Callable[..., Row]) -> list[Row]:
-    """Tokens a second of whole batches, the median of a few, over how many streams there are."""
+    """Return the tokens per second of whole batches, the median of a few, by number of streams."""
     fixed = {"max_new_tokens": effort.num_new_tokens, "temperature": 0.0, "ignore_eos": True}
 
     def run_batch(index: int, concurrency: int, options: dict[str, object]) -> float:

@@ -2,7 +2,7 @@
 
 The target is `deep(18, 0.02)` and the head is the demo target's (`models/demo/eagle3`), unchanged: it reads the hidden
 states 2, 4 and 6, which the deep target has too, since its first six layers are the demo target's. The draft model is
-the demo draft, in a service of its own. Both choose gamma by themselves. Not here: early exit (`local_drafts`). Called
+the demo draft, in a service of its own. Both choose gamma by themselves. `local_drafts` measures early exit. Called
 by `drafts`.
 """
 

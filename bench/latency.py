@@ -2,10 +2,9 @@
 
 The target is `deep(18, 0.02)` of the demo target, the draft is the demo draft, both with weights in float16, 2 threads,
 gamma 4, 128 tokens with EOS ignored on every side. Systems take turns on every prompt and are idle while another is
-timed; the peers live in a process of their own. Row 3 holds our tokens a second, prefill left out, against
-E / (gamma * t_d + t_5 + R): E from the stream itself, t_d, t_5 and R from our own engine alone and messages there and
-back on two links, measured between streams. Not here: many streams at once, injected delay; the demo pair's rows
-(`demo_latency`).
+timed; the peers run in their own process. Row 3 compares our tokens a second without prefill with
+E / (gamma * t_d + t_5 + R). E comes from the stream itself; t_d, t_5 and R come from the engine alone and from message
+round trips on two links, measured between streams. The demo pair's rows are in `demo_latency`.
 """
 
 import argparse
@@ -40,7 +39,7 @@ Runs = dict[str, list[SystemRun | PeerRun]]
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """What a round cannot do without, in seconds."""
+    """Lower bounds of a round's parts, in seconds."""
 
     draft_s: float
     verify_s: float
@@ -52,7 +51,7 @@ class RoundTimes:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Nothing beyond what every suite takes."""
+    """Add no options to those of every suite."""
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:
@@ -68,7 +67,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
 
 
 def _measure(target_dir: Path, prompts: list[list[int]]) -> tuple[Runs, list[RoundTimes]]:
-    """Every system on every prompt, by turns; and per prompt what a round in its middle is made of."""
+    """Run every system on every prompt by turns, and time the parts of a round in the middle of each output."""
     draft_dir = DEMO / "draft"
     with (
         RunningSystem(target_dir, draft_dir) as ours,
@@ -185,7 +184,7 @@ def _round_split(ours: list[SystemRun], bare_times: list[RoundTimes]) -> dict[st
 
 
 def _emitted_per_round(runs: Runs) -> list[float]:
-    """E of each of our streams."""
+    """Return E, the tokens emitted per round, of each of our streams."""
     return [emitted_per_round([run]) for run in runs[OURS] if isinstance(run, SystemRun)]
 
 

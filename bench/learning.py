@@ -1,11 +1,11 @@
-"""Row 38 of suite `drafts`: what distilling beside serving gives back of the acceptance that a shift of the work took.
+"""Row 38 of suite `drafts`: how much of the acceptance lost to a workload shift is regained by distilling.
 
-The shift: the demo's code draft serves prose, at T = 0.7, one stream; "lost" is what the draft trained for prose has
-more. `specdec up --learning-log` serves, `specdec distill` trains beside it on the same cores for 20 minutes on what is
-being said, and the new version joins. Alpha is the expected one, the sum of min(p, q) by Hugging Face's forward passes,
-on the same answers to prompts that were never served before, so that the drafts are compared on equal tokens; what
-requests measured is told beside it. For its speed the training is halted by turns: those seconds do not count. Not
-here: the training (`specdec.learning`). Called by `drafts`.
+The shift: the demo's code draft serves prose, at T = 0.7, one stream; the loss is the advantage of the draft
+trained for prose. `specdec up --learning-log` serves, `specdec distill` trains beside it on the same cores for 20
+minutes on the served text, and the new version joins. Alpha is the expected one, the sum of min(p, q) computed with
+Hugging Face's forward passes, on the same answers to prompts that were never served before, so that the drafts are
+compared on equal tokens; the measured alpha of requests is reported beside it. To time serving alone, the training is
+paused by turns, and those seconds do not count. Called by `drafts`.
 """
 
 import importlib
@@ -38,7 +38,7 @@ NUM_WARM_REQUESTS = 12
 #: Minutes of training, pairs of stretches with and without it, seconds of a stretch, prompts to measure by.
 FULL, QUICK = (20.0, 10, 20.0, 160), (2.0, 3, 8.0, 12)
 
-#: Of the prompts, those that every draft answers; the others are answered by the target alone.
+#: Prompts that every draft answers; the other prompts are answered by the target alone.
 MAX_SERVED = 40
 
 
@@ -60,7 +60,7 @@ def rows(suite: str, quick: bool) -> list[Row]:
             speed = row(row=38, system="serving beside", metric="tokens_per_s_ratio", value=ratio.median, unit="x",
                         ratio_to="serving alone", low=ratio.low, high=ratio.high, num_pairs=ratio.num_pairs,
                         required=0.9)  # fmt: skip
-            if not made.is_dir():  # it learned nothing: so much is a result, too
+            if not made.is_dir():  # it learned nothing, which is a result too
                 return [row(row=38, system=AFTER, metric="lost_alpha_regained", value=0.0, unit="", required=0.5,
                             note=said), speed]  # fmt: skip
             prompts = [system.client.tokenize(text) for text in _prose(held_out=True)[:num_prompts]]
@@ -81,7 +81,7 @@ def rows(suite: str, quick: bool) -> list[Row]:
 
 
 class _Load:
-    """One stream of requests for prose, each with a prompt of its own as long as there are such."""
+    """One stream of requests for prose, each with its own prompt while prompts last."""
 
     def __init__(self, system: RunningSystem) -> None:
         self._system = system
@@ -94,7 +94,7 @@ class _Load:
         return _ask(self._system, prompt, BEFORE, seed=self._seed)
 
     def rate(self, seconds: float) -> float:
-        """Tokens a second of the requests that begin within so much time."""
+        """Return the tokens a second of the requests that begin within the given time."""
         began, num_tokens, spent_s = time.monotonic(), 0, 0.0
         while time.monotonic() - began < seconds:
             run = self.serve()
@@ -105,8 +105,10 @@ class _Load:
 def _distil_beside(
     load: _Load, system: RunningSystem, log: Path, made: Path, minutes: float, num_pairs: int, stretch_s: float
 ) -> tuple[dict[str, list[float]], str]:
-    """Tokens a second of serving, with the training beside it and without, by turns, and what the training said of its
-    end; returns once the new version has joined, or there is none."""
+    """Return tokens a second of serving with and without training beside it, and the last line of the training.
+
+    Return once the new version has joined, or once the training ended without one.
+    """
     halted_s = num_pairs * stretch_s
     command = [sys.executable, "-m", "specdec.cli", "distill", "--log", str(log), "--draft", str(DEMO / "draft")]
     command += ["--out", str(made), "--minutes", str(minutes + halted_s / 60.0), "--join", AFTER]
@@ -142,7 +144,7 @@ def _distil_beside(
 def _serve_each(
     system: RunningSystem, prompts: Sequence[Sequence[int]]
 ) -> tuple[dict[str, list[SystemRun]], list[tuple[list[int], list[int]]]]:
-    """The answers to the first prompts by each draft, and all prompts with the target's own answers."""
+    """Return each draft's answers to the first prompts, and all prompts with the target's own answers."""
     seeds = range(10**6, 10**6 + len(prompts))
     cases = list(zip(map(list, prompts), seeds, strict=True))
     drafted = cases[:MAX_SERVED]
@@ -167,7 +169,7 @@ def _ask(system: RunningSystem, prompt: Sequence[int], pool: str, seed: int) -> 
 
 @torch.inference_mode()
 def _expected_alphas(texts: Sequence[tuple[list[int], list[int]]], drafts: dict[str, Path]) -> dict[str, np.ndarray]:
-    """By draft: of each text, the mean over its answer's tokens of the sum of min(p, q).  [N]"""
+    """Return by draft, float [N]: the mean over each answer's tokens of the sum of min(p, q)."""
     models = {
         name: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         for name, path in ({"target": DEMO / "target"} | drafts).items()
@@ -199,20 +201,20 @@ def _regained(alphas: dict[str, np.ndarray]) -> tuple[float, float, float]:
 
 
 def _prose(*, held_out: bool) -> list[str]:
-    """TurnPreparer of paragraphs, one after another from each text of the corpus in turn."""
+    """Yield paragraph starts, one after another from each text of the corpus in turn."""
     sys.path.insert(0, str(DEMO))
     try:
         corpus = importlib.import_module("corpus")
     finally:
         sys.path.remove(str(DEMO))
     texts = corpus.prose(corpus.standard_library_files(), held_out=held_out)
-    cuts = [[text[at : at + PROMPT_CHARACTERS].rstrip() for at in _turn_preparer(text)] for text in texts]
+    cuts = [[text[at : at + PROMPT_CHARACTERS].rstrip() for at in _beginnings(text)] for text in texts]
     rounds = [[of_text[index] for of_text in cuts if index < len(of_text)] for index in range(max(map(len, cuts)))]
     return [text for each in rounds for text in each if len(text) > PROMPT_CHARACTERS // 2]
 
 
-def _turn_preparer(text: str) -> list[int]:
-    """Where a prompt of the text may begin: at paragraphs that far apart that no two prompts overlap."""
+def _beginnings(text: str) -> list[int]:
+    """Return the paragraphs of a text at which a prompt may begin, far enough apart that no two prompts overlap."""
     found = [0]
     while (following := text.find("\n\n", found[-1] + PROMPT_CHARACTERS)) >= 0:
         found.append(following + 2)

@@ -1,7 +1,7 @@
-"""A child process that answers one JSON request a line, and ends at the end of its input.
+"""A child process that answers one JSON request a line and ends at the end of its input.
 
-What is measured beside ours runs in such children, so that neither its memory nor its threads meet the suite's own.
-Not here: what a child does. Called by `bare`, `peers` and `llama_peer`, whose modules are also what their children run.
+Peers run in such children, so that their memory and threads stay apart from the suite's own. Called by `bare`, `peers`
+and `llama_peer`, whose modules are also what their children run.
 """
 
 import json
@@ -20,9 +20,9 @@ class LineChild:
         """Starts the child and waits for its first line, which says that it is ready.
 
         Args:
-            module: of this package.
-            arguments: the child's own.
-            num_threads: its `--threads`, and OpenMP's.
+            module: module of this package to run.
+            arguments: command line of the child.
+            num_threads: value of its `--threads` and of OMP_NUM_THREADS.
 
         Raises:
             RuntimeError: it ended instead.
@@ -39,7 +39,7 @@ class LineChild:
         self.greeting = self._read()
 
     def ask(self, request: Any) -> Any:
-        """Raises RuntimeError when the child ends before it answers."""
+        """Send one request and return the answer. Raises RuntimeError when the child ends before it answers."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()

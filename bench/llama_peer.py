@@ -1,6 +1,7 @@
 """llama.cpp as the peer, by `llama-cpp-python`: one greedy stream at a time, in a process of its own.
 
-What it is not: its server, which batches streams. Called by `bench.real`; `python -m bench.llama_peer` is the child.
+The batching server of llama.cpp is measured by `bench.servers`. Called by `bench.real`; `python -m bench.llama_peer` is
+the child.
 """
 
 import argparse
@@ -19,7 +20,7 @@ _CONTEXT_TOKENS = 2048
 
 
 def is_installed() -> bool:
-    """Whether this Python has it."""
+    """Return whether `llama-cpp-python` is installed."""
     return find_spec("llama_cpp") is not None
 
 

@@ -1,9 +1,9 @@
 """Rows 33 and 34 of suite `drafts`: a target that drafts with its own first layers.
 
 Row 33 compares one trip with two: the remote draft is a checkpoint of the same first layers, so that both draft the
-same tokens by the same arithmetic, and what differs is where. Its ideal is the time of a round's steps alone, draft
-steps and verification, run in a process of its own. Row 34 is what early exit gains over no draft at all. The target is
-`deep(18, 0.02)`, greedy, one stream. Not here: drafts found in text (`drafts`, which alone calls this).
+same tokens by the same arithmetic, and only the place differs. Its ideal is the time of a round's steps alone, draft
+steps and verification, run in a separate process. Row 34 is the gain of early exit over no draft. The target is
+`deep(18, 0.02)`, greedy, one stream. Called by `drafts`.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ NUM_LAYERS = 3
 GAMMA = 4
 NUM_QUICK_PROMPTS = 3
 ADAPTER = DEMO / "early_exit"
-#: Where in its context a round of the ideal stands: about the middle of an output.
+#: Context length of a round of the ideal, about the middle of an output.
 CONTEXT_TOKENS = 256
 #: A round that was measured as faster than its steps alone counts as this much above them.
 LEAST_S = 1e-6
@@ -46,7 +46,7 @@ def measure(folder: Path, target_dir: Path, quick: bool) -> list[Row]:
     prompts = prompt_token_ids(target_dir)
     prompts = prompts[: NUM_QUICK_PROMPTS + 1] if quick else prompts
     adapter = f":{ADAPTER}" if ADAPTER.is_dir() else ""
-    # At first what both do alike; the adapter afterwards, in row 34 alone.
+    # Row 33 runs without an adapter, which both sides share; row 34 adds it.
     local = (f"{LOCAL}=early-exit:{NUM_LAYERS}", f"adapted=early-exit:{NUM_LAYERS}{adapter}")
     with (
         RunningSystem(target_dir, None, lookup=local) as ours,
@@ -60,7 +60,7 @@ def measure(folder: Path, target_dir: Path, quick: bool) -> list[Row]:
             REMOTE: partial(remote.run, gamma=GAMMA, **options),
             "adapted": partial(ours.run, draft_pool="adapted", **options),
             TARGET_ONLY: partial(alone.run, mode="off", **options),
-            # Beside the others in time: on a shared machine a second later is another machine.
+            # Measured close in time to the others, because the speed of a shared machine drifts.
             IDEAL: lambda _: _ideal_round_s(bare),
         }
         with progress("early exit", len(prompts) * len(systems)) as advance:
@@ -71,7 +71,7 @@ def measure(folder: Path, target_dir: Path, quick: bool) -> list[Row]:
 
 
 def _ideal_round_s(bare: BareProcess) -> float:
-    """Seconds of a round's steps and of nothing else."""
+    """Return the seconds of a round's steps alone."""
     draft_s = bare.step_s("first", CONTEXT_TOKENS, 1)
     return GAMMA * draft_s + bare.step_s("target", CONTEXT_TOKENS, GAMMA + 1)
 
@@ -126,5 +126,5 @@ def _gain_rows(row: Callable[..., Row], runs: dict[str, list[Any]], has_adapter:
 
 
 def _steady_round_s(run: SystemRun) -> float:
-    """Seconds a round, the first one left out."""
+    """Return the seconds a round, without the first one."""
     return (run.e2el_s - run.ttft_s) / (run.stats.num_rounds - 1)

@@ -1,9 +1,8 @@
-"""What a long prompt does to streams that are running: their inter-token latency while it is read, and without it.
+"""Measure the inter-token latency of running streams while a long prompt is prefilled, and without it.
 
-Real processes around simulated engines (70B/1B), with the target's prefill budget as it is by default and with none to
-speak of. A gap is the time between two chunks of one stream, one round; those count that overlap the reading of the
-prompt, or, without a prompt, the same stretch of the run. Not here: rounds' own efficiency. Part of the suite
-`orchestration`, which calls this.
+Real processes around simulated engines (70B/1B), with the target's default prefill budget and with practically
+none. A gap is the time between two chunks of one stream, one round; those count that overlap the reading of the
+prompt, or, without a prompt, the same stretch of the run. Part of the suite `orchestration`, which calls this.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,7 +54,7 @@ def measure_long_prompt(
                 kind: partial(_run, clients=clients, stream_request=stream_request, has_prompt=kind == "prompt")
                 for kind in ("prompt", "alone")
             }
-            # The first batch pays for what is cold, and shows the scheduler what a prompt costs.
+            # The first batch warms caches and lets the scheduler measure what a prompt costs.
             systems["prompt"](num_runs)
             advance()
             runs = interleave(range(num_runs), systems, advance)

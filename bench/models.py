@@ -1,7 +1,7 @@
-"""Checkpoints made for measuring: `deep(N, eps)` costs what a deep model costs and says what the shallow one says.
+"""Checkpoints made for measuring: `deep(N, eps)` costs as much as a deep model and generates nearly the text of
+the shallow one. `first_layers(N)` is the first layers of a model.
 
-`first_layers(N)` is a model's own beginning.
-Not here: the demo pair's training (`models/demo`). Called by the suites and the tests.
+Called by the suites and the tests.
 """
 
 import shutil
@@ -21,7 +21,7 @@ def deep(source_dir: Path, directory: Path, num_layers: int, eps: float, seed: i
 
     The new layers are initialised as the model's own would be before training; their two output projections are scaled
     by `eps`, so that each adds about eps times what an untrained layer adds to the residual stream. eps dials how far
-    the law moves, and with it acceptance.
+    the distribution moves, and with it acceptance.
 
     Args:
         source_dir: a Llama checkpoint with its tokenizer.
@@ -57,7 +57,7 @@ def blurred(source_dir: Path, directory: Path, eps: float, seed: int) -> Path:
     Args:
         source_dir: a Llama checkpoint with its tokenizer.
         directory: where the new checkpoint goes, in float16; made if it does not exist.
-        eps: of the noise, in standard deviations of the matrix that it is added to.
+        eps: standard deviation of the noise, in standard deviations of the matrix that it is added to.
         seed: fixes the noise.
 
     Returns:

@@ -3,8 +3,8 @@
 Rows 7 to 10 and 12, what a long prompt does to running streams (`long_prompt`), and gamma chosen for many streams at
 once (`crowd`). A redis-server holds the sessions of the agreed rows. Every figure is simulated: forward passes are
 waits of a stated length, acceptance is set, and delay is added at the engines' ends of both links (a quarter of the
-stated round-trip on each of a round's four ways). Efficiency is docs/protocol.md section 6's time per round over the
-measured one, at the client, prefill and the rounds cut short by the token limit left out. Not here: any model.
+stated round-trip time on each of a round's four messages). Efficiency is the time per round of docs/protocol.md section
+6 over the time measured at the client, without prefill and without rounds that the token limit cuts short.
 """
 
 import argparse
@@ -44,12 +44,12 @@ NUM_CLIENTS = 64
 NUM_RUNS, NUM_QUICK_RUNS = 9, 2
 NUM_TOKENS, NUM_QUICK_TOKENS = 384, 96
 PROMPT_TOKENS = 32
-#: What a round may take above its ideal, and its processor time, beside bare messages in the same run.
+#: Limits of a round's time above its ideal and of its processor time, relative to bare messages in the same run.
 _MOST_BESIDE_BARE = 2.5
 _BARE_NAMES = {"grpc": "gRPC echoes", "socket": "socket echoes"}
 _IDLE_S = 0.02
 _NUM_BARE_ROUNDS = 40
-#: The agreed rows by their numbers, and what only informs.
+#: The agreed rows by their numbers, and rows that only inform.
 FIGURES = ["7", "8", "9", "10", "12", "long_prompt", "crowd"]
 
 Measure = Callable[[int], StreamRun]
@@ -94,7 +94,7 @@ class _Suite:
         return [row for delay_ms in DELAYS_MS for row in self._efficiency(8, PAIR, delay_ms, required=0.90)]
 
     def predrafted_against_sync(self) -> list[Row]:
-        """Row 9, and the gammas it was measured at."""
+        """Measure row 9 and return it with the gammas it was measured at."""
         models = {"predrafted": PAIR, "sync": f"{PAIR},predraft=off"}
         gammas = {name: best_gamma(simulated_pair(model)) for name, model in models.items()}
         with contextlib.ExitStack() as stack:
@@ -118,7 +118,7 @@ class _Suite:
         requests = [
             stream_request(index, self._num_tokens, temperature=1.0, gamma=GAMMA) for index in range(NUM_CLIENTS)
         ]
-        num_batches = 1 + self._num_runs // 2  # the first pays for what is cold
+        num_batches = 1 + self._num_runs // 2  # the first one warms up
         token_us, round_us, rates = [], [], []
         bare_us: dict[str, list[float]] = {carrier: [] for carrier in CARRIERS}
         with (
@@ -217,7 +217,7 @@ class _Suite:
     def _beside_bare(
         self, row: Callable[..., Row], number: int, metric: str, ours_us: list[float], bare_us: dict[str, list[float]]
     ) -> list[Row]:
-        """What we take beside what a round cannot do without, by its name; both in microseconds, a pair a run."""
+        """Return pairs of (our time, lower bound) by name, in microseconds, one pair a run."""
         rows = []
         for name, figures in bare_us.items():
             ratio = median_ratio(ours_us, figures)

@@ -1,8 +1,8 @@
 """Suite `drafts`, drafts with another tokenizer, on real models: SmolLM2-135M for Gemma 3 270M, and the reverse.
 
-Neither model exists with the other one's tokenizer, so there is no alpha to divide by: row 35 is measured on drafts
-made for it (`retokenised`). Each prompt is a question as plain text. Left out where the models are not installed (`make
-real`). Not here: drafts of one vocabulary (`latency`), drafts found in text (`drafts`).
+Neither model exists with the other one's tokenizer, so no alpha exists to divide by; row 35 is measured on drafts
+made for it (`retokenised`). Each prompt is a question as plain text. The suite is left out where the models are not
+installed (`make real`).
 """
 
 import os

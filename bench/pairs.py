@@ -1,6 +1,6 @@
-"""Interleaved pairs and the ratio they give: the machine's drift hits both sides of a pair alike.
+"""Interleaved pairs and the ratio they give: the machine's drift affects both sides of a pair equally.
 
-Not here: what is measured. Called by the suites.
+Called by the suites.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ def interleave(
     """Run every case on every system, forwards for even cases and backwards for odd ones.
 
     Args:
-        cases: what each system gets, one at a time.
+        cases: inputs of each system, one at a time.
         systems: name to measurement; called one after the other, never at once.
         after_each: called after every measurement (progress).
 

@@ -1,8 +1,8 @@
 """Hugging Face's own generation as the peer: plain, with an assistant model, and by prompt lookup.
 
-What it is: `PeerModels`, which runs one stream at a time, and `PeerProcess`, which keeps it in a process of its own so
-that its threads and its allocator are not ours. What it is not: a tuned server; it is what a user of transformers gets
-with the same weights, threads, prompts, gamma and dtype. Called by the suites; `python -m bench.peers` is the child.
+`PeerModels` runs one stream at a time. `PeerProcess` runs it in a separate process, so that its threads and allocator
+are not ours. The peer is not a tuned server: it is what a user of transformers gets with the same weights, threads,
+prompts, gamma and dtype. Called by the suites; `python -m bench.peers` is the child.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class PeerModels:
             .eval()
             for directory in filter(None, (target_dir, draft_dir))
         ]
-        self._target, self._draft = models[0], models[-1]  # its own draft where there is none
+        self._target, self._draft = models[0], models[-1]  # the target is its own draft where there is none
         for model in models:
             # EOS is ignored on every side: all systems make the same number of tokens.
             model.generation_config.eos_token_id = None
@@ -70,7 +70,7 @@ class PeerModels:
 
         def note_time(input_ids: Any, scores: object, **unused: object) -> object:
             if not times:
-                input_ids[0, -1].item()  # a GPU may still be at it
+                input_ids[0, -1].item()  # a GPU may still be computing
             times.append(time.perf_counter())
             return input_ids.new_zeros(1, dtype=self._torch.bool)
 
@@ -132,12 +132,12 @@ class PeerProcess(LineChild):
     def run(
         self, method: str, prompt_token_ids: list[int], max_new_tokens: int, gamma: int, seed: int | None = None
     ) -> PeerRun:
-        """As `PeerModels.run`; the times are the child's own, without the pipe."""
+        """Run `PeerModels.run` in the child; times are measured there, without the pipe."""
         request = {"method": method, "prompt_token_ids": prompt_token_ids, "max_new_tokens": max_new_tokens}
         return PeerRun(**self.ask(request | {"gamma": gamma, "seed": seed}))
 
     def run_batch(self, prompts: list[list[int]], max_new_tokens: int) -> float:
-        """As `PeerModels.run_batch`."""
+        """Run `PeerModels.run_batch` in the child."""
         return float(self.ask({"prompts": prompts, "max_new_tokens": max_new_tokens}))
 
 

@@ -1,11 +1,12 @@
 """A random model of any Llama shape and its own first layers as the draft, written for measuring on a GPU.
 
 Every layer after the draft's adds eps times what an untrained layer adds to the residual stream, so eps dials how often
-both name the same token; it is searched for on the device, by what the target really says. The text means nothing, and
-only greedy decoding is meant: at T = 1 the laws are nearly flat over the whole vocabulary, and no short support covers
-one. What the dial finds includes the noise of bfloat16: as logits are rounded to 8 bits, the best two tie now and then.
+both choose the same token; it is found by bisection on the device, from text that the target generates. The text has no
+meaning, and only greedy decoding is intended: at T = 1 the distributions are nearly flat over the whole vocabulary, and
+no short support covers one. The measured agreement includes the noise of bfloat16: logits are rounded to 8 bits, so the
+top two sometimes tie.
 
-Not here: a trained model made deep (`models`). Called by the `gpu` suite and its tests.
+Called by the `gpu` suite and its tests.
 """
 
 import json
@@ -23,7 +24,7 @@ from bench.workload import prompt_token_ids
 
 DTYPE = torch.bfloat16
 
-#: What is searched through (narrow layers add little), and how near the share of equal tokens must come.
+#: Range of eps that is searched (narrow layers add little), and the tolerance of the share of equal tokens.
 _LEAST_EPS, _MOST_EPS = 2.0**-10, 2.0**6
 _NUM_TRIALS, _TOLERANCE = 12, 0.01
 _PROMPT_TOKENS, _NUM_TRIED_TOKENS = 48, 64
@@ -35,7 +36,7 @@ class PairModel:
 
     directory: Path
     step_bytes: int
-    """What a step of one row reads of its weights: all but the input embedding."""
+    """Bytes of weights that a step of one row reads: all but the input embedding."""
     kv_bytes_per_token: int
 
 
@@ -58,7 +59,7 @@ def write_random_pair(
     Args:
         config: the target's shape, input embedding and head not tied.
         num_draft_layers: how many of its first layers the draft has.
-        alpha: which share of its greedy tokens the draft is to name.
+        alpha: share of the target's greedy tokens that the draft is to choose.
         directory: gets the folders `target` and `draft`.
         device: where the weights are made and the dialling runs.
         seed: fixes the weights.
@@ -67,10 +68,10 @@ def write_random_pair(
         torch.manual_seed(seed)
         target = LlamaForCausalLM._from_config(config, dtype=DTYPE).eval()
     with torch.no_grad():
-        # As large as what a layer adds: with an embedding that the layers drown, texts soon go in circles.
+        # As large as a layer's contribution: with a smaller embedding, texts soon repeat themselves.
         target.get_input_embeddings().weight.mul_(1 / config.initializer_range)
     for settings in (target.config, target.generation_config):
-        settings.eos_token_id = None  # a random text ends nowhere
+        settings.eos_token_id = None  # random text has no end token
     draft = _first_layers(target, num_draft_layers)
     write_tokenizer(directory / "target", config.vocab_size)
     prompts = torch.tensor(prompt_token_ids(directory / "target", _PROMPT_TOKENS), device=device)  # [B, T]
@@ -114,7 +115,7 @@ def _later_projections(target: LlamaForCausalLM, num_draft_layers: int) -> list[
 
 
 def _dial(agreement_at: Callable[[float], float], alpha: float) -> tuple[float, float]:
-    """The eps tried whose agreement came nearest, and that agreement: bisection, as more eps agrees less."""
+    """Return the tried eps whose agreement came nearest, and that agreement, by bisection: more eps agrees less."""
     low, high = _LEAST_EPS, _MOST_EPS
     tried: dict[float, float] = {}
     for _ in range(_NUM_TRIALS):

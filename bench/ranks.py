@@ -1,6 +1,6 @@
-"""Other processes that are the other ranks of a group whose first rank is this one; what suites measure them with.
+"""Processes that are the other ranks of a group whose first rank is this process.
 
-Not here: any measurement (`elastic_ranks`, `gpu_ranks`).
+Called by the measurements in `elastic_ranks` and `gpu_ranks`.
 """
 
 import json
@@ -25,14 +25,14 @@ from specdec.engine.parallel.rank_loader import load_rank, rank_device
 
 _HOST = "127.0.0.1"
 _VOCABULARY = 32_000
-#: As a message travels, its length included.
+#: Bytes of a message on the wire, with its length.
 _MESSAGE_WORDS = 1025
 #: Eight verifications of four draft tokens, in contexts of five hundred tokens.
 _PLAN = StepPlan(tuple(SequenceSlice((7, 8, 9, 10, 11), 500, tuple(range(32)), 5) for _ in range(8)))
 
 
 def exchange_plan(ranks: RankGroup) -> None:
-    """A step's plan goes out and is unpacked; the answer is each rank's part of a row of logits."""
+    """Send a step's plan, which is unpacked there, and receive each rank's part of a row of logits."""
     if ranks.is_first:
         ranks.send(pack_plan(_PLAN))
     else:
@@ -41,14 +41,14 @@ def exchange_plan(ranks: RankGroup) -> None:
 
 
 def broadcast_bare(ranks: RankGroup) -> None:
-    """As many bytes by gloo alone, and one word back: without an answer nobody would wait for the others."""
+    """Broadcast as many bytes by gloo alone and receive one word back, so that the sender waits for the other ranks."""
     message = torch.zeros(_MESSAGE_WORDS, dtype=torch.int32)
     dist.broadcast(message, src=0)
     dist.broadcast(message[:1], src=ranks.num_ranks - 1)
 
 
 def in_turns(num_rounds: int, per_round: int) -> Iterator[Callable[[RankGroup], None]]:
-    """What all ranks do before they load a model, in the same order."""
+    """Exchange messages on all ranks, in the same order, before they load a model."""
     for _ in range(num_rounds):
         for act in (broadcast_bare, exchange_plan):
             for _ in range(per_round):

@@ -1,7 +1,7 @@
 """A Ray cluster of three nodes on this machine: `python -m bench.ray_nodes`, in a process of its own.
 
-Ray takes over signals and outputs of the process that starts it, so tests hold it by a pipe: `RayNodes`. The head has
-no CPUs to give; each of the two other nodes has four.
+Ray takes over signals and outputs of the process that starts it, so tests hold it by a pipe: `RayNodes`. The head
+offers no CPUs; each of the two other nodes has four.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_CPUS = 4
 
 
 class RayNodes:
-    """Runs while the context is open; nothing of it is left behind."""
+    """A cluster that runs while the context is open and leaves no process or file behind."""
 
     def __enter__(self) -> Self:
         self._folder = tempfile.mkdtemp(prefix="specdec-nodes-", dir="/tmp")  # paths of sockets are short
@@ -36,7 +36,7 @@ class RayNodes:
         started = self._read()
         self.address: str = started["address"]
         self.raylets: list[int] = started["raylets"]
-        """Process ids of the two nodes that take replicas, of those that live."""
+        """Process ids of the live nodes that take replicas."""
         return self
 
     def __exit__(
@@ -46,7 +46,7 @@ class RayNodes:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def free_cpus(self) -> float:
-        """That no actor has."""
+        """Return the number of CPUs that no actor holds."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -58,10 +58,10 @@ class RayNodes:
         return index
 
     def kill(self, index: int) -> None:
-        """A node is gone from one moment to the next, with all that ran on it."""
+        """Kill a node and every process on it."""
         raylet = self.raylets.pop(index)
         lost = [raylet, *descendants(raylet)]
-        for pid in lost:  # nobody does anything more, while the others are being killed
+        for pid in lost:  # stop all of them first, so that none reacts while the others are being killed
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
         for pid in lost:

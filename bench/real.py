@@ -1,11 +1,10 @@
 """Suite `real`: SmolLM2-135M-Instruct on this CPU, one stream and eight, against Transformers and llama.cpp.
 
 The peers get the same GGUF file, or one made of the same weights (Q8_0, BF16, F16), the same threads and prompts, and
-the same number of greedy tokens; ours and llama.cpp keep the system prompt that all have in common. Ours is
-target-only throughout: the model has no smaller relative of its vocabulary, so there is nothing to draft with and no
-assistant for Transformers either; its prompt lookup needs none. llama.cpp's eight streams are its server's, which its
-Python package does not have. Needs `make real`; llama.cpp is left out where `llama-cpp-python` is not installed.
-Not here: pairs that draft (`latency`).
+the same number of greedy tokens; ours and llama.cpp keep the system prompt that all have in common. Ours runs
+target-only: no smaller model has its vocabulary, so neither specdec nor Transformers has a draft model; Transformers'
+prompt lookup needs none. llama.cpp's eight streams would need its server, which its Python package does not have (see
+the suite `peers`). Needs `make real`; llama.cpp is left out where `llama-cpp-python` is not installed.
 """
 
 import argparse
@@ -43,7 +42,7 @@ OURS, OURS_INT8, OURS_KEPT, OURS_WIDENED = "specdec", "specdec_int8", "specdec_b
 PLAIN, LOOKUP, BATCH = "hf_plain", "hf_prompt_lookup", "hf_padded_batch"
 LLAMA = {kind: f"llama.cpp_{kind.lower()}" for kind in ("Q4_1", "Q8_0", "BF16", "F16")}
 
-#: What is compared in one stream, and what it must reach.
+#: Comparisons of one stream, and the ratio that each must reach.
 RATIOS: tuple[tuple[str, str, float | None], ...] = (
     (OURS, PLAIN, 5.0),
     (OURS, LOOKUP, None),
@@ -59,7 +58,7 @@ Run = Callable[[list[int]], float]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Nothing beyond what every suite takes."""
+    """Add no options to those of every suite."""
 
 
 def chat_prompts() -> list[str]:
@@ -80,7 +79,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         checkpoint = locate_checkpoint(model)
         bf16 = rewrite(model, Path(folder) / "bf16.gguf", "BF16")
         bf16_checkpoint = Path(folder) / "bf16"
-        convert(bf16, bf16_checkpoint, tokenizer_only=False)  # not into the user's cache, which would grow every run
+        convert(bf16, bf16_checkpoint, tokenizer_only=False)  # outside the user's cache, which would grow every run
         ours = {
             name: stack.enter_context(RunningSystem(path, None, dtype=dtype))
             for name, path, dtype in (
@@ -146,7 +145,7 @@ def _one_stream(systems: dict[str, Run], prompts: list[list[int]], quick: bool) 
 
 
 def _steps(checkpoint: Path, quick: bool) -> list[Row]:
-    """Our step with 16-bit weights kept, against the same widened: one row, and the five of a verified round."""
+    """Compare our step with 16-bit weights with the same step on float32 weights: one row, and five rows."""
     num_pairs = NUM_QUICK_PAIRS if quick else NUM_PAIRS
     models = {OURS_KEPT: (checkpoint, "auto"), OURS_WIDENED: (checkpoint, "float32")}
     rows: list[Row] = []

@@ -1,6 +1,6 @@
-"""What a person sees: a progress bar while a suite runs, a table and plots when it has run.
+"""Show a progress bar while a suite runs, and a table and plots afterwards.
 
-Not here: what is measured. Called by `__main__` and, for progress, by the suites.
+Called by `__main__` and, for progress, by the suites.
 """
 
 import sys
@@ -30,7 +30,7 @@ def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
 def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
     """Print one line a row, and under them where and when they were measured."""
     if console is None:
-        # A file or a pipe has no width of its own; folding cells to 80 columns would make them unreadable.
+        # A file or a pipe has no width; folding cells to 80 columns would make them unreadable.
         console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
     table = Table(title=f"bench {rows[0].suite}" + (" (quick: too few pairs to keep)" if rows[0].quick else ""))
     for heading in ("row", "case", "system", "metric"):

@@ -1,10 +1,9 @@
-"""Row 35 of suite `drafts`: what another tokenizer costs a draft's acceptance, all else being equal.
+"""Row 35 of suite `drafts`: the cost of another tokenizer in a draft's acceptance, all else being equal.
 
 Two draft models of the demo draft's shape learn the same documents for as many steps by the same recipe, from nothing:
 one with the target's tokenizer, one with a tokenizer of as many tokens that was made from other text (every other file,
 and prose). Both then draft for the demo target. They have seen a fraction of what the demo draft has, so alpha is lower
-than that one's; the ratio is what counts. Not here: real models, of which neither exists with the other one's tokenizer
-(`other_tokenizers`). Called by `drafts`.
+than that draft's; only the ratio is reported. Called by `drafts`.
 """
 
 import importlib
@@ -65,7 +64,7 @@ def rows(suite: str, quick: bool) -> list[Row]:
 
 
 def _ratio(runs: dict[str, list[SystemRun]]) -> tuple[float, float, float]:
-    """Of the two alphas over all prompts, with its 95 % interval, by resampling the prompts."""
+    """Return the ratio of the two alphas over all prompts with its 95 % interval, by resampling the prompts."""
     counts = {
         name: np.array([(run.stats.num_accepted_tokens, run.num_tested_tokens) for run in done])
         for name, done in runs.items()

@@ -1,7 +1,7 @@
-"""Suite `latency`: where the milliseconds of one stream's round are, by the services' own clocks.
+"""Suite `latency`: how the time of one stream's round is spent, by the services' own clocks.
 
-A system of its own notes its rounds (`specdec up --timeline`), so that the noting slows nothing that is compared. Not
-here: what a stage is (`specdec.cli.timeline`, whose picture this prints).
+A separate system records its rounds (`specdec up --timeline`), so that recording slows no compared system.
+`specdec.cli.timeline` defines the stages and draws the picture that this prints.
 """
 
 from collections.abc import Sequence

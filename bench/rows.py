@@ -1,6 +1,6 @@
 """One measured figure, with where and when it was measured; rows in and out of JSON.
 
-Not here: how a figure is obtained (`pairs`, the suites) or shown (`report`). Called by the suites and `__main__`.
+`pairs` and the suites obtain figures, `report` shows them.
 """
 
 import json
@@ -35,7 +35,7 @@ def commit_name() -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """What every row of one run shares."""
+    """Fields that every row of one run shares."""
 
     hardware: str = field(default_factory=hardware_name)
     commit: str = field(default_factory=commit_name)
@@ -64,22 +64,22 @@ class Row:
     high: float | None = None
     num_pairs: int | None = None
     required: float | None = None
-    """What a ratio must reach; it falls short when the whole interval does."""
+    """Ratio that must be reached; the row falls short when the whole interval lies below."""
     at_most: float | None = None
-    """What a cost must stay at or below; it falls short when the whole interval lies above."""
+    """Limit of a cost; the row falls short when the whole interval lies above."""
     quick: bool = False
     """Measured by `--quick`: fewer pairs than a kept figure needs."""
     simulated: bool = False
     x: float | None = None
-    """Where the figure stands in a sweep; None outside one."""
+    """Position of the figure in a sweep; None outside one."""
     x_name: str | None = None
-    """Of what it is a sweep: streams, position, delay."""
+    """Swept quantity: streams, position, delay."""
     note: str | None = None
-    """What a reader must know beside the figure: under the table and in its plot."""
+    """Remark that is printed under the table and in the plot."""
 
     @property
     def falls_short(self) -> bool:
-        """Whether the whole interval lies on the wrong side of what is required."""
+        """Return whether the whole interval lies on the wrong side of the requirement."""
         if self.at_most is not None and (self.value if self.low is None else self.low) > self.at_most:
             return True
         return self.required is not None and (self.value if self.high is None else self.high) < self.required

@@ -1,6 +1,6 @@
-"""The real processes around simulated engines, and what a round of theirs takes by the configured numbers alone.
+"""The real processes around simulated engines, and the time of a round by the configured numbers alone.
 
-Not here: the engines (`specdec.engine.simulated.engines`), what is measured (`orchestration`).
+The engines are `specdec.engine.simulated.engines`; the suite `orchestration` measures.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def ideal_round_s(pair: SimulatedPair, gamma: int, round_trip_s: float) -> float
         return drafted_s
     branches_s = (gamma + 1) * pair.branched_step_s(gamma)
     hit_rate = pair.text.predictability
-    # A step is under way only while the branches are not done.
+    # A step is running only while the branches are unfinished.
     cancel_s = pair.branched_step_s(gamma) / 2 if branches_s > verify_s else 0.0
     return hit_rate * max(verify_s, branches_s) + (1 - hit_rate) * (drafted_s + cancel_s)
 
@@ -101,7 +101,7 @@ def redis_server(arguments: Sequence[str] = ()) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ReplicaCommand:
-    """How to start one replica; `--listen HOST:PORT` is added."""
+    """Command that starts one replica; `--listen HOST:PORT` is added."""
 
     role: str
     """draft | target."""

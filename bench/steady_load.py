@@ -1,7 +1,7 @@
-"""A steady load of greedy streams, one thread each, whose every output is known beforehand.
+"""A steady load of greedy streams, one thread each, whose outputs are known in advance.
 
-Each stream asks for the same output again and again, in new sessions; what came is compared with what a quiet system
-gave. For measurements and tests in which replicas come, go and die.
+Each stream requests the same output repeatedly, in new sessions; each answer is compared with that of an idle system.
+Measurements and tests use it while replicas join, leave and die.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NUM_TOKENS = 250
 
 
 class SteadyLoad:
-    """Runs while the context is open."""
+    """Streams that run while the context is open."""
 
     def __init__(
         self,
@@ -32,19 +32,19 @@ class SteadyLoad:
         """Asks a quiet system for each stream's output.
 
         Args:
-            endpoint: of the coordinator.
-            num_streams: at once.
-            num_tokens: of an output.
-            patience_s: how long a stream goes on asking where nobody answers; None: as clients do by themselves.
+            endpoint: address of the coordinator.
+            num_streams: number of concurrent streams.
+            num_tokens: tokens of an output.
+            patience_s: time for which a stream retries without an answer; None: the client's default.
             asked: further options of every request.
         """
         self._endpoint = endpoint
         self._budgets = Budgets() if patience_s is None else Budgets(connect_s=patience_s, resume_s=patience_s)
         self._asked = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True} | asked
         self.chunks: list[tuple[float, int, int]] = []
-        """When each chunk came, of which stream, and its tokens."""
+        """Arrival time, stream and number of tokens of each chunk."""
         self.outputs_ended = [0] * num_streams
-        """How far each stream has come."""
+        """Number of outputs that each stream has completed."""
         self.faults: list[str] = []
         with ThreadPoolExecutor(num_streams) as pool:
             self._expected = list(pool.map(self._stream, range(num_streams)))
@@ -65,7 +65,7 @@ class SteadyLoad:
             thread.join()
 
     def wait_for_all_streams(self) -> None:
-        """Until each of them has had another chunk, or one has failed."""
+        """Wait until each stream has received another chunk or one has failed."""
         waiting, seen = set(range(len(self.outputs_ended))), len(self.chunks)
         while waiting and not self.faults:
             time.sleep(0.02)
@@ -77,7 +77,7 @@ class SteadyLoad:
         while not self._stop.is_set():
             try:
                 output = self._stream(index)
-            except Exception as error:  # whatever a user would have seen
+            except Exception as error:  # any error that a user would have seen
                 self.faults.append(f"stream {index}: {error!r}")
                 return
             if output != self._expected[index]:

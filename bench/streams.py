@@ -1,7 +1,7 @@
-"""Many streams at once, from a process of their own: what the clients see, chunk by chunk.
+"""Many concurrent streams from a separate process, as their clients see them chunk by chunk.
 
 `StreamProcess` keeps the child, `python -m bench.streams`. The streams of one batch begin at given offsets,
-all at once or as arrivals. Not here: which figures are made of them (the suites).
+all at once or as arrivals.
 """
 
 import argparse
@@ -27,7 +27,7 @@ class StreamRequest:
     options: dict[str, Any]
     """Further keyword arguments of `AsyncClient.generate`."""
     offset_s: float = 0.0
-    """When it begins, after the batch."""
+    """Start after the batch's beginning, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class StreamRun:
 
     began_s: float
     chunk_s: list[float]
-    """When each chunk came: one a round."""
+    """Arrival of each chunk, one a round."""
     chunk_tokens: list[int]
     stats: dict[str, Any] = field(repr=False)
     """`specdec.client.GenerationStats`, field by field."""

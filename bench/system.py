@@ -1,6 +1,6 @@
 """Our own system under measurement: three processes started by the `specdec` command, and one stream through them.
 
-Not here: peers (`peers`), statistics (`pairs`). Called by the suites.
+Called by the suites.
 """
 
 import os
@@ -65,7 +65,7 @@ class RunningSystem:
         drafts: Sequence[str] = (),
         flags: Sequence[str] = (),
     ) -> None:
-        """Threads are what `specdec up` chooses by itself: no more than the peers get.
+        """Start the system with the threads that `specdec up` chooses, no more than the peers get.
 
         Args:
             target_dir: a checkpoint.

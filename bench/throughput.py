@@ -2,8 +2,7 @@
 
 Closed loop: 1 to 64 streams of one prompt length begin together; tokens a second of the whole batch, prefill included,
 with gamma chosen by the system, against its own target-only mode and against Hugging Face's padded batch. Open loop:
-requests arrive at random, and those count that met the SLO. Weights in float16, 2 threads. Not here: one stream
-(`latency`).
+requests arrive at random, and only those that meet the SLO count. Weights in float16, 2 threads.
 """
 
 import argparse
@@ -26,7 +25,7 @@ SUITE = "throughput"
 CASE = "deep(18, 0.02)"
 AUTO, TARGET_ONLY, BATCH = "specdec", "specdec_target_only", "hf_padded_batch"
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
-#: The widest batch informs only: its pairs are few.
+#: The widest batch only informs, because its pairs are few.
 NUM_PAIRS, NUM_WIDEST_PAIRS, NUM_QUICK_PAIRS = 9, 3, 2
 PROMPT_TOKENS = 48
 PEER_CONCURRENCIES = (1, 4, 16)
@@ -38,7 +37,7 @@ SLO_TTFT_S, SLO_TPOT_S = 0.5, 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Nothing beyond what every suite takes."""
+    """Add no options to those of every suite."""
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:
@@ -128,7 +127,7 @@ class _Suite:
         return concurrency * NUM_NEW_TOKENS / self._peer.run_batch(self._prompts.batch(concurrency), NUM_NEW_TOKENS)
 
     def _arrivals(self, rate: float, options: dict[str, object]) -> list[StreamRequest]:
-        """The same times for every system: they are drawn from the rate alone."""
+        """Return arrival times drawn from the rate alone, so that they are equal for every system."""
         dice = np.random.default_rng(int(rate * 1000))
         seconds = ARRIVALS_S / (4 if self._quick else 1)
         offsets = np.cumsum(dice.exponential(1 / rate, max(2, int(rate * seconds))))

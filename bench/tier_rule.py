@@ -1,8 +1,8 @@
-"""What the cold tier's rule chooses by itself for targets of other speeds than the demo pair's.
+"""Measure what the cold tier's rule chooses for targets of other speeds than the demo pair's.
 
-The real engine, scheduler and tier, with a real Redis, on a worker that computes nothing: its steps are waits of a
-chosen length, its KV has the size of an 8B model's in 16 bits (32 layers of 8 heads of 128). Not here: real models
-(`elastic_tier`, which calls this).
+The real engine, scheduler and tier run with a real Redis on a worker that computes nothing: its steps are waits of a
+chosen length, and its KV has the size of an 8B model's in 16 bits (32 layers of 8 heads of 128). Called by
+`elastic_tier`.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from target_service.verifier import Verifier
 PROMPT_TOKENS = 1_500
 _NUM_LAYERS, _LAYER_BYTES = 32, BLOCK_TOKENS * 2 * 8 * 128 * 2
 _NUM_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS + 2
-#: By the tokens a second of their prefill: a GPU's, and a machine's without one.
+#: Simulated targets by their prefill tokens a second: with a GPU, and without one.
 TARGETS = {"fast target": ForwardTime(5e-3, 1 / 30_000), "slow target": ForwardTime(5e-3, 1 / 300)}
 _TIER = ("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru")
 _PATIENCE_S = 60.0
@@ -66,17 +66,17 @@ class _TimedWorker(Worker):
 
 @dataclass(frozen=True)
 class _Choice:
-    """What became of a session that returned on a cold replica."""
+    """Choice of the rule for a session that returned on a cold replica."""
 
     is_restored: bool
     restore_s: float
-    """As predicted."""
+    """Predicted seconds."""
     replay_s: float
-    """As predicted."""
+    """Predicted seconds."""
 
 
 def measure_rule(row: Callable[..., Row]) -> list[Row]:
-    """What is chosen for each simulated target, and the two predictions behind it."""
+    """Return the choice for each simulated target, with the two predictions behind it."""
     rows = []
     for name, forward in TARGETS.items():
         with redis_server(_TIER) as url:

@@ -1,6 +1,6 @@
-"""`specdec up` and `specdec scale` as a user runs them, and when `up` said what.
+"""`specdec up` and `specdec scale` as a user runs them, with the time of each line that `up` prints.
 
-Not here: systems whose parts are started one by one (`simulated_system`), what is measured (`elastic_*`).
+Used by `elastic_*`; `simulated_system` starts the parts one by one.
 """
 
 import os
@@ -24,8 +24,8 @@ class UpSystem:
     def __init__(self, flags: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
         """
         Args:
-            flags: of `specdec up`.
-            environ: set beside what this process has.
+            flags: flags of `specdec up`.
+            environ: variables that are added to this process's environment.
         """
         self._command = [*_SPECDEC, "up", "--listen", "127.0.0.1:0", *flags]
         self._environ = os.environ | (environ or {})
@@ -60,7 +60,7 @@ class UpSystem:
         return self._process.pid
 
     def scale(self, *counts: str) -> None:
-        """Returns once it is done."""
+        """Scale the system and return once it is done."""
         command = [*_SPECDEC, "scale", *counts, "--endpoint", self.endpoint]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -68,12 +68,12 @@ class UpSystem:
         return set(self.sessions(role))
 
     def sessions(self, role: str) -> dict[str, int]:
-        """How many sessions each replica of a role holds."""
+        """Return the number of sessions that each replica of a role holds."""
         pools = [pool for pool in self._client.info().pools if pool.role == role]
         return {replica.replica_id: replica.num_sessions for pool in pools for replica in pool.replicas}
 
     def said_s(self, words: str) -> float:
-        """When it first said a line."""
+        """Return when `up` first printed a line, in seconds."""
         return next(when for when, line in self._said if line == words + "\n")
 
     def _read(self) -> None:

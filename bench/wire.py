@@ -1,7 +1,7 @@
 """Suite `wire`: serialised bytes of both links at a real model's vocabulary (rows 11 and 15).
 
-gamma 4, T = 1, V = 151,936, Zipf-like laws so flat that every support has its 64 entries, no compression; what is
-counted is every request and reply item of both links in both directions, as the coordinator counts it. Not here: time.
+gamma 4, T = 1, V = 151,936, Zipf-like distributions so flat that every support has its 64 entries, no compression. The
+count includes every request and reply item of both links in both directions, as the coordinator counts it.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from bench.streams import StreamProcess, StreamRequest, StreamRun
 
 SUITE = "wire"
 GAMMA = 4
-#: Noise of the target's log law around the draft's, by the acceptance it gives.
+#: Noise of the target's log probabilities around the draft's, by the acceptance it gives.
 NOISE_OF_ALPHA = {0.80: 0.34, 0.75: 0.51}
 TOLERANCE = 0.02
 NUM_STREAMS, NUM_QUICK_STREAMS = 8, 1
@@ -24,14 +24,14 @@ NUM_TOKENS = 300
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Nothing beyond what every suite takes."""
+    """Add no options to those of every suite."""
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure and return the rows; prints nothing but progress.
 
     Raises:
-        RuntimeError: the laws did not give the acceptance they stand for.
+        RuntimeError: the distributions did not give their intended acceptance.
     """
     num_streams = NUM_QUICK_STREAMS if arguments.quick else NUM_STREAMS
     rows = []

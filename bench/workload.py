@@ -1,6 +1,6 @@
 """The prompts every suite measures on: starts of functions in standard-library files that training never saw.
 
-Not here: how they were chosen (`models/demo/corpus.py`). Called by the suites.
+`models/demo/corpus.py` chose them. Called by the suites.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def prompt_token_ids(model_dir: Path, length: int | None = None) -> list[list[in
     """The prompts as token ids, BOS included.
 
     Args:
-        model_dir: whose tokenizer.
+        model_dir: checkpoint whose tokenizer is used.
         length: cut every prompt to its BOS and its last tokens, this many in all, where equal lengths are needed.
     """
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_dir)
@@ -42,11 +42,11 @@ class OwnPrompts:
         self._num_given = 0
 
     def batch(self, size: int) -> list[list[int]]:
-        """The next so many."""
+        """Return the next prompts."""
         return [self.next() for _ in range(size)]
 
     def next(self) -> list[int]:
-        """The next one."""
+        """Return the next prompt."""
         prompt = list(self._prompts[self._num_given % len(self._prompts)])
         self._num_given += 1
         prompt[1] = 300 + self._num_given % 1_500

@@ -1,8 +1,8 @@
-"""A replica whose laws are Zipf-like over 151,936 tokens: a vocabulary as wide as a real model's, without the model.
+"""A replica whose distributions are Zipf-like over 151,936 tokens: a vocabulary as wide as a real model's.
 
-The target's law is a noisy copy of the draft's; the noise dials acceptance. The engine, the sampling and the wire are
-what ships; the worker alone is made. `python -m bench.zipf ROLE --noise STD --listen HOST:PORT` serves one. Called by
-the `wire` suite.
+The target's distribution is a noisy copy of the draft's; the noise sets acceptance. The engine, the sampling and the
+wire are what ships; the worker alone is made. `python -m bench.zipf ROLE --noise STD --listen HOST:PORT` serves one.
+Called by the `wire` suite.
 """
 
 import argparse
@@ -17,18 +17,18 @@ from specdec.observability.metrics import EngineMetrics
 from specdec.rpc.server import DRAFT_SERVICE, TARGET_SERVICE
 from specdec.service.lifecycle import run_replica, run_to_exit_code, stop_on_signals
 
-#: p(rank) ~ (rank + 1)^-EXPONENT: the 64 likeliest of 151,936 hold 0.85, so that every support is full.
+#: p(rank) ~ (rank + 1)^-EXPONENT: the top 64 of 151,936 hold 0.85, so that every support is full.
 EXPONENT = 1.4
 
-#: Coprime to the vocabulary: multiplying ranks by it scatters the likeliest ids over all of it.
+#: Coprime to the vocabulary: multiplying ranks by it scatters the top ids over all of it.
 _SCATTER = 104_729
 
 
 class ZipfWorker(Worker):
-    """A `specdec.engine.base.Worker`: the law is shifted by the last token, and noisy in its own way after each."""
+    """A `specdec.engine.base.Worker`: the distribution is shifted by the last token, with noise that depends on it."""
 
     def __init__(self, noise: float) -> None:
-        """`noise`: standard deviation of the log law around the Zipf law."""
+        """`noise`: standard deviation of the log probabilities around the Zipf distribution."""
         self.shape = ModelShape(
             vocabulary_size=VOCABULARY_SIZE,
             max_context_tokens=4096,
@@ -60,10 +60,10 @@ class ZipfWorker(Worker):
 
 
 async def _serve(role: str, noise: float, listen: str) -> None:
-    from draft_service.config import DraftSettings
     from draft_service.proposer import Proposer
     from draft_service.servicer import DraftServicer
-    from target_service.config import TargetSettings
+    from specdec.settings.draft import DraftSettings
+    from specdec.settings.target import TargetSettings
     from target_service.servicer import TargetServicer
     from target_service.verifier import Verifier
 

@@ -1,1 +1,1 @@
-"""The coordinator: owns sessions, runs the round loop between draft and target replicas, serves clients."""
+"""The coordinator: owns sessions, runs rounds between draft and target replicas, and serves clients."""

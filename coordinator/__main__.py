@@ -1,6 +1,6 @@
-"""`python -m coordinator`: reads settings, builds the coordinator, serves until SIGTERM or Ctrl-C.
+"""`python -m coordinator`: reads the settings, builds the coordinator, and serves until SIGTERM or Ctrl-C.
 
-The only module of the coordinator that reads the environment and handles signals.
+This is the only module of the coordinator that reads the environment and handles signals.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from coordinator.config import CoordinatorSettings
 from coordinator.front.readiness import Readiness
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.generation.generation_service import GenerationService, GenerationSettings
@@ -23,6 +22,7 @@ from coordinator.lookup.lookup import LookupKind
 from coordinator.replicas.liveness import watch_targets
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
+from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.round.timeline import TimelineLog
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
@@ -34,18 +34,19 @@ from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
 from specdec.service import memory
 from specdec.service.lifecycle import require_addresses, run_to_exit_code, stop_on_signals
 from specdec.settings.addresses import advertised_address, split_address
-from specdec.settings.base import parse_settings
+from specdec.settings.coordinator import CoordinatorSettings
+from specdec.settings.reading import parse_settings
 from specdec.state.redis_store import open_registry, open_store
 from specdec.types import Mode
 
-#: After the drain, how long streams may take to hand out what they hold.
+#: Time that streams have after the drain to send what they hold.
 _FLUSH_S = 1.0
 
 _log = logging.getLogger("coordinator")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the service; returns the exit code."""
+    """Run the service; return the exit code."""
     settings = parse_settings(
         CoordinatorSettings, prog="python -m coordinator", argv=sys.argv[1:] if argv is None else argv
     )
@@ -54,11 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _serve(settings: CoordinatorSettings) -> None:
-    """Serves until SIGTERM or SIGINT, then drains.
+    """Serve until SIGTERM or SIGINT, then drain.
 
     Raises:
-        SpecdecError: it cannot begin (address, tokenizer, store), or a static endpoint serves another vocabulary
-            before anything could be served.
+        SpecdecError: the service cannot start (address, tokenizer, store), or a static endpoint has another vocabulary
+            before the first request could be served.
     """
     require_addresses(settings)
     stop = stop_on_signals()
@@ -77,7 +78,6 @@ async def _serve(settings: CoordinatorSettings) -> None:
         readiness = Readiness(lambda is_ready: server.set_serving() if is_ready else server.set_not_serving())
         pools = _build_pools(settings, tokenizer.fingerprint, readiness, ending)
         ending.push_async_callback(pools.close)
-        directory = store.prefixes() if settings.prefix_directory == "on" else None
         history = TokenHistory(settings.lookup_history_tokens) if LookupKind.SUFFIX in settings.lookup else None
         timelines = None if settings.timeline is None else TimelineLog(settings.timeline)
         if timelines is not None:
@@ -87,12 +87,27 @@ async def _serve(settings: CoordinatorSettings) -> None:
             scores, canary = ScoreQueue(pools), Canary(store.promotions())
             canary.start()
             ending.push_async_callback(canary.close)
-        generations = GenerationService(_generation_settings(settings), store=store, pools=pools, tokenizer=tokenizer,
-                                  metrics=metrics, directory=directory, history=history, scores=scores,
-                                  canary=canary, learning_log=_open_learning_log(settings, metrics),
-                                  timelines=timelines)  # fmt: skip
-        default_mode = Mode[settings.default_mode.upper()]
-        CoordinatorServicer(generations, pools, tokenizer, default_mode).add_to(server.grpc_server)
+        draft_sources = DraftSourceFactory(pools, history, scores, canary, tokenizer.decode)
+        generations = GenerationService(
+            _generation_settings(settings),
+            store=store,
+            pools=pools,
+            tokenizer=tokenizer,
+            draft_sources=draft_sources,
+            metrics=metrics,
+            directory=store.prefixes() if settings.prefix_directory == "on" else None,
+            learning_log=_open_learning_log(settings, metrics),
+            timelines=timelines,
+        )
+        CoordinatorServicer(
+            generations=generations,
+            store=store,
+            pools=pools,
+            draft_sources=draft_sources,
+            tokenizer=tokenizer,
+            default_mode=Mode[settings.default_mode.upper()],
+            canary=canary,
+        ).add_to(server.grpc_server)
         if settings.metrics:
             ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
         await server.start()
@@ -126,6 +141,7 @@ def _build_pools(
         lookup_pools=settings.lookup,
         first_model_pool=settings.default_draft_pool,
         poll_interval_s=settings.poll_interval_s,
+        target_wait_s=settings.target_wait_s,
         on_readiness=readiness.note_targets,
     )
 
@@ -141,7 +157,7 @@ def _generation_settings(settings: CoordinatorSettings) -> GenerationSettings:
 
 
 def _open_learning_log(settings: CoordinatorSettings, metrics: CoordinatorMetrics) -> LearningLog | None:
-    """Raises InvalidRequest where it cannot be kept."""
+    """Open the learning log, if one is set. Raises InvalidRequest where its folder cannot be used."""
     if settings.learning_log is None:
         return None
     return LearningLog(
@@ -154,7 +170,7 @@ def _open_learning_log(settings: CoordinatorSettings, metrics: CoordinatorMetric
 
 
 async def _watch_until(stop: asyncio.Event, *watching: Coroutine[Any, Any, None]) -> None:
-    """Lets watchers run until `stop`. Raises VocabularyMismatch when a static endpoint does not fit at the start."""
+    """Run watchers until `stop`. Raises VocabularyMismatch when a static endpoint has another vocabulary at start."""
     watchers = {asyncio.create_task(one) for one in watching}
     tasks = {*watchers, asyncio.create_task(stop.wait())}
     try:

@@ -1,8 +1,7 @@
-"""What a client asked, validated, and what it gets back, as plain dataclasses.
+"""Checked requests and the events that answer them, as plain dataclasses without protobuf.
 
-A request comes here from `front/validation` and goes to `generation/generation_service`; its events come from the
-generation's `stream`. Not here: protobuf and requests that are not checked yet (`front`), how a request is run
-(`generation`). Shared by every front of the coordinator: gRPC now, HTTP later.
+`front/validation` makes a request, which goes to `generation/generation_service`; its events come from the generation's
+`stream`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 from specdec.types import FinishReason, Mode, SamplingParams, TokenIds, TokenSource
 
-#: Output tokens of a request that names no limit, as far as the context has room.
+#: Output limit of a request that names none; a full context lowers it.
 DEFAULT_MAX_NEW_TOKENS = 256
 
 
@@ -24,72 +23,72 @@ class ChatTurn:
     content: str
 
     def as_dict(self) -> dict[str, str]:
-        """As chat templates take it."""
+        """Return the message in the form that chat templates take."""
         return {"role": self.role, "content": self.content}
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationChoice:
-    """How a request wants to be speculated."""
+    """Speculation parameters of a request."""
 
     mode: Mode
     gamma: int | None
-    """None: chosen each round."""
+    """Number of draft tokens of a round; None: chosen each round."""
     draft_pool: str
-    """ "" is routed by the server."""
+    """Name of a pool; "": chosen by the server."""
     task: str = ""
-    """The client's label of the kind of request."""
+    """Label that the client gives to this kind of request."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One Generate call whose every field is within its limits.
+    """One Generate call whose fields are all within their limits.
 
-    Exactly one of `text`, `token_ids` and `messages` is set, or none of them when `resume_from` is.
+    Exactly one of `text`, `token_ids` and `messages` is set; none of them is set together with `resume_from`.
     """
 
     session_id: str
-    """ "" until admission makes one."""
+    """Id of the session; "": admission makes one."""
     request_id: str
-    """ "" until admission makes one."""
+    """Id of the request; "": admission makes one."""
     sampling: SamplingParams
-    """`max_new_tokens` 0 means the default; `seed` counts only when `is_seeded`."""
+    """Parameters as sent: `max_new_tokens` 0 means the default, and `seed` is used only when `is_seeded`."""
     is_seeded: bool
     speculation: SpeculationChoice
     text: str | None = None
     token_ids: TokenIds | None = None
     messages: tuple[ChatTurn, ...] | None = None
     resume_from: int | None = None
-    """Output tokens the caller already holds."""
+    """Number of output tokens that the caller already holds."""
     expected_session_tokens: int | None = None
-    """What the session must hold where a new turn begins."""
+    """Number of tokens that the session must hold before a new turn."""
     digest: str = ""
-    """Of what was asked, ids aside: tells a retry from another request under the same id."""
+    """Digest of the request without its ids: tells a retry from another request under the same id."""
     former_digests: tuple[str, ...] = ()
-    """Of the same, in forms that older versions stored."""
+    """Digests of the same request in the forms that older versions stored."""
 
     def is_same_as(self, stored_digest: str) -> bool:
-        """Whether a request stored with this digest asked the same, whichever version stored it."""
+        """Return whether a request stored with this digest, by any version, equals this one."""
         return stored_digest in (self.digest, *self.former_digests)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestParameters:
-    """What decides a request's output, beside its tokens."""
+    """Everything but the tokens that decides the output of a request."""
 
     sampling: SamplingParams
-    """Resolved: `max_new_tokens` above 0 and within the context, the seed drawn."""
+    """Resolved parameters: `max_new_tokens` is above 0 and within the context, and the seed is drawn."""
     speculation: SpeculationChoice
-    """Resolved: `draft_pool` is the pool routed to; "" where there is none, or where it may change on the way."""
+    """Resolved choice: `draft_pool` is the chosen pool; "" where there is none, or where it may change each round."""
     target_fingerprint: str
-    """Of the target model: no failover and no resumption may change it once a token was shown."""
+    """Fingerprint of the target model. Once a token was shown it never changes, also not on failover or resumption."""
     target_changed: bool = False
-    """The session's turn before was another target model's."""
+    """True where the session's previous turn used another target model."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationIdentity:
-    """Which request a generation is, and where in its session the output begins."""
+    """Identity of a request, and the position in its session at which the output begins."""
 
     session_id: str
     request_id: str
@@ -114,20 +113,20 @@ class TokenLogprobs:
 
 
 class Provenance(NamedTuple):
-    """Where the tokens of one round came from: a column each, in their order."""
+    """Origin of the tokens of one round, as columns with one entry a token."""
 
     sources: tuple[TokenSource, ...]
     p: tuple[float, ...]
-    """Target probability after filters."""
+    """Target probability of each token after filters."""
     q: tuple[float, ...]
-    """Draft probability each was drawn with; 0 where there was no draft token."""
+    """Probability with which the draft drew each token; 0 without a draft token."""
     draft_pool: str
-    """Pool that drafted them, or ""."""
+    """Pool that drafted the round, or ""."""
     logprobs: tuple[TokenLogprobs, ...]
-    """Empty where nobody asked for them."""
+    """Empty where the request asks for no logprobs."""
 
     def since(self, count: int) -> Provenance:
-        """Without the first `count` tokens."""
+        """Return the columns without the first `count` tokens."""
         return Provenance(self.sources[count:], self.p[count:], self.q[count:], self.draft_pool, self.logprobs[count:])
 
 
@@ -142,23 +141,23 @@ class Started:
 
 
 class OutputChunk(NamedTuple):
-    """The committed tokens of one round (or of a replay), as the proto's `TokenChunk`: a column each."""
+    """The committed tokens of one round or of a replay, as columns (the proto's `TokenChunk`)."""
 
     start: int
-    """Index of the first one in the output."""
+    """Index of the first token in the output."""
     token_ids: tuple[int, ...]
     texts: tuple[str, ...]
-    """Text each completed: a function of the output up to and including it."""
+    """Text that each token completed. It depends only on the output up to and including the token."""
     provenance: Provenance | None
-    """Of these tokens and perhaps more, which the output left out; None for tokens replayed from the log."""
+    """Origin of the tokens; may have entries for further tokens that the output left out. None in a replay."""
 
     @property
     def end(self) -> int:
-        """Index behind the last one in the output."""
+        """Index in the output after the last token."""
         return self.start + len(self.token_ids)
 
     def since(self, index: int) -> OutputChunk:
-        """What of it is at `index` of the output or behind it."""
+        """Return the part of the chunk from output token `index` on."""
         count = index - self.start
         if count <= 0:
             return self
@@ -167,33 +166,33 @@ class OutputChunk(NamedTuple):
 
 
 class DraftStats(NamedTuple):
-    """What requests have shown of a draft pool here, for people; None where nothing has been seen."""
+    """Statistics of a draft pool in this coordinator, for reports; None where nothing was measured."""
 
     alpha: float | None
-    """Accepted share of the draft tokens tested lately."""
+    """Accepted share of the draft tokens that were tested recently."""
     gamma: float | None
-    """Draft tokens asked for a round lately, by requests whose gamma is chosen."""
+    """Recent mean number of draft tokens of a round, over requests whose gamma is chosen each round."""
 
 
 class RouteStats(NamedTuple):
-    """How a draft pool does for a class of requests here, for people; the proto's `RouteInfo`, field by field."""
+    """Statistics of a draft pool for one class of requests, for reports (the proto's `RouteInfo`)."""
 
     request_class: str
     alpha: float | None
-    """That it has or would have had, of tokens committed lately; None before the first."""
+    """Accepted share, measured or scored, over recently committed tokens; None before the first token."""
     goodput: float | None
-    """Tokens a second of a stream, as predicted; None before it can be."""
+    """Predicted rate of a stream in tokens per second; None while it cannot be predicted."""
     weight: float
     share: float
-    """Of the class's rounds lately."""
+    """Recent share of the class's rounds."""
     is_chosen: bool
     num_tested: float
-    """Draft tokens that alpha is of, old ones fading."""
+    """Number of draft tokens behind `alpha`; old tokens count less."""
 
 
 @dataclass(slots=True)
 class RequestStats:
-    """Counters of one request, resumptions included; the proto's `GenerationStats`, field by field."""
+    """Counters of one request with its resumptions (the proto's `GenerationStats`)."""
 
     num_rounds: int = 0
     num_draft_tokens: int = 0
@@ -206,7 +205,7 @@ class RequestStats:
     verify_s: float = 0.0
     wire_bytes: int = 0
     num_cached_prompt_tokens: int = 0
-    """Not in the proto message: the usage's, kept here so that a resumed request still knows it."""
+    """Part of the proto's `Usage`; stored here so that a resumed request keeps it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """`python -m draft_service`: reads settings, loads the draft model, serves until SIGTERM or Ctrl-C.
 
-Only what is a draft replica's own; the rest is `specdec.service.replica_main`.
+`specdec.service.replica_main` does the part that draft and target replicas share.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from draft_service.config import DraftSettings
 from draft_service.servicer import DraftServicer
 from specdec.checkpoints.vocabulary import load_tokenizer
 from specdec.engine.simulated.engines import SimulatedDraft
@@ -20,6 +19,7 @@ from specdec.observability.metrics import EngineMetrics
 from specdec.rpc.server import DRAFT_SERVICE
 from specdec.service.lifecycle import end_process
 from specdec.service.replica_main import ReplicaKind, run_service
+from specdec.settings.draft import DraftSettings
 
 if TYPE_CHECKING:
     from specdec.cross_vocabulary.pair import TokenizerPair
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the service; returns the exit code."""
+    """Run the service and return the exit code."""
     return run_service(KIND, argv)
 
 
@@ -49,13 +49,13 @@ def _build_proposer(
 
 
 def _check(settings: DraftSettings) -> None:
-    """Raises what `make_pair` and `load_tokenizer` do."""
+    """Check the tokenizers before the model is loaded; raise the errors of `make_pair` and `load_tokenizer`."""
     if (pair := _pair_of(settings)) is not None:
         _log.info("drafting for the tokens of %s: %s are its too", settings.for_tokenizer, pair.told)
 
 
 def _pair_of(settings: DraftSettings) -> TokenizerPair | None:
-    """Both tokenizers, where the target has another one."""
+    """Return both tokenizers if the target's differs, else None."""
     return _load_pair(settings.model, settings.for_tokenizer) if settings.for_tokenizer else None
 
 
@@ -74,7 +74,7 @@ KIND = ReplicaKind(
     role="draft",
     service_name=DRAFT_SERVICE,
     settings_type=DraftSettings,
-    # After a round whose tokens were all accepted: the last of them, and the bonus token.
+    # After a fully accepted round: its last draft token and the bonus token.
     num_decode_rows=lambda settings: 2,
     simulated_engine=SimulatedDraft,
     build_engine=_build_proposer,

@@ -1,17 +1,18 @@
-"""From logits over a draft's own tokens to draft tokens of the target's: the program of a draft with another tokenizer.
+"""The program of a draft with another tokenizer: turn logits over draft-vocabulary tokens into tokens of the target.
 
-A draft token is drawn in one of two ways, each exact because it is settled before the token is drawn:
+A draft token is made in one of two ways. Both are exact, because the way is chosen before the token is sampled:
 
-- **from what is in common**: the distribution is restricted to tokens whose bytes are a token of the target's (summed
-  where several are) and renormalised, *then* filtered, cut, rounded and drawn as any draft's is;
-- **as text**: the draft goes on in its own likeliest tokens, whose bytes become tokens as the target's tokenizer would
-  go on from the session's text. Each of those is a point mass. The last one is left out: what follows may change it.
+- **by common tokens**: the distribution is restricted to tokens whose bytes are a token of the target (summed where
+  several are) and renormalised, *then* filtered, cut, rounded and sampled like any draft;
+- **as text**: the draft continues with its own top tokens, and their bytes become tokens as the target's tokenizer
+  would continue the session's text. Each of them is a point mass. The last one is left out, because later text may
+  change it.
 
-Text it is from the first position on where the restriction would lose more than `MAX_LOST_MASS`, and from the
-beginning of a round where so many of the session's latest tokens have no counterpart: these are draws of p, and tell
-what of p the restriction cannot reach. Penalties, bias and filters are those of the request, over the target's ids.
+Text is used from the first position at which the restriction would lose more than `MAX_LOST_MASS`. It is used from the
+beginning of a round if that share of the session's latest tokens has no counterpart: these tokens are draws of p, and
+estimate the part of p that the restriction cannot reach. Penalties, bias and filters apply to the target's ids.
 
-Not here: how a token is drawn (`drafting`), a session's text (`translated_sessions`). Device thread only.
+`drafting` samples tokens and `cross_vocabulary_sessions` keeps a session's text. Device thread only.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from specdec.engine.loop.job import Job, Program
 from specdec.engine.sessions.calls import Call
 from specdec.types import Proposal, ProposeRequest, Score, ScoreRequest, Stages, Support, TokenIds
 
-#: Share of a distribution beyond which a restriction costs more acceptance than point masses do.
+#: Lost share of a distribution above which the restriction costs more acceptance than point masses do.
 MAX_LOST_MASS = 0.1
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
@@ -41,26 +42,26 @@ _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
 @dataclass(slots=True)
 class CrossVocabularyRequest(ProposeRequest):
-    """A round as the engine runs it, in own tokens, with what was asked for in the target's."""
+    """A round as the engine runs it, in draft-vocabulary tokens, with the request in the target's tokens."""
 
     asked: ProposeRequest | ScoreRequest
     translated: CrossVocabularyPosition
     max_steps: int
-    """Most own tokens to draft."""
+    """Limit on the draft-vocabulary tokens to draft."""
 
 
 class SharedTokens:
-    """Rows of logits over own tokens, seen through the tokens in common."""
+    """Rows of logits over draft-vocabulary tokens, restricted to the common tokens."""
 
     def __init__(self, pair: TokenizerPair, device: torch.device) -> None:
-        """`pair`: with the map of the model, whose rows are as wide as that has tokens, V."""
+        """`pair` has the model's token map; rows of logits have its number of tokens, V."""
         self._is_shared = pair.tokens.target_of >= 0  # [V]
         self._num_target_tokens = pair.target_size
         self._unshared = torch.from_numpy(np.flatnonzero(~self._is_shared)).to(device)
         draft_vocab_ids = np.flatnonzero(self._is_shared)
         target_ids = pair.tokens.target_of[draft_vocab_ids]
         order = np.argsort(target_ids, kind="stable")
-        # The first own tokens of all target tokens, then the second ones of those that have several ...
+        # The first draft-vocabulary token of every target token, then the second ones of those that have several ...
         rank = np.arange(len(order)) - np.searchsorted(target_ids[order], target_ids[order])
         self._layers = [
             tuple(torch.from_numpy(ids[order][rank == index]).to(device) for ids in (draft_vocab_ids, target_ids))
@@ -68,7 +69,7 @@ class SharedTokens:
         ]
 
     def restrict(self, logits: torch.Tensor) -> torch.Tensor:
-        """float32 [R, target vocabulary] of float32 [R, V]: -inf where the draft has no token of those bytes."""
+        """Return float32 [R, target vocabulary] from [R, V]: -inf where the draft has no token of those bytes."""
         restricted = logits.new_full((len(logits), self._num_target_tokens), -torch.inf)
         (draft_vocab_ids, target_ids), *further = self._layers
         restricted[:, target_ids] = logits[:, draft_vocab_ids]
@@ -77,7 +78,7 @@ class SharedTokens:
         return restricted
 
     def lost_masses(self, logits: StepLogits, temperatures: Sequence[float]) -> list[float]:
-        """How much of each row's distribution is on tokens that are not in common; of a greedy one all or nothing."""
+        """Return each row's mass on tokens that are not common; 0 or 1 for a greedy row."""
         if not len(self._unshared):
             return [0.0] * len(logits)
         lost = [float(not self._is_shared[token_id]) for token_id in logits.top_ids]
@@ -93,7 +94,7 @@ class SharedTokens:
 
 
 class CrossVocabularyJob(Job):
-    """A job as the plain program sees it: one that drafts in the target's tokens."""
+    """A job as `DraftProgram` sees it: it drafts in the target's tokens."""
 
     def __init__(self, job: Job, pair: TokenizerPair) -> None:
         request = job.call.request
@@ -111,48 +112,48 @@ class CrossVocabularyJob(Job):
         self._history_len = len(committed)
         self._text = b""
         self.is_text = request.translated.unmapped_share > MAX_LOST_MASS
-        """It goes on as text."""
-        # The own tokens that had to run are what its time went for.
+        """True if the job drafts as text."""
+        # Its time went into the draft-vocabulary tokens that had to run.
         num_run = job.call.position.committed_len - job.num_cached_tokens
         self.num_cached_tokens = max(0, len(committed) - num_run)
         self.progress: Draft = Draft()
 
     @property
     def token_ids(self) -> TokenIds:
-        """uint32: the committed tokens and those drafted one by one, in the target's vocabulary."""
+        """uint32: committed tokens and single draft tokens, in the target's vocabulary."""
         return self._history[: self._history_len]
 
     @property
     def stages(self) -> Stages | None:
-        """Of the job itself: this one's clock began when that came."""
+        """Stages of the underlying job."""
         return self._job.stages
 
     @property
     def kv_len(self) -> int:
-        """Committed tokens; the text of all of them is known."""
+        """Number of committed tokens; the text of all of them is known."""
         return self.call.position.committed_len
 
     def append(self, token_id: int) -> None:
-        """Goes on with a token of the target's."""
+        """Continue with a token of the target."""
         self._history[self._history_len] = token_id
         self._history_len += 1
         piece = self._pair.target.token_bytes[token_id]
-        self._before = self._before + piece if piece else b""  # no token reaches across a special one
+        self._before = self._before + piece if piece else b""  # no token spans a special token
         self._num_steps_left -= 1
         self._job.append(int(self._pair.tokens.draft_vocab_of[token_id]))
 
     def finish(self, answer: Proposal | Score) -> None:
-        """Ends the job."""
+        """End the job."""
         self._job.finish(answer)
 
     def append_text(self, draft_vocab_id: int) -> None:
-        """Goes on with the text of an own token, or ends where that makes enough of the target's."""
+        """Continue with the text of a draft-vocabulary token, or end once it gives enough tokens of the target."""
         piece = self._pair.draft.token_bytes[draft_vocab_id]
         self._text += piece
         token_ids = retokenise(self._pair.target, self._before, self._text)
         self._num_steps_left -= 1
         num_missing = self._gamma - len(self.progress.token_ids)
-        if not piece:  # the text ends here, and so does its last token
+        if not piece:  # the text ends here, so its last token is final
             end_id = int(self._pair.tokens.target_of[draft_vocab_id])
             self._finish_with([*token_ids, end_id] if end_id >= 0 else token_ids)
         elif len(token_ids) > num_missing:
@@ -163,7 +164,7 @@ class CrossVocabularyJob(Job):
             self._job.append(draft_vocab_id)
 
     def _finish_with(self, token_ids: list[int]) -> None:
-        """Ends the draft with point masses."""
+        """End the draft with point masses."""
         draft, request = self.progress, self.call.request
         if isinstance(request, ScoreRequest):
             draft.score_text(token_ids, request.token_ids.tolist())
@@ -178,21 +179,21 @@ class CrossVocabularyJob(Job):
 
 
 class CrossVocabularyProgram(Program):
-    """Turns rows over own tokens into draft tokens of the target's."""
+    """Program that turns rows over draft-vocabulary tokens into draft tokens of the target."""
 
     def __init__(self, program: DraftProgram, pair: TokenizerPair, device: torch.device) -> None:
         """
         Args:
-            program: draws, over the target's vocabulary.
-            pair: whose tokens these are, with the map of the model.
-            device: where rows are.
+            program: samples over the target's vocabulary.
+            pair: both tokenizers, with the model's token map.
+            device: device of the rows.
         """
         self._program = program
         self._pair = pair
         self._shared = SharedTokens(pair, device)
 
     def advance(self, jobs: Sequence[Job], logits: StepLogits) -> None:
-        """Drafts one token, or one own token's text, a job."""
+        """Draft one token, or the text of one draft-vocabulary token, for each job."""
         drafts = [self._draft_of(job) for job in jobs]
         undecided = [row for row, draft in enumerate(drafts) if not draft.is_text]
         if undecided:

@@ -1,10 +1,10 @@
-"""Drafts for a target that speaks other tokens: the engine of a draft replica started with `--for-tokenizer`.
+"""The engine of a draft replica with another tokenizer than its target (`--for-tokenizer`).
 
-    propose ─▶ the session in own tokens ─▶ a call in own tokens ─▶ draft tokens of the target's
-               (translated_sessions)                                (translated_drafting)
+    propose ─▶ the session in draft-vocabulary tokens ─▶ a call in them ─▶ draft tokens of the target
+               (cross_vocabulary_sessions)                               (cross_vocabulary_drafting)
 
-Whoever calls sees the target's ids alone: it sends them, gets them, and finds the target's vocabulary in `info`. What
-lies behind, KV, blocks and the cold tier, knows own tokens alone. Not here: drafting ahead, which is refused with this.
+Callers send and receive the target's ids alone, and `info` shows the target's vocabulary. KV, blocks and the cold tier
+use draft-vocabulary tokens alone. Pre-drafting is refused with this engine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
 
 class CrossVocabularyProposer(ReplicaEngine):
-    """The draft service's engine (`specdec.engine_api.DraftEngine`) on a worker whose tokens are not the target's."""
+    """The draft service's engine (`specdec.engine_api.DraftEngine`) on a worker with another vocabulary than the
+    target's.
+    """
 
     role = "draft"
 
@@ -57,14 +59,14 @@ class CrossVocabularyProposer(ReplicaEngine):
         *,
         observer: StepObserver | None = None,
     ) -> None:
-        """Starts the device thread, which alone uses `worker` from now on.
+        """Start the device thread, which alone uses `worker` from now on.
 
         Args:
             worker: the draft model.
             pair: its tokenizer beside the target's.
             options: identity and limits.
-            drafting: supports.
-            observer: told of every step.
+            drafting: limits of supports.
+            observer: receives every step.
         """
         shape, drafting = worker.shape, drafting or DraftOptions()
         tokens = pair.tokens.of_model(shape.vocabulary_size, shape.eos_token_ids, pair.target_end_id)
@@ -81,7 +83,7 @@ class CrossVocabularyProposer(ReplicaEngine):
         ).hexdigest()
 
     def info(self) -> EngineInfo:
-        """What this replica is, in the terms of the target's vocabulary."""
+        """Return the identity of this replica, with the target's vocabulary."""
         target_of = self._pair.tokens.target_of
         ends = {
             int(target_of[draft_vocab_id])
@@ -97,12 +99,12 @@ class CrossVocabularyProposer(ReplicaEngine):
         )
 
     async def propose(self, request: ProposeRequest) -> Proposal:
-        """Drafts up to gamma of the target's tokens; see `DraftEngine.propose`.
+        """Draft up to gamma tokens of the target; see `DraftEngine.propose`.
 
-        Fewer come back where the draft model's context ends, after an end token, or where drafted text makes fewer.
+        The draft is shorter where the draft model's context ends, after an end token, or if drafted text gives fewer.
 
         Raises:
-            InvalidRequest: the request can never run; nothing of it is kept.
+            InvalidRequest: the request can never run; nothing of it is stored.
         """
         asked = request.position
         check_round(asked, self._pair.target_size)
@@ -110,11 +112,11 @@ class CrossVocabularyProposer(ReplicaEngine):
         translated = await self._sessions.align(asked)
         num_own = len(translated.draft_vocab_ids)
         room = self._shape.max_context_tokens - num_own
-        # A tokenizer may know tokens that its model has no rows for.
+        # A tokenizer may have tokens without a row in its model.
         if room <= 0 or num_own == 0 or translated.draft_vocab_ids.max() >= self._shape.vocabulary_size:
             return no_draft(kv_len=asked.committed_len)
         gamma = min(request.gamma, room)
-        max_steps = min(2 * gamma + 1, room)  # drafted text may take more of its own tokens than it makes
+        max_steps = min(2 * gamma + 1, room)  # drafted text may need more draft-vocabulary tokens than it gives
         position = replace(asked, start=0, prefix_hash=b"", token_ids=translated.draft_vocab_ids)
         own_request = CrossVocabularyRequest(position, gamma, replace(request, gamma=gamma), translated, max_steps)
         call = Call(
@@ -122,19 +124,19 @@ class CrossVocabularyProposer(ReplicaEngine):
             digest=digest_of(request),
             draft_token_ids=_NO_TOKENS,
             num_logit_rows=1,
-            max_kv_len=num_own + max_steps - 1,  # the last one is not run
+            max_kv_len=num_own + max_steps - 1,  # the last one does not run
         )
         proposal: Proposal = await self._engine_loop.call(call)
         return proposal
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Drafts rounds with the committed tokens in place of drawn ones, the next one where the last would have ended;
-        see `DraftEngine.score`."""
+        """Draft rounds along the committed tokens, each where the previous one would have ended; see
+        `DraftEngine.score`."""
         asked = request.position
         check_round(asked, self._pair.target_size)
         check_scored(request, self._pair.target_size)
         token_ids = np.concatenate([asked.token_ids, request.token_ids])
-        # A session of its own: whatever the scored one has here stays as it is. Braces: no id that a caller can have.
+        # A private session, so that the scored one keeps its KV. Braces: no caller can have such an id.
         own = replace(asked, session_id=f"{{score-{next(self._score_ids)}}}")
         rounds: list[Score] = []
         num_scored = 0
@@ -153,7 +155,7 @@ class CrossVocabularyProposer(ReplicaEngine):
         )
 
     async def _score_round(self, position: SessionPosition, token_ids: TokenIds) -> Score:
-        """Of the first tokens, up to one that the round would surely not have got past."""
+        """Score the first tokens, up to one that the round would certainly not have passed."""
         translated = await self._sessions.align(position)
         num_own, num_tokens = len(translated.draft_vocab_ids), len(token_ids)
         max_steps = 2 * num_tokens + 1
@@ -164,12 +166,12 @@ class CrossVocabularyProposer(ReplicaEngine):
                 field="round.token_ids",
             )
         if num_own == 0 or translated.draft_vocab_ids.max() >= self._shape.vocabulary_size:
-            return Score((0.0,), forward_s=0.0)  # it would not draft
+            return Score((0.0,), forward_s=0.0)  # it would draft nothing
         own_position = replace(position, start=0, prefix_hash=b"", token_ids=translated.draft_vocab_ids)
         asked = ScoreRequest(position, token_ids)
         call = Call(
             request=CrossVocabularyRequest(own_position, num_tokens, asked, translated, max_steps),
-            digest=b"",  # nobody repeats it
+            digest=b"",  # this call is never repeated
             draft_token_ids=_NO_TOKENS,
             num_logit_rows=1,
             max_kv_len=num_own + max_steps - 1,
@@ -179,16 +181,16 @@ class CrossVocabularyProposer(ReplicaEngine):
         return score
 
     def share_event_loop(self) -> asyncio.AbstractEventLoop | None:
-        """None: sessions' translated tokens belong to the service's own event loop."""
+        """Return None: the sessions' draft-vocabulary tokens belong to the service's event loop."""
         return None
 
     async def release(self, session_ids: list[str]) -> None:
-        """Forgets sessions and frees their KV. Idempotent; unknown ids are fine."""
+        """Forget sessions and free their KV. Idempotent; unknown ids are ignored."""
         self._sessions.release(session_ids)
         await super().release(session_ids)
 
     async def warm_up(self) -> None:
-        """Drafts in a session that is then forgotten, so that the first real call meets warm code."""
+        """Draft in a session that is then forgotten, so that the first real call runs warm code."""
         for round_id, temperature in enumerate((0.0, 1.0)):
             position = self._of_text(self._warm_up_round(round_id, SamplingFilters(temperature=temperature)))
             await self.propose(ProposeRequest(position, gamma=min(2, self._options.max_gamma)))
@@ -197,6 +199,6 @@ class CrossVocabularyProposer(ReplicaEngine):
         await self._release_warm_up()
 
     def _of_text(self, position: SessionPosition) -> SessionPosition:
-        """The same of as many tokens that are text."""
+        """Return the session position with as many tokens that are text."""
         text = np.flatnonzero(self._pair.tokens.draft_vocab_of >= 0).astype(np.uint32)
         return replace(position, token_ids=np.resize(text[:16], len(position.token_ids)))

@@ -1,11 +1,11 @@
-"""What a draft with a tokenizer of its own knows of its sessions: the committed tokens, and the same in own tokens.
+"""Sessions of a draft with another tokenizer: their committed tokens, and the same text in draft-vocabulary tokens.
 
-Towards the coordinator a session's position is in the target's tokens: start, chain hash, rollback and KV_MISS are
-those of `specdec.engine.sessions.table`, kept here over texts instead of KV. The engine behind is always sent all own
-tokens, and finds out by itself which have KV.
+The coordinator sees a session's position in the target's tokens: start, chain hash, rollback and KV_MISS are those of
+`specdec.engine.sessions.table`, kept here over text instead of KV. The engine always receives all draft-vocabulary
+tokens and finds out which have KV.
 
-Not here: how text becomes own tokens (`specdec.cross_vocabulary.draft_vocabulary_text`), drafting. Called by
-`translated_proposer` from its event loop.
+`specdec.cross_vocabulary.draft_vocabulary_text` converts text to tokens. Called by `cross_vocabulary_proposer` from its
+event loop.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from specdec.types import SessionPosition, TokenIds
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
-#: More new tokens than this become own ones in a thread: it takes milliseconds.
+#: More new tokens than this are converted in a thread, because it takes milliseconds.
 _MAX_TOKENS_HERE = 512
 
-#: The latest tokens that tell how much of what the target says a draft's tokens can say.
+#: Number of latest tokens that estimate the share of the target's text that common tokens can express.
 _NUM_LATEST, _NUM_LEAST = 64, 16
 
 
 @dataclass(frozen=True, slots=True)
 class CrossVocabularyPosition:
-    """Where a session stands, in both vocabularies."""
+    """Position of a session in both vocabularies."""
 
     committed: TokenIds
     """uint32: all committed tokens."""
     draft_vocab_ids: TokenIds
-    """uint32: all own tokens."""
+    """uint32: all draft-vocabulary tokens."""
     open_piece: bytes
-    """The last bytes of the text: those that what follows may share a token with."""
+    """Last bytes of the text that may share a token with the text that follows."""
     unmapped_share: float
-    """Of the latest committed tokens, those that no own token stands for, 0..1."""
+    """Share of the latest committed tokens without a counterpart in the draft vocabulary, 0..1."""
 
 
 @dataclass(slots=True)
 class _CrossVocabulary:
     text: DraftVocabularyText
     committed: TokenIds = field(default_factory=lambda: _NO_TOKENS)
-    """What `text` holds."""
+    """Committed tokens that `text` holds."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class CrossVocabularySessions:
-    """Every session that the replica knows; as many as an engine does."""
+    """All sessions of the replica, as many as an engine remembers."""
 
     def __init__(self, pair: TokenizerPair) -> None:
         self._pair = pair
@@ -65,7 +65,7 @@ class CrossVocabularySessions:
         self._translated: WeakKeyDictionary[Sequence, _CrossVocabulary] = WeakKeyDictionary()
 
     async def align(self, asked: SessionPosition) -> CrossVocabularyPosition:
-        """Takes in the committed tokens of a round.
+        """Align a session with the committed tokens of a round.
 
         Raises:
             StaleEpoch: a newer epoch, or a newer round, has been seen.
@@ -73,7 +73,7 @@ class CrossVocabularySessions:
         """
         sequence = self._table.fence(asked)
         self._table.align(sequence, asked, _NO_TOKENS)
-        sequence.kv_len, sequence.in_flight = len(sequence), False  # no KV: what is known is all there is to hold
+        sequence.kv_len, sequence.in_flight = len(sequence), False  # without KV, the known tokens are all that is held
         translated = self._translated.get(sequence)
         if translated is None:
             translated = self._translated[sequence] = _CrossVocabulary(DraftVocabularyText(self._pair))
@@ -83,13 +83,13 @@ class CrossVocabularySessions:
         return _translate(translated, committed)
 
     def release(self, session_ids: Many[str]) -> None:
-        """Forgets sessions; unknown ids are fine."""
+        """Forget sessions; unknown ids are ignored."""
         for session_id in session_ids:
             self._table.release(session_id)
 
 
 def _translate(translated: _CrossVocabulary, committed: TokenIds) -> CrossVocabularyPosition:
-    with translated.lock:  # a call that was cancelled may still be at it
+    with translated.lock:  # a cancelled call may still use it
         text = translated.text
         keep = common_length(translated.committed, committed)
         translated.committed = translated.committed[:keep]

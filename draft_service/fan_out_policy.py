@@ -1,45 +1,45 @@
-"""How wide the branches of a round are, and whether branches pay at all: arithmetic on measured times.
+"""Choose the fan-out of pre-drafting branches from measured times.
 
 Three times are measured: a step of branches at each fan-out (t_d' of docs/protocol.md section 6), the wait between an
-answer and the session's next call (t_v), and a whole round, answer to answer, with branches and without. Fan-out is the
-widest whose branches would be done within the wait; depth needs no choice, because branches grow until the call comes.
-Where not even the narrowest would be done, a call waits for a step of branches more often than a branch saves it one.
-That rounds are really shorter with branches is compared, not computed: where draft and target share processors,
+answer and the session's next call (t_v), and a whole round from answer to answer, with branches and without. The chosen
+fan-out is the widest whose branches finish within the wait. Depth is not chosen, because branches grow until the call
+arrives. If not even the narrowest branches finish, calls wait for steps of branches more often than branches save
+steps. Whether rounds are shorter with branches is measured and not computed: where draft and target share processors,
 branches cost the target time that no other figure shows.
 
-Not here: branches (`predraft`), a clock. Called by `predraft` from the device thread.
+Called by `predraft` from the device thread; reads no clock.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
-#: Tokens assumed after each accepted length, at most.
+#: Limit on the tokens that are assumed after each accepted length.
 MAX_FAN_OUT = 4
 
 #: Share of the newest observation in every running mean.
 _NEWEST_SHARE = 0.1
 
-#: Of so many rounds, a few are run the way that was found worse, to notice when it no longer is.
+#: Period, in rounds, in which a few rounds run the slower way, to detect when it becomes the faster one.
 _PROBE_EVERY = 64
 _PROBE_ROUNDS = 2
 
-#: Branches must have been tried, and left out, this often before the two are compared.
+#: Number of rounds with branches, and without, before the two are compared.
 _MIN_ROUNDS = 4
 
 
 class Predraft(Enum):
-    """When the next round is drafted before it is asked for; values are those of the `--predraft` flag."""
+    """Mode of pre-drafting; the values of the `--predraft` flag."""
 
     OFF = "off"
     ON = "on"
-    """Whenever no call is waiting."""
+    """Draft whenever no call is waiting."""
     AUTO = "auto"
-    """As `ON`, as long as that makes rounds shorter."""
+    """Draft like `ON` while it makes rounds shorter."""
 
 
 class _Mean:
-    """A running mean that forgets."""
+    """Exponential running mean."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -51,7 +51,7 @@ class _Mean:
 
 
 class FanOutPolicy:
-    """Chooses each round's fan-out from what earlier rounds took."""
+    """Choice of each round's fan-out from the times of earlier rounds."""
 
     def __init__(self, policy: Predraft) -> None:
         self._policy = policy
@@ -61,19 +61,19 @@ class FanOutPolicy:
         self._round_s = {True: _Mean(), False: _Mean()}  # with branches, without
 
     def observe_step(self, fan_out: int, seconds: float) -> None:
-        """A step of one round's branches was run; `fan_out` is 1 or more."""
+        """Record the time of a step of one round's branches; `fan_out` is at least 1."""
         self._step_s[fan_out].observe(seconds)
 
     def observe_wait(self, seconds: float) -> None:
-        """A session's next call came this long after the answer before it."""
+        """Record the time from an answer to the session's next call."""
         self._wait_s.observe(seconds)
 
     def observe_round(self, fan_out: int, seconds: float) -> None:
-        """That call was answered this long after the answer before it; `fan_out` 0: nothing was branched meanwhile."""
+        """Record the time from an answer to the session's next answer; `fan_out` 0 means without branches."""
         self._round_s[fan_out > 0].observe(seconds)
 
     def choose(self, gamma: int) -> int:
-        """Fan-out for the round after one of `gamma` tokens, 0..MAX_FAN_OUT; 0: no branches."""
+        """Return the fan-out after a round of `gamma` tokens, 0..MAX_FAN_OUT; 0 means no branches."""
         self._num_rounds += 1
         widest = self._widest(gamma)
         if self._policy is Predraft.OFF or (self._policy is Predraft.AUTO and not self._tries_branches(widest > 0)):
@@ -81,7 +81,7 @@ class FanOutPolicy:
         return max(1, widest)
 
     def _tries_branches(self, is_in_time: bool) -> bool:
-        """`is_in_time`: whether the narrowest branches should be done within the wait."""
+        """Return whether to branch; `is_in_time` says that the narrowest branches should finish within the wait."""
         is_probe = self._num_rounds % _PROBE_EVERY < _PROBE_ROUNDS
         if not is_in_time:
             return is_probe
@@ -91,8 +91,8 @@ class FanOutPolicy:
         return (with_branches.value <= without.value) != is_probe
 
     def _widest(self, gamma: int) -> int:
-        """The widest fan-out that should be done in time, 0 where none is; an untried one counts like a narrower."""
-        num_steps = gamma + 1  # the last draft token must run before the first token after it is known
+        """Return the widest fan-out that should finish in time, else 0; an untried one counts like a narrower one."""
+        num_steps = gamma + 1  # the last draft token must run before its successor is known
         step_s = 0.0
         for fan_out in range(1, MAX_FAN_OUT + 1):
             step_s = self._step_s[fan_out].value if self._step_s[fan_out].num else step_s

@@ -1,24 +1,26 @@
-"""Drafts a session's next round while the target verifies this one: docs/protocol.md section 6.
+"""Pre-drafting: draft a session's next round while the target verifies this one (docs/protocol.md section 6).
 
-When a round of L draft tokens is answered, its outcomes are few: k of them accepted, 0..L, then one token of the
-target's. For each k, and for the F tokens likeliest there, a branch assumes that outcome and drafts from it. What is
-likeliest after k < L is what the draft itself gave at that position, without the token that was rejected; after L it is
-known once the last draft token has run, which the trunk does.
+**Experimental.** It is off by default. The experiment ends with removal if `python -m bench orchestration --rows 9` on
+the presets, and `python -m bench gpu` on a GPU, show rounds with `--predraft on` that are not at least 1.1 times as
+fast as without it at any stated round-trip time.
 
-    committed ─┬─ x1 ─┬─ x2 (trunk) ─┬─ t  ▸ branches of k = 2
+A round of L draft tokens has few outcomes: k accepted tokens, 0..L, then one token of the target. For each k, and for
+the top F tokens at that position, a branch assumes the outcome and drafts from it. The top tokens after k < L are those
+that the draft computed there, without the rejected token. After L they are known once the main branch has run the last
+draft token.
+
+    committed ─┬─ x1 ─┬─ x2 (main)  ─┬─ t  ▸ branches of k = 2
                │      └─ t           └─ t'
                └─ t   └─ t'          ▸ branches of k = 1
                   ▸ branches of k = 0
 
-The next call names the outcome by the tokens that it says are committed. A branch that assumed exactly those, under the
-same parameters, seed and turn, becomes the session's own sequence and what it drafted is the answer, cut or drafted
-further to the gamma that is asked for; any other ends. Draft tokens are drawn with the keys of the round that they
-belong to, so hit and miss give the same tokens. Nothing about a branch's draft decides whether it is used.
+The next call names the outcome by its committed tokens. The branch that assumed exactly those, with the same
+parameters, seed and turn, becomes the session's sequence, and its draft is the answer, cut or extended to the requested
+gamma. All other branches end. Draft tokens are sampled with the keys of their round, so a hit and a miss give the same
+tokens. The contents of a branch's draft never decide whether it is used.
 
-The model and the cut of supports are this process's own and never change, so no key needs to name them.
-
-Not here: distributions and draws (`drafting`), how wide to branch (`pace`), steps and blocks (`specdec.engine`). Called
-by the engine loop on the device thread.
+The model and the cut of supports are fixed in this process, so no key names them. `fan_out_policy` chooses the fan-out.
+Called by the engine loop on the device thread.
 """
 
 from __future__ import annotations
@@ -43,29 +45,29 @@ from specdec.engine.sessions.sequence import Sequence
 from specdec.engine.sessions.table import SessionTable
 from specdec.types import BLOCK_TOKENS, ProposeRequest, SessionPosition
 
-#: What a draft must note at each position: the guesses, and the drawn token, which may be one of the likeliest.
+#: Top tokens that a draft notes at each position: the guesses, and the sampled token, which may be one of them.
 NUM_LIKELIEST = MAX_FAN_OUT + 1
 
-#: Sessions that are drafted ahead at once. A replica that serves more has no idle time to fill.
+#: Limit on sessions that are pre-drafted at once. A replica with more sessions has no idle time.
 MAX_TREES = 8
 
-#: Branches that one step runs: what a call may have to wait for.
+#: Limit on the branches of one step, for which a call may have to wait.
 MAX_STEP_BRANCHES = 64
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
 
 class PredraftObserver(Protocol):
-    """Told how pre-drafting fares; called from the device thread."""
+    """Receiver of pre-drafting statistics; called from the device thread."""
 
     def observe_predraft(self, *, outcome: str, num_branches: int, num_wasted: int, num_tokens: int) -> None:
-        """The branches of a round ended.
+        """Record the end of a round's branches.
 
         Args:
-            outcome: hit, extended (one with fewer tokens than were asked for), miss, or unasked (no call came).
-            num_branches: how many there were.
-            num_wasted: how many of them no call wanted.
-            num_tokens: draft tokens they made.
+            outcome: hit, extended (a hit with fewer tokens than requested), miss, or unasked (no call arrived).
+            num_branches: number of branches.
+            num_wasted: number of branches that no call used.
+            num_tokens: number of their draft tokens.
         """
         ...
 
@@ -78,15 +80,15 @@ class SpeculationTree:
     request: ProposeRequest
     draft: Draft
     fan_out: int
-    """0: nothing is branched, only times are measured."""
+    """Fan-out of the branches; 0: only times are measured."""
     answered_s: float
     is_expanded: bool = False
     main_branch: Branch | None = None
-    """Runs the last draft token; until it has, full acceptance has no branches."""
+    """Branch that runs the last draft token; branches of full acceptance follow it."""
     branches: list[Branch] = field(default_factory=list)
-    """In the order of their likelihood, as far as that is known."""
+    """Branches, the more probable ones first as far as known."""
     is_over: bool = False
-    """The next call has come: the tree only waits for its answer, to see how long the round took."""
+    """True once the next call has arrived: the tree waits for its answer only to measure the round."""
 
     @property
     def num_draft_tokens(self) -> int:
@@ -99,7 +101,7 @@ class SpeculationTree:
         return not self.is_expanded or next(self.growing(), None) is not None
 
     def growing(self) -> Iterator[Branch]:
-        """What has something to run."""
+        """Return the branches with pending tokens."""
         if self.main_branch is not None and self.main_branch.is_alive and self.main_branch.job.num_pending:
             yield self.main_branch
         for branch in self.branches:
@@ -107,13 +109,13 @@ class SpeculationTree:
                 yield branch
 
     def remove(self, jobs: Many[Job]) -> None:
-        """Gives up the branches of `jobs`; their blocks come back with those of the others."""
+        """Drop the branches of `jobs`; their blocks are released with those of the tree."""
         self.branches = [branch for branch in self.branches if branch.job not in jobs]
         if self.main_branch is not None and self.main_branch.job in jobs:
             self.main_branch = None
 
     def assumed(self, asked: SessionPosition) -> Branch | None:
-        """The branch that assumed what `asked` says, if it has drafted something."""
+        """Return the branch that assumed the committed tokens of `asked` and has draft tokens, or None."""
         for branch in self.branches:
             job = branch.job
             if (
@@ -128,7 +130,7 @@ class SpeculationTree:
 
 
 class Predrafter(IdleDrafting):
-    """Grows trees of branches between calls."""
+    """Idle drafting with trees of branches between calls."""
 
     def __init__(
         self,
@@ -139,7 +141,7 @@ class Predrafter(IdleDrafting):
         observer: PredraftObserver | None = None,
         clock: Callable[[], float],
     ) -> None:
-        """`program` must note the `NUM_LIKELIEST` tokens of each position."""
+        """`program` must note the top `NUM_LIKELIEST` tokens of each position."""
         self._program = program
         self._fan_out_policy = FanOutPolicy(policy)
         self._max_context_tokens = max_context_tokens
@@ -153,14 +155,14 @@ class Predrafter(IdleDrafting):
         return any(tree.has_work for tree in self._trees.values())
 
     def note_answered(self, job: Job) -> None:
-        """Begins a tree; the oldest gives way where there are many."""
+        """Begin a tree; beyond the limit the oldest one ends."""
         now_s = self._clock()
         before = self._trees.pop(job.sequence.session_id, None)
         if before is not None:
             self._note_round(before, job.call.position, now_s)
         draft: Draft = job.progress
-        if len(draft.likeliest) != len(draft.token_ids):
-            return  # drafted in a crowd
+        if len(draft.top_token_ids) != len(draft.token_ids):
+            return  # drafted in a step with too many jobs to note top tokens
         request = request_of(job.call)
         fan_out = self._fan_out_policy.choose(request.gamma)
         self._trees[job.sequence.session_id] = SpeculationTree(job.sequence, request, draft, fan_out, now_s)
@@ -169,7 +171,7 @@ class Predrafter(IdleDrafting):
             self._end(oldest, None, "unasked")
 
     def take(self, sequence: Sequence, call: Call) -> Branch | None:
-        """The branch that assumed `call`; see `IdleDrafting.take`."""
+        """Return the branch that assumed `call`; see `IdleDrafting.take`."""
         tree = self._trees.get(sequence.session_id)
         if tree is None or tree.root is not sequence or tree.is_over:
             return None
@@ -181,16 +183,16 @@ class Predrafter(IdleDrafting):
         return branch
 
     def resume(self, job: Job, branch: Branch) -> None:
-        """Answers with what the branch drafted, or goes on from there; see `IdleDrafting.resume`."""
+        """Answer with the branch's draft, or continue it; see `IdleDrafting.resume`."""
         job.progress = branch.job.progress
         job.progress.cut(request_of(job.call).gamma)
         if is_complete(job):
             job.finish(proposal_of(job))
         elif not job.num_pending:
-            job.append(job.progress.token_ids[-1])  # the branch was not asked for more and left its last token out
+            job.append(job.progress.token_ids[-1])  # the branch was complete and did not run its last token
 
     def next_step(self, sessions: SessionTable) -> Many[Branch]:
-        """Every branch that grows, of the newest tree first, as far as a step goes."""
+        """Return the growing branches, those of the newest tree first, up to the limit of a step."""
         batch: list[Branch] = []
         fan_outs: list[int] = []
         for tree in reversed(self._trees.values()):
@@ -199,12 +201,12 @@ class Predrafter(IdleDrafting):
             if tree.has_work:
                 batch += tree.growing()
                 fan_outs.append(tree.fan_out)
-        self._step_fan_out = fan_outs[0] if len(fan_outs) == 1 else 0  # of several trees it would say little
+        self._step_fan_out = fan_outs[0] if len(fan_outs) == 1 else 0  # the time of several trees would say little
         self._step_began_s = self._clock()
         return batch[:MAX_STEP_BRANCHES]
 
     def advance(self, branches: Many[Branch], logits: torch.Tensor, sessions: SessionTable) -> None:
-        """Draws a token for every branch, and branches from the trunks that have run."""
+        """Sample a token for every branch, and branch from the main branches that have run."""
         jobs, non_finite, read = split_non_finite([branch.job for branch in branches], logits)
         trees = [tree for tree in self._trees.values() if tree.has_work or tree.main_branch is not None]
         for tree in trees if non_finite else ():
@@ -221,23 +223,23 @@ class Predrafter(IdleDrafting):
             ):
                 tree = tree_of_main_branch[job]
                 grown = self._branches(tree, job.sequence, tree.num_draft_tokens, guesses, sessions)
-                tree.branches[:0] = grown  # full acceptance first: with a draft that is any good it is the likeliest
+                tree.branches[:0] = grown  # full acceptance first: with a useful draft it is the most probable outcome
         if self._step_fan_out:
             self._fan_out_policy.observe_step(self._step_fan_out, self._clock() - self._step_began_s)
 
     def _expand(self, tree: SpeculationTree, sessions: SessionTable) -> None:
-        """Makes the branches of partial acceptance, and the trunk."""
+        """Make the branches of partial acceptance, and the main branch."""
         tree.is_expanded = True
         request, draft = tree.request, tree.draft
         if tree.root.kv_len < request.position.committed_len + tree.num_draft_tokens - 1:
-            return  # the session was released or evicted since
+            return  # the session was released or evicted meanwhile
         if draft.token_ids[-1] not in request.position.filters.end_token_ids:
             tree.main_branch = self._main_branch(tree, sessions)
         by_length = []
         for num_accepted, rejected in enumerate(draft.token_ids):
-            guesses = [token_id for token_id in draft.likeliest[num_accepted] if token_id != rejected]
+            guesses = [token_id for token_id in draft.top_token_ids[num_accepted] if token_id != rejected]
             by_length.append(self._branches(tree, tree.root, num_accepted, guesses, sessions))
-        # The first guesses of all lengths, then the second ones: a step may not have room for all.
+        # The first guesses of all lengths, then the second ones, because a step may not have room for all.
         tree.branches = [branch for rank in zip_longest(*by_length) for branch in rank if branch is not None]
 
     def _main_branch(self, tree: SpeculationTree, sessions: SessionTable) -> Branch | None:
@@ -248,7 +250,7 @@ class Predrafter(IdleDrafting):
     def _branches(
         self, tree: SpeculationTree, source: Sequence, num_accepted: int, guesses: list[int], sessions: SessionTable
     ) -> list[Branch]:
-        """One branch a guess, `fan_out` at most; `source` holds the accepted tokens with KV."""
+        """Return one branch a guess, at most `fan_out`; `source` holds the accepted tokens with KV."""
         asked = tree.request.position
         accepted_len = asked.committed_len + num_accepted
         gamma = min(tree.request.gamma, self._max_context_tokens - accepted_len - 1)
@@ -275,7 +277,7 @@ class Predrafter(IdleDrafting):
         max_kv_len: int,
         sessions: SessionTable,
     ) -> Branch | None:
-        """A branch that parts from `source` after `length` tokens with `token_id`; None where blocks are short."""
+        """Return a branch that forks from `source` after `length` tokens with `token_id`; None if blocks are short."""
         fork = sessions.fork(source, length, max_kv_len)
         if fork is None:
             return None
@@ -286,7 +288,7 @@ class Predrafter(IdleDrafting):
         return Branch(job, (source.block_table[index], fork.block_table[index]) if offset else None)
 
     def _end(self, tree: SpeculationTree, taken: Branch | None, outcome: str) -> None:
-        """Ends a tree's branches; the session table ends their forks."""
+        """End a tree's branches; the session table ends their forks."""
         if self._observer is not None and tree.fan_out:
             self._observer.observe_predraft(
                 outcome=outcome,
@@ -299,19 +301,19 @@ class Predrafter(IdleDrafting):
         tree.branches = []
 
     def _note_round(self, tree: SpeculationTree, answered: SessionPosition, now_s: float) -> None:
-        """A session that has a tree was answered again."""
+        """Note that a session with a tree was answered again."""
         if tree.is_over and _is_next(tree, answered):
             self._fan_out_policy.observe_round(tree.fan_out, now_s - tree.answered_s)
 
 
 def _is_next(tree: SpeculationTree, asked: SessionPosition) -> bool:
-    """Whether a round follows directly: anything else says nothing about the pace of rounds."""
+    """Return whether a round directly follows the tree's; only then its time is measured."""
     before = tree.request.position
     return asked.turn == before.turn and 0 < asked.committed_len - before.committed_len <= tree.num_draft_tokens + 1
 
 
 def _suffices(branch: Branch, request: ProposeRequest) -> bool:
-    """Whether a branch has as many tokens as are asked for, or ends earlier by itself."""
+    """Return whether a branch has all requested tokens, or ended at an end token."""
     return (
         _num_drafted(branch) >= request.gamma
         or branch.job.progress.token_ids[-1] in request.position.filters.end_token_ids
@@ -323,5 +325,5 @@ def _num_drafted(branch: Branch) -> int:
 
 
 def _parameters(asked: SessionPosition) -> tuple[object, ...]:
-    """What a draft depends on besides the committed tokens and gamma."""
+    """Return the parameters on which a draft depends besides the committed tokens and gamma."""
     return asked.filters, asked.seed, asked.turn, asked.output_start, asked.draw_rule

@@ -1,10 +1,7 @@
-"""Drafts candidate tokens: one logit row, one token, one more step, up to gamma of them.
+"""The engine of the draft service: draft up to gamma tokens, one token a step.
 
-A round goes from here, checked and as a `Call`, to the device thread (`specdec.engine.loop.device_loop`).
-
-Not here: how a token is drawn (`drafting`), rounds nobody has asked for yet (`predraft`), threads and steps
-(`specdec.engine.loop.device_loop`), whether tokens are accepted (the coordinator), protobuf (the servicer). Called by
-the draft service's servicer and by tests.
+A checked round goes, as a `Call`, to the device thread (`specdec.engine.loop.device_loop`). `drafting` samples the
+tokens. Called by the draft service's servicer.
 """
 
 from __future__ import annotations
@@ -32,26 +29,26 @@ _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
 
 class ProposerObserver(StepObserver, PredraftObserver, Protocol):
-    """Everything there is to be told of."""
+    """Receiver of steps and of pre-drafting statistics."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
-    """How a replica drafts."""
+    """Options of drafting."""
 
     max_support: int | None = None
-    """Most entries of a support, 1..MAX_SUPPORT; None: `default_s_max` of the vocabulary."""
+    """Limit on the entries of a support, 1..MAX_SUPPORT; None: `default_s_max` of the vocabulary."""
     support_coverage: float = DEFAULT_COVERAGE
-    """Share of the distribution that a support covers unless `max_support` stops it, (0, 1]."""
+    """Share of the distribution that a support covers within `max_support` entries, (0, 1]."""
     predraft: Predraft = Predraft.OFF
-    """When the next round is drafted before it is asked for."""
+    """Mode of pre-drafting (experimental)."""
 
 
 _PLAIN_DRAFTS = DraftOptions()
 
 
 class Proposer(ReplicaEngine):
-    """The draft service's engine (`specdec.engine_api.DraftEngine`) on a worker of its own."""
+    """The draft service's engine (`specdec.engine_api.DraftEngine`) on its own worker."""
 
     role = "draft"
 
@@ -64,14 +61,14 @@ class Proposer(ReplicaEngine):
         observer: ProposerObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts the device thread, which alone uses `worker` from now on.
+        """Start the device thread, which alone uses `worker` from now on.
 
         Args:
             worker: the draft model.
             options: identity and limits.
-            drafting: supports, and drafting ahead.
-            observer: told how drafting ahead fares, and of every step.
-            clock: what steps and rounds are timed by, in seconds.
+            drafting: supports and pre-drafting.
+            observer: receives steps and pre-drafting statistics.
+            clock: clock of steps and rounds, in seconds.
         """
         s_max = drafting.max_support
         is_ahead = drafting.predraft is not Predraft.OFF
@@ -93,12 +90,12 @@ class Proposer(ReplicaEngine):
         self._score_ids = count()
 
     async def propose(self, request: ProposeRequest) -> Proposal:
-        """Drafts up to gamma tokens; see `DraftEngine.propose`.
+        """Draft up to gamma tokens; see `DraftEngine.propose`.
 
-        Fewer come back where the draft model's context ends (none at all beyond it) or after an end token.
+        The draft is shorter at the end of the draft model's context (and empty beyond it) and after an end token.
 
         Raises:
-            InvalidRequest: the request can never run; nothing of it is kept.
+            InvalidRequest: the request can never run; nothing of it is stored.
         """
         asked = request.position
         check_round(asked, self._shape.vocabulary_size)
@@ -111,13 +108,13 @@ class Proposer(ReplicaEngine):
             digest=digest_of(request),
             draft_token_ids=_NO_TOKENS,
             num_logit_rows=1,
-            max_kv_len=asked.committed_len + gamma - 1,  # the last draft token is not run
+            max_kv_len=asked.committed_len + gamma - 1,  # the last draft token does not run
         )
         proposal: Proposal = await self._engine_loop.call(call)
         return proposal
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Says what it would have drawn committed tokens with; see `DraftEngine.score`."""
+        """Return the distributions in which this draft would have sampled the tokens; see `DraftEngine.score`."""
         asked = request.position
         check_round(asked, self._shape.vocabulary_size)
         check_scored(request, self._shape.vocabulary_size)
@@ -128,11 +125,11 @@ class Proposer(ReplicaEngine):
                 reason="CONTEXT_TOO_LONG",
                 field="round.token_ids",
             )
-        # A session of its own: whatever the scored one has here stays as it is. Braces: no id that a caller can have.
+        # A private session, so that the scored one keeps its KV. Braces: no caller can have such an id.
         own = replace(asked, session_id=f"{{score-{next(self._score_ids)}}}")
         call = Call(
             request=replace(request, position=own),
-            digest=b"",  # nobody repeats it: its session is gone with its answer
+            digest=b"",  # never repeated, because its session ends with its answer
             draft_token_ids=request.token_ids[:-1],
             num_logit_rows=len(request.token_ids),
             max_kv_len=num_tokens - 1,
@@ -142,7 +139,7 @@ class Proposer(ReplicaEngine):
         return replace(score, step_s=self._engine_loop.usual_step_s(num_tokens))
 
     async def warm_up(self) -> None:
-        """Drafts in a session that is then forgotten, so that the first real call meets warm code."""
+        """Draft in a session that is then forgotten, so that the first real call runs warm code."""
         for round_id, temperature in enumerate((0.0, 1.0)):
             warm_up_round = self._warm_up_round(round_id, SamplingFilters(temperature=temperature))
             await self.propose(ProposeRequest(warm_up_round, gamma=min(2, self._options.max_gamma)))
@@ -152,11 +149,11 @@ class Proposer(ReplicaEngine):
 
 
 def require_gamma(gamma: int, max_gamma: int) -> None:
-    """Raises InvalidRequest: it asks for no token, or for more than the replica drafts."""
+    """Raise InvalidRequest unless gamma is between 1 and the replica's limit."""
     if not 1 <= gamma <= max_gamma:
         raise InvalidRequest(f"gamma is {gamma}, it must be in 1..{max_gamma}", field="gamma")
 
 
 def no_draft(kv_len: int) -> Proposal:
-    """Not a token, and how many committed ones are known."""
+    """Return an empty draft, with the number of committed tokens that have KV."""
     return Proposal(_NO_TOKENS, supports=(), lost_mass=(), kv_len=kv_len, num_cached_tokens=0, forward_s=0.0)

@@ -1,8 +1,8 @@
-"""From the logits of committed tokens to q of each: what this draft would have drawn them with.
+"""Score committed tokens: return q of each, the probability with which this draft would have sampled it.
 
-The same filters, the same cut and the same rounding as in `drafting`: q is what would have been sampled. Of greedy and
-coupled rounds it is 1 where the draft's own choice is the token, else 0. Not here: what follows for acceptance (the
-coordinator, which knows p). Called by `drafting` with the logits of a call that `proposer` made.
+Filters, cut and rounding are those of `drafting`, so q is the distribution that would have been sampled. In greedy and
+coupled rounds q is 1 if the draft's choice is the token, else 0. The coordinator, which knows p, derives the
+acceptance. Called by `drafting` with the logits of a call that `proposer` made.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from collections.abc import Callable, Sequence
 import torch
 
 from specdec.core.sparse import probability
-from specdec.engine.logits.filters import FilterContext, filtered_distributions, greedy_choices
+from specdec.engine.logits.filters import filtered_distributions, greedy_choices
+from specdec.engine.logits.penalties import FilterContext
 from specdec.engine.logits.rows import coupled_choices
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.job import Job, RowKind, row_kind
 from specdec.types import Score, ScoreRequest, Support
 
-#: Cuts distributions (float64 [R, V]) to supports, each with the mass outside it.
+#: Function that cuts distributions (float64 [R, V]) to supports, each with the mass outside it.
 Cut = Callable[[torch.Tensor], Sequence[tuple[Support, float]]]
 
 
 def score_of(job: Job, logits: StepLogits, cut: Cut) -> Score:
-    """The answer to a `ScoreRequest`.
+    """Return the answer to a `ScoreRequest`.
 
     Args:
-        job: whose tokens have run: those of its position, then those to be scored but the last.
+        job: job whose tokens have run: those of its position, then the scored ones but the last.
         logits: a row for each scored token, from the position before it.
-        cut: what drafts of this replica are cut by.
+        cut: cut of this replica's drafts.
     """
     request = job.call.request
     assert isinstance(request, ScoreRequest)

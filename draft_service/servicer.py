@@ -1,7 +1,7 @@
-"""The draft service's gRPC face: protobuf in, engine call, protobuf out.
+"""The gRPC servicer of the draft service: decode a request, call the engine, encode the answer.
 
-A round goes from here to `draft_service.proposer`. Not here: drafting (`proposer`), what both services do alike
-(`specdec.rpc.servicer`). Built by `__main__`.
+A round goes to `draft_service.proposer`. `specdec.rpc.servicer` has the part that both services share. Built by
+`__main__`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import grpc
 
 from specdec.engine_api import DraftEngine
 from specdec.observability.metrics import EngineMetrics
-from specdec.rpc import codec, replies
+from specdec.rpc import codec, proposals
 from specdec.rpc.servicer import Answered, ReplicaServicer
 from specdec.v1 import draft_pb2, draft_pb2_grpc
 
 
 class DraftServicer(ReplicaServicer, draft_pb2_grpc.DraftServiceServicer):
-    """Serves one engine to any number of links. Use from one event loop."""
+    """Servicer of one engine for any number of links. Use from one event loop."""
 
     def __init__(self, engine: DraftEngine, metrics: EngineMetrics) -> None:
         super().__init__(
@@ -34,7 +34,7 @@ class DraftServicer(ReplicaServicer, draft_pb2_grpc.DraftServiceServicer):
         self._engine = engine
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers the service on a server that has not started."""
+        """Register the service on a server that has not started."""
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
 
     async def Propose(self, request_iterator: AsyncIterator[Any], context: Any) -> None:  # noqa: N802
@@ -46,7 +46,7 @@ class DraftServicer(ReplicaServicer, draft_pb2_grpc.DraftServiceServicer):
         proposal = await self._engine.propose(request)
         answered_s = time.monotonic()
         return Answered(
-            replies.encode_proposal(proposal, item.call_id),
+            proposals.encode_proposal(proposal, item.call_id),
             num_committed_tokens=request.position.committed_len,
             num_cached_tokens=proposal.num_cached_tokens,
             num_draft_tokens=len(proposal.draft_token_ids),

@@ -1,7 +1,7 @@
-"""`make demo`: three services as processes, one completion with its tokens' sources, and the same drafted otherwise.
+"""`make demo`: starts the services as processes, streams one completion with its tokens' sources, and compares drafts.
 
-Not a benchmark: a few short answers on whatever this machine is doing; `bench/` measures. Run it with the environment's
-own Python, with or without a terminal; it stops everything it started.
+This is not a benchmark: a few short answers on a machine that may be busy; `bench/` measures. Run it with the Python of
+the environment, with or without a terminal. It stops everything that it started.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import NamedTuple
 
 from one_machine import print_answer, with_system
 
+from specdec.cli.speedup import GAIN, reason_for, round_ms, tokens_per_round
 from specdec.cli.terminal import TokenWriter, closing_line, tokens_per_s, wants_colour
 from specdec.client import Client, Completion, GenerateOptions
 
 PROMPT = 'def read_lines(path, encoding="utf-8"):\n    """'
 MAX_NEW_TOKENS = 96
-GAMMA = 4  # fixed: a machine on which drafting does not pay should show that too, instead of not drafting
+GAMMA = 4  # fixed, so that a draft that does not pay on this machine is shown instead of left out
 NUM_TURNS = 5
-"""Each way of drafting answers so many times, by turns: the machine's drift hits all alike."""
+"""Number of answers of each kind of draft, in turns, so that drift of the machine affects all alike."""
 
 
 class Way(NamedTuple):
@@ -31,12 +32,15 @@ class Way(NamedTuple):
     options: GenerateOptions
 
 
-TARGET_ONLY = Way("target-only", "nobody drafts", {"mode": "off"})
+TARGET_ONLY = Way("target-only", "no drafts", {"mode": "off"})
+STREAMED = Way(
+    "eagle3", "a head on the target: drafts in the call that verifies", {"draft_pool": "eagle3", "gamma": GAMMA}
+)
 WAYS = (
     TARGET_ONLY,
-    Way("code", "a small model in a process of its own", {"draft_pool": "code", "gamma": GAMMA}),
-    Way("eagle3", "a head on the target: one trip a round", {"draft_pool": "eagle3", "gamma": GAMMA}),
-    Way("suffix", "what was said before, here this very text: no model at all", {"draft_pool": "suffix"}),
+    STREAMED,
+    Way("suffix", "text that followed before, here this very text: no model", {"draft_pool": "suffix"}),
+    Way("code", "a small model in a process of its own: one more call a round", {"draft_pool": "code", "gamma": GAMMA}),
 )
 DRAFTS = ("code=models/demo/draft", "eagle3:models/demo/eagle3", "suffix")
 
@@ -47,16 +51,18 @@ def main() -> int:
 
 
 def show(endpoint: str) -> int:
-    """Streams a greedy completion, then has it made in every way, by turns; returns the exit code."""
+    """Stream a greedy completion, then have it made in every way, in turns; return the exit code."""
     writer = TokenWriter(sys.stdout, coloured=wants_colour(sys.stdout, os.environ))
     with Client(endpoint) as client:
-        for way in WAYS:  # the first pass of a process is slower; let no side pay for it
+        for way in WAYS:  # the first pass of a process is slower; no way is to pay for it
             complete(client, way)
-        print(f"\nDrafted by one process, verified by another, decided by a third.  {writer.legend()}\n")
+        print(f"\nDrafted by a head, verified by the target, token by token.  {writer.legend()}\n")
         print(PROMPT, end="", flush=True)
-        options = WAYS[1].options
-        streamed = print_answer(client, writer, PROMPT, max_new_tokens=MAX_NEW_TOKENS, **options)
-        print(f"\n\n{closing_line(streamed)}\n\nThe same {NUM_TURNS} times more, by turns:\n", flush=True)
+        streamed = print_answer(client, writer, PROMPT, max_new_tokens=MAX_NEW_TOKENS, **STREAMED.options)
+        print(
+            f"\n\n{closing_line(streamed)}\n\nThe same text {NUM_TURNS} times more in every way, in turns:\n",
+            flush=True,
+        )
         turns = [[complete(client, way) for way in WAYS] for _ in range(NUM_TURNS)]
     print_table(turns)
     texts = {completion.token_ids for turn in turns for completion in turn} | {streamed.token_ids}
@@ -65,21 +71,26 @@ def show(endpoint: str) -> int:
 
 
 def complete(client: Client, way: Way) -> Completion:
-    """One greedy completion; its session is deleted."""
+    """Return one greedy completion. Its session is deleted."""
     completion = client.generate(PROMPT, temperature=0, max_new_tokens=MAX_NEW_TOKENS, **way.options)
     client.delete_session(completion.session_id)
     return completion
 
 
 def print_table(turns: list[list[Completion]]) -> None:
-    """Medians of every way: tokens a round and a second, and the latter beside target-only in the same turn."""
-    print("drafted by   tokens a round   tokens/s   speedup")
+    """Print medians of every way, and for each that gains nothing why this pair cannot gain there."""
+    print("drafted by   tokens a round   ms a round   tokens/s   speedup")
+    reasons = []
     for index, way in enumerate(WAYS):
-        completions = [turn[index] for turn in turns]
+        completions, alone = [turn[index] for turn in turns], [turn[0] for turn in turns]
         rate = statistics.median(map(tokens_per_s, completions))
         speedup = statistics.median(tokens_per_s(turn[index]) / max(tokens_per_s(turn[0]), 1e-9) for turn in turns)
-        per_round = completions[0].usage.num_output_tokens / completions[0].stats.num_rounds
-        print(f"{way.name:11} {per_round:16.2f} {rate:10.0f} {speedup:8.2f}x   {way.note}")
+        cells = f"{tokens_per_round(completions):16.2f} {round_ms(completions):12.2f} {rate:10.0f} {speedup:8.2f}x"
+        print(f"{way.name:11} {cells}   {way.note}")
+        if way is not TARGET_ONLY and speedup < GAIN:
+            reasons.append(f"{way.name}: {reason_for(speedup, completions, alone)}")
+    for reason in reasons:
+        print(f"\n{reason}. A step of this small target costs as little as a call; larger targets gain here.")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """`make demo-real`: SmolLM2-135M-Instruct answers in a chat, and Transformers' `generate()` answers the same beside it.
 
-Not a benchmark: a few short answers on whatever this machine is doing; `python -m bench real` measures. It stops
-everything it started. Needs `make real`.
+A few short answers on a machine that may be busy; `python -m bench real` measures. It stops every process it started.
+Needs `make real`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def show(checkpoint: Path, endpoint: str) -> int:
-    """A conversation of a few turns, each answered twice; returns the exit code."""
+    """Hold a conversation of a few turns, each answered twice; return the exit code."""
     writer = TokenWriter(sys.stdout, coloured=wants_colour(sys.stdout, os.environ))
     peer = Peer(checkpoint)
     messages: list[ChatMessage] = []
@@ -63,7 +63,7 @@ def show(checkpoint: Path, endpoint: str) -> int:
 
 
 class Peer:
-    """The same checkpoint in Transformers, float32, in this process."""
+    """Answers with the same checkpoint in Transformers, in float32 and in this process."""
 
     def __init__(self, checkpoint: Path) -> None:
         import torch
@@ -75,7 +75,7 @@ class Peer:
         self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
     def answer(self, prompt: tuple[int, ...]) -> tuple[list[int], float]:
-        """Greedy token ids, the end token included, and tokens a second."""
+        """Return greedy token ids, the end token included, and tokens per second."""
         inputs = self._torch.tensor([prompt])  # [1, T]
         began = time.perf_counter()
         with self._torch.inference_mode():

@@ -1,7 +1,4 @@
-"""What the demos share: a system of processes on this machine, and an answer printed as it comes.
-
-Not here: what is asked and what is compared (`demo`, `demo_real`).
-"""
+"""Shared by the demos: runs a system of processes on this machine, and prints an answer as it arrives."""
 
 from __future__ import annotations
 
@@ -13,14 +10,14 @@ from typing import Any
 
 from specdec.cli.terminal import TokenWriter
 from specdec.client import Client, Completion
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, error_line
 
 
 def with_system(flags: Sequence[str], show: Callable[[str], int]) -> int:
-    """Runs `specdec up` with these flags while `show` is given its endpoint; stops all that it started.
+    """Run `specdec up` with these flags, call `show` with its endpoint, and stop everything that was started.
 
     Returns:
-        The exit code: of `show`, or 1 after an error, which has been said on stderr.
+        The exit code of `show`, or 1 after an error, which has been printed to stderr.
     """
     up = subprocess.Popen(
         [sys.executable, "-m", "specdec.cli", "up", *flags, "--listen", "127.0.0.1:0"],
@@ -31,10 +28,10 @@ def with_system(flags: Sequence[str], show: Callable[[str], int]) -> int:
     try:
         ready = up.stdout.readline().split("grpc=")
         if len(ready) != 2:
-            return 1  # `up` has said why
+            return 1  # `up` has printed the reason
         return show(ready[1].strip())
     except SpecdecError as error:
-        print(f"error: {error.code} {error.reason}: {error.message}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 1
     finally:
         up.send_signal(signal.SIGTERM)
@@ -42,7 +39,7 @@ def with_system(flags: Sequence[str], show: Callable[[str], int]) -> int:
 
 
 def print_answer(client: Client, writer: TokenWriter, prompt: str | None = None, **asked: Any) -> Completion:
-    """Prints a greedy answer as it comes, each token in the colour of its source; its session is deleted."""
+    """Print a greedy answer as it arrives, each token in the colour of its source, and delete its session."""
     with client.generate(prompt, stream=True, provenance=True, temperature=0, **asked) as chunks:
         for chunk in chunks:
             writer.write(chunk)

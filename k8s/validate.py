@@ -1,7 +1,7 @@
 """Renders the manifests and checks every document, and the compose file, against their schemas. Needs no cluster.
 
-What it is not: proof that images exist or pods start (`tests/integration/test_compose_commands.py` runs the compose
-file's commands). Called by `make k8s-validate`; all schemas come with installed packages, so no network is needed.
+It does not prove that images exist or pods start; `tests/integration/test_compose_commands.py` runs the compose file's
+commands. Called by `make k8s-validate`; all schemas come with installed packages, so no network is needed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import kubernetes_validate
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-#: The oldest and the newest Kubernetes we mean to run on.
+#: Oldest and newest supported Kubernetes versions.
 KUBERNETES_VERSIONS = ("1.31", "1.34")
 
 
 def render(directory: Path) -> list[dict]:
-    """The documents that `kubectl apply -k` would send. Raises CalledProcessError when they do not render."""
+    """Return the documents that `kubectl apply -k` would send. Raises CalledProcessError when they do not render."""
     rendered = subprocess.run(
         ["kubectl", "kustomize", str(directory)], check=True, stdout=subprocess.PIPE, text=True
     ).stdout
@@ -28,7 +28,7 @@ def render(directory: Path) -> list[dict]:
 
 
 def violations(documents: list[dict]) -> list[str]:
-    """One line for each document and version that the schema refuses, unknown fields included."""
+    """Return one line for each document and version that the schema refuses, unknown fields included."""
     found = []
     for document in documents:
         name = f"{document['kind']}/{document['metadata']['name']}"

@@ -1,10 +1,9 @@
-"""Files of machine code that outlive a process: who may have written them, and whether they are whole.
+"""The cache of machine-code files that outlive a process, with checks of their owner and integrity.
 
-Whoever writes such a file runs code as whoever loads it, so only one is used that nobody but root and this user can
-have written, in a folder where nobody else can put another in its place. Each ends with a digest of itself, because
-damaged machine code would be run too. Not here: what is in a file and what it is called. Called by
-`specdec.engine.kernels.library` and `specdec.engine.kernels.prebuilt`; their folder is `specdec.checkpoints.gguf`'s
-too.
+A user who can write such a file can run code as the user who loads it. A file is therefore used only if only root and
+this user can have written it, in a folder in which no other user can replace it. Each file ends with a digest of its
+content, because damaged machine code would be run too. Called by `specdec.engine.kernels.library` and
+`specdec.engine.kernels.prebuilt`; `specdec.checkpoints.gguf` uses the same folder.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _READ_BYTES = 1 << 20
 
 
 def cache_directory(environ: Mapping[str, str]) -> Path:
-    """Return the folder of this user's files that can be made again (the XDG base directories)."""
+    """Return the folder of this user's files that can be made again, by the XDG base directory specification."""
     try:
         return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec"
     except RuntimeError:  # containers often run under a user id without a home directory
@@ -31,7 +30,7 @@ def cache_directory(environ: Mapping[str, str]) -> Path:
 
 
 def is_usable(path: Path) -> bool:
-    """Whether there is a file that `keep` wrote, whole, and that nobody but root and this user may have written."""
+    """Return whether `path` is an undamaged file of `keep` that only root and this user can have written."""
     try:
         status = path.stat()
         is_ours = status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -46,12 +45,12 @@ def is_usable(path: Path) -> bool:
 
 
 def keep(built: Path, path: Path) -> None:
-    """Copies a file to where `is_usable` finds it, with its seal; see `make_folder`.
+    """Copy a file to `path`, with the digest that `is_usable` checks; create the folder as `make_folder` does.
 
-    It is renamed into place, so that processes that start at once all find a whole file or none.
+    The copy is renamed into place, so processes that start at the same time find a whole file or none.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     make_folder(path.parent)
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=path.parent) as unfinished:
@@ -59,15 +58,15 @@ def keep(built: Path, path: Path) -> None:
         shutil.copyfile(built, copy)
         with copy.open("ab") as file:
             file.write(_seal(built, built.stat().st_size))
-        copy.chmod(0o755)  # whatever the umask says
+        copy.chmod(0o755)  # independent of the umask
         copy.replace(path)
 
 
 def make_folder(directory: Path) -> None:
-    """Makes a folder for kept files, for this user alone, unless there is one.
+    """Create a folder for cached files that only this user may enter, unless it exists.
 
     Raises:
-        OSError: it cannot be made, or others could put their files in the place of ours.
+        OSError: it cannot be created, or other users could replace its files.
     """
     for folder in (*reversed(directory.parents), directory):
         if not folder.is_dir():
@@ -76,11 +75,11 @@ def make_folder(directory: Path) -> None:
             except FileExistsError as error:
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from error
     if not _is_guarded(directory):
-        raise PermissionError(errno.EPERM, "others could put their files in the place of ours", str(directory))
+        raise PermissionError(errno.EPERM, "other users could replace files in this folder", str(directory))
 
 
 def _is_guarded(directory: Path) -> bool:
-    """Whether nobody but root and this user, or a group they gave it to, can move what lies in a folder."""
+    """Return whether only root and this user, or a group that they permit, can move the files of a folder."""
     resolved = directory.resolve()
     for folder in (resolved, *resolved.parents):
         status = folder.stat()
@@ -91,7 +90,8 @@ def _is_guarded(directory: Path) -> bool:
 
 
 def _seal(path: Path, num_bytes: int) -> bytes:
-    """What follows that many bytes in a kept file; loaders look at what headers name."""
+    """Return the digest that follows `num_bytes` of content in a cached file. Loaders ignore bytes after the
+    content."""
     digest = hashlib.blake2b(digest_size=_SEAL_BYTES)
     with path.open("rb") as file:
         while num_bytes > 0 and (read := file.read(min(num_bytes, _READ_BYTES))):

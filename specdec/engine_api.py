@@ -1,84 +1,77 @@
-"""The engines' contract: what a service warms up, serves, watches and closes. The only one there is.
+"""The engine contract: what a service warms up, serves, watches and closes.
 
-It lives beside `specdec.types` because both sides of it may import neither the other: `specdec.engine` implements it
-without grpc, `specdec.rpc` and `specdec.service` serve whatever implements it without an engine. A round goes from a
-servicer through `propose` or `verify` into the engine's gate (`specdec.engine.sessions.calls`).
-
-Not here: any implementation, and what engines are made of (`specdec.engine.base`).
+It lives beside `specdec.types` because its two sides may not import each other: `specdec.engine` implements it without
+grpc, and `specdec.rpc` and `specdec.service` serve any implementation without an engine. A round goes from a servicer
+through `propose` or `verify` into the engine's gate (`specdec.engine.sessions.calls`). The parts of an engine are
+described in `specdec.engine.base`.
 """
 
 from __future__ import annotations
 
-import asyncio
 from typing import Protocol
 
 from specdec.types import EngineInfo, Proposal, ProposeRequest, Score, ScoreRequest, Verification, VerifyRequest
 
-#: What the name of a model begins with that has dials and no weights (`specdec.engine.simulated.pair`).
-SIMULATED_PREFIX = "simulated:"
-
 
 class Engine(Protocol):
-    """What does not depend on the role. Safe to call from any number of asyncio loops, any number of calls at once."""
+    """The part of the contract that does not depend on the role.
+
+    Any number of calls may be made at once, from any number of asyncio event loops.
+    """
 
     async def warm_up(self) -> None:
-        """Runs what the first real call would find cold, and keeps nothing of it."""
+        """Run the code paths that would be slow in the first real call, and keep no result."""
         ...
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Says what it would have drawn committed tokens with; keeps nothing of it, and yields to every other call.
+        """Return the probabilities with which the draft would have drawn committed tokens.
+
+        The call keeps no state and is preempted by every other call.
 
         Raises:
             InvalidRequest: the request can never run.
-            ResourceExhausted: others are served, now or by the time it would have been done (REPLICA_BUSY).
+            ResourceExhausted: other calls are served, or are expected to be before this one would end (REPLICA_BUSY).
             Unavailable: draining (DRAINING), or the device hangs (REPLICA_UNAVAILABLE).
-            Unsupported: it drafts nothing by itself.
+            Unsupported: the engine has no draft of its own.
         """
         ...
 
     async def release(self, session_ids: list[str]) -> None:
-        """Frees sessions' KV; calls in flight on them miss. Idempotent; unknown ids are fine."""
+        """Free the KV of sessions; their calls in flight miss. Idempotent; unknown ids are allowed."""
         ...
 
     def info(self) -> EngineInfo:
-        """What this replica is, with its load now."""
+        """Return the replica's description with its current load."""
         ...
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the device hangs: calls fail with Unavailable (REPLICA_UNAVAILABLE) until its step ends."""
-        ...
-
-    def share_event_loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop of the thread that runs the steps, in which calls may be made as well; None: it has none.
-
-        It stands still while a step runs, and is closed when the engine is.
-        """
+        """Return whether the device hangs: calls fail with Unavailable (REPLICA_UNAVAILABLE) until its step ends."""
         ...
 
     async def wait_ended(self) -> None:
-        """Returns once the engine has been closed.
+        """Return once the engine has been closed.
 
         Raises:
-            Internal: it broke down by itself, or its device failed for good; nothing will be answered any more.
+            Internal: the engine failed, or its device failed permanently; no call will be answered any more.
         """
         ...
 
     async def close(self) -> None:
-        """Finishes what is in flight, then frees everything. Idempotent."""
+        """Finish the calls in flight, then free all resources. Idempotent."""
         ...
 
 
 class DraftEngine(Engine, Protocol):
-    """What the draft service serves."""
+    """The engine of a draft service."""
 
     async def propose(self, request: ProposeRequest) -> Proposal:
-        """Drafts up to gamma tokens. Idempotent by (session, epoch, round) and the request's digest.
+        """Draft up to gamma tokens. Idempotent by (session, epoch, round) and the request's digest.
 
-        Cancelling the call abandons it: the session's KV stays consistent, nothing is answered.
+        A cancelled call is abandoned without an answer; the session's KV stays consistent.
 
         Raises:
-            InvalidRequest: the request can never run; nothing of it is kept.
+            InvalidRequest: the request can never run; no part of it is kept.
             KvMiss: the replica needs earlier tokens.
             StaleEpoch: an older epoch, or a round older than the newest seen.
             ResourceExhausted: no KV block is left (KV_EXHAUSTED).
@@ -88,8 +81,8 @@ class DraftEngine(Engine, Protocol):
 
 
 class TargetEngine(Engine, Protocol):
-    """What the target service serves. The same guarantees as `DraftEngine`."""
+    """The engine of a target service. The guarantees are those of `DraftEngine`."""
 
     async def verify(self, request: VerifyRequest) -> Verification:
-        """Runs the draft tokens through the model in one pass and answers p. Idempotent; raises as `propose` does."""
+        """Run the draft tokens through the model in one pass and return p. Idempotent; raises as `propose` does."""
         ...

@@ -1,4 +1,4 @@
-"""The error tree. One interceptor maps it to gRPC status with details; the client maps back.
+"""The error tree. One interceptor maps errors to gRPC statuses with details; the client maps them back.
 
 SpecdecError
 ├── InvalidRequest        INVALID_ARGUMENT     INVALID_REQUEST, CONTEXT_TOO_LONG, NO_CHAT_TEMPLATE
@@ -11,7 +11,7 @@ SpecdecError
 ├── LeaseLost             ABORTED              LEASE_LOST
 ├── ResourceExhausted     RESOURCE_EXHAUSTED   QUEUE_FULL, KV_EXHAUSTED, QUOTA_EXCEEDED, REPLICA_BUSY (draft link only)
 ├── Unavailable           UNAVAILABLE          REPLICA_UNAVAILABLE, STORE_UNAVAILABLE, DRAINING, and in the SDK alone
-│                                              COORDINATOR_UNAVAILABLE
+│                                              COORDINATOR_UNAVAILABLE; at the command line alone ADDRESS_IN_USE
 ├── DeadlineExceeded      DEADLINE_EXCEEDED    DEADLINE_EXCEEDED  (in the SDK alone)
 ├── ClientClosed          CANCELLED            CLIENT_CLOSED      (in the SDK alone)
 ├── Unauthenticated       UNAUTHENTICATED      UNAUTHENTICATED
@@ -22,6 +22,7 @@ SpecdecError
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 DOMAIN = "specdec"
@@ -34,7 +35,7 @@ class SpecdecError(Exception):
         code: the gRPC status code's name.
         reason: the `ErrorInfo` reason; docs/reference/errors.md says what to do about each.
         field: the request field at fault, in proto spelling (`sampling.top_p`), or "".
-        retry_after_s: when retrying helps, how long to wait first; else None.
+        retry_after_s: time to wait before a retry; None if a retry cannot help.
     """
 
     code: ClassVar[str] = "INTERNAL"
@@ -50,12 +51,12 @@ class SpecdecError(Exception):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same call may succeed later."""
+        """Return whether the same call may succeed later."""
         return self.retry_after_s is not None
 
 
 class InvalidRequest(SpecdecError):
-    """The request can never succeed as it is; the message names the field and the limit."""
+    """The request can never succeed unchanged; the message names the field and the limit."""
 
     code = "INVALID_ARGUMENT"
     default_reason = "INVALID_REQUEST"
@@ -77,7 +78,7 @@ class SessionBusy(SpecdecError):
 
 
 class VocabularyMismatch(SpecdecError):
-    """Two parts of the system disagree on the id-to-token map; the message holds both fingerprints."""
+    """Two parts of the system have different vocabularies; the message contains both fingerprints."""
 
     code = "FAILED_PRECONDITION"
     default_reason = "VOCABULARY_MISMATCH"
@@ -102,7 +103,7 @@ class SessionLost(SpecdecError):
 
 
 class StaleEpoch(SpecdecError):
-    """A newer epoch or round of the session has been seen."""
+    """The replica has seen a newer epoch or round of the session."""
 
     code = "ABORTED"
     default_reason = "STALE_EPOCH"
@@ -117,7 +118,7 @@ class LeaseLost(SpecdecError):
 
 
 class ResourceExhausted(SpecdecError):
-    """A queue (a stream's, of tokens that its reader has not read, too), the KV pool or a quota is full."""
+    """A queue, such as that of a stream's unread tokens, the KV pool or a quota is full."""
 
     code = "RESOURCE_EXHAUSTED"
     default_reason = "QUEUE_FULL"
@@ -125,7 +126,7 @@ class ResourceExhausted(SpecdecError):
 
 
 class Unavailable(SpecdecError):
-    """A part of the system cannot be reached or is going away."""
+    """A part of the system cannot be reached or is shutting down."""
 
     code = "UNAVAILABLE"
     default_reason = "REPLICA_UNAVAILABLE"
@@ -140,7 +141,7 @@ class DeadlineExceeded(SpecdecError):
 
 
 class ClientClosed(SpecdecError):
-    """The client was closed before the call, or while it ran."""
+    """The client was closed before or during the call."""
 
     code = "CANCELLED"
     default_reason = "CLIENT_CLOSED"
@@ -154,18 +155,70 @@ class Unauthenticated(SpecdecError):
 
 
 class Forbidden(SpecdecError):
-    """Valid credentials, but not for this."""
+    """The credentials are valid, but do not permit the call."""
 
     code = "PERMISSION_DENIED"
     default_reason = "FORBIDDEN"
 
 
 class Unsupported(SpecdecError):
-    """Understood, but this build or model cannot do it."""
+    """The request is valid, but this build or model does not support it."""
 
     code = "UNIMPLEMENTED"
     default_reason = "UNSUPPORTED"
 
 
 class Internal(SpecdecError):
-    """A fault of ours; the log holds the traceback under the request id."""
+    """A fault of specdec; the log contains the traceback with the request id."""
+
+
+#: Class of each reason: an error that crossed a process boundary is rebuilt from its reason.
+_TYPES_BY_REASON: dict[str, type[SpecdecError]] = {
+    "INVALID_REQUEST": InvalidRequest,
+    "CONTEXT_TOO_LONG": InvalidRequest,
+    "NO_CHAT_TEMPLATE": InvalidRequest,
+    "SESSION_NOT_FOUND": NotFound,
+    "POOL_NOT_FOUND": NotFound,
+    "SESSION_BUSY": SessionBusy,
+    "VOCABULARY_MISMATCH": VocabularyMismatch,
+    "KV_MISS": KvMiss,
+    "SESSION_LOST": SessionLost,
+    "STALE_EPOCH": StaleEpoch,
+    "LEASE_LOST": LeaseLost,
+    "QUEUE_FULL": ResourceExhausted,
+    "KV_EXHAUSTED": ResourceExhausted,
+    "QUOTA_EXCEEDED": ResourceExhausted,
+    "REPLICA_BUSY": ResourceExhausted,
+    "REPLICA_UNAVAILABLE": Unavailable,
+    "STORE_UNAVAILABLE": Unavailable,
+    "DRAINING": Unavailable,
+    "COORDINATOR_UNAVAILABLE": Unavailable,
+    "ADDRESS_IN_USE": Unavailable,
+    "DEADLINE_EXCEEDED": DeadlineExceeded,
+    "CLIENT_CLOSED": ClientClosed,
+    "UNAUTHENTICATED": Unauthenticated,
+    "FORBIDDEN": Forbidden,
+    "UNSUPPORTED": Unsupported,
+    "INTERNAL": Internal,
+}
+
+_ERROR_LINE = re.compile(r"(?:error: )?(?P<message>.+) \((?P<reason>[A-Z_]+)\)")
+
+
+def type_of_reason(reason: str) -> type[SpecdecError] | None:
+    """Return the class of errors that have this reason; None for a reason that this version does not know."""
+    return _TYPES_BY_REASON.get(reason)
+
+
+def error_line(error: SpecdecError) -> str:
+    """Return the line that a program writes to stderr about an error: the sentence first, the reason last."""
+    return f"error: {' '.join(error.message.split())} ({error.reason})"
+
+
+def parse_error_line(line: str) -> SpecdecError | None:
+    """Return the error that a line of `error_line` tells, with or without "error: "; None for any other line."""
+    found = _ERROR_LINE.fullmatch(line.strip())
+    error_type = type_of_reason(found["reason"]) if found else None
+    if found is None or error_type is None or error_type is KvMiss:
+        return None
+    return error_type(found["message"], reason=found["reason"])

@@ -1,8 +1,8 @@
-"""Tenants: whose sessions these are. Two tenants share no session and no KV block, whatever they send.
+"""Tenants: owners of sessions. Two tenants share no session and no KV block, even for equal requests.
 
-A coordinator serves one tenant (`--tenant`) and names it to the store and in every call. The store keeps it in its keys
-(`specdec.state.keys`); a replica, which serves many, keeps sessions under names of their own and publishes blocks under
-salted ones (`specdec.core.chain`). Not here: who may be which tenant; that takes authentication.
+A coordinator serves one tenant (`--tenant`) and states it to the store and in every call. The store has it in its keys
+(`specdec.state.keys`). A replica serves many tenants: it keeps sessions under names that contain the tenant, and
+publishes blocks under names that are salted with it (`specdec.core.chain`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TENANT = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_TENANT_CHARS}}}")
 
 
 def check_tenant(tenant: str, *, field: str = "tenant") -> str:
-    """Returns `tenant`.
+    """Return `tenant` if it is a valid name.
 
     Raises:
         InvalidRequest: it is not 1 to 64 letters, digits, `_`, `.` or `-`.
@@ -33,10 +33,10 @@ def check_tenant(tenant: str, *, field: str = "tenant") -> str:
 
 
 def session_on_replica(tenant: str, session_id: str, *, field: str = "session_id") -> str:
-    """The name of a tenant's session on a replica, where sessions of all tenants lie side by side.
+    """Return the name of a tenant's session on a replica, which holds sessions of all tenants.
 
     Raises:
-        InvalidRequest: the id begins as the names of other tenants' sessions do.
+        InvalidRequest: the id begins with "{", as the names of other tenants' sessions do.
     """
     if session_id.startswith("{"):
         raise InvalidRequest(f"{field}: must not begin with '{{'", field=field)

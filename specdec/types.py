@@ -1,8 +1,10 @@
-"""The nouns that cross module walls, as dataclasses. Nobody changes one; those made for every round are not frozen,
-because freezing costs as much as making them.
+"""Dataclasses that several packages exchange: requests, positions, proposals, verifications and replica descriptions.
 
-Not here: protobuf (they stop at servicers, `specdec.rpc` and `specdec.client`), torch, behaviour. Token id sequences
-are numpy `uint32` arrays or tuples of int; positions count from the session's first token.
+Values are never changed after construction. Types that are made in every round are not frozen, because freezing makes
+construction twice as slow. Token id sequences are numpy `uint32` arrays or tuples of int; positions count from the
+session's first token. Protobuf messages stay in the servicers, `specdec.rpc` and `specdec.client`.
+
+numpy is imported for type checkers only, because the client imports this module and runs without numpy.
 """
 
 from __future__ import annotations
@@ -11,31 +13,39 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import MappingProxyType
-from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from specdec.tenant import DEFAULT_TENANT
 
-TokenIds = NDArray[np.uint32]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
-#: Target distributions travel as uint32 weights that sum to exactly this (docs/protocol.md section 3).
+TokenIds: TypeAlias = "NDArray[np.uint32]"
+
+#: Sum of the uint32 weights in which a target distribution travels (docs/protocol.md section 3).
 WEIGHT_TOTAL = 1 << 31
 
-#: Tokens per KV block and per link of the chain hash. One constant: both sides of every link must agree on it.
+#: Limit on the entries of a support. Vocabularies up to this size may send their whole distribution: a cut would cost
+#: acceptance and save few bytes. It also keeps W below 2^31, so that every product of the integer rule fits into 62
+#: bits.
+MAX_SUPPORT = 1 << 15
+
+#: Prefix of model names that stand for a simulation with parameters and no weights (`specdec.engine.simulated.pair`).
+SIMULATED_PREFIX = "simulated:"
+
+#: Tokens per KV block and per link of the chain hash. Both sides of every link must use the same value.
 BLOCK_TOKENS = 16
 
-
-#: Committed tokens that a draft scores in one call: one step beside which others may have to wait.
+#: Largest number of committed tokens that a draft scores in one call. Other calls may wait for that one step.
 MAX_SCORED_TOKENS = 64
 
-#: Draft tokens of the rounds that scored tokens are walked by: acceptance further in matters little.
+#: Longest draft that is assumed when scored tokens are divided into rounds; acceptance beyond it matters little.
 SCORED_GAMMA = 8
 
 
 class Mode(IntEnum):
-    """How a request speculates; values equal the proto's `SpeculationMode`."""
+    """Speculation mode of a request; values equal the proto's `SpeculationMode`."""
 
     OFF = 1
     REJECTION = 2
@@ -44,14 +54,14 @@ class Mode(IntEnum):
 
 
 class DrawRule(IntEnum):
-    """What replicas need to know of the mode; values equal the proto's `DrawRule`."""
+    """The part of the mode that replicas need; values equal the proto's `DrawRule`."""
 
     DISTRIBUTION = 1
     COUPLED = 2
 
 
 class TokenSource(IntEnum):
-    """Where an emitted token came from; values equal the proto's `TokenSource`."""
+    """Origin of an emitted token; values equal the proto's `TokenSource`."""
 
     ACCEPTED = 1
     CORRECTED = 2
@@ -60,7 +70,7 @@ class TokenSource(IntEnum):
 
 
 class FinishReason(IntEnum):
-    """Why an output ended; values equal the proto's `FinishReason`."""
+    """Reason why an output ended; values equal the proto's `FinishReason`."""
 
     STOP = 1
     LENGTH = 2
@@ -71,26 +81,18 @@ class FinishReason(IntEnum):
 class SamplingFilters:
     """The filters that turn logits into p (or q), in the order of docs/protocol.md section 2."""
 
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    """(0, 1]; 1 is off."""
-    top_k: int = 0
-    """0 is off."""
-    min_p: float = 0.0
-    """[0, 1); 0 is off."""
-    repetition_penalty: float = 1.0
-    """Above 0; 1 is off; over prompt and output."""
-    presence_penalty: float = 0.0
-    """Over output."""
-    frequency_penalty: float = 0.0
-    """Over output."""
-    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
-    """Token id to added logit."""
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # (0, 1]; 1 is off
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0  # [0, 1); 0 is off
+    repetition_penalty: float = 1.0  # above 0; 1 is off; over prompt and output
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))  # token id to added logit
     min_new_tokens: int = 0
     """`end_token_ids` are masked while fewer output tokens than this precede the position."""
     end_token_ids: tuple[int, ...] = ()
-    """EOS and stop ids, for `min_new_tokens`."""
+    """EOS and stop ids that `min_new_tokens` masks."""
 
     @property
     def is_greedy(self) -> bool:
@@ -98,35 +100,32 @@ class SamplingFilters:
 
     @property
     def uses_history(self) -> bool:
-        """Whether the distribution at a position depends on which tokens came before it, other than through the
-        model."""
+        """Return whether a penalty makes the distribution depend on the earlier tokens, beside the model itself."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """What a client asked of one request, validated."""
+    """A request's validated sampling parameters."""
 
     max_new_tokens: int = 256
     filters: SamplingFilters = field(default_factory=SamplingFilters)
-    seed: int = 0
-    """[0, 2^64)."""
+    seed: int = 0  # [0, 2^64)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     num_logprobs: int | None = None
-    """None: no logprobs; 0: the emitted token's; n: and the n likeliest."""
+    """None: no logprobs; 0: those of the emitted tokens; n: also those of the top n tokens."""
 
 
 @dataclass(slots=True)
 class SessionPosition:
-    """Where a session stands and what the round may assume (docs/protocol.md section 5)."""
+    """The state of a session at the start of a round (docs/protocol.md section 5)."""
 
     session_id: str
     epoch: int
     round_id: int
-    start: int
-    """Position of `token_ids[0]`."""
+    start: int  # position of `token_ids[0]`
     prefix_hash: bytes
     """`specdec.core.reference.chain_hash(tokens[0:start])`, 16 bytes."""
     token_ids: TokenIds
@@ -138,9 +137,9 @@ class SessionPosition:
     """Position of this turn's first output token."""
     draw_rule: DrawRule
     tenant: str = DEFAULT_TENANT
-    """Whose session it is. On a replica `session_id` is unique among all tenants (`specdec.tenant`)."""
+    """Tenant that owns the session. On a replica `session_id` is unique among all tenants (`specdec.tenant`)."""
     is_timed: bool = False
-    """Whether the answer is to say when what was done."""
+    """Set if the answer shall carry `Stages`."""
 
     @property
     def committed_len(self) -> int:
@@ -148,13 +147,12 @@ class SessionPosition:
 
     @property
     def carries_distributions(self) -> bool:
-        """Whether distributions travel in this round; see the function of this name."""
+        """Return whether distributions travel in this round; see the function of the same name."""
         return carries_distributions(self.filters, self.draw_rule)
 
 
 def carries_distributions(filters: SamplingFilters, draw_rule: DrawRule) -> bool:
-    """Whether distributions travel: the draft's supports, the target's rows. Greedy and coupled rounds carry token ids
-    alone."""
+    """Return whether the draft's supports and the target's rows travel. Greedy and coupled rounds carry ids alone."""
     return draw_rule is DrawRule.DISTRIBUTION and not filters.is_greedy
 
 
@@ -168,31 +166,22 @@ class ProposeRequest:
 class Support:
     """A draft position's distribution as integers: q(id) = weight / sum(weights). Point mass: one id, any weight."""
 
-    token_ids: TokenIds
-    """uint32 [S], ascending."""
-    weights: NDArray[np.uint16]
-    """uint16 [S], all above 0."""
+    token_ids: TokenIds  # uint32 [S], ascending
+    weights: NDArray[np.uint16]  # uint16 [S], all above 0
 
 
 class Stages(NamedTuple):
-    """When a replica did what for a call: seconds of a clock that only it has, each at least the one before."""
+    """Times at which a replica finished the stages of a call, in seconds of the replica's own clock, ascending."""
 
-    admitted_s: float
-    """The device thread took it."""
-    step_began_s: float
-    """The first step that ran for it; where none did, as `admitted_s`."""
-    step_ended_s: float
-    """The last one, and the answer was made."""
-    received_s: float = 0.0
-    """The frame that brought it was read. This and the following are set where an answer has come over a link."""
-    decoded_s: float = 0.0
-    """It was read and checked."""
-    answered_s: float = 0.0
-    """The event loop had the answer."""
-    encoded_s: float = 0.0
-    """The answer was a message."""
-    sent_s: float = 0.0
-    """Its frame was given to the stream."""
+    admitted_s: float  # the device thread admitted the call
+    step_began_s: float  # the first step for the call began; equals `admitted_s` if no step ran
+    step_ended_s: float  # the last step had ended and the answer was made
+    # These are set only on answers that came over a link.
+    received_s: float = 0.0  # the frame with the call had been read
+    decoded_s: float = 0.0  # the request had been decoded and checked
+    answered_s: float = 0.0  # the event loop had the answer
+    encoded_s: float = 0.0  # the answer had been encoded as a message
+    sent_s: float = 0.0  # the frame with the answer was handed to the stream
 
 
 @dataclass(slots=True)
@@ -202,46 +191,47 @@ class Proposal:
     draft_token_ids: TokenIds
     supports: Sequence[Support]
     lost_mass: tuple[float, ...]
-    """Law mass outside each support, 0..1."""
+    """Probability mass outside each support, 0..1."""
     kv_len: int
-    """Tokens whose KV the replica really holds now (the last draft token never is)."""
+    """Number of tokens whose KV the replica holds now; it never includes the last draft token."""
     num_cached_tokens: int
     forward_s: float
     stages: Stages | None = None
-    """None where nobody asked, or nobody knows."""
+    """None if the request did not ask for them, or the engine does not know them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalDraft:
-    """What a target is to draft with by itself (docs/protocol.md section 9)."""
+    """The draft source inside a target that shall draft for a round (docs/protocol.md section 9)."""
 
-    pool: str
-    """Name of one of its local drafts."""
+    pool: str  # name of one of the target's local drafts
     gamma: int
 
 
 @dataclass(slots=True)
 class ScoreRequest:
-    """Committed tokens, of which another draft than theirs is to say what it would have drawn them with."""
+    """Committed tokens for which a draft shall state the probabilities that it would have drawn them with."""
 
     position: SessionPosition
-    """The session as it was before them; `start` is 0, and session, epoch and round are compared with nothing."""
+    """The session before the scored tokens; `start` is 0. Session, epoch and round are not checked."""
     token_ids: TokenIds
-    """uint32 [n]: what was committed then; 1..MAX_SCORED_TOKENS."""
+    """uint32 [n]: the committed tokens; 1..MAX_SCORED_TOKENS."""
     local_pool: str = ""
-    """Which of a target's local drafts is to say it; "" of draft replicas."""
+    """Local draft of a target that scores the tokens; "" for draft replicas."""
 
 
 @dataclass(slots=True)
 class Score:
+    """The answer to a `ScoreRequest`."""
+
     q: tuple[float, ...]
-    """Of each scored token; of greedy and coupled rounds 1 where it is the draft's choice, else 0."""
+    """Probability of each scored token. In greedy and coupled rounds: 1 if the token is the draft's choice, else 0."""
     forward_s: float
     step_s: float = 0.0
-    """A draft step of one session, as measured; 0: not known yet."""
+    """Measured time of a draft step of one session; 0: not known yet."""
     round_lengths: tuple[int, ...] = ()
-    """Where q depends on where its round began: how many of `q` are of the round that begins at each scored token, one
-    round after the other, each up to its first 0; (): one of each token, in any round."""
+    """Set if q depends on where a round begins: number of entries of `q` that belong to the round that begins at each
+    scored token. The rounds follow one another, each up to its first 0. (): one entry a token, valid in any round."""
 
 
 @dataclass(slots=True)
@@ -252,29 +242,28 @@ class VerifyRequest:
     """Ids of S_i per draft token, ascending; empty for greedy and coupled rounds."""
     num_logprobs: int | None = None
     local_draft: LocalDraft | None = None
-    """In place of draft tokens: the target drafts, and answers what it drafted."""
+    """Draft source of the target, in place of draft tokens; the answer then contains the draft."""
 
 
 @dataclass(slots=True)
 class DistributionRow:
-    """p at one position, seen through a support, in integers."""
+    """The target distribution p at one position as integers over a support."""
 
     weights: NDArray[np.uint32]
-    """uint32 [S + 1]: p on S_i in the support's order, then the rest; they sum to `WEIGHT_TOTAL`."""
+    """uint32 [S + 1]: p on S_i in the support's order, then the tail mass; they sum to `WEIGHT_TOTAL`."""
     tail_token_id: int
-    """z: drawn from p outside S_i; -1 where the rest is 0."""
+    """Token drawn from p outside S_i; -1 if the tail mass is 0."""
     tail_probability: float
-    """p(z); 0 where absent."""
+    """p of the tail token; 0 if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogitRow:
     """Raw logits at one position, before filters."""
 
-    support_logits: NDArray[np.float32]
-    """float32 [S]; empty in greedy and coupled rounds."""
+    support_logits: NDArray[np.float32]  # float32 [S]; empty in greedy and coupled rounds
     tail_logit: float
-    """Of `tail_token_id`, or of the choice in greedy and coupled rounds; 0 where absent."""
+    """Logit of the tail token, or of the choice in greedy and coupled rounds; 0 if there is none."""
     logsumexp: float
     top_token_ids: TokenIds
     top_logits: NDArray[np.float32]
@@ -291,30 +280,30 @@ class Verification:
     rows: Sequence[DistributionRow]
     """L + 1 rows, the last with an empty support; empty in greedy and coupled rounds."""
     logit_rows: tuple[LogitRow, ...]
-    """L + 1 rows when logprobs were asked for, else empty."""
+    """L + 1 rows if logprobs were requested, else empty."""
     kv_len: int
     num_cached_tokens: int
-    forward_s: float
-    """Of the step that verified it."""
-    step_tokens: int
-    """Tokens of that step, of all sessions."""
+    forward_s: float  # duration of the step that verified the draft
+    step_tokens: int  # tokens of all sessions in that step
     num_concurrent: int = 0
-    """Rounds that the replica answered for others since its last answer to this session; 0 at the first."""
-    num_other_rows: int = 0
-    """Positions in those."""
+    """Rounds of other sessions that the replica answered since its last answer to this session; 0 at the first."""
+    num_other_rows: int = 0  # positions in those rounds
     drafted: Proposal | None = None
-    """What it drafted by itself, `forward_s` being the time that took; None: nothing, also where it was asked to."""
+    """Draft made by the target itself, with the time it took in `forward_s`; None if it drafted nothing."""
     stages: Stages | None = None
-    """None where nobody asked, or nobody knows."""
+    """None if the request did not ask for them, or the engine does not know them."""
+
+
+#: Fields of `EngineInfo` that have another name in the proto and in the registry.
+WIRE_NAMES = MappingProxyType({"unix_socket": "lane", "device_thread_socket": "device_lane"})
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a replica is; the proto's `EngineInfo`, field by field."""
+    """Description of a replica: the proto's `EngineInfo`, field by field, but for `WIRE_NAMES`."""
 
     version: str
-    role: str
-    """draft | target."""
+    role: str  # draft | target
     pool: str
     replica_id: str
     model: str
@@ -332,21 +321,17 @@ class EngineInfo:
     dtype: str
     device: str
     incarnation: str = ""
-    """Of the process: another one after every start, whatever its replica id; "" where nobody serves it yet."""
-    num_running: int = 0
-    """Sessions that call it: one is in work, or was within the last second."""
-    local_drafts: tuple[str, ...] = ()
-    """Of a target: names of what it can draft with by itself."""
+    """Identifies the process: it differs after every start, even for the same replica id. "" before it is served."""
+    num_running: int = 0  # sessions with a call in work now or within the last second
+    local_drafts: tuple[str, ...] = ()  # names of a target's local drafts
     shadow: bool = False
-    """Of a draft: scored, and used by those alone that name its pool or that it is promoted to."""
+    """Set for a draft that is scored, and used only by requests that name its pool or that it is promoted to."""
     local_gammas: tuple[int, ...] = ()
-    """Of each: most tokens that a draft can have, 0 for as many as are asked for. () where that is so of all, and of
-    releases that do not tell."""
-    num_steps: int = 0
-    """That have ended since the process began."""
+    """Longest draft of each local draft; 0: no limit. (): none has a limit, or an older release did not state it."""
+    num_steps: int = 0  # steps that have ended since the process began
     step_limit_s: float = 0.0
-    """How long calls may wait now, in seconds and by its own prediction, before a step ends; 0: not known."""
-    lane: str = ""
-    """Name of an abstract Unix socket on its machine that takes the same frames; "": none."""
-    device_lane: str = ""
-    """Name of another, which the device's own thread reads between two steps; "": none."""
+    """Longest predicted time, in seconds, for which a call waits now for a running step to end; 0: not known."""
+    unix_socket: str = ""
+    """Name of an abstract Unix socket on the replica's machine that takes the same frames as gRPC; "": none."""
+    device_thread_socket: str = ""
+    """Name of the abstract Unix socket that the device thread itself reads between two steps; "": none."""

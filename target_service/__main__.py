@@ -1,6 +1,6 @@
 """`python -m target_service`: reads settings, loads the target model, serves until SIGTERM or Ctrl-C.
 
-Only what is a target replica's own; the rest is `specdec.service.replica_main`.
+`specdec.service.replica_main` does the part that draft and target replicas share.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from specdec.rpc.server import TARGET_SERVICE
 from specdec.service.lifecycle import end_process
 from specdec.service.replica_main import ReplicaKind, run_service
 from specdec.settings.draft_specs import parse_local_drafts
-from target_service.config import TargetSettings
+from specdec.settings.target import TargetSettings
 from target_service.servicer import TargetServicer
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the service; returns the exit code."""
+    """Run the service and return the exit code."""
     return run_service(KIND, argv)
 
 
@@ -40,7 +40,7 @@ KIND = ReplicaKind(
     role="target",
     service_name=TARGET_SERVICE,
     settings_type=TargetSettings,
-    # The draft tokens of a round, and the corrected or bonus token of the round before.
+    # The draft tokens of a round, and the corrected or bonus token of the previous round.
     num_decode_rows=lambda settings: settings.max_gamma + 1,
     simulated_engine=SimulatedTarget,
     build_engine=_build_verifier,

@@ -1,9 +1,8 @@
-"""From a step's logit rows to verifications, and to the draft tokens of calls that draft here: the target's program.
+"""The target service's program: turn a step's logit rows into verifications and into tokens of local drafts.
 
-The answer for L draft tokens is L + 1 rows, the last one for the bonus token. It goes to
-`specdec.engine.sessions.calls`, which stores it and tells whoever waits. Not here: requests and answers' way in and out
-(`verifier`), how a draft token is drawn (`specdec.engine.drafting.drawing`), the decision (the coordinator). Called by
-the engine loop on the device thread.
+The answer for L draft tokens has L + 1 rows, the last one for the bonus token. It goes to
+`specdec.engine.sessions.calls`, which stores it and sends it to the waiters. `specdec.engine.drafting.drawing` samples
+draft tokens; the coordinator decides. Called by the engine loop on the device thread.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from numpy.typing import NDArray
 
 from specdec.core.random import DrawKey
 from specdec.engine.drafting.drawing import Draft, Drawing
-from specdec.engine.logits.filters import FilterContext, filtered_distributions, greedy_choices, split_batches
+from specdec.engine.logits.filters import filtered_distributions, greedy_choices, split_batches
+from specdec.engine.logits.penalties import FilterContext
 from specdec.engine.logits.rows import coupled_choices, distribution_rows, logit_rows
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.job import Job, Program, RowKind, row_kind
@@ -38,11 +38,11 @@ _NO_PROBABILITIES = np.empty(0, dtype=np.float64)
 
 @dataclass(slots=True)
 class _Rows:
-    """The logit rows of one job, and what is said of them."""
+    """The logit rows of one job, and their answers."""
 
     job: Job
     first: int
-    """Index of the job's first row in the step."""
+    """Index of the job's first row in the step's logits."""
     choice_token_ids: TokenIds = field(default_factory=lambda: _NO_TOKENS)
     choice_probabilities: NDArray[np.float64] = field(default_factory=lambda: _NO_PROBABILITIES)
     distribution_rows: tuple[DistributionRow, ...] = ()
@@ -51,12 +51,12 @@ class _Rows:
     @property
     def request(self) -> VerifyRequest:
         request = self.job.call.request
-        assert isinstance(request, VerifyRequest)  # this service takes nothing else
+        assert isinstance(request, VerifyRequest)  # this service takes no other requests
         return request
 
     @property
     def draft(self) -> Draft | None:
-        """What was drafted here."""
+        """Local draft of the job."""
         draft: Draft | None = self.job.progress
         return draft
 
@@ -70,7 +70,7 @@ class _Rows:
 
     @property
     def contexts(self) -> list[FilterContext]:
-        """One a row; the history includes the draft tokens before it."""
+        """Return one filter context a row; its history includes the draft tokens before it."""
         asked = self.request.position
         token_ids = self.job.token_ids
         return [
@@ -80,28 +80,28 @@ class _Rows:
 
     @property
     def support_ids(self) -> list[TokenIds]:
-        """One a row; empty at the bonus position, and everywhere in greedy and coupled rounds."""
+        """Return one support a row; empty at the bonus position, and in greedy and coupled rounds."""
         draft = self.draft
         supports = self.request.support_ids if draft is None else [support.token_ids for support in draft.supports]
         return [*supports, *[_NO_TOKENS] * (self.job.num_logit_rows - len(supports))]
 
     @property
     def tail_ids(self) -> list[int]:
-        """One a row: z or the choice; -1 where absent."""
+        """Return the tail token or the choice of each row; -1 if absent."""
         return [row.tail_token_id for row in self.distribution_rows] or self.choice_token_ids.tolist()
 
 
 class TargetProgram(Program):
-    """Turns a step's logit rows into answers, in batches of one kind. Device thread only."""
+    """Program that turns a step's logit rows into answers, in batches of one kind. Device thread only."""
 
     def __init__(self, drawing: Drawing) -> None:
-        """`drawing`: of local drafts."""
+        """`drawing` samples local drafts."""
         self._drawing = drawing
         self._answers = ConcurrentRounds()
         self._look = {RowKind.GREEDY: _look_greedy, RowKind.COUPLED: _look_coupled, RowKind.DISTRIBUTION: _look_sampled}
 
     def draft(self, jobs: Sequence[Job], logits: StepLogits) -> None:
-        """Draws a draft token a job from its row of `logits`, or scores one."""
+        """Sample or score a draft token for each job from its row of `logits`."""
         self._drawing.draw(jobs, logits)
         for job in jobs:
             request, draft = job.call.request, job.progress
@@ -118,8 +118,8 @@ class TargetProgram(Program):
                 job.end_draft()
 
     def advance(self, jobs: Sequence[Job], logits: StepLogits) -> None:
-        """Finishes every job from its `num_logit_rows` rows of `logits`."""
-        if jobs[0].call.preemptible:  # and is alone: tokens that are to be scored have been run
+        """Finish every job from its `num_logit_rows` rows of `logits`."""
+        if jobs[0].call.preemptible:  # such a job is alone: the tokens to be scored have run
             jobs[0].finish(Score((), forward_s=jobs[0].elapsed_s))
             return
         first = 0
@@ -129,7 +129,7 @@ class TargetProgram(Program):
         for job in jobs:
             rows = _Rows(job, first)
             if rows.draft is not None:
-                rows.draft.cut(rows.num_draft_tokens)  # what failed while it was drawn has not run
+                rows.draft.cut(rows.num_draft_tokens)  # a token whose sampling failed has not run
             first += job.num_logit_rows
             all_rows.append(rows)
             by_kind.setdefault(row_kind(rows.request.position), []).append(rows)

@@ -1,11 +1,9 @@
-"""What a target's local draft would have drawn committed tokens with, in the round that begins at each of them.
+"""Score committed tokens by a target's local draft, in the round that begins at each of them.
 
-All tokens are run once. Then rounds are drafted from the last one backwards, with the committed tokens in place of
-drawn ones: a draft writes over features from its own beginning on alone, so that what an earlier one begins with is
-still what the full step wrote.
+All tokens run once. Then rounds are drafted from the last one backwards, along the committed tokens. A draft overwrites
+features only from its own beginning on, so the features at an earlier beginning are still those of the full step.
 
-Not here: what q is (`specdec.engine.drafting.drawing`), what follows for acceptance (the coordinator, which knows p).
-Called by `verifier`.
+`specdec.engine.drafting.drawing` computes q, and the coordinator derives the acceptance. Called by `verifier`.
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
 
 def check_scorable(request: ScoreRequest, shape: ModelShape) -> None:
-    """Raises InvalidRequest: it is no span, there is no such local draft, or no room for the tokens."""
+    """Raise InvalidRequest if the span is invalid, the local draft unknown, or the context too short."""
     check_round(request.position, shape.vocabulary_size)
     check_scored(request, shape.vocabulary_size)
     if request.local_pool not in shape.local_drafts:
-        raise InvalidRequest(f"{request.local_pool[:64]!r} is no local draft of this target", field="local_pool")
+        raise InvalidRequest(f"this target has no local draft {request.local_pool[:64]!r}", field="local_pool")
     num_tokens = request.position.committed_len + len(request.token_ids)
     if num_tokens > shape.max_context_tokens:
         raise InvalidRequest(
@@ -41,10 +39,10 @@ def check_scorable(request: ScoreRequest, shape: ModelShape) -> None:
 
 
 class ScoredSpan:
-    """The calls that score one span, one after the other, in a session of their own."""
+    """The calls that score one span, one after another, in a private session."""
 
     def __init__(self, session_id: str, request: ScoreRequest, shape: ModelShape) -> None:
-        """`session_id`: of nobody else's; whoever made it releases it. `request`: one that `check_scorable` passes."""
+        """`session_id` names a private session that the caller releases; `request` has passed `check_scorable`."""
         self.session_id = session_id
         self._request = request
         self._token_ids = np.concatenate([request.position.token_ids, request.token_ids])
@@ -52,7 +50,7 @@ class ScoredSpan:
         self._gamma = min(most or SCORED_GAMMA, SCORED_GAMMA)
 
     async def score(self, call: Callable[[Call], Awaitable[Any]]) -> Score:
-        """Has the calls run, by `call`. Raises as that does."""
+        """Run the calls through `call`, and return the score. Raises the errors of `call`."""
         num_tokens = len(self._token_ids)
         await call(self._full_step())
         rounds: list[Score] = []
@@ -62,19 +60,19 @@ class ScoredSpan:
         num_steps = sum(len(scored.q) for scored in rounds)
         return Score(
             q=tuple(q for scored in rounds for q in scored.q),
-            forward_s=0.0,  # who goes on with this draft has nothing to prefill
+            forward_s=0.0,  # a session that continues with this draft needs no prefill
             step_s=sum(scored.forward_s for scored in rounds) / num_steps if num_steps else 0.0,
             round_lengths=tuple(len(scored.q) for scored in rounds),
         )
 
     def _full_step(self) -> Call:
-        """Runs all tokens. What is run as draft tokens is not shared with others, so that rounds may write over it."""
+        """Run all tokens. Tokens that run as draft tokens are not published, so that rounds may overwrite them."""
         committed_len = max(1, self._request.position.committed_len - 1)
         token_ids = self._token_ids[committed_len:-1]
         return self._call(0, committed_len, token_ids, draft_token_ids=token_ids)
 
     def _round(self, first: int) -> Call:
-        """Drafts, as a round would, the tokens from `first` on."""
+        """Draft a round along the tokens from `first` on."""
         token_ids = self._token_ids[first : first + self._gamma]
         return self._call(len(self._token_ids) - first, first, token_ids, local_draft=self._request.local_pool)
 
@@ -95,7 +93,7 @@ class ScoredSpan:
         )
         return Call(
             request=ScoreRequest(position, token_ids),
-            digest=b"",  # nobody repeats it
+            digest=b"",  # this call is never repeated
             draft_token_ids=draft_token_ids,
             num_logit_rows=1,
             max_kv_len=committed_len + len(token_ids),

@@ -1,7 +1,7 @@
-"""The target service's gRPC face: protobuf in, engine call, protobuf out.
+"""The gRPC servicer of the target service: decode a request, call the engine, encode the answer.
 
-A round goes from here to `target_service.verifier`. Not here: verifying (`verifier`), what both services do alike
-(`specdec.rpc.servicer`). Built by `__main__`.
+A round goes to `target_service.verifier`. `specdec.rpc.servicer` has the part that both services share. Built by
+`__main__`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import grpc
 
 from specdec.engine_api import TargetEngine
 from specdec.observability.metrics import EngineMetrics
-from specdec.rpc import codec, replies
+from specdec.rpc import codec, verifications
 from specdec.rpc.servicer import Answered, ReplicaServicer
 from specdec.v1 import target_pb2, target_pb2_grpc
 
 
 class TargetServicer(ReplicaServicer, target_pb2_grpc.TargetServiceServicer):
-    """Serves one engine to any number of links. Use from one event loop."""
+    """Servicer of one engine for any number of links. Use from one event loop."""
 
     def __init__(self, engine: TargetEngine, metrics: EngineMetrics) -> None:
         super().__init__(
@@ -34,7 +34,7 @@ class TargetServicer(ReplicaServicer, target_pb2_grpc.TargetServiceServicer):
         self._engine = engine
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers the service on a server that has not started."""
+        """Register the service on a server that has not started."""
         target_pb2_grpc.add_TargetServiceServicer_to_server(self, server)
 
     async def Verify(self, request_iterator: AsyncIterator[Any], context: Any) -> None:  # noqa: N802
@@ -46,7 +46,7 @@ class TargetServicer(ReplicaServicer, target_pb2_grpc.TargetServiceServicer):
         verification = await self._engine.verify(request)
         answered_s = time.monotonic()
         return Answered(
-            replies.encode_verification(verification, item.call_id),
+            verifications.encode_verification(verification, item.call_id),
             num_committed_tokens=request.position.committed_len,
             num_cached_tokens=verification.num_cached_tokens,
             num_draft_tokens=len(request.draft_token_ids),

@@ -1,13 +1,11 @@
-"""Runs draft tokens through the target model in one pass and answers what p says of them.
+"""The engine of the target service: run draft tokens through the target model in one pass and answer p at each of them.
 
-A round goes from here, checked and as a `Call`, to the device thread (`specdec.engine.loop.device_loop`).
+A checked round goes, as a `Call`, to the device thread (`specdec.engine.loop.device_loop`).
 
-The answer for L draft tokens is L + 1 rows, the last one for the bonus token. It never depends on q: the draft's
-supports only say through which tokens p is looked at. Where a call brings no draft tokens but a `local_draft`, they are
-drafted first, by this replica's own worker, and answered with the rest.
-
-Not here: what is made of logits (`program`), threads and steps (`specdec.engine.loop.device_loop`), the decision (the
-coordinator), protobuf (the servicer). Called by the target service's servicer and by tests.
+The answer for L draft tokens has L + 1 rows, the last one for the bonus token. It never depends on q: supports only
+name the tokens at which p is reported. A call with a `local_draft` instead of draft tokens is drafted first by this
+replica's worker, and its draft is part of the answer. `program` computes the answers. Called by the target service's
+servicer.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
 
 class Verifier(ReplicaEngine):
-    """The target service's engine (`specdec.engine_api.TargetEngine`) on a worker of its own."""
+    """The target service's engine (`specdec.engine_api.TargetEngine`) on its own worker."""
 
     role = "target"
 
@@ -47,25 +45,25 @@ class Verifier(ReplicaEngine):
         observer: StepObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts the device thread, which alone uses `worker` from now on.
+        """Start the device thread, which alone uses `worker` from now on.
 
         Args:
             worker: the target model.
             options: identity and limits.
-            observer: told of every step.
-            clock: what steps are timed by, in seconds.
+            observer: receives every step.
+            clock: clock of the steps, in seconds.
         """
         drawing = Drawing(s_max=default_s_max(worker.shape.vocabulary_size), coverage=DEFAULT_COVERAGE)
         super().__init__(worker, TargetProgram(drawing), options, observer=observer, clock=clock)
         self._score_ids = count()
 
     async def verify(self, request: VerifyRequest) -> Verification:
-        """Answers p at every draft position and one beyond; see `TargetEngine.verify`.
+        """Return p at every draft position and one beyond; see `TargetEngine.verify`.
 
-        A `local_draft` that this replica does not have, or that its context has no room for, drafts nothing.
+        A `local_draft` that this replica does not have, or for which its context is too short, gives an empty draft.
 
         Raises:
-            InvalidRequest: the request can never run; nothing of it is kept.
+            InvalidRequest: the request can never run; nothing of it is stored.
         """
         self._check(request)
         request = self._with_room(request)
@@ -83,10 +81,10 @@ class Verifier(ReplicaEngine):
         return verification
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Says what a local draft would have drawn committed tokens with, in the round that begins at each of them; see
+        """Return the distributions with which a local draft would have sampled committed tokens; see
         `TargetEngine.score`."""
         check_scorable(request, self._shape)
-        # Braces: no id that a caller can have.
+        # Braces: no caller can have such an id.
         span = ScoredSpan(f"{{score-{next(self._score_ids)}}}", request, self._shape)
         try:
             return await span.score(self._engine_loop.call)
@@ -94,9 +92,9 @@ class Verifier(ReplicaEngine):
             await self._engine_loop.release([span.session_id])
 
     async def warm_up(self) -> None:
-        """Verifies in a session that is then forgotten, so that the first real call meets warm code.
+        """Verify in a session that is then forgotten, so that the first real call runs warm code.
 
-        The last round tells the scheduler what a step takes that nothing was cold in.
+        The last round gives the scheduler the time of a warm step.
         """
         draft = np.zeros(1, dtype=np.uint32)
         for round_id, temperature in enumerate((0.0, 1.0, 0.0)):
@@ -107,7 +105,7 @@ class Verifier(ReplicaEngine):
         await self._release_warm_up()
 
     def _with_room(self, request: VerifyRequest) -> VerifyRequest:
-        """The request with as much of a local draft as there can be."""
+        """Return the request with its local draft limited to the room in the context."""
         local = request.local_draft
         if local is None:
             return request

@@ -1,4 +1,4 @@
-"""Where the steps of the first half hour on a GPU leave what they found: one JSON or text file each, in one folder."""
+"""The results folder of the first half hour on a GPU: one JSON or text file per step."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ import torch
 
 
 def results_folder() -> Path:
-    """The folder that the command line names, made where it is missing."""
+    """Return the folder that the command line names; create it if it is missing."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder
@@ -19,19 +19,19 @@ def results_folder() -> Path:
 
 
 def device_name() -> str:
-    """A GPU where there is one: elsewhere a step shows that it runs, and its figures say nothing."""
+    """Return the GPU's name, or the CPU's, on which a step only shows that it runs and its numbers mean nothing."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def write(folder: Path, name: str, found: object) -> None:
-    """Writes `found` as JSON and shows it."""
+    """Write `found` as JSON and print it."""
     text = json.dumps(found, indent=1)
     (folder / f"{name}.json").write_text(text + "\n")
     print(text)
 
 
 def run_into(folder: Path, name: str, *command: str) -> int:
-    """Runs a Python module, showing what it says and keeping it; its exit status."""
+    """Run a Python module, print and keep its output, and return its exit status."""
     with (folder / f"{name}.txt").open("w") as kept:
         child = subprocess.Popen(
             [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -1,4 +1,4 @@
-"""Minutes 0 to 2: what is installed, which attention PyTorch takes, what a new length costs it, how fast a copy is."""
+"""Minutes 0 to 2: versions, PyTorch's choice of attention, its cost of a new length, and the copy bandwidth."""
 
 import importlib.metadata
 import platform
@@ -33,7 +33,7 @@ def versions() -> dict[str, object]:
 
 
 def lengths_ms(device: str, *, with_cudnn: bool) -> dict[str, object]:
-    """A verification of five rows over 20 lengths that were never seen: the first is what a new one costs."""
+    """Time a verification of five rows over 20 new lengths; the first call shows the cost of a new length."""
     torch.backends.cuda.enable_cudnn_sdp(with_cudnn)
     times, choice = [], None
     for length in range(500, 520):

@@ -1,4 +1,4 @@
-"""Minutes 2 to 6: the tests that need a device. Where one is red, run it again under `compute-sanitizer`."""
+"""Minutes 2 to 6: the tests that need a device. Run a failed test again under `compute-sanitizer`."""
 
 import sys
 

@@ -1,7 +1,8 @@
-"""Minutes 6 to 8: whether a row of a layer's products has the same bits alone and in company, and what it costs.
+"""Minutes 6 to 8: whether a row of a layer's products has the same bits alone and among other rows, and the cost.
 
-By PyTorch's products, and by ours with weights of 16 and 8 bits (`--deterministic`, `--dtype int8`); ours run on a
-device only. Their tilings are guesses: `specdec.engine.linear.row_products.tiling` is to be changed by these.
+It compares PyTorch's products with the Triton kernels for 16-bit and 8-bit weights (`--deterministic`, `--dtype int8`),
+which run on a GPU only. The results serve to tune `specdec.engine.linear.row_products.tiling`, whose values are
+guesses.
 """
 
 import time
@@ -14,7 +15,7 @@ from bench.gpu_first_half_hour.results import device_name, results_folder, write
 from specdec.engine.linear.int8 import round_to_int8
 from specdec.engine.linear.row_products import multiply
 
-# One row of an 8B model's layer, and what it is beside: a verification, streams.
+# One row of an 8B model's layer, and the rows of a verification and of several streams.
 COUNTS = (1, 2, 5, 8, 16, 64, 512)
 NUM_RUNS = 36
 #: Of all weights of a shape together, at the least: more than any cache holds.
@@ -43,7 +44,7 @@ def compare(device: str, make: Callable[[torch.Tensor], Product], *, reduced: bo
     for name, (rows, columns) in SHAPES.items():
         if device == "cpu":
             rows, columns = rows // 16, columns // 16
-        # So many weights by turns that none is left in a cache until its next turn.
+        # Enough weights in turn that none is left in a cache at its next turn.
         num_weights = 1 if device == "cpu" else -(-MIN_BYTES // (rows * columns))
         products_of = [make(torch.randn(rows, columns, device=device).to(torch.bfloat16)) for _ in range(num_weights)]
         inputs = torch.randn(max(COUNTS), columns, device=device).to(torch.bfloat16)

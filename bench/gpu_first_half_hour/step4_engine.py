@@ -1,4 +1,4 @@
-"""Minutes 10 to 22: steps of target and draft over their floor, and one layer's attention, from the suite `gpu`."""
+"""Minutes 10 to 22: steps of target and draft relative to their floor, and one layer's attention (suite `gpu`)."""
 
 import sys
 

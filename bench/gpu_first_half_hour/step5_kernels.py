@@ -1,4 +1,4 @@
-"""Minutes 18 to 22: which kernels a captured step runs, how many a layer, and how busy the device is."""
+"""Minutes 18 to 22: the kernels of a recorded step, their number per layer, and the device's utilisation."""
 
 import tempfile
 from pathlib import Path
@@ -18,7 +18,7 @@ NUM_LAYERS, NUM_STEPS, CONTEXT = 4, 5, 512
 
 
 def write_model(folder: Path, device: str) -> None:
-    """Layers of an 8B model, few of them; on a CPU small ones."""
+    """Write a model with a few layers of an 8B model, or small layers on a CPU."""
     part = 1 if device == "cuda" else 16
     config = LlamaConfig(
         hidden_size=4096 // part, intermediate_size=14336 // part, num_hidden_layers=NUM_LAYERS,

@@ -1,6 +1,6 @@
-"""Minutes 28 to 30: a draft of five tokens as one run of steps on the device, and step by step with a read after each.
+"""Minutes 28 to 30: a draft of five tokens as one multi-step draft, and in single steps with a read after each.
 
-Greedy, by batch. What the host does before a step, by contexts, is `python -m bench.fill_times`.
+Greedy, by batch size. `python -m bench.fill_times` measures the host's work before a step, by context length.
 """
 
 import statistics
@@ -77,7 +77,7 @@ def main() -> None:
         for table in tables:
             manager.grow(table, CONTEXT + NUM_TOKENS)
         found[f"batch_{batch}"] = {"step_by_step_us": median_us(step_by_step, worker, tables)}
-        if worker.draft_runs is MultiStepDrafts.ANY:  # not on a CPU
+        if worker.multi_step_drafts is MultiStepDrafts.ANY:  # not on a CPU
             found[f"batch_{batch}"]["one_run_us"] = median_us(one_run, worker, tables)
     write(results, "step7_drafts", found)
 

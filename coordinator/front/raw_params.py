@@ -1,7 +1,7 @@
-"""What a client asked, as plain dataclasses: parsed by a front (`wire`, HTTP later), not checked yet.
+"""Unchecked requests as plain dataclasses, without protobuf.
 
-An optional field that was not sent is None. Collections may be views of the message they came in: whoever goes through
-one counts it first. From here a request goes to `validation`. Not here: protobuf, limits, defaults.
+`wire` decodes them from messages, and `validation` checks them. An optional field that was not sent is None. A
+collection may be a view of the received message, so its length is checked before any loop over it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from coordinator.requests import ChatTurn
 
 @dataclass(frozen=True, slots=True)
 class RawSamplingParams:
-    """The proto's `SamplingParams`, field by field."""
+    """Fields of the proto's `SamplingParams`."""
 
     max_new_tokens: int = 0
     min_new_tokens: int = 0
@@ -36,7 +36,7 @@ class RawSamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class RawSpeculationParams:
-    """The proto's `SpeculationParams`, field by field."""
+    """Fields of the proto's `SpeculationParams`."""
 
     mode: int = 0
     gamma: int | None = None
@@ -46,7 +46,7 @@ class RawSpeculationParams:
 
 @dataclass(frozen=True, slots=True)
 class RawGenerationParams:
-    """The proto's `GenerateRequest`, except for what concerns its answer's form alone."""
+    """Fields of the proto's `GenerateRequest`, without those that concern only the form of the answer."""
 
     session_id: str = ""
     request_id: str = ""
@@ -58,4 +58,4 @@ class RawGenerationParams:
     resume_from: int | None = None
     expected_session_tokens: int | None = None
     former_digests: tuple[str, ...] = ()
-    """Of this request, in the forms that older versions stored; `digest` has the present one."""
+    """Digests of this request in the forms that older versions stored (see `validation.request_digest`)."""

@@ -1,7 +1,7 @@
-"""Whether this coordinator can serve: a target replica is connected, and its store answers.
+"""Tracks whether this coordinator can serve: a target replica is connected, and the store answers.
 
-What it says goes to health, by which Kubernetes and clients with several coordinators choose. Calls are taken either
-way: what is away may be back before they give up. Built by `__main__`.
+The result is reported through the health service, by which Kubernetes and clients choose among coordinators. Calls are
+accepted in both states, since a missing part may return before they time out.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Awaitable, Callable
 from specdec.errors import SpecdecError
 from specdec.state.store import SessionStore
 
-#: Between two looks at the store, and for its answer. Two that are missed in a row count, which a pause of this process
-#: cannot make; together they are less than what a call waits for the store, so that whoever is refused goes elsewhere.
+#: Pause between two pings of the store, and limit on the wait for an answer. The store counts as down after two missed
+#: pings in a row, because a pause of this process can cause one. Both together take less time than a call waits for the
+#: store, so a client whose call fails already sees this coordinator as not serving.
 LOOK_INTERVAL_S = 1.0
 _ANSWER_S = 1.0
 _NUM_MISSED = 2
@@ -23,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class Readiness:
-    """Tells whenever the answer changes; at first it is no."""
+    """Calls `tell` whenever readiness changes. It starts as not ready."""
 
     def __init__(self, tell: Callable[[bool], Awaitable[None]]) -> None:
         self._tell = tell
@@ -36,7 +37,7 @@ class Readiness:
         await self._tell_change()
 
     async def watch_store(self, store: SessionStore) -> None:
-        """Looks for ever. Its first look is due `LOOK_INTERVAL_S` from now: whoever starts has asked the store."""
+        """Ping the store until cancelled. The first ping follows `LOOK_INTERVAL_S` after start-up, which pinged it."""
         num_missed = 0
         while True:
             await asyncio.sleep(LOOK_INTERVAL_S)
@@ -46,10 +47,11 @@ class Readiness:
             except (SpecdecError, TimeoutError) as error:
                 num_missed += 1
                 if num_missed == _NUM_MISSED:
-                    _log.warning("not serving until the store answers: %s", str(error) or f"none within {_ANSWER_S} s")
+                    reason = str(error) or f"no answer within {_ANSWER_S} s"
+                    _log.warning("store unreachable; not serving until it answers: %s", reason)
             else:
                 if num_missed >= _NUM_MISSED:
-                    _log.info("the store answers again")
+                    _log.info("store reachable again")
                 num_missed = 0
             self._has_store = num_missed < _NUM_MISSED
             await self._tell_change()

@@ -1,8 +1,7 @@
-"""The coordinator's gRPC calls: where a request comes in, and where each of its events goes out.
+"""The coordinator's gRPC calls: requests come in here, and their events go out.
 
-A request is read by `wire`, checked by `validation` and opened by `generation/generation_service`; the events of the
-generation come back as a subscription to its `stream`, and go to the client through `wire`. Not here: error statuses
-(`specdec.rpc`). Built by `__main__`.
+`wire` decodes a request, `validation` checks it, and `generation/generation_service` opens it. The generation's events
+come back through a subscription to its `stream`, and `wire` encodes them for the client.
 """
 
 from __future__ import annotations
@@ -30,36 +29,61 @@ from coordinator.front.wire import (
     encode_session,
 )
 from coordinator.generation.generation_service import GenerationService
+from coordinator.generation.request_log import no_session
 from coordinator.replicas.pool import ReplicaPools
+from coordinator.round.draft_source_factory import DraftSourceFactory
+from coordinator.routing.promotion import Canary
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.errors import InvalidRequest, Unavailable
+from specdec.errors import InvalidRequest, Unavailable, Unsupported
+from specdec.state.store import SessionStore
 from specdec.types import Mode
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 
-#: Of how many tokens a text to tokenize may be, before any target replica has said how many it holds.
+#: Limit on the tokens of a text to tokenize while no target replica has told its context length.
 _MAX_TOKENS_UNTIL_CONNECTED = 1 << 15
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
-    """Serves clients. Use from one event loop."""
+    """Serves clients. Used from one event loop."""
 
     def __init__(
-        self, generations: GenerationService, pools: ReplicaPools, tokenizer: ServedTokenizer, default_mode: Mode
+        self,
+        *,
+        generations: GenerationService,
+        store: SessionStore,
+        pools: ReplicaPools,
+        draft_sources: DraftSourceFactory,
+        tokenizer: ServedTokenizer,
+        default_mode: Mode,
+        canary: Canary | None = None,
     ) -> None:
+        """
+        Args:
+            generations: runs the requests.
+            store: session store, for calls that read a session.
+            pools: replicas, for the limits that requests are checked against.
+            draft_sources: keeps the statistics of the draft pools.
+            tokenizer: tokenizer of the target model.
+            default_mode: speculation mode of requests that name none.
+            canary: promotes draft pools; None where requests are not routed.
+        """
         self._generations = generations
+        self._store = store
         self._pools = pools
+        self._draft_sources = draft_sources
         self._tokenizer = tokenizer
         self._default_mode = default_mode
+        self._canary = canary
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers the service on a server that has not started."""
+        """Register the service on a server that has not started."""
         coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(self, server)
 
     async def Generate(self, request: coordinator_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802
-        """Writes by itself instead of yielding: a generator less for every chunk to pass."""
+        """Write the events to `context`, which costs one generator less per chunk than yielding them."""
         subscription = await self._generations.open(validate_request(decode_request(request), self._limits()))
-        # Logprobs travel in the details; one who resumes the request does not ask for them again.
+        # Logprobs travel in the details, and a call that resumes the request does not ask for them again.
         num_logprobs = subscription.identity.parameters.sampling.num_logprobs
         with_details = request.return_provenance or num_logprobs is not None
         try:
@@ -77,8 +101,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def GetSession(  # noqa: N802
         self, request: coordinator_pb2.GetSessionRequest, context: Any
     ) -> coordinator_pb2.GetSessionResponse:
-        record = await self._generations.record(validate_session_id(request.session_id))
-        token_ids = await self._generations.token_ids(record.session_id) if request.include_token_ids else ()
+        session_id = validate_session_id(request.session_id)
+        record = await self._store.load(session_id)
+        if record is None:
+            raise no_session(session_id)
+        token_ids = await self._store.read_tokens(session_id) if request.include_token_ids else ()
         return encode_session(record, token_ids)
 
     async def DeleteSession(  # noqa: N802
@@ -93,13 +120,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         kind = request.WhichOneof("input")
         if kind is None:
             raise InvalidRequest("input must be one of text and messages, got none", field="input")
-        most = self._max_tokenized()
+        max_tokens = self._max_tokenized()
         if kind == "messages":
             turns = [turn.as_dict() for turn in validate_messages(decode_messages(request.messages))]
-            token_ids = await in_thread(self._tokenizer.encode_chat, turns, max_tokens=most)
+            token_ids = await in_thread(self._tokenizer.encode_chat, turns, max_tokens=max_tokens)
         else:
             token_ids = await in_thread(
-                self._tokenizer.encode, request.text, add_special_tokens=True, field="text", max_tokens=most
+                self._tokenizer.encode, request.text, add_special_tokens=True, field="text", max_tokens=max_tokens
             )
         return coordinator_pb2.TokenizeResponse(token_ids=token_ids)
 
@@ -117,10 +144,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             pools=encode_pools(
                 self._pools.all_replicas(),
                 self._pools.lookup_pools,
-                self._generations.draft_stats,
-                self._generations.route_stats,
+                self._draft_sources.draft_stats,
+                self._draft_sources.route_stats,
             ),
-            promotion=encode_promotion(self._generations.promotion),
+            promotion=encode_promotion(None if self._canary is None else self._canary.promotion),
         )
 
     async def Promote(  # noqa: N802
@@ -128,7 +155,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     ) -> coordinator_pb2.PromoteResponse:
         check_share(request.share)
         self._pools.require_model_pool(request.draft_pool)
-        promotion = await self._generations.promote(request.draft_pool, request.share)
+        if self._canary is None:
+            raise Unsupported("this coordinator does not route requests: it runs without --route auto")
+        promotion = await self._canary.promote(request.draft_pool, request.share)
         return coordinator_pb2.PromoteResponse(promotion=encode_promotion(promotion))
 
     def _max_tokenized(self) -> int:
@@ -138,7 +167,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             return _MAX_TOKENS_UNTIL_CONNECTED
 
     def _limits(self) -> ServingLimits:
-        """Raises Unavailable before the first target replica is connected."""
+        """Return the limits for requests. Raises Unavailable before the first target replica is connected."""
         target = self._pools.target_info
         return ServingLimits(
             vocabulary_size=target.vocabulary_size,

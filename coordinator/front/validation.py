@@ -1,20 +1,22 @@
-"""From what was asked to a checked request: every bad input is refused here, before anything is acquired.
+"""Checks a request: every bad input is refused here, before a lease or a replica is used.
 
-From here a request goes to `generation/generation_service`. Not here: protobuf (`wire`), what depends on the session
-(its length, whether it exists) or on live replicas; admission checks those. Messages name the field in the proto's
-spelling, and its limit, whichever front it came through.
+A checked request goes to `generation/generation_service`, which checks what depends on the session. A checked request
+carries a digest of its fields, which tells a retry from another request under the same id. Error messages name fields
+in the proto's spelling, whichever front a request came through.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
-from coordinator.front.digest import digest_of
 from coordinator.front.raw_params import RawGenerationParams, RawSamplingParams, RawSpeculationParams
 from coordinator.requests import DEFAULT_MAX_NEW_TOKENS, ChatTurn, GenerationRequest, SpeculationChoice
 from specdec.errors import InvalidRequest
@@ -28,13 +30,17 @@ MAX_TASK_CHARACTERS = 64
 MAX_MESSAGES = 4096
 MAX_SEED = 2**64 - 1
 
-# Ids become parts of store keys, whose braces mean something; they are also read in logs and URLs.
+#: Version of the digest's form. A stored digest outlives the program that wrote it, so a comparison also accepts the
+#: older forms (`RawGenerationParams.former_digests`). Form 1 has no prefix and hashes protobuf bytes (`wire`).
+_DIGEST_VERSION = "2:"
+
+# Ids become parts of store keys, in which braces have a meaning; people also read them in logs and URLs.
 _ID_PATTERN = re.compile(rf"[A-Za-z0-9._:@/+=-]{{1,{MAX_ID_CHARACTERS}}}")
 
 
 @dataclass(frozen=True, slots=True)
 class ServingLimits:
-    """What requests are checked against: the connected target's, and the server's own."""
+    """Limits of the connected target and of the server."""
 
     vocabulary_size: int
     max_context_tokens: int
@@ -43,45 +49,45 @@ class ServingLimits:
     default_mode: Mode
 
 
-def validate_request(asked: RawGenerationParams, limits: ServingLimits) -> GenerationRequest:
-    """Checks a request's own fields.
+def validate_request(raw: RawGenerationParams, limits: ServingLimits) -> GenerationRequest:
+    """Check a request's fields.
 
     Raises:
         InvalidRequest: a field is outside its limits; `field` holds its name.
     """
-    session_id = _checked_id("session_id", asked.session_id)
-    request_id = _checked_id("request_id", asked.request_id)
-    _check_input(asked)
-    _check_not_negative("resume_from", asked.resume_from)
-    _check_not_negative("expected_session_tokens", asked.expected_session_tokens)
-    sampling = _sampling(asked.sampling, limits)
-    speculation = _speculation(asked.speculation, limits)
-    token_ids = None if asked.prompt_token_ids is None else _prompt_token_ids(asked.prompt_token_ids, limits)
+    session_id = _checked_id("session_id", raw.session_id)
+    request_id = _checked_id("request_id", raw.request_id)
+    _check_input(raw)
+    _check_not_negative("resume_from", raw.resume_from)
+    _check_not_negative("expected_session_tokens", raw.expected_session_tokens)
+    sampling = _sampling(raw.sampling, limits)
+    speculation = _speculation(raw.speculation, limits)
+    token_ids = None if raw.prompt_token_ids is None else _prompt_token_ids(raw.prompt_token_ids, limits)
     return GenerationRequest(
         session_id=session_id,
         request_id=request_id,
         sampling=sampling,
-        is_seeded=asked.sampling.seed is not None,
+        is_seeded=raw.sampling.seed is not None,
         speculation=speculation,
-        text=None if asked.prompt is None else _prompt(asked.prompt),
+        text=None if raw.prompt is None else _prompt(raw.prompt),
         token_ids=token_ids,
-        messages=None if asked.messages is None else validate_messages(asked.messages),
-        resume_from=asked.resume_from,
-        expected_session_tokens=asked.expected_session_tokens,
-        digest=digest_of(asked, token_ids),
-        former_digests=asked.former_digests,
+        messages=None if raw.messages is None else validate_messages(raw.messages),
+        resume_from=raw.resume_from,
+        expected_session_tokens=raw.expected_session_tokens,
+        digest=request_digest(raw, token_ids),
+        former_digests=raw.former_digests,
     )
 
 
 def validate_session_id(session_id: str) -> str:
-    """Checks the id of a call that reads or deletes a session. Raises InvalidRequest."""
+    """Check the id of a call that reads or deletes a session. Raises InvalidRequest."""
     if not session_id:
         raise _invalid("session_id", "must be set")
     return _checked_id("session_id", session_id)
 
 
 def validate_messages(messages: Sequence[ChatTurn]) -> tuple[ChatTurn, ...]:
-    """Checks a conversation. Raises InvalidRequest when it is empty or too long, or a role is missing."""
+    """Check a conversation. Raises InvalidRequest when it is empty or too long, or a role is missing."""
     check_num_messages(len(messages))
     for index, message in enumerate(messages):
         if not message.role:
@@ -90,11 +96,17 @@ def validate_messages(messages: Sequence[ChatTurn]) -> tuple[ChatTurn, ...]:
 
 
 def check_num_messages(num_messages: int) -> None:
-    """Also for a front, before it goes through what it received. Raises InvalidRequest."""
+    """Raise InvalidRequest for an empty or too long conversation. A front calls this before it decodes the messages."""
     if not num_messages:
         raise _invalid("messages", "must not be empty")
     if num_messages > MAX_MESSAGES:
         raise _invalid("messages", f"must hold at most {MAX_MESSAGES} messages, got {num_messages}")
+
+
+def check_share(share: float) -> None:
+    """Raise InvalidRequest unless `share` is a share of the sessions."""
+    if not 0.0 <= share <= 1.0:
+        raise _invalid("share", f"must be 0 to 1, got {share}")
 
 
 def _invalid(field: str, problem: str) -> InvalidRequest:
@@ -112,14 +124,14 @@ def _check_not_negative(field: str, value: int | None) -> None:
         raise _invalid(field, f"must be at least 0, got {value}")
 
 
-def _check_input(asked: RawGenerationParams) -> None:
-    """One input, or none in a resumption."""
-    inputs = {"prompt": asked.prompt, "prompt_token_ids": asked.prompt_token_ids, "messages": asked.messages}
+def _check_input(raw: RawGenerationParams) -> None:
+    """Require one input, or none in a resumption."""
+    inputs = {"prompt": raw.prompt, "prompt_token_ids": raw.prompt_token_ids, "messages": raw.messages}
     kinds = [kind for kind, value in inputs.items() if value is not None]
-    if asked.resume_from is not None:
+    if raw.resume_from is not None:
         if kinds:
             raise _invalid("resume_from", f"must come without an input, got {' and '.join(kinds)} too")
-        if not asked.session_id:
+        if not raw.session_id:
             raise _invalid("session_id", "must be set with resume_from")
     elif len(kinds) != 1:
         got = " and ".join(kinds) or "none"
@@ -133,7 +145,7 @@ def _prompt(text: str) -> str:
 
 
 def _prompt_token_ids(ids: Collection[int], limits: ServingLimits) -> TokenIds:
-    # Counted before it is looked at: going through millions of ids would hold up every other stream.
+    # The number is checked before the values: a loop over millions of ids would hold up every other stream.
     if len(ids) >= limits.max_context_tokens:
         raise InvalidRequest(
             f"prompt_token_ids must leave room for an output token: it holds {len(ids)} tokens, the context is "
@@ -155,33 +167,33 @@ def _check_token_ids(field: str, ids: Iterable[int], limits: ServingLimits) -> N
             )
 
 
-def _sampling(asked: RawSamplingParams, limits: ServingLimits) -> SamplingParams:
+def _sampling(raw: RawSamplingParams, limits: ServingLimits) -> SamplingParams:
     for name in ("max_new_tokens", "min_new_tokens", "top_k", "logprobs"):
-        _check_not_negative(f"sampling.{name}", getattr(asked, name))
-    asked_new_tokens = asked.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
-    if asked.min_new_tokens > asked_new_tokens:
+        _check_not_negative(f"sampling.{name}", getattr(raw, name))
+    max_new_tokens = raw.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
+    if raw.min_new_tokens > max_new_tokens:
         raise _invalid(
-            "sampling.min_new_tokens", f"must be at most max_new_tokens {asked_new_tokens}, got {asked.min_new_tokens}"
+            "sampling.min_new_tokens", f"must be at most max_new_tokens {max_new_tokens}, got {raw.min_new_tokens}"
         )
-    if asked.seed is not None and not 0 <= asked.seed <= MAX_SEED:
-        raise _invalid("sampling.seed", f"must be at least 0 and at most {MAX_SEED}, got {asked.seed}")
-    if asked.logprobs is not None and asked.logprobs > MAX_LOGPROBS:
-        raise _invalid("sampling.logprobs", f"must be at most {MAX_LOGPROBS}, got {asked.logprobs}")
-    _check_num_ids("sampling.stop_token_ids", asked.stop_token_ids, limits)
-    _check_token_ids("sampling.stop_token_ids", asked.stop_token_ids, limits)
+    if raw.seed is not None and not 0 <= raw.seed <= MAX_SEED:
+        raise _invalid("sampling.seed", f"must be at least 0 and at most {MAX_SEED}, got {raw.seed}")
+    if raw.logprobs is not None and raw.logprobs > MAX_LOGPROBS:
+        raise _invalid("sampling.logprobs", f"must be at most {MAX_LOGPROBS}, got {raw.logprobs}")
+    _check_num_ids("sampling.stop_token_ids", raw.stop_token_ids, limits)
+    _check_token_ids("sampling.stop_token_ids", raw.stop_token_ids, limits)
     return SamplingParams(
-        max_new_tokens=asked.max_new_tokens,
-        filters=_filters(asked, limits),
-        seed=asked.seed or 0,
-        stop=_stop(asked.stop),
-        stop_token_ids=tuple(asked.stop_token_ids),
-        ignore_eos=asked.ignore_eos,
-        num_logprobs=asked.logprobs,
+        max_new_tokens=raw.max_new_tokens,
+        filters=_filters(raw, limits),
+        seed=raw.seed or 0,
+        stop=_stop(raw.stop),
+        stop_token_ids=tuple(raw.stop_token_ids),
+        ignore_eos=raw.ignore_eos,
+        num_logprobs=raw.logprobs,
     )
 
 
 def _check_num_ids(field: str, ids: Collection[int], limits: ServingLimits) -> None:
-    """Counts ids before they are gone through."""
+    """Check the number of ids, before a loop over them."""
     if len(ids) > limits.vocabulary_size:
         raise _invalid(
             field, f"must hold at most as many ids as the vocabulary, {limits.vocabulary_size}, got {len(ids)}"
@@ -203,43 +215,43 @@ def _stop(stop: Collection[str]) -> tuple[str, ...]:
     return strings
 
 
-def _filters(asked: RawSamplingParams, limits: ServingLimits) -> SamplingFilters:
-    temperature = _number("sampling.temperature", asked.temperature, 1.0)
+def _filters(raw: RawSamplingParams, limits: ServingLimits) -> SamplingFilters:
+    temperature = _number("sampling.temperature", raw.temperature, 1.0)
     if temperature < 0:
         raise _invalid("sampling.temperature", f"must be at least 0, got {temperature:g}")
-    top_p = _number("sampling.top_p", asked.top_p, 1.0)
+    top_p = _number("sampling.top_p", raw.top_p, 1.0)
     if not 0 < top_p <= 1:
         raise _invalid("sampling.top_p", f"must be in (0, 1], got {top_p:g}")
-    min_p = _number("sampling.min_p", asked.min_p, 0.0)
+    min_p = _number("sampling.min_p", raw.min_p, 0.0)
     if not 0 <= min_p < 1:
         raise _invalid("sampling.min_p", f"must be in [0, 1), got {min_p:g}")
-    repetition_penalty = _number("sampling.repetition_penalty", asked.repetition_penalty, 1.0)
+    repetition_penalty = _number("sampling.repetition_penalty", raw.repetition_penalty, 1.0)
     if repetition_penalty <= 0:
         raise _invalid("sampling.repetition_penalty", f"must be above 0, got {repetition_penalty:g}")
-    _check_num_ids("sampling.logit_bias", asked.logit_bias, limits)
-    _check_token_ids("sampling.logit_bias", asked.logit_bias, limits)
-    for token_id, bias in asked.logit_bias.items():
+    _check_num_ids("sampling.logit_bias", raw.logit_bias, limits)
+    _check_token_ids("sampling.logit_bias", raw.logit_bias, limits)
+    for token_id, bias in raw.logit_bias.items():
         if not math.isfinite(bias):
             raise _invalid("sampling.logit_bias", f"must hold finite values, got {bias} for token {token_id}")
-    end_token_ids = sorted({*limits.eos_token_ids, *asked.stop_token_ids}) if asked.min_new_tokens else ()
-    top_k = asked.top_k or 0
+    end_token_ids = sorted({*limits.eos_token_ids, *raw.stop_token_ids}) if raw.min_new_tokens else ()
+    top_k = raw.top_k or 0
     return SamplingFilters(
         temperature=temperature,
         top_p=top_p,
-        # Past the vocabulary top-k filters nothing, and the engines need not know.
+        # A top-k of the whole vocabulary filters nothing, so the engines are not told of it.
         top_k=top_k if top_k < limits.vocabulary_size else 0,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
-        presence_penalty=_number("sampling.presence_penalty", asked.presence_penalty, 0.0),
-        frequency_penalty=_number("sampling.frequency_penalty", asked.frequency_penalty, 0.0),
-        logit_bias=dict(sorted(asked.logit_bias.items())),
-        min_new_tokens=asked.min_new_tokens,
+        presence_penalty=_number("sampling.presence_penalty", raw.presence_penalty, 0.0),
+        frequency_penalty=_number("sampling.frequency_penalty", raw.frequency_penalty, 0.0),
+        logit_bias=dict(sorted(raw.logit_bias.items())),
+        min_new_tokens=raw.min_new_tokens,
         end_token_ids=tuple(end_token_ids),
     )
 
 
 def _number(field: str, value: float | None, default: float) -> float:
-    """An optional number, or its default. Raises InvalidRequest unless it is finite."""
+    """Return an optional number, or its default. Raises InvalidRequest unless it is finite."""
     if value is None:
         return default
     if not math.isfinite(value):
@@ -247,19 +259,52 @@ def _number(field: str, value: float | None, default: float) -> float:
     return float(value)
 
 
-def _speculation(asked: RawSpeculationParams, limits: ServingLimits) -> SpeculationChoice:
-    if asked.mode and asked.mode not in tuple(Mode):
-        raise _invalid("speculation.mode", f"must be a SpeculationMode, got {asked.mode}")
-    _check_not_negative("speculation.gamma", asked.gamma)
-    if asked.gamma is not None and asked.gamma > limits.max_gamma:
-        raise _invalid("speculation.gamma", f"must be at most {limits.max_gamma}, got {asked.gamma}")
-    if len(asked.task) > MAX_TASK_CHARACTERS:
-        raise _invalid("speculation.task", f"must be at most {MAX_TASK_CHARACTERS} characters, got {len(asked.task)}")
-    mode = Mode(asked.mode) if asked.mode else limits.default_mode
-    return SpeculationChoice(mode=mode, gamma=asked.gamma, draft_pool=asked.draft_pool, task=asked.task)
+def _speculation(raw: RawSpeculationParams, limits: ServingLimits) -> SpeculationChoice:
+    if raw.mode and raw.mode not in tuple(Mode):
+        raise _invalid("speculation.mode", f"must be a SpeculationMode, got {raw.mode}")
+    _check_not_negative("speculation.gamma", raw.gamma)
+    if raw.gamma is not None and raw.gamma > limits.max_gamma:
+        raise _invalid("speculation.gamma", f"must be at most {limits.max_gamma}, got {raw.gamma}")
+    if len(raw.task) > MAX_TASK_CHARACTERS:
+        raise _invalid("speculation.task", f"must be at most {MAX_TASK_CHARACTERS} characters, got {len(raw.task)}")
+    mode = Mode(raw.mode) if raw.mode else limits.default_mode
+    return SpeculationChoice(mode=mode, gamma=raw.gamma, draft_pool=raw.draft_pool, task=raw.task)
 
 
-def check_share(share: float) -> None:
-    """Raises InvalidRequest for what is no share of the sessions."""
-    if not 0.0 <= share <= 1.0:
-        raise _invalid("share", f"must be 0 to 1, got {share}")
+def request_digest(raw: RawGenerationParams, prompt_token_ids: TokenIds | None) -> str:
+    """Return the digest of the fields that decide the output. Ids and what the caller already holds are left out.
+
+    A field that was not sent adds nothing, so a new field does not change the digests of requests without it.
+
+    Args:
+        raw: a checked request: its collections are short, and its numbers are finite.
+        prompt_token_ids: the request's prompt tokens, if it has any.
+    """
+    sent: dict[str, Any] = {"sampling": _sent_fields(raw.sampling), "speculation": _sent_fields(raw.speculation)}
+    prompt = b""
+    if raw.prompt is not None:
+        sent["input"] = "prompt"
+        prompt = raw.prompt.encode("utf-8", "surrogatepass")
+    elif prompt_token_ids is not None:
+        sent["input"] = "prompt_token_ids"
+        prompt = prompt_token_ids.astype("<u4").tobytes()
+    elif raw.messages is not None:
+        sent["input"] = [[turn.role, turn.content] for turn in raw.messages]
+    # JSON contains no zero byte, so the prompt cannot be mistaken for a part of it.
+    text = json.dumps(sent, sort_keys=True, separators=(",", ":")).encode() + b"\0"
+    return _DIGEST_VERSION + hashlib.blake2b(text + prompt, digest_size=16).hexdigest()
+
+
+def _sent_fields(raw: RawSamplingParams | RawSpeculationParams) -> dict[str, Any]:
+    sent: dict[str, Any] = {}
+    for field in fields(raw):
+        value = getattr(raw, field.name)
+        if field.name == "logit_bias":
+            value = sorted([int(token_id), float(bias)] for token_id, bias in value.items()) or None
+        elif field.name in ("stop", "stop_token_ids"):
+            value = list(value) or None
+        elif value == field.default:
+            value = None
+        if value is not None:
+            sent[field.name] = value
+    return sent

@@ -1,8 +1,7 @@
-"""Clients' protobuf: request messages to plain dataclasses, events and records to messages.
+"""Decodes clients' protobuf requests to plain dataclasses, and encodes events and records as messages.
 
-A request goes from here to `validation`; an event comes here last, from a generation's `stream`, and is written to the
-client. Not here: any check (`validation`), except of how many there are of what is gone through; the calls themselves
-(`servicer`, the only caller).
+A decoded request goes to `validation`. Events come from a generation's `stream`, and `servicer` writes their messages
+to the client. Only the number of messages of a conversation is checked here, before the loop over them.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from specdec.state.store import Promotion, SessionRecord
 from specdec.types import TokenSource
 from specdec.v1 import coordinator_pb2
 
-#: Sources whose token the draft pool had a part in.
+#: Sources of tokens that depend on a draft token.
 _DRAFTED = (TokenSource.ACCEPTED, TokenSource.CORRECTED)
 
-#: Fields of a request that do not decide its output.
+#: Fields of a request that do not change its output.
 _NOT_DIGESTED = ("session_id", "request_id", "return_provenance", "resume_from", "expected_session_tokens")
 
 
 def decode_request(message: coordinator_pb2.GenerateRequest) -> RawGenerationParams:
-    """Reads a request. Raises InvalidRequest only where there are too many messages to be gone through."""
+    """Decode a request. Raises InvalidRequest only for a conversation that is empty or too long."""
     kind = message.WhichOneof("input")
     return RawGenerationParams(
         session_id=message.session_id,
@@ -56,7 +55,7 @@ def decode_request(message: coordinator_pb2.GenerateRequest) -> RawGenerationPar
 
 
 def decode_messages(messages: coordinator_pb2.ChatMessages) -> tuple[ChatTurn, ...]:
-    """Reads a conversation. Raises InvalidRequest when it is empty or too long."""
+    """Decode a conversation. Raises InvalidRequest when it is empty or too long."""
     check_num_messages(len(messages.messages))
     return tuple(ChatTurn(message.role, message.content) for message in messages.messages)
 
@@ -91,21 +90,21 @@ def _decode_speculation(params: coordinator_pb2.SpeculationParams) -> RawSpecula
 
 
 def _optional(message: Message, field: str) -> Any:
-    """A field's value, None where it was not sent."""
+    """Return a field's value; None where it was not sent."""
     return getattr(message, field) if message.HasField(field) else None
 
 
 def _digest_of_form_1(message: coordinator_pb2.GenerateRequest) -> str:
-    """The digest that versions before `digest` stored: requests that began there are retried here."""
-    asked = coordinator_pb2.GenerateRequest()
-    asked.CopyFrom(message)
+    """Return the digest in form 1, for retries of requests that an older version started."""
+    digested = coordinator_pb2.GenerateRequest()
+    digested.CopyFrom(message)
     for field in _NOT_DIGESTED:
-        asked.ClearField(field)
-    return hashlib.blake2b(asked.SerializeToString(deterministic=True), digest_size=16).hexdigest()
+        digested.ClearField(field)
+    return hashlib.blake2b(digested.SerializeToString(deterministic=True), digest_size=16).hexdigest()
 
 
 def encode_event(event: Event, *, with_details: bool) -> coordinator_pb2.GenerateResponse:
-    """One message of a stream; `with_details`: where each token came from, too."""
+    """Return the message of an event; `with_details` adds the origin of each token."""
     if isinstance(event, OutputChunk):
         return _encode_chunk(event, with_details=with_details)
     if isinstance(event, Started):
@@ -134,7 +133,7 @@ def _encode_chunk(chunk: OutputChunk, *, with_details: bool) -> coordinator_pb2.
 
 
 def _encode_detail(chunk: OutputChunk, index: int) -> coordinator_pb2.TokenDetail:
-    """A token replayed from the log has its text alone: where it came from is not stored."""
+    """Return the details of one token. A token replayed from the log has only its text, as no origin is stored."""
     origin = chunk.provenance
     if origin is None:
         return coordinator_pb2.TokenDetail(text=chunk.texts[index])
@@ -181,7 +180,7 @@ def _encode_stats(stats: RequestStats) -> coordinator_pb2.GenerationStats:
 
 
 def encode_session(record: SessionRecord, token_ids: Iterable[int]) -> coordinator_pb2.GetSessionResponse:
-    """A session's record; `token_ids`: those to be told, if any."""
+    """Return the message of a session's record, with `token_ids`."""
     last = record.request
     return coordinator_pb2.GetSessionResponse(
         session_id=record.session_id,
@@ -200,8 +199,14 @@ def encode_pools(
     draft_stats: Callable[[str], DraftStats],
     route_stats: Callable[[str], Iterable[RouteStats]],
 ) -> list[coordinator_pb2.PoolInfo]:
-    """The live ones of the replicas, by role and pool, and the pools that need none, found in text or drafted by the
-    targets themselves; a draft pool with what `draft_stats` and `route_stats` tell of it."""
+    """Return the pools with their live replicas, draft pools first.
+
+    Args:
+        replicas: replicas of both roles.
+        lookup_pools: names of the pools whose drafts are found in text, without a replica.
+        draft_stats: returns the statistics of a draft pool.
+        route_stats: returns the statistics of a draft pool for each class of requests.
+    """
     pools = {(DRAFT, name): coordinator_pb2.PoolInfo(name=name, role=DRAFT, model=name) for name in lookup_pools}
     for replica in replicas:
         engine = replica.info
@@ -223,14 +228,14 @@ def encode_pools(
     for pool in pools.values():
         if pool.role == DRAFT:
             alpha, gamma = draft_stats(pool.name)
-            pool.MergeFrom(coordinator_pb2.PoolInfo(alpha=alpha, gamma=gamma))  # None leaves a field unset
-            for figures in route_stats(pool.name):
-                pool.routes.add(**figures._asdict())
+            pool.MergeFrom(coordinator_pb2.PoolInfo(alpha=alpha, gamma=gamma))  # None leaves the field unset
+            for stats in route_stats(pool.name):
+                pool.routes.add(**stats._asdict())
     return sorted(pools.values(), key=lambda pool: (pool.role != DRAFT, pool.name))
 
 
 def encode_promotion(promotion: Promotion | None) -> coordinator_pb2.PromotionInfo | None:
-    """None for none: the field stays unset."""
+    """Return the message of a promotion; None, which leaves the field unset, where there is none."""
     if promotion is None:
         return None
     return coordinator_pb2.PromotionInfo(

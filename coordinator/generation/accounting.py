@@ -1,7 +1,6 @@
-"""What one request cost and how long it took: its statistics, its share of the metrics, and its line in the log.
+"""Counts what one request costs and how long it takes: its statistics, its metrics, and its line in the log.
 
-Not here: what rounds learn from their times (`round/gamma`), how the numbers are stored (`request_log`). Called by
-`publisher` for every round, by `generation` at the end.
+`publisher` reports every round, `generation` the end. `request_log` stores the statistics.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import logging
 import time
 
 from coordinator.requests import GenerationIdentity, RequestStats
-from coordinator.round.runner import RoundOutcome
+from coordinator.round.outcome import RoundOutcome
 from specdec.observability.metrics import CoordinatorMetrics
 from specdec.types import FinishReason
 
@@ -24,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class Account:
-    """Counts one request from its admission here; a resumed one goes on from what was stored."""
+    """Counters of one request from its admission here. The counts of a resumed request continue the stored ones."""
 
     def __init__(
         self, identity: GenerationIdentity, stats: RequestStats, metrics: CoordinatorMetrics, began: float
@@ -40,7 +39,7 @@ class Account:
             metrics.observe_target_change()
 
     def count_round(self, outcome: RoundOutcome) -> None:
-        """A round was decided."""
+        """Count a decided round."""
         stats = self.stats
         if stats.num_rounds == 0:
             stats.num_cached_prompt_tokens = min(outcome.num_cached_tokens, self._identity.output_start)
@@ -55,12 +54,12 @@ class Account:
         stats.verify_s += outcome.verify_s
         stats.wire_bytes += outcome.wire_bytes
         stats.e2el_s = self._elapsed_s()
-        # Stored with the first commit, which is not through yet; `count_chunk` puts it right.
+        # The first commit stores this value before it is through; `count_chunk` then sets the measured one.
         stats.ttft_s = stats.ttft_s or stats.e2el_s
         self._observe_round(outcome)
 
     def count_chunk(self, num_tokens: int, *, is_first: bool) -> None:
-        """Tokens were published."""
+        """Count tokens that are about to be shown."""
         now = time.perf_counter()
         if is_first:
             self.stats.ttft_s = self._elapsed_s()
@@ -69,7 +68,7 @@ class Account:
         self._last_chunk = now
 
     def count_finish(self, reason: FinishReason, num_output_tokens: int) -> None:
-        """The request ended well."""
+        """Count a request that reached the end of its output."""
         self.stats.e2el_s = self._elapsed_s()
         self._metrics.observe_finished(
             finish_reason=reason.name.lower(),
@@ -81,14 +80,20 @@ class Account:
         )
         self._log_end("finished", reason.name.lower(), num_output_tokens)
 
+    def count_cancellation(self, cause: str, num_output_tokens: int) -> None:
+        """Count a request that its client ended early."""
+        self.stats.e2el_s = self._elapsed_s()
+        self._metrics.observe_cancelled(cause)
+        self._log_end("cancelled", cause, num_output_tokens)
+
     def count_failure(self, reason: str, num_output_tokens: int) -> None:
-        """The request ended with an error of this reason."""
+        """Count a request that ended with an error of this reason."""
         self.stats.e2el_s = self._elapsed_s()
         self._metrics.observe_failed(reason)
         self._log_end("failed", reason, num_output_tokens)
 
     def _log_end(self, how: str, reason: str, num_output_tokens: int) -> None:
-        """One line a request: ids, counts and times, and nothing that was said."""
+        """Log one line with ids, counts and times. Text and tokens are never logged."""
         if not _log.isEnabledFor(logging.INFO):
             return
         identity, stats = self._identity, self.stats

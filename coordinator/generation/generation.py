@@ -1,111 +1,146 @@
-"""One generation: its rounds, one after another, from admission to the end, and its clean-up whatever ends it.
+"""One generation: runs the rounds of a turn one after another, and cleans up at the end, however it comes.
 
     admitted --> running --round, publish--> ... --> finished
-                    |-- error: subscribers get it; what was committed stays and can be resumed
-                    `-- last subscriber gone, drain or deletion: cancelled; the same
+                    |-- error: the readers get it; committed tokens stay and can be resumed
+                    `-- last reader gone, drain or deletion: cancelled; committed tokens stay
 
-From here each round goes to `round/runner`, which asks the replicas and decides; the decided tokens go through
-`text/output`, which finds the end of the output, to `publisher`, which commits and shows them. Not here: what it starts
-with (`turn_preparer`), what it is made of (`factory`), readers (`stream`).
+Each round goes to `round/runner`, which calls the replicas and decides the tokens. They go through `text/output`, which
+finds the end of the output, to `publisher`, which commits and shows them. `generation_factory` builds a generation, and
+`generation_service` cancels it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from coordinator.generation.accounting import Account
-from coordinator.generation.lease_keeper import LeaseKeeper
+from coordinator.generation.held_session import HeldSession
 from coordinator.generation.publisher import DecidedRound, Publisher
 from coordinator.generation.stream import OutputStream, Subscription
+from coordinator.generation.turn import Turn
 from coordinator.learning.turn_record import TurnRecord
-from coordinator.replicas.placement import SessionReplicas
-from coordinator.replicas.prefixes import Prefixes
-from coordinator.requests import Finished, GenerationIdentity, OutputChunk
+from coordinator.requests import Finished, OutputChunk, RequestStats
+from coordinator.round.outcome import RoundOutcome
 from coordinator.round.request_router import RequestRouter
 from coordinator.round.runner import RoundRunner
-from coordinator.round.tokens import SessionTokens
-from coordinator.text.output import OutputWriter
-from specdec.errors import Internal, NotFound, SessionLost, SpecdecError, Unavailable
+from specdec.errors import Internal, SpecdecError, Unavailable
 from specdec.observability.logging import bind
-from specdec.state.store import Lease, SessionStore
 from specdec.types import FinishReason
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class GenerationParts:
-    """What a generation works with; it owns the lease and the tokens from here on."""
+class CancelCause(StrEnum):
+    """Ways in which a client ends its request early. Such a request counts as cancelled, not as failed."""
 
-    store: SessionStore
-    lease: Lease
-    lease_keeper: LeaseKeeper
-    runner: RoundRunner
-    replicas: SessionReplicas
-    prefixes: Prefixes
-    tokens: SessionTokens
-    writer: OutputWriter
-    round_id: int
-    account: Account
-    stream: OutputStream
-    publisher: Publisher
-    on_failure: Callable[[bool], Awaitable[None]]
-    """Called when the generation failed, before the lease is given back; True: before its first token, and nobody had
-    it stopped, so that a session made for it is of no use. Raises NotFound where the session was deleted meanwhile."""
+    CLIENT_LEFT = "client_left"
+    SESSION_DELETED = "session_deleted"
+
+
+@dataclass(frozen=True, slots=True)
+class Learners:
+    """The parts of the coordinator that learn from the rounds of one turn."""
+
     remember_output: Callable[[Sequence[int]], None]
-    """Told what the request has said, however it ended."""
-    route: RequestRouter | None = None
-    """Where its draft model's pool may change."""
+    """Takes the output, in which later drafts are looked up."""
+    router: RequestRouter | None = None
+    """Learns how each draft pool does; None where the request keeps one pool."""
     record: TurnRecord | None = None
-    """Of what the target says, where that is logged."""
+    """Takes the target's distributions to the learning log; None where they are not logged."""
+
+    def note_round(self, outcome: RoundOutcome, num_tokens: int) -> None:
+        """Learn from a round of which `num_tokens` tokens were taken into the session."""
+        if self.router is not None:
+            self.router.note(outcome, num_tokens)
+        if self.record is not None:
+            self.record.note(outcome.supports, outcome.verification, num_tokens)
+
+    def end(self, turn: Turn, stats: RequestStats | None, num_shown: int) -> None:
+        """Learn from the whole turn; `stats` is None where it was not completed."""
+        output_start = turn.identity.output_start
+        if self.router is not None:
+            self.router.end(stats)
+        if self.record is not None:
+            self.record.end(turn.tokens, output_start + num_shown)
+        self.remember_output(turn.tokens.tail(output_start).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Collaborators:
+    """The objects that a generation works with, all made for its turn."""
+
+    runner: RoundRunner
+    session: HeldSession
+    publisher: Publisher
+    stream: OutputStream
+    account: Account
+    learners: Learners
 
 
 class Generation:
-    """A running request of one session, in its own task."""
+    """A running turn, in a task of its own. It owns the turn and its lease."""
 
-    def __init__(self, identity: GenerationIdentity, parts: GenerationParts) -> None:
-        self.stream = parts.stream
-        self._identity = identity
-        self._parts = parts
+    def __init__(self, turn: Turn, collaborators: Collaborators) -> None:
+        self.turn = turn
+        self.stream = collaborators.stream
+        self._runner = collaborators.runner
+        self._session = collaborators.session
+        self._publisher = collaborators.publisher
+        self._account = collaborators.account
+        self._learners = collaborators.learners
         self._num_readers = 0
-        self._cancel_reason: SpecdecError | None = None
+        self._cancel_error: SpecdecError | None = None
+        self._cancel_cause: CancelCause | None = None
         self._has_begun = False
         self._is_ending = False
-        self.task = asyncio.create_task(self._run(), name=f"generation {identity.session_id}")
+        self.task = asyncio.create_task(self._run(), name=f"generation {turn.identity.session_id}")
+
+    @property
+    def stats(self) -> RequestStats:
+        return self._account.stats
 
     @property
     def is_cancelled(self) -> bool:
-        return self._cancel_reason is not None
+        return self._cancel_error is not None
 
     def subscribe(self, start: int, replayed: OutputChunk | None = None) -> Subscription:
-        """See `Subscription`."""
+        """Add a reader from output token `start` on (see `Subscription`)."""
         self._num_readers += 1
         return Subscription(self.stream, start, self._drop_reader, replayed)
 
-    def cancel(self, reason: SpecdecError) -> None:
-        """Stops after what is committed; readers get `reason`. Await `task` to see everything released.
+    def cancel(self, error: SpecdecError, cause: CancelCause | None = None) -> None:
+        """Stop after the tokens that are committed. Await `task` to see everything released.
 
-        A generation that is ending anyway ends as it would have.
+        A generation that already ends is not changed.
+
+        Args:
+            error: what the readers get.
+            cause: what a client did to end the request; None: the request counts as failed, with the error's reason.
         """
         if not (self.task.done() or self._is_ending or self.is_cancelled):
-            self._cancel_reason = reason
-            if self._has_begun:  # else its first step sees the reason; a task cancelled before never cleans up
+            self._cancel_error, self._cancel_cause = error, cause
+            if self._has_begun:  # a task that is cancelled before its first step would never clean up
                 self.task.cancel()
 
-    def _drop_reader(self) -> None:
+    def _drop_reader(self, cut_off: SpecdecError | None) -> None:
         self._num_readers -= 1
-        if self._num_readers == 0 and not self.stream.is_over:
-            self.cancel(Unavailable("the request was cancelled by its client"))
+        if self._num_readers > 0 or self.stream.is_over:
+            return
+        if cut_off is not None:
+            self.cancel(cut_off)
+        else:
+            self.cancel(Unavailable("the request was cancelled by its client"), CancelCause.CLIENT_LEFT)
 
     async def _run(self) -> None:
-        with bind(session_id=self._identity.session_id, epoch=self._parts.lease.epoch):
-            await self._live()
+        with bind(session_id=self.turn.identity.session_id, epoch=self.turn.lease.epoch):
+            await self._run_and_clean_up()
 
-    async def _live(self) -> None:
-        self._parts.lease_keeper.keep(self._parts.lease)
+    async def _run_and_clean_up(self) -> None:
+        self._session.keep()
         finished: Finished | None = None
         error: SpecdecError | None = None
         self._has_begun = True
@@ -114,87 +149,62 @@ class Generation:
                 raise asyncio.CancelledError
             finished = await self._run_rounds()
         except asyncio.CancelledError:
-            error = self._cancel_reason or Unavailable("the coordinator is shutting down", reason="DRAINING")
+            error = self._cancel_error or Unavailable("the coordinator is shutting down", reason="DRAINING")
         except SpecdecError as raised:
             error = raised
         except Exception:
-            _log.exception("a generation failed")
-            error = Internal("the generation failed; the log of the coordinator says why")
+            _log.exception("generation failed")
+            error = Internal("the generation failed; the coordinator's log has the cause")
         finally:
             self._is_ending = True
             if error is not None and error.reason == "STORE_UNAVAILABLE":
-                self._end(None, error)  # giving the lease back waits for the store as long again
-            # Nothing may interrupt this: a lease left behind blocks the session until it expires.
+                self._end(None, error)  # the readers need not wait while the release waits for the store again
+            # Nothing may interrupt the clean-up: a lease that is left behind blocks the session until it expires.
             error = await asyncio.shield(self._clean_up(error))
         self._end(finished, error)
 
+    async def _run_rounds(self) -> Finished:
+        turn, replicas = self.turn, self._session.replicas
+        is_first = True
+        while True:
+            outcome = await self._runner.run(turn.round_id, turn.writer.remaining)
+
+            output = turn.writer.write(outcome.token_ids)
+            decided = DecidedRound(turn.round_id, len(turn.tokens), outcome, output)
+            turn.round_id += 1
+            turn.tokens.extend(output.token_ids)
+            replicas.truncate_to(len(turn.tokens))
+            self._learners.note_round(outcome, len(output.token_ids))
+
+            await self._publisher.publish(decided)
+            if output.finish_reason is not None:
+                await self._publisher.wait()
+                return self._finished(output.finish_reason)
+            if is_first:
+                is_first = False
+                self._session.note_prefixes()  # other sessions may start with the same prompt before this one ends
+
+    async def _clean_up(self, error: SpecdecError | None) -> SpecdecError | None:
+        """Let the last commit end, then release the session; return the error for the readers."""
+        await self._publisher.close()
+        stats = self.stats if error is None else None
+        self._learners.end(self.turn, stats, self.stream.num_tokens)
+        self._session.end_turn(None if stats is None else stats.num_rounds + stats.num_draft_tokens)
+        return await self._session.release(error, num_shown=self.stream.num_tokens, is_cancelled=self.is_cancelled)
+
+    def _finished(self, reason: FinishReason) -> Finished:
+        self._account.count_finish(reason, self.stream.num_tokens)
+        return Finished(reason, self.turn.identity.output_start, self.stream.num_tokens, self.stats)
+
     def _end(self, finished: Finished | None, error: SpecdecError | None) -> None:
-        """Tells the readers how it ended, once."""
+        """Tell the readers how the generation ended; the second call does nothing."""
         if self.stream.is_over:
             return
         if finished is not None:
             self.stream.finish(finished)
         elif error is not None:
-            reason = "CANCELLED" if self.is_cancelled else error.reason
-            self._parts.account.count_failure(reason, self.stream.num_tokens)
+            if self._cancel_cause is not None:
+                self._account.count_cancellation(self._cancel_cause, self.stream.num_tokens)
+            else:
+                self._account.count_failure(error.reason, self.stream.num_tokens)
             self.stream.fail(error)
-
-    async def _run_rounds(self) -> Finished:
-        parts = self._parts
-        is_first = True
-        while True:
-            outcome = await parts.runner.run(parts.round_id, parts.writer.remaining)
-
-            output = parts.writer.write(outcome.token_ids)
-            decided = DecidedRound(parts.round_id, len(parts.tokens), outcome, output)
-            parts.round_id += 1
-            parts.tokens.extend(output.token_ids)
-            parts.replicas.truncate_to(len(parts.tokens))
-            if parts.route is not None:
-                parts.route.note(outcome, len(output.token_ids))
-            if parts.record is not None:
-                parts.record.note(outcome.supports, outcome.verification, len(output.token_ids))
-
-            await parts.publisher.publish(decided)
-            if output.finish_reason is not None:
-                await parts.publisher.wait()
-                return self._finished(output.finish_reason)
-            if is_first:
-                is_first = False
-                self._note_prefixes()  # other sessions may begin as this one does, before it ends
-
-    async def _clean_up(self, error: SpecdecError | None) -> SpecdecError | None:
-        """Lets the last commit end, then gives the lease back; returns what the readers are told."""
-        await self._parts.publisher.close()
-        if self._parts.route is not None:
-            self._parts.route.end(self._parts.account.stats if error is None else None)
-        if self._parts.record is not None:
-            self._parts.record.end(self._parts.tokens, self._identity.output_start + self.stream.num_tokens)
-        self._parts.remember_output(self._parts.tokens.tail(self._identity.output_start).tolist())
-        self._parts.lease_keeper.drop(self._parts.lease)
-        stats = self._parts.account.stats
-        self._parts.replicas.end_turn(stats.num_rounds + stats.num_draft_tokens if error is None else None)
-        try:
-            if error is not None and not (self.is_cancelled and isinstance(error, NotFound)):
-                await self._parts.on_failure(not self.stream.num_tokens and not self.is_cancelled)
-            self._note_prefixes()
-            # A log shorter than what was shown is not left in order.
-            await self._parts.store.release(
-                self._parts.lease, left=not isinstance(error, SessionLost), homes=self._parts.replicas.homes
-            )
-        except NotFound as deletion:
-            return deletion
-        except SpecdecError as failure:
-            _log.warning("cleaning up a generation failed: %s", failure)
-        return error
-
-    def _note_prefixes(self) -> None:
-        """Tells the directory which replicas hold the committed tokens, as far as is known by now."""
-        tokens = self._parts.tokens
-        held = {holder: min(count, len(tokens)) for holder, count in self._parts.replicas.num_held.items()}
-        self._parts.prefixes.note(tokens.prefix_hash, held)
-
-    def _finished(self, reason: FinishReason) -> Finished:
-        account = self._parts.account
-        account.count_finish(reason, self.stream.num_tokens)
-        return Finished(reason, self._identity.output_start, self.stream.num_tokens, account.stats)

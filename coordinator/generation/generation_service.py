@@ -1,8 +1,7 @@
-"""Admission: which generation a request starts, joins, resumes or replays; and every generation that runs here.
+"""Admission: decides whether a request starts, joins, resumes or replays a generation; holds all running generations.
 
-From here a request goes to `turn_preparer`, which readies the session's log, then to `factory` and `generation`, which
-runs; what comes back is a reader of its `stream`. Not here: protobuf, the checks of a request's own fields
-(`front/validation`), what the store holds of a request (`request_log`).
+A request comes from `front/servicer`. It goes to `turn_preparer`, which prepares the session's log, then to
+`generation_factory` and `generation`, which runs; the caller gets a reader of the generation's `stream`.
 """
 
 from __future__ import annotations
@@ -13,40 +12,37 @@ import time
 from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
-from coordinator.generation.generation import Generation, GenerationParts
+from coordinator.generation.generation import CancelCause, Generation
 from coordinator.generation.generation_factory import GenerationFactory
 from coordinator.generation.leases import Leases
 from coordinator.generation.log_repair import LogRepair
 from coordinator.generation.removal import SessionRemoval
-from coordinator.generation.request_log import LoggedRequest, check_held, check_same_request
+from coordinator.generation.request_log import LoggedRequest, check_held, check_same_request, no_session
 from coordinator.generation.stream import OutputStream, Subscription
-from coordinator.generation.turn_preparer import PreparedTurn, TurnPreparer
+from coordinator.generation.turn import PreparedTurn
+from coordinator.generation.turn_preparer import TurnPreparer
 from coordinator.learning.log import LearningLog
 from coordinator.learning.recorder import Recorder
-from coordinator.lookup.history import TokenHistory
 from coordinator.replicas.placement import Placement
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.prefixes import Prefixes
-from coordinator.requests import DraftStats, Finished, GenerationRequest, OutputChunk, RouteStats
+from coordinator.requests import Finished, GenerationRequest, OutputChunk
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.round.timeline import TimelineLog
-from coordinator.routing.promotion import Canary
-from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.errors import NotFound, ResourceExhausted, SessionBusy, SessionLost, Unavailable, Unsupported
+from specdec.errors import NotFound, ResourceExhausted, SessionBusy, SessionLost, Unavailable
 from specdec.observability.metrics import CoordinatorMetrics
-from specdec.state.store import PrefixDirectory, Promotion, RequestRecord, SessionRecord, SessionStore
+from specdec.state.store import PrefixDirectory, RequestRecord, SessionStore
 from specdec.tenant import DEFAULT_TENANT
-from specdec.types import TokenIds
 
-#: A session's next request waits this long for the one that runs. Its client may just have left that one: gRPC does not
-#: promise to tell of one call's end before another's beginning.
+#: Time that a session's next request waits for the running one. Its client may have just cancelled the running one:
+#: gRPC does not promise to report the end of one call before the start of another.
 LEAVING_GRACE_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
-    """The knobs of admission; `config` says what each means."""
+    """Settings of admission and rounds (see `specdec.settings.coordinator`)."""
 
     coordinator_id: str
     lease_ttl_s: float
@@ -56,7 +52,7 @@ class GenerationSettings:
 
 
 class GenerationService:
-    """Every generation of this coordinator. Used from one event loop."""
+    """All generations of one coordinator. Used from one event loop."""
 
     def __init__(
         self,
@@ -65,22 +61,23 @@ class GenerationService:
         store: SessionStore,
         pools: ReplicaPools,
         tokenizer: ServedTokenizer,
+        draft_sources: DraftSourceFactory,
         metrics: CoordinatorMetrics,
         directory: PrefixDirectory | None = None,
-        history: TokenHistory | None = None,
-        scores: ScoreQueue | None = None,
-        canary: Canary | None = None,
         learning_log: LearningLog | None = None,
         timelines: TimelineLog | None = None,
     ) -> None:
         """
         Args:
-            directory: of the store's tenant; None: sessions are placed by load alone.
-            history: of the same tenant, for drafts found in text; None: they look at their own session alone.
-            scores: where committed tokens are scored, to route requests among draft models; None: they are not.
-            canary: follows the promotion of a draft model, where requests are routed.
-            learning_log: where what the target says goes, for drafts to learn from; None: nowhere.
-            timelines: where it is noted when rounds did what; None: nowhere.
+            settings: settings of admission and rounds.
+            store: session store of the tenant.
+            pools: replicas that the rounds call.
+            tokenizer: tokenizer of the target model.
+            draft_sources: draft sources of the requests; closed by `drain`.
+            metrics: receives counts and times of requests.
+            directory: prefix directory of the tenant; None: sessions are placed by load alone.
+            learning_log: receives the target's distributions, for drafts to learn from; closed by `drain`.
+            timelines: receives the timeline of each round.
         """
         self._settings = settings
         self._store = store
@@ -90,16 +87,22 @@ class GenerationService:
         self._log_repair = LogRepair(store, leases)
         self._removal = SessionRemoval(store, self._log_repair, placement, pools, settings.tenant)
         self._prefixes = Prefixes(directory)
-        self._turn_preparer = TurnPreparer(store, leases, pools, tokenizer, self._removal, self._prefixes,
-                                      routes_drafts=scores is not None)  # fmt: skip
-        self._draft_kinds = DraftSourceFactory(pools, history, scores, canary, tokenizer.decode)
-        self._canary = canary
+        self._turn_preparer = TurnPreparer(
+            store, leases, pools, tokenizer, self._removal, self._prefixes, routes_drafts=draft_sources.is_routing
+        )
         self._factory = GenerationFactory(
-            store=store, pools=pools, placement=placement, removal=self._removal, prefixes=self._prefixes,
-            draft_kinds=self._draft_kinds, metrics=metrics, draft_timeout_s=settings.draft_timeout_s,
-            tenant=settings.tenant, recorder=None if learning_log is None else Recorder(learning_log, pools),
+            store=store,
+            pools=pools,
+            placement=placement,
+            removal=self._removal,
+            prefixes=self._prefixes,
+            draft_sources=draft_sources,
+            metrics=metrics,
+            draft_timeout_s=settings.draft_timeout_s,
+            tenant=settings.tenant,
+            recorder=None if learning_log is None else Recorder(learning_log, pools),
             timelines=timelines,
-        )  # fmt: skip
+        )
         self._running: dict[str, Generation] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._num_admitting = 0
@@ -109,43 +112,19 @@ class GenerationService:
     def num_running(self) -> int:
         return len(self._running)
 
-    def draft_stats(self, draft_pool: str) -> DraftStats:
-        """What requests have shown here of a draft pool."""
-        return self._draft_kinds.figures(draft_pool)
-
-    def route_stats(self, draft_pool: str) -> list[RouteStats]:
-        """What is known here of a draft pool for each class of requests."""
-        return self._draft_kinds.route_stats(draft_pool)
-
-    @property
-    def promotion(self) -> Promotion | None:
-        """Of a draft pool, as it stands."""
-        return None if self._canary is None else self._canary.promotion
-
-    async def promote(self, draft_pool: str, share: float) -> Promotion | None:
-        """Gives sessions a draft pool, up to a share of them; 0 ends what is being promoted.
-
-        Raises:
-            Unsupported: requests are not routed here.
-            Unavailable: the store cannot be reached.
-        """
-        if self._canary is None:
-            raise Unsupported("this coordinator does not route requests: it runs without --route auto")
-        return await self._canary.promote(draft_pool, share)
-
     async def open(self, request: GenerationRequest) -> Subscription:
-        """Starts, joins, resumes or replays the generation a request means.
+        """Start, join, resume or replay the generation that a request asks for.
 
         Idempotent by request id within a session. The caller must close the subscription.
 
         Raises:
-            InvalidRequest: CONTEXT_TOO_LONG, NO_CHAT_TEMPLATE, a request id that means another request, or a
+            InvalidRequest: CONTEXT_TOO_LONG, NO_CHAT_TEMPLATE, a request id that was used for another request, or a
                 resumption beyond the output of a request that has ended.
-            NotFound: nothing to resume (SESSION_NOT_FOUND), no such pool (POOL_NOT_FOUND).
+            NotFound: there is nothing to resume (SESSION_NOT_FOUND), or the pool does not exist (POOL_NOT_FOUND).
             SessionBusy: another request runs on the session.
             SessionLost: the log is shorter than what the caller holds.
             ResourceExhausted: too many requests run (QUEUE_FULL).
-            Unavailable: draining, no target replica, or no store.
+            Unavailable: the coordinator drains, or no target replica or no store can be reached.
         """
         began = time.perf_counter()
         session_id = request.session_id or f"s-{secrets.token_hex(12)}"
@@ -161,43 +140,25 @@ class GenerationService:
                     return await self._admit_counted(replace(request, session_id=session_id), began)
                 if has_waited or _is_about(request, running):
                     return await self._join(running, request)
-            # Not under the lock: those who read what runs, or end it, need not stand behind those who wait for it.
+            # Waits without the lock, so that readers of the running request, and its deletion, are not held up.
             await asyncio.wait([running.task], timeout=LEAVING_GRACE_S)
             has_waited = True
 
-    async def _admit_counted(self, request: GenerationRequest, began: float) -> Subscription:
-        self._check_admission()
-        self._num_admitting += 1
-        self._metrics.request_waiting(+1)
-        try:
-            return await self._admit(request, began)
-        finally:
-            self._num_admitting -= 1
-            self._metrics.request_waiting(-1)
-
-    async def record(self, session_id: str) -> SessionRecord:
-        """A session's record. Raises NotFound."""
-        record = await self._store.load(session_id)
-        if record is None:
-            raise _no_session(session_id)
-        return record
-
-    async def token_ids(self, session_id: str) -> TokenIds:
-        """A session's committed tokens."""
-        return await self._store.read_tokens(session_id)
-
     async def delete(self, session_id: str) -> None:
-        """Ends what runs on a session here, or is being admitted, and frees it everywhere. Idempotent."""
+        """End the session's generation or admission here, and remove the session everywhere. Idempotent.
+
+        Raises Unavailable where the store cannot be reached.
+        """
         lock = self._locks.setdefault(session_id, asyncio.Lock())
         async with lock:
             running = self._running.get(session_id)
             if running is not None:
-                running.cancel(_no_session(session_id))
+                running.cancel(no_session(session_id), CancelCause.SESSION_DELETED)
                 await asyncio.wait([running.task])
             await self._removal.remove(session_id)
 
     async def drain(self, grace_s: float) -> None:
-        """Admits nothing more, lets what runs finish within `grace_s`, then cancels it. Leases are released."""
+        """Stop admission, let generations finish within `grace_s`, then cancel the others. All leases are released."""
         self._is_draining = True
         tasks = [generation.task for generation in self._running.values()]
         if tasks:
@@ -212,15 +173,28 @@ class GenerationService:
 
     # ---- admission ---------------------------------------------------------------------------------------------
 
+    async def _admit_counted(self, request: GenerationRequest, began: float) -> Subscription:
+        self._check_admission()
+        self._num_admitting += 1
+        self._metrics.request_waiting(+1)
+        try:
+            return await self._admit(request, began)
+        finally:
+            self._num_admitting -= 1
+            self._metrics.request_waiting(-1)
+
     def _check_admission(self) -> None:
         if self._is_draining:
             raise _draining()
         if len(self._running) + self._num_admitting >= self._settings.max_running:
-            raise ResourceExhausted(f"at most {self._settings.max_running} requests run at once")
+            raise ResourceExhausted(
+                f"the coordinator already runs {self._settings.max_running} requests, its limit (--max-queue); "
+                "try again later"
+            )
 
     async def _join(self, running: Generation, request: GenerationRequest) -> Subscription:
-        """Another reader for a running request. What the stream no longer keeps comes from the log."""
-        identity = running.stream.identity
+        """Add a reader to a running request. Tokens that the stream no longer holds are read from the log."""
+        identity = running.turn.identity
         if not _is_about(request, running):
             raise SessionBusy(f"request {identity.request_id} is running on session {identity.session_id}")
         check_same_request(request, identity.request_id, identity.digest)
@@ -243,47 +217,41 @@ class GenerationService:
         return await self._start(await self._turn_preparer.of_new_turn(record, request, began), 0)
 
     async def _resume(self, stored: RequestRecord, request: GenerationRequest, began: float) -> Subscription:
-        """Replays the session's last request from the log; if it is unfinished, carries on with it."""
+        """Replay the session's last request from the log, and continue it if it is unfinished."""
         session_id, num_held = request.session_id, request.resume_from or 0
         check_same_request(request, stored.request_id, stored.request_digest)
         if stored.finish_reason is not None:
             logged = await self._turn_preparer.read_log(session_id, stored.request_id)
             check_held(num_held, len(logged.output.token_ids), has_finished=True)
             return _replay(logged, num_held)
-        found = await self._turn_preparer.of_unfinished_turn(session_id, stored.request_id, num_held, began)
-        return _replay(found, num_held) if isinstance(found, LoggedRequest) else await self._start(found, num_held)
+        resumed = await self._turn_preparer.of_unfinished_turn(session_id, stored.request_id, num_held, began)
+        if isinstance(resumed, LoggedRequest):
+            return _replay(resumed, num_held)
+        return await self._start(resumed, num_held)
 
-    async def _start(self, beginning: PreparedTurn, num_held: int) -> Subscription:
-        """Starts a generation and its first reader, who already holds `num_held` output tokens."""
+    async def _start(self, prepared: PreparedTurn, num_held: int) -> Subscription:
+        """Start a generation; return its first reader, which already holds `num_held` output tokens."""
         if self._is_draining:
-            raise await asyncio.shield(self._turn_preparer.give_up(beginning)) or _draining()
-        # From here on nothing is awaited: the lease is the generation's, and a drain that begins now finds it.
-        generation, parts = self._factory.start(beginning)
-        self._running[beginning.identity.session_id] = generation
+            raise await asyncio.shield(self._turn_preparer.give_up(prepared)) or _draining()
+        # Nothing is awaited from here on: the generation owns the lease, and a drain that starts now finds it.
+        generation = self._factory.start(prepared)
+        self._running[generation.turn.identity.session_id] = generation
         self._metrics.request_running(+1)
-        generation.task.add_done_callback(lambda _: self._end(generation, parts))
+        generation.task.add_done_callback(lambda _: self._forget(generation))
         return generation.subscribe(num_held)
 
-    def _end(self, generation: Generation, parts: GenerationParts) -> None:
-        identity = generation.stream.identity
-        self._running.pop(identity.session_id, None)
+    def _forget(self, generation: Generation) -> None:
+        self._running.pop(generation.turn.identity.session_id, None)
         self._metrics.request_running(-1)
-        num_shown = generation.stream.num_tokens
-        if num_shown:
-            self._log_repair.remember(
-                parts.lease, identity, generation.stream.finish_reason, parts.account.stats,
-                parts.tokens, end=identity.output_start + num_shown,
-            )  # fmt: skip
-
-
-def _no_session(session_id: str) -> NotFound:
-    return NotFound(f"session_id {session_id!r} is not a session", field="session_id")
+        stream = generation.stream
+        if stream.num_tokens:
+            self._log_repair.remember(generation.turn, stream.finish_reason, generation.stats, stream.num_tokens)
 
 
 def _nothing_to_resume(session_id: str, num_held: int) -> NotFound | SessionLost:
-    """Whoever holds tokens of a session has seen it."""
+    """A caller that holds tokens of a session has seen the session, so it has been lost."""
     if num_held == 0:
-        return _no_session(session_id)
+        return no_session(session_id)
     return SessionLost(
         f"session {session_id} is gone, and with it the output of which {num_held} tokens are held", field="resume_from"
     )
@@ -294,14 +262,14 @@ def _draining() -> Unavailable:
 
 
 def _is_about(request: GenerationRequest, running: Generation) -> bool:
-    """Whether a request means what runs, rather than the session's next turn."""
-    return request.resume_from is not None or request.request_id == running.stream.identity.request_id
+    """Return whether a request asks for the running generation, and not for the session's next turn."""
+    return request.resume_from is not None or request.request_id == running.turn.identity.request_id
 
 
 def _replay(logged: LoggedRequest, num_held: int) -> Subscription:
-    """A finished request, read again from the log."""
+    """Return a reader of a finished request, which is read from the log."""
     stream = OutputStream(logged.identity)
     stream.publish(logged.output)
     if logged.finish_reason is not None:
         stream.finish(Finished(logged.finish_reason, logged.identity.output_start, stream.num_tokens, logged.stats))
-    return Subscription(stream, num_held, on_close=lambda: None)
+    return Subscription(stream, num_held, on_close=lambda _: None)

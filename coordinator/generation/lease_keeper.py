@@ -1,9 +1,9 @@
-"""Renews the leases of everything that runs here, from a thread with a store connection of its own.
+"""Renews the leases of all running generations, from a thread with its own connection to the store.
 
-A lease is short, so that a dead coordinator's sessions are soon another's; the event loop may be held up for longer
-than that, and a lease must not run out meanwhile. A loop that has not turned for `LOOP_PATIENCE_S` is taken for hung:
-its leases are left to expire. Not here: taking a lease (`leases`), what a lost one means (the next commit finds out).
-Called by `generation`.
+Leases are short, so that another coordinator can soon take the sessions of a dead one. The event loop may block for
+longer than a lease lives, which is why a thread renews them. When the loop has not turned for `LOOP_TIMEOUT_S`, the
+thread takes it for hung and lets the leases expire. `held_session` adds and drops leases; the next commit under a lost
+lease fails.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from specdec.errors import LeaseLost, NotFound, SpecdecError
 from specdec.state.store import Lease, SessionStore
 
-#: A loop that has not turned for this long will hardly turn again.
-LOOP_PATIENCE_S = 10.0
+#: Time without a turn of the event loop after which the loop is taken for hung.
+LOOP_TIMEOUT_S = 10.0
 
-#: Most renewals sent to the store together: commits wait behind them.
+#: Limit on renewals sent to the store together, because commits wait behind them.
 MAX_BATCH = 64
 
 _log = logging.getLogger(__name__)
@@ -33,50 +33,50 @@ class _Kept:
 
 
 class LeaseKeeper:
-    """Use from one event loop. The thread starts with the first lease."""
+    """Renews leases. Used from one event loop; the thread starts with the first lease."""
 
-    def __init__(self, store: SessionStore, *, loop_patience_s: float = LOOP_PATIENCE_S) -> None:
-        """`store` is opened once more for the thread."""
+    def __init__(self, store: SessionStore, *, loop_timeout_s: float = LOOP_TIMEOUT_S) -> None:
+        """`store` is opened a second time in the thread."""
         self._store = store
-        self._loop_patience_s = loop_patience_s
+        self._loop_timeout_s = loop_timeout_s
         self._lock = threading.Lock()
         self._kept: dict[str, _Kept] = {}
-        """By session. The thread reads it too, under the lock."""
+        """Leases by session id. The thread reads them too, under the lock."""
         self._turned_at = 0.0
-        """When the event loop was last seen to turn."""
+        """`time.monotonic()` of the event loop's last known turn."""
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     @property
     def num_kept(self) -> int:
-        """Leases it renews."""
+        """Number of leases that are renewed."""
         return len(self._kept)
 
     def keep(self, lease: Lease) -> None:
-        """Renews a lease, taken a moment ago, until `drop` or until it is no longer ours."""
+        """Renew a lease that was just taken, until `drop` or until it is lost."""
         with self._lock:
             self._kept[lease.session_id] = _Kept(lease, time.monotonic() + lease.ttl_s / 3)
         if self._thread is None:
             self._closing = threading.Event()
             self._note_turn()
-            # Looked at six times in a lease's life: one that is due after a third of it has time for several attempts.
+            # Six checks in the life of a lease: a renewal is due after a third, which leaves time for several attempts.
             arguments = (self._closing, asyncio.get_running_loop(), lease.ttl_s / 6)
             self._thread = threading.Thread(target=self._run, args=arguments, name="lease keeper", daemon=True)
             self._thread.start()
 
     def drop(self, lease: Lease) -> None:
-        """Stops renewing it; a renewal under way may still reach the store. Idempotent."""
+        """Stop renewing a lease; a renewal under way may still reach the store. Idempotent."""
         with self._lock:
             kept = self._kept.get(lease.session_id)
             if kept is not None and kept.lease is lease:
                 del self._kept[lease.session_id]
 
     async def close(self) -> None:
-        """Ends the thread; leases that are still kept expire. Idempotent."""
+        """End the thread; leases that are still kept expire. Idempotent."""
         thread, self._thread = self._thread, None
         self._closing.set()
         if thread is not None:
-            await asyncio.to_thread(thread.join, 1.0)  # a store that does not answer may hold it for longer
+            await asyncio.to_thread(thread.join, 1.0)  # a store that does not answer may block it for longer
 
     def _note_turn(self) -> None:
         self._turned_at = time.monotonic()
@@ -87,14 +87,14 @@ class LeaseKeeper:
         try:
             asyncio.run(self._renew_until(closing, loop, period_s))
         except RuntimeError:
-            if not loop.is_closed():  # else it went away without closing us
+            if not loop.is_closed():  # a closed loop ended without calling `close`
                 raise
 
     async def _renew_until(self, closing: threading.Event, loop: asyncio.AbstractEventLoop, period_s: float) -> None:
         store = self._store.reopen()
         try:
-            while not closing.wait(period_s):  # nothing else runs on this thread's own loop
-                is_hung = time.monotonic() - self._turned_at > self._loop_patience_s
+            while not closing.wait(period_s):  # may block: nothing else runs on this thread's loop
+                is_hung = time.monotonic() - self._turned_at > self._loop_timeout_s
                 loop.call_soon_threadsafe(self._note_turn)
                 if not is_hung:
                     await self._renew_due(store)
@@ -117,6 +117,6 @@ class LeaseKeeper:
     def _note_lost(self, lease: Lease, error: SpecdecError) -> None:
         with self._lock:
             is_ours = lease.session_id in self._kept and self._kept[lease.session_id].lease is lease
-        if is_ours:  # else it was given back while it was being renewed
-            _log.warning("lost the lease of session %s: %s", lease.session_id, error)
+        if is_ours:  # otherwise it was given back during the renewal
+            _log.warning("lease lost: session=%s: %s", lease.session_id, error)
             self.drop(lease)

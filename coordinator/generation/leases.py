@@ -1,8 +1,7 @@
-"""How a coordinator gets the right to write a session.
+"""Takes the leases under which this coordinator writes sessions.
 
-With the lease a request goes back to `turn_preparer`, which writes the turn's beginning under it. Not here: what a
-lease is (`specdec.state.store`), renewing one while a generation runs (`lease_keeper`). Called by `turn_preparer` and
-`tails`.
+`turn_preparer` takes a lease before it writes a turn, and `log_repair` before a repair. `lease_keeper` renews leases
+while a generation runs; `specdec.state.store` defines what a lease grants.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ class Leases:
     def __init__(self, store: SessionStore, coordinator_id: str, ttl_s: float) -> None:
         self._store = store
         self._ttl_s = ttl_s
-        # Of this process: another one may have been given the same id.
+        # The random part tells this process from another one that was given the same id.
         self._owner_prefix = f"{coordinator_id}:{secrets.token_hex(8)}:"
         self._nonces = itertools.count()
 
     def is_ours(self, owner: str) -> bool:
-        """Whether a lease was taken by this process."""
+        """Return whether this process took the lease of this owner name."""
         return owner.startswith(self._owner_prefix)
 
     async def acquire(self, session_id: str, *, create: bool, owner: str = "") -> Lease:
-        """Takes a session that nobody holds, or that `owner` did. Raises as `SessionStore.acquire`.
+        """Take a session that is free, or whose lease `owner` holds. Raises as `SessionStore.acquire`.
 
-        Cancelling leaves no lease behind, and no session that was made for it.
+        Cancelling leaves no lease behind, and no session that was created by this call.
         """
         owner = owner or f"{self._owner_prefix}{next(self._nonces)}"
         taking = asyncio.ensure_future(self._store.acquire(session_id, owner=owner, ttl_s=self._ttl_s, create=create))
@@ -48,7 +47,7 @@ class Leases:
             raise
 
     async def _give_back(self, taking: asyncio.Future[Lease]) -> None:
-        """Undoes an acquisition that nobody is waiting for. What cannot be undone expires by itself."""
+        """Undo an acquisition whose caller was cancelled. Where the store cannot be reached, the lease expires."""
         with suppress(SpecdecError):
             lease = await taking
             record = await self._store.load(lease.session_id)
@@ -57,11 +56,11 @@ class Leases:
             await self._store.release(lease, left=lease.was_left)
 
     async def take_over(self, session_id: str) -> Lease:
-        """Takes a session with an unfinished request, waiting as long as a dead owner's lease may still live.
+        """Take a session with an unfinished request. Wait as long as the lease of a dead owner may still live.
 
         Raises:
-            SessionBusy: its owner lives.
-            NotFound: it is gone.
+            SessionBusy: the owner of the session lives.
+            NotFound: the session is gone.
         """
         deadline = time.monotonic() + self._ttl_s + TAKEOVER_PAUSE_S
         while True:

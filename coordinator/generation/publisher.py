@@ -1,8 +1,8 @@
-"""Publishing one generation's rounds: each is committed to the session's log, and shown to readers after its commit.
+"""Publishes the rounds of a generation: commits each round to the session's log, then shows it to the readers.
 
-A decided round comes from `generation`; its commit goes to `commits` and its tokens, once that is through, to `stream`.
-The commit of a round runs beside the next round, and at most one is under way (docs/adr/0003-commit-beside-next-round).
-Not here: what is published (`round/runner`, `text/output`), who reads it (`stream`), the lease.
+A decided round comes from `generation`. Its commit goes to the store (`specdec.state.store`) together with the commits
+of other generations, and its tokens then go to `stream`. A round is committed while the next one runs, and at most one
+commit is under way for a generation (docs/adr/0003-commit-beside-next-round).
 """
 
 from __future__ import annotations
@@ -15,32 +15,83 @@ from typing import NamedTuple
 import numpy as np
 
 from coordinator.generation.accounting import Account
-from coordinator.generation.commits import CommitQueue
 from coordinator.generation.request_log import encode_stats
 from coordinator.generation.stream import OutputStream
-from coordinator.round.runner import RoundOutcome
+from coordinator.generation.turn import Turn
+from coordinator.round.outcome import RoundOutcome
 from coordinator.round.timeline import RoundTimeline, TimelineLog
-from coordinator.round.tokens import SessionTokens
 from coordinator.text.output import OutputStep
 from specdec.errors import LeaseLost, SessionLost, SpecdecError, Unavailable
 from specdec.state.store import Commit, Lease, SessionStore
 
-#: Pauses between attempts of a commit while the store cannot be reached; the lease outlives them. A store that does not
-#: even refuse takes longer for one attempt than a lease lives: another coordinator may reach it.
+#: Pauses between attempts of a commit while the store refuses connections; the lease outlives their sum. Where one
+#: attempt alone takes longer than a lease, no other is made: another coordinator may reach the store.
 _RETRY_PAUSES_S = (0.05, 0.2, 0.5, 1.0)
 
 _log = logging.getLogger(__name__)
 
 
+class CommitQueue:
+    """Sends the commits of all generations to the store in batches, one batch at a time.
+
+    Commits that are added while a batch is under way go with the next batch. Each commit stays an atomic step of its
+    own, with its own answer.
+    """
+
+    def __init__(self, store: SessionStore) -> None:
+        self._store = store
+        self._waiting: list[tuple[Lease, Commit, asyncio.Future[None]]] = []
+        self._sender: asyncio.Task[None] | None = None
+
+    def add(self, lease: Lease, commit: Commit) -> asyncio.Future[None]:
+        """Ask for a commit.
+
+        Returns:
+            A future that is done when the store has the commit, or fails as `SessionStore.commit` does. Cancelling the
+            future does not take the commit back.
+        """
+        committed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((lease, commit, committed))
+        if self._sender is None:
+            self._sender = asyncio.create_task(self._send_all(), name="commits")
+        return committed
+
+    async def _send_all(self) -> None:
+        try:
+            while self._waiting:
+                batch, self._waiting = self._waiting, []
+                await self._send(batch)
+        finally:
+            self._sender = None
+
+    async def _send(self, batch: list[tuple[Lease, Commit, asyncio.Future[None]]]) -> None:
+        answers: list[Exception | None]
+        try:
+            answers = [*await self._store.commit_all([(lease, commit) for lease, commit, _ in batch])]
+        except Exception as error:
+            answers = [error] * len(batch)
+        if all(isinstance(answer, Unavailable) for answer in answers):
+            # Commits that arrived in the meantime fail too, or they would wait as long again for the same store.
+            later, self._waiting = self._waiting, []
+            batch, answers = [*batch, *later], [*answers, *answers[:1] * len(later)]
+        for (_, _, committed), answer in zip(batch, answers, strict=True):
+            if committed.done():  # its caller cancelled it
+                continue
+            if answer is None:
+                committed.set_result(None)
+            else:
+                committed.set_exception(answer)
+
+
 class DecidedRound(NamedTuple):
-    """A round whose tokens are known and not committed yet."""
+    """A round whose tokens are decided but not committed."""
 
     round_id: int
     base_len: int
-    """Tokens of the session before it."""
+    """Length of the session before the round."""
     outcome: RoundOutcome
     output: OutputStep
-    """Of the round's tokens, those up to the end of the output."""
+    """The round's tokens up to the end of the output."""
 
 
 class Publisher:
@@ -48,58 +99,56 @@ class Publisher:
 
     def __init__(
         self,
-        store: SessionStore,
-        commits: CommitQueue,
-        lease: Lease,
-        tokens: SessionTokens,
+        turn: Turn,
         stream: OutputStream,
         account: Account,
+        *,
+        store: SessionStore,
+        commits: CommitQueue,
         timelines: TimelineLog | None = None,
     ) -> None:
         """
         Args:
-            store: where a commit is repeated, and repaired.
-            commits: takes the first attempt of each commit, together with those of other generations.
-            lease: of the session.
-            tokens: of the session, those of rounds that are not committed yet included.
-            stream: what readers see.
-            account: counts what is published.
-            timelines: told when rounds that note it did what.
+            turn: the generation's turn; gives the lease, and the tokens for a repair of the log.
+            stream: shows committed tokens to the readers.
+            account: counts published rounds and tokens.
+            store: receives commits that are repeated, and repairs.
+            commits: receives the first attempt of each commit.
+            timelines: receives the timeline of each round that has one.
         """
-        self._store = store
-        self._commits = commits
-        self._lease = lease
-        self._tokens = tokens
+        self._turn = turn
         self._stream = stream
         self._account = account
+        self._store = store
+        self._commits = commits
         self._timelines = timelines
         self._publication: asyncio.Task[None] | None = None
-        """Of the latest round."""
+        """Task that publishes the latest round."""
 
     async def publish(self, decided: DecidedRound) -> None:
-        """Begins to publish a round as soon as the round before is shown; does not wait until this one is.
+        """Start to publish a round once the previous round is shown; return before this round is shown.
 
-        Cancelling does not stop the publication of the round before, and does not begin this one.
+        Cancelling does not stop the publication of the previous round, and does not start that of this round.
 
         Raises:
-            SpecdecError: as `SessionStore.commit`, of the round before. Neither round is shown.
+            SpecdecError: the previous round could not be committed (see `SessionStore.commit`). Neither round is shown.
         """
         await self.wait()
         self._publication = asyncio.create_task(self._commit_and_show(decided))
 
     async def wait(self) -> None:
-        """Returns when the latest round is shown. Raises as `SessionStore.commit` when it cannot be.
+        """Wait until the latest round is shown. Raises as `SessionStore.commit` when it cannot be committed.
 
         Cancelling does not stop its publication.
         """
         if self._publication is not None:
-            # A round takes longer than a commit, so that there is hardly ever anything to wait for.
+            # A commit takes less time than a round, so the publication is usually done.
             if not self._publication.done():
                 await asyncio.shield(self._publication)
             self._publication.result()
 
     async def close(self) -> None:
-        """Lets the publication that is under way end, well or not."""
+        """Wait until the publication that is under way has ended. Its error is logged only."""
         if self._publication is not None:
             await asyncio.wait([self._publication])
             if not self._publication.cancelled() and (failure := self._publication.exception()):
@@ -108,8 +157,8 @@ class Publisher:
     async def _commit_and_show(self, decided: DecidedRound) -> None:
         output = decided.output
         if output.finish_reason is None:
-            # The next round asks its first replica in this turn of the event loop, and that is written in the next one;
-            # this task begins in the next one, too, and gives way to the writing.
+            # The next round hands its first call to the transport in this turn of the event loop; the transport writes
+            # it in the next turn, where this task also starts. Yielding once lets that write go first.
             await asyncio.sleep(0)
 
         self._account.count_round(decided.outcome)
@@ -133,36 +182,36 @@ class Publisher:
         self, timelines: TimelineLog, decided: DecidedRound, timeline: RoundTimeline, committed_s: float
     ) -> None:
         timeline.committed_s, timeline.shown_s = committed_s, time.monotonic()
-        timelines.write(self._lease.session_id, decided.round_id, decided.outcome.num_draft_tokens, timeline)
+        timelines.write(self._turn.lease.session_id, decided.round_id, decided.outcome.num_draft_tokens, timeline)
         if decided.output.finish_reason is not None:
             timelines.flush()
 
     async def _commit(self, commit: Commit) -> None:
-        """Commits, and tries again where that may help. Raises as `SessionStore.commit`."""
-        began_s = time.monotonic()
+        """Commit, and try again after errors that may pass. Raises as `SessionStore.commit`."""
+        began_s, lease = time.monotonic(), self._turn.lease
         try:
-            return await self._commits.add(self._lease, commit)
+            return await self._commits.add(lease, commit)
         except (SessionLost, Unavailable) as failure:
             error: SpecdecError = failure
         for pause_s in _RETRY_PAUSES_S:
             if isinstance(error, SessionLost):
                 await self._repair(commit.base_len)
-            elif time.monotonic() - began_s > self._lease.ttl_s:
+            elif time.monotonic() - began_s > lease.ttl_s:
                 break
             else:
                 await asyncio.sleep(pause_s)
             try:
-                return await self._store.commit(self._lease, commit)
+                return await self._store.commit(lease, commit)
             except (SessionLost, Unavailable) as failure:
                 error = failure
         raise error
 
     async def _repair(self, base_len: int) -> None:
-        """Appends again what the store has lost of the session's first `base_len` tokens: their owner knows them."""
-        session_id = self._lease.session_id
+        """Append the tokens that the store has lost, of the first `base_len` of the session, from this turn's copy."""
+        session_id = self._turn.lease.session_id
         record = await self._store.load(session_id)
         if record is None:
             raise LeaseLost(f"session {session_id} is gone from the store")
-        lost = self._tokens.tail(record.num_tokens)[: base_len - record.num_tokens]
-        _log.warning("the store lost %d tokens of a session; appending them again", len(lost))
-        await self._store.repair(self._lease, base_len=record.num_tokens, token_ids=lost)
+        lost = self._turn.tokens.tail(record.num_tokens)[: base_len - record.num_tokens]
+        _log.warning("appending tokens that the store lost: session=%s num_tokens=%d", session_id, len(lost))
+        await self._store.repair(self._turn.lease, base_len=record.num_tokens, token_ids=lost)

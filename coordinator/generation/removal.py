@@ -1,7 +1,7 @@
-"""Removing a session everywhere: from the store, from this coordinator's memory, and its KV from the replicas.
+"""Removes a session everywhere: from the store, from this coordinator's memory, and its KV from the replicas.
 
-Not here: who may ask for it, ending what runs on the session (`admission`). Also called for a session that a request
-made and left without a token (`turn_preparer`, `generation`).
+`generation_service` removes sessions that clients delete. `turn_preparer` and `held_session` remove a session that was
+created for a request which then failed without a token.
 """
 
 from __future__ import annotations
@@ -16,37 +16,39 @@ from specdec.state.store import Lease, SessionStore
 
 
 class SessionRemoval:
-    """Removes sessions that nothing runs on."""
+    """Removes the sessions of one tenant that no generation here uses."""
 
     def __init__(
-        self, store: SessionStore, tails: LogRepair, placement: Placement, pools: ReplicaPools, tenant: str
+        self, store: SessionStore, log_repair: LogRepair, placement: Placement, pools: ReplicaPools, tenant: str
     ) -> None:
-        """`tenant`: whose sessions these are."""
         self._store = store
-        self._log_repair = tails
+        self._log_repair = log_repair
         self._placement = placement
         self._pools = pools
         self._tenant = tenant
 
     async def remove(self, session_id: str) -> None:
-        """Whoever writes the session is told. Idempotent. Raises Unavailable when the store cannot be reached."""
+        """Remove a session. A coordinator that still writes it gets NotFound. Idempotent.
+
+        Raises Unavailable when the store cannot be reached.
+        """
         self._forget(session_id)
         await self._store.delete(session_id)
         await self._pools.release(session_id, tenant=self._tenant)
 
     async def after_failure(self, lease: Lease, *, is_useless: bool) -> None:
-        """Finds out what has become of a session whose request failed, and removes it where it is of no use.
+        """Check that a session whose request failed still exists, and remove it where it is of no use.
 
-        Whatever the request failed with, its client may begin it anew, and so bring back what another coordinator has
-        deleted meanwhile.
+        Without the check, a client that repeats the request would bring back a session that was deleted meanwhile
+        through another coordinator.
 
         Args:
-            lease: that the request ran under.
-            is_useless: it was made for this request, which has left nothing in it.
+            lease: lease that the request ran under.
+            is_useless: the session was created for this request, which left nothing in it.
 
         Raises:
-            NotFound: it was deleted meanwhile; its KV is freed here, too, unless it has been begun anew.
-            LeaseLost: another coordinator has taken it over; it stays.
+            NotFound: the session was deleted. Its KV is freed here too, unless the session has been created again.
+            LeaseLost: another coordinator has taken the session over; it stays.
             Unavailable: the store cannot be reached.
         """
         try:

@@ -1,9 +1,8 @@
-"""What a request leaves in the session store, and how any coordinator reads it back to replay it or carry on.
+"""Stores a request in the session store, and reads it back so that any coordinator can replay or continue it.
 
-A record holds the request's parameters with its seed, its turn and where its output starts; the token log holds the
-rest. Randomness is keyed by seed, turn and position, so the distribution goes on where it stopped. What was written or
-read goes back to `turn_preparer`, and with it to `factory`. Not here: leases, replicas (they answer KV_MISS and are
-sent what they lack). Called by `turn_preparer`, `publisher` and `tails`.
+A record holds the request's parameters with its seed, its turn, and the position at which its output starts; the token
+log holds the tokens. Draws are keyed by seed, turn and position, so a resumed request continues with the same
+distribution. `turn_preparer` writes and reads records, `publisher` and `log_repair` encode statistics.
 """
 
 from __future__ import annotations
@@ -36,21 +35,21 @@ class LoggedRequest:
     """All tokens of the session."""
     output: OutputStep
     writer: OutputWriter
-    """Has written `output`; what follows continues its text."""
+    """Writer that has written `output` and continues its text."""
     round_id: int
     stats: RequestStats
     finish_reason: FinishReason | None
-    homes: tuple[KvLocation, ...] = ()
-    """Where the session's KV was left."""
+    kv_locations: tuple[KvLocation, ...] = ()
+    """Replicas that held the session's KV after its previous turn."""
 
 
 async def read_logged_request(
     store: SessionStore, session_id: str, tokenizer: ServedTokenizer, eos_token_ids: Sequence[int]
 ) -> LoggedRequest:
-    """Rebuilds the state of a session's last request from its record and token log.
+    """Rebuild the state of a session's last request from its record and the token log.
 
     Raises:
-        NotFound: no such session, or no request in it.
+        NotFound: the session does not exist, or holds no request.
         SessionLost: the log ends before the output began.
     """
     record, token_ids = await _read_turn(store, session_id)
@@ -69,16 +68,16 @@ async def read_logged_request(
         round_id=record.round_id,
         stats=decode_stats(stored.stats_json),
         finish_reason=stored.finish_reason,
-        homes=record.homes,
+        kv_locations=record.locations,
     )
 
 
 async def _read_turn(store: SessionStore, session_id: str) -> tuple[SessionRecord, list[int]]:
-    """A record with a request, and no fewer tokens than were there by then. Raises NotFound where there is none.
+    """Return a record with a request, and the tokens of the same turn. Raises NotFound where a request is missing.
 
-    They are read one after the other, and once more where the session has changed hands or got another request between
-    them: the tokens may be another turn's, or those of another session of that id. Who takes a session raises its epoch
-    before the next request's beginning is written.
+    Record and tokens are two reads. They are repeated where the session has changed its owner or its request between
+    them, since the tokens may then belong to another turn, or to a new session of the same id. A coordinator that takes
+    a session raises its epoch before it writes the next request.
     """
     record, token_ids = await store.load(session_id), []
     while record is not None and record.request is not None:
@@ -90,12 +89,17 @@ async def _read_turn(store: SessionStore, session_id: str) -> tuple[SessionRecor
 
 
 def _writer_of(record: SessionRecord) -> tuple[int, str | None]:
-    """By whom, and for which request, a session was written last."""
+    """Return the epoch and the request id under which a session was last written."""
     return record.epoch, None if record.request is None else record.request.request_id
 
 
+def no_session(session_id: str) -> NotFound:
+    """Return the error for a session that does not exist."""
+    return NotFound(f"session_id {session_id!r} is not a session", field="session_id")
+
+
 def check_same_request(request: GenerationRequest, request_id: str, digest: str) -> None:
-    """A resumption may leave the request's id out, but not name another; a retry must ask the same."""
+    """Refuse a resumption that names another request id, and a retry whose fields differ from the first call's."""
     if request.request_id and request.request_id != request_id:
         raise InvalidRequest(
             f"request_id must be that of the session's last request, {request_id!r}, got {request.request_id!r}",
@@ -106,11 +110,12 @@ def check_same_request(request: GenerationRequest, request_id: str, digest: str)
 
 
 def check_held(num_held: int, num_output: int, *, has_finished: bool) -> None:
-    """Refuses a caller who holds more output tokens than there are.
+    """Refuse a caller that holds more output tokens than the output has.
 
     Raises:
-        InvalidRequest: the request has ended, with fewer: its end is committed together with its last tokens.
-        SessionLost: it has not; what the caller holds was in the log.
+        InvalidRequest: the request has finished with fewer tokens. Its end is committed together with its last tokens,
+            so none can be missing.
+        SessionLost: the request has not finished. The log held the caller's tokens, and has lost them.
     """
     if num_held > num_output:
         error_type = InvalidRequest if has_finished else SessionLost
@@ -120,7 +125,7 @@ def check_held(num_held: int, num_output: int, *, has_finished: bool) -> None:
 
 
 def check_expected(expected: int | None, session_id: str, num_held: int | None) -> None:
-    """Raises SessionLost when a session, if there is one (else None), holds another number of tokens than expected."""
+    """Raise SessionLost unless the session holds `expected` tokens; `num_held` is None where it does not exist."""
     if expected is not None and expected != (num_held or 0):
         found = "it is gone, so that it holds 0" if num_held is None else f"it holds {num_held}"
         raise SessionLost(
@@ -129,10 +134,10 @@ def check_expected(expected: int | None, session_id: str, num_held: int | None) 
 
 
 def check_left(request: GenerationRequest, record: SessionRecord | None) -> None:
-    """Raises SessionLost where a turn would be appended to one that neither ended nor was left.
+    """Raise SessionLost where a turn would be appended to an unfinished one whose last tokens may be missing.
 
-    Its owner died, or the store lost its end: nobody here knows which. A caller that sends the whole conversation, or
-    says how many tokens the session holds, does not build on what may be lost.
+    Either the owner of the unfinished turn died, or the store lost its end; this coordinator cannot tell which. A
+    request that sends the whole conversation, or names the number of tokens it expects, does not depend on them.
     """
     if record is None or record.request is None or record.request.finish_reason is not None or record.was_left:
         return
@@ -157,7 +162,7 @@ def identity_of(session_id: str, stored: RequestRecord) -> GenerationIdentity:
 
 
 def record_of(identity: GenerationIdentity) -> RequestRecord:
-    """What is stored of a request when it begins; `identity_of` reads it back."""
+    """Return the record that is stored when a request begins; `identity_of` reads it back."""
     return RequestRecord(
         request_id=identity.request_id,
         request_digest=identity.digest,
@@ -168,17 +173,18 @@ def record_of(identity: GenerationIdentity) -> RequestRecord:
 
 
 def encode_parameters(parameters: RequestParameters) -> str:
-    """JSON that `decode_parameters` reads back exactly (floats round-trip)."""
+    """Return JSON that `decode_parameters` reads back exactly (floats round-trip)."""
     sampling = parameters.sampling
-    # Keys of JSON objects are strings, so the bias travels as pairs.
-    law = asdict(replace(sampling.filters, logit_bias={})) | {"logit_bias": list(sampling.filters.logit_bias.items())}
+    # Keys of JSON objects are strings, so the bias is stored as pairs. "law" is the stored name of the filters.
+    filters = asdict(replace(sampling.filters, logit_bias={}))
+    filters["logit_bias"] = list(sampling.filters.logit_bias.items())
     flat = asdict(replace(sampling, filters=SamplingFilters(logit_bias={})))
     speculation = asdict(parameters.speculation)
-    if not parameters.speculation.task:  # which older versions do not read
+    if not parameters.speculation.task:  # older versions refuse the field
         del speculation["task"]
     return json.dumps(
         {
-            "sampling": flat | {"law": law},
+            "sampling": flat | {"law": filters},
             "speculation": speculation,
             "target_fingerprint": parameters.target_fingerprint,
             "target_changed": parameters.target_changed,
@@ -187,15 +193,15 @@ def encode_parameters(parameters: RequestParameters) -> str:
 
 
 def decode_parameters(text: str) -> RequestParameters:
-    """The inverse of `encode_parameters`."""
+    """Return the parameters that `encode_parameters` wrote."""
     fields = json.loads(text)
-    law, sampling, speculation = fields["sampling"].pop("law"), fields["sampling"], fields["speculation"]
-    law |= {
-        "logit_bias": {int(token_id): bias for token_id, bias in law["logit_bias"]},
-        "end_token_ids": tuple(law["end_token_ids"]),
+    filters, sampling, speculation = fields["sampling"].pop("law"), fields["sampling"], fields["speculation"]
+    filters |= {
+        "logit_bias": {int(token_id): bias for token_id, bias in filters["logit_bias"]},
+        "end_token_ids": tuple(filters["end_token_ids"]),
     }
     sampling |= {
-        "filters": SamplingFilters(**law),
+        "filters": SamplingFilters(**filters),
         "stop": tuple(sampling["stop"]),
         "stop_token_ids": tuple(sampling["stop_token_ids"]),
     }
@@ -204,7 +210,7 @@ def decode_parameters(text: str) -> RequestParameters:
         SamplingParams(**sampling),
         SpeculationChoice(**speculation),
         fields["target_fingerprint"],
-        fields.get("target_changed", False),  # a request that an older version stored does not say
+        fields.get("target_changed", False),  # absent in requests that an older version stored
     )
 
 
@@ -214,11 +220,11 @@ _stats_values = attrgetter(*_STATS_FIELDS)
 
 
 def encode_stats(stats: RequestStats) -> str:
-    """JSON that `decode_stats` reads back exactly."""
-    # Once a round: counts, times and a list of counts are JSON as Python prints them.
+    """Return JSON that `decode_stats` reads back exactly."""
+    # Runs once a round, so it avoids json.dumps: Python prints counts, times and lists of counts as JSON does.
     return _STATS_FORMAT % _stats_values(stats)
 
 
 def decode_stats(text: str) -> RequestStats:
-    """The inverse of `encode_stats`; missing counters are 0."""
+    """Return the statistics that `encode_stats` wrote; a missing counter is 0."""
     return RequestStats(**json.loads(text))

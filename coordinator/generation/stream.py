@@ -1,8 +1,8 @@
-"""The published output of a request and its readers: a view of the end of the token log, bounded whoever reads or not.
+"""The published output of a request and its readers.
 
-Committed tokens come from `publisher` as chunks; each reader takes them as events, which `front/servicer` sends to its
-client. A reader who falls too far behind is cut off and resumes from the log. Not here: what is published and when
-(`generation`, `publisher`), reading the log (`request_log`).
+Committed tokens come from `publisher` as chunks. Each reader takes them as events, which `front/servicer` sends to its
+client. The stream holds the last `MAX_BUFFERED_TOKENS` tokens, whether they are read or not: a reader that falls
+further behind is cut off and resumes from the log.
 """
 
 from __future__ import annotations
@@ -17,35 +17,33 @@ from coordinator.text.output import OutputStep
 from specdec.errors import ResourceExhausted, SpecdecError
 from specdec.types import FinishReason
 
-#: Output tokens that are kept for readers who are slower than the generation; the session's log holds them all.
+#: Number of output tokens kept for readers that are slower than the generation. The session's log holds all of them.
 MAX_BUFFERED_TOKENS = 2048
 
 
 class OutputStream:
-    """The end of one request's published output. Readers come and go; none of them slows the others, and one that has
-    fallen too far behind is cut off: what it lacks is in the log, from where it can be resumed.
-    """
+    """The last part of one request's published output. A slow reader does not delay the others."""
 
     def __init__(self, identity: GenerationIdentity) -> None:
         self.identity = identity
         self.num_tokens = 0
         self._chunks: deque[OutputChunk] = deque()
         self._num_dropped = 0
-        """Chunks before those."""
+        """Number of chunks dropped before `_chunks`."""
         self._finished: Finished | None = None
         self._error: SpecdecError | None = None
         self._reading: set[Subscription] = set()
-        self._readers: list[asyncio.Future[None]] = []
-        """Those that have read everything."""
+        self._waiting: list[asyncio.Future[None]] = []
+        """Futures of readers that have read everything."""
 
     @property
     def num_dropped_tokens(self) -> int:
-        """Output tokens that only the log still has."""
+        """Number of leading output tokens that only the log still holds."""
         return self._chunks[0].start if self._chunks else 0
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None until it ended well."""
+        """Reason for which the output ended; None while it grows, and after an error."""
         return None if self._finished is None else self._finished.reason
 
     @property
@@ -53,14 +51,14 @@ class OutputStream:
         return self._finished is not None or self._error is not None
 
     def publish(self, step: OutputStep, provenance: Provenance | None = None) -> None:
-        """Adds one chunk; `provenance` is of tokens that do not come from the log."""
+        """Add one chunk; `provenance` is None for tokens that come from the log."""
         if step.token_ids:
             chunk = OutputChunk(self.num_tokens, step.token_ids, step.texts, provenance)
             self._chunks.append(chunk)
             self.num_tokens = chunk.end
             if self.num_tokens - self._chunks[0].end > MAX_BUFFERED_TOKENS:
                 self._drop_oldest()
-        self._tell()
+        self._wake_readers()
 
     def _drop_oldest(self) -> None:
         while self.num_tokens - self._chunks[0].end > MAX_BUFFERED_TOKENS:
@@ -72,16 +70,16 @@ class OutputStream:
 
     def finish(self, finished: Finished) -> None:
         self._finished = finished
-        self._tell()
+        self._wake_readers()
 
     def fail(self, error: SpecdecError) -> None:
-        """Ends the stream for every reader with an error. A stream that is over stays as it is."""
+        """End the stream for every reader with an error. A stream that is over is not changed."""
         if not self.is_over:
             self._error = error
-            self._tell()
+            self._wake_readers()
 
     async def read(self, reader: Subscription, position: int) -> AsyncGenerator[Event, None]:
-        """Events from output token `position` on, up to the end.
+        """Yield the events from output token `position` on, up to the end.
 
         Raises:
             SpecdecError: what ended the generation early, after everything that was published before.
@@ -113,27 +111,27 @@ class OutputStream:
             if self._finished is not None:
                 yield self._finished
                 return
-            await self._next_news()
+            await self._next_change()
 
     def attach(self, reader: Subscription) -> None:
-        """From here on it is cut off when what it reads next is dropped."""
+        """Cut the reader off, from now on, when a chunk that it has not read is dropped."""
         reader.chunk_index = self._num_dropped
         self._reading.add(reader)
 
     def detach(self, reader: Subscription) -> None:
         self._reading.discard(reader)
 
-    def _next_news(self) -> asyncio.Future[None]:
-        """Done at the next `_tell`."""
-        news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._readers.append(news)
-        return news
+    def _next_change(self) -> asyncio.Future[None]:
+        """Return a future that is done at the next `_wake_readers`."""
+        change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(change)
+        return change
 
-    def _tell(self) -> None:
-        readers, self._readers = self._readers, []
-        for news in readers:
-            if not news.done():
-                news.set_result(None)
+    def _wake_readers(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for change in waiting:
+            if not change.done():
+                change.set_result(None)
 
 
 def _behind() -> ResourceExhausted:
@@ -143,21 +141,31 @@ def _behind() -> ResourceExhausted:
 
 
 class Subscription:
-    """One reader of a generation. Close it: the last reader's going away cancels the generation."""
+    """One reader of a generation. It must be closed: when the last reader closes, the generation is cancelled."""
 
     def __init__(
-        self, stream: OutputStream, start: int, on_close: Callable[[], None], replayed: OutputChunk | None = None
+        self,
+        stream: OutputStream,
+        start: int,
+        on_close: Callable[[SpecdecError | None], None],
+        replayed: OutputChunk | None = None,
     ) -> None:
-        """`replayed`: output from its first token on, read from the log for a reader who needs what is not kept."""
+        """
+        Args:
+            stream: the stream to read.
+            start: index of the first output token to read.
+            on_close: called once, with `behind`.
+            replayed: output from its first token on, read from the log because the stream no longer holds it.
+        """
         self._stream = stream
         self._start = start
-        self._on_close: Callable[[], None] | None = on_close
+        self._on_close: Callable[[SpecdecError | None], None] | None = on_close
         self._task: asyncio.Task[Any] | None = None
         self.replayed = replayed
         self.chunk_index = 0
-        """Of the chunk it takes next, dropped ones counted."""
+        """Index of the next chunk to read, counted with the dropped ones."""
         self.behind: SpecdecError | None = None
-        """Why it was cut off, once it was."""
+        """Error for a reader that was cut off; None for any other."""
         stream.attach(self)
 
     @property
@@ -165,24 +173,24 @@ class Subscription:
         return self._stream.identity
 
     def events(self) -> AsyncGenerator[Event, None]:
-        """Started, then chunks, then Finished. Raises as `OutputStream.read`.
+        """Yield Started, then chunks, then Finished. Raises as `OutputStream.read`.
 
-        To be called by the task that hands the events on. That task may hang in handing one on, to a peer that does
-        not read: when the reader is cut off, the task is cancelled, and `behind` says why.
+        Call it in the task that sends the events on. That task may block in sending to a peer that does not read: when
+        the reader is cut off, the task is cancelled, and `behind` holds the cause.
         """
         self._task = asyncio.current_task()
         return self._stream.read(self, self._start)
 
     def cut(self, reason: SpecdecError) -> None:
-        """Ends the reading. Idempotent."""
+        """End the reading. Idempotent."""
         if self.behind is None:
             self.behind = reason
             if self._task is not None:
                 self._task.cancel()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop reading. Idempotent."""
         self._stream.detach(self)
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
-            on_close()
+            on_close(self.behind)

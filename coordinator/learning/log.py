@@ -1,9 +1,8 @@
-"""The learning log of one tenant: segments written by a thread of its own, and deleted when their time is over.
+"""The learning log of one tenant: segments that a thread of its own writes, and deletes after their retention time.
 
-Nothing here is ever waited for. What comes while too much waits is dropped, what cannot be written is lost, and both
-are counted; the log says so once, not for every segment. Files and their folder are the owner's alone.
-
-Not here: what a segment is (`specdec.learning.log_files`), what goes into it (`turn_record`).
+No request waits for the log. Turns are dropped while the queue is full, and lost where a file cannot be written; both
+are counted, and a failure is logged once, not for every segment. Only the owner may read the files and their folder.
+`specdec.learning.log_files` defines a segment, and `turn_record` makes its contents.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from weakref import WeakKeyDictionary
 from specdec.errors import InvalidRequest
 from specdec.learning.log_files import SUFFIX, LogFacts, LoggedTurn, encode_segment, tenant_folder
 
-#: Pieces that wait for the thread, and bytes of turns that are not written yet; one more is dropped.
+#: Largest number of tasks that wait for the thread, and of bytes of unfinished turns; anything more is dropped.
 MAX_WAITING = 256
 MAX_HELD_BYTES = 64 << 20
 
-#: A segment is written when it has so many bytes, or its first turn has waited so long.
+#: Size and age at which a segment is written.
 SEGMENT_BYTES = 1 << 20
 SEGMENT_AGE_S = 5.0
 
-#: Between two looks at what is too old.
+#: Interval at which old segments are deleted.
 RETENTION_INTERVAL_S = 60.0
 
-#: At the end, for what is still to be written.
+#: Longest time that closing waits for what is still to be written.
 CLOSE_TIMEOUT_S = 5.0
 
 _UNFINISHED = ".unfinished"
@@ -43,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class LearningLog:
-    """Writes what it is given, in a thread of its own that ends with `close`."""
+    """Writes turns in a thread of its own, which ends with `close`."""
 
     def __init__(
         self,
@@ -57,45 +56,45 @@ class LearningLog:
     ) -> None:
         """
         Args:
-            folder: of the logs of all tenants; made where there is none.
-            tenant: whose log it is.
-            max_bytes: of all its segments; the oldest go first.
-            max_age_s: after which a segment is deleted.
-            count: told of output tokens that were written, dropped or failed; from any thread.
-            clock: seconds since 1970.
+            folder: folder of the logs of all tenants; created where it does not exist.
+            tenant: tenant of this log.
+            max_bytes: largest size of all its segments; the oldest are deleted first.
+            max_age_s: age at which a segment is deleted.
+            count: called with the number of output tokens that were written, dropped or failed; from any thread.
+            clock: returns seconds since 1970.
 
         Raises:
-            InvalidRequest: there can be no private folder there.
+            InvalidRequest: no private folder can be created there.
         """
         self._folder = _private_folder(folder, tenant)
         self._max_bytes, self._max_age_s = max_bytes, max_age_s
         self._count, self._clock = count, clock
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._held: WeakKeyDictionary[object, int] = WeakKeyDictionary()
-        """Bytes of turns that go on. The thread's, as all that follows."""
+        """Bytes of unfinished turns. Only the thread uses this field and those below."""
         self._turns: list[LoggedTurn] = []
-        """Of the segment that is written next."""
+        """Turns of the next segment."""
         self._facts: LogFacts | None = None
         self._num_bytes = 0
         self._due_s = 0.0
         self._retention_due_s = 0.0
-        self._has_complained = False
+        self._has_warned = False
         self._thread = threading.Thread(target=self._run, name="learning-log", daemon=True)
         self._thread.start()
 
     def put(self, work: Callable[[], None]) -> bool:
-        """Has the thread do something; False where too much waits. Returns at once."""
+        """Pass work to the thread and return at once; False where the queue is full."""
         if self._waiting.qsize() >= MAX_WAITING:
             return False
         self._waiting.put(work)
         return True
 
     def drop(self, num_tokens: int) -> None:
-        """So many tokens are not logged: something of their turn was dropped. From any thread."""
+        """Count tokens that are not logged because part of their turn was dropped. From any thread."""
         self._count("dropped", num_tokens)
 
     def hold(self, record: object, num_bytes: int) -> bool:
-        """A turn that goes on has so many bytes now; False where it must not. The thread's."""
+        """Note the bytes of an unfinished turn; False where the limit is exceeded. Called in the thread."""
         self._held.pop(record, None)
         if sum(self._held.values()) + num_bytes > MAX_HELD_BYTES:
             return False
@@ -103,7 +102,7 @@ class LearningLog:
         return True
 
     def add(self, facts: LogFacts, turn: LoggedTurn) -> None:
-        """A turn is complete. The thread's."""
+        """Add a complete turn to the next segment. Called in the thread."""
         if facts != self._facts:
             self._write()
         if not self._turns:
@@ -115,7 +114,7 @@ class LearningLog:
             self._write()
 
     def close(self) -> None:
-        """Writes what there is, unless that takes too long. Blocks; idempotent."""
+        """Write the remaining turns, for at most `CLOSE_TIMEOUT_S`. Blocks; idempotent."""
         self._waiting.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
 
@@ -125,11 +124,11 @@ class LearningLog:
             try:
                 is_open = self._step()
             except Exception:
-                _log.exception("the learning log failed")
+                _log.exception("learning log failed")
         self._write()
 
     def _step(self) -> bool:
-        """Does one thing; False once there is nothing more to come."""
+        """Do one piece of work; return False after the last one."""
         now_s = time.monotonic()
         if now_s >= self._retention_due_s:
             self._retention_due_s = now_s + RETENTION_INTERVAL_S
@@ -157,13 +156,13 @@ class LearningLog:
             self._delete_old()
         except OSError as error:
             self._count("failed", num_tokens)
-            self._complain(error)
+            self._warn(error)
             return
-        self._has_complained = False
+        self._has_warned = False
         self._count("written", num_tokens)
 
     def _delete_old(self) -> None:
-        """Deletes what is too old, then the oldest of what is too much, whoever wrote it."""
+        """Delete segments that are too old, then the oldest while all are too large, of any coordinator."""
         try:
             segments = sorted(_segments(self._folder))
             oldest_s = self._clock() - self._max_age_s
@@ -173,16 +172,16 @@ class LearningLog:
                     path.unlink(missing_ok=True)
                     left -= num_bytes
         except OSError as error:
-            self._complain(error)
+            self._warn(error)
 
-    def _complain(self, error: OSError) -> None:
-        if not self._has_complained:
-            self._has_complained = True
-            _log.warning("the learning log cannot be kept in %s: %s", self._folder, error.strerror or error)
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("cannot write the learning log in %s: %s", self._folder, error.strerror or error)
 
 
 def _segments(folder: Path) -> Iterator[tuple[float, int, Path]]:
-    """When each file was written, its bytes and its path: segments, and what was left of one that was not finished."""
+    """Yield the time, size and path of each segment and of each unfinished file."""
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
             status = path.stat()
@@ -191,7 +190,7 @@ def _segments(folder: Path) -> Iterator[tuple[float, int, Path]]:
 
 
 def _write_private(path: Path, content: bytes) -> None:
-    """Writes a file that its owner alone may read; there is all of it or nothing. Raises OSError."""
+    """Write a file that only its owner may read, as a whole or not at all. Raises OSError."""
     unfinished = path.with_suffix(_UNFINISHED)
     try:
         with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -204,14 +203,14 @@ def _write_private(path: Path, content: bytes) -> None:
 
 
 def _private_folder(log: Path, tenant: str) -> Path:
-    """Raises InvalidRequest."""
+    """Return the tenant's folder, created where it does not exist. Raises InvalidRequest."""
     folder = tenant_folder(log, tenant)
     try:
         log.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise PermissionError(0, "it is not a folder of yours that nobody else may enter")
+            raise PermissionError(0, "it must be a folder that this user owns and no other user may enter")
         probe = folder / f"{secrets.token_hex(4)}.probe"
         _write_private(probe, b"")
         probe.unlink()

@@ -1,7 +1,7 @@
-"""Which requests are recorded, and as whose.
+"""Decides which requests go into the learning log, and makes their records.
 
-Not here: what is recorded of one (`turn_record`), files (`log`). One for a coordinator that keeps a learning log;
-called by `generation/generation_factory`.
+A coordinator with a learning log has one recorder, used by `generation/generation_factory`. `turn_record` collects the
+rounds of a request, and `log` writes files.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ class Recorder:
         self._pools = pools
 
     def record(self, setting: RoundSetting, target_fingerprint: str, start: int) -> TurnRecord | None:
-        """The record of a request; None where its distributions say nothing of other requests' ones.
+        """Return the record of a request; None where its distributions are of no use for other requests.
 
         Args:
-            setting: of its rounds.
-            target_fingerprint: of the model that answers it.
-            start: position of the first token that is to come.
+            setting: parameters of the request's rounds.
+            target_fingerprint: fingerprint of the target model.
+            start: position of the next token.
         """
-        if _is_peculiar(setting.filters):
+        if _is_individual(setting.filters):
             return None
         digest = hashlib.blake2b(f"{setting.tenant}\0{setting.session_id}".encode(), digest_size=8).digest()
         facts = LogFacts(target_fingerprint, self._pools.vocabulary_fingerprint, setting.vocabulary_size)
         return TurnRecord(self._log, facts, int.from_bytes(digest), setting.filters.temperature, start)
 
     def close(self) -> None:
-        """Blocks for a moment. Idempotent."""
+        """Close the log. Blocks for up to some seconds. Idempotent."""
         self._log.close()
 
 
-def _is_peculiar(filters: SamplingFilters) -> bool:
-    """Whether more than the model, the temperature and cuts decides the distribution."""
+def _is_individual(filters: SamplingFilters) -> bool:
+    """Return whether the distribution depends on more than the model, the temperature and truncation."""
     return filters.uses_history or bool(filters.logit_bias) or filters.min_new_tokens > 0

@@ -1,8 +1,8 @@
-"""What may come next in a session, found in text that was there before: drafts without a model.
+"""The search for drafts in earlier text, without a model.
 
-`ngram` looks at the session's own text: what followed the last earlier place of its longest repeated suffix. `suffix`
-looks at what its tenant's other sessions have said as well, and takes what has followed most often. Decided from
-committed tokens alone (docs/protocol.md section 9). Not here: what is made of it (`round/lookup_drafts`).
+`ngram` searches the session's own text: it returns what followed the previous occurrence of the longest repeated
+suffix. `suffix` searches the outputs of the tenant's other sessions as well, and returns what has followed most often.
+Both depend on committed tokens alone (docs/protocol.md section 9). `round/lookup_drafts` makes drafts of what is found.
 
 Source: Saxena, "Prompt Lookup Decoding", 2023; Oliaro et al., "SuffixDecoding", 2024 (arXiv:2411.04975).
 """
@@ -16,41 +16,42 @@ from typing import NamedTuple
 from coordinator.lookup.history import TokenHistory
 from coordinator.lookup.suffix_automaton import Match, SuffixAutomaton
 
-#: Shorter matches say next to nothing.
+#: Number of tokens of the shortest useful match.
 LEAST_MATCH = 2
 
-#: Draft tokens for each matched one, at most: a short match ends soon.
+#: Largest number of draft tokens per matched token; the continuation of a short match is soon wrong.
 TOKENS_PER_MATCHED = 2
 
-#: A draft of `suffix` ends where what was seen makes the whole of it less likely than this.
+#: A draft of `suffix` ends where its probability, by the counts in the text, falls below this.
 LEAST_PROBABILITY = 0.2
 
-#: Tokens of a session that are read before one round, at most: some ten milliseconds. A long prompt takes several.
+#: Largest number of session tokens that are read before one round, which takes about 10 ms. A long prompt takes several
+#: rounds.
 MOST_READ_AT_ONCE = 2048
 
-#: Where the history is another one than before, this much of the session's end is matched against it anew.
+#: Number of tokens at the session's end that are matched again where the automata of the history have changed.
 _REMATCHED = 64
 
 
 class LookupKind(StrEnum):
-    """Pools of drafts that need no replica, by their names."""
+    """Pools of drafts found in text, by their names."""
 
     NGRAM = "ngram"
     SUFFIX = "suffix"
 
 
 class _Place(NamedTuple):
-    """Where a session stands in one automaton of the history."""
+    """The match of a session's end in one automaton."""
 
     automaton: SuffixAutomaton
     match: Match
 
 
 class Lookup:
-    """Finds drafts for one session. Give it the session's tokens as they come."""
+    """Searches drafts for one session, whose tokens are passed to `read` as they are committed."""
 
     def __init__(self, kind: LookupKind, history: TokenHistory | None) -> None:
-        """`history`: of the session's tenant, for `suffix`; None: the session's own text alone."""
+        """`history`: text of the tenant's sessions, for `suffix`; None: the session's own text alone."""
         self._kind = kind
         self._history = history if kind is LookupKind.SUFFIX else None
         self._own = SuffixAutomaton()
@@ -59,21 +60,21 @@ class Lookup:
 
     @property
     def num_read(self) -> int:
-        """Tokens of the session that are known here."""
+        """Number of session tokens that have been read."""
         return len(self._token_ids)
 
     def read(self, token_ids: Sequence[int]) -> None:
-        """Takes in the session's next tokens."""
+        """Read the session's next tokens."""
         self._own.extend(token_ids)
         self._token_ids.extend(token_ids)
         self._follow_history(token_ids)
 
     def find(self, max_tokens: int) -> list[int]:
-        """Draft tokens that may follow all that was read, none where nothing that is worth it was found."""
+        """Return at most `max_tokens` draft tokens that may follow the tokens read; none where no match is useful."""
         if self._kind is LookupKind.NGRAM:
             return self._last_repeat(max_tokens)
         candidates = [_Place(self._own, self._own.longest_repeat), *self._places]
-        best = max(candidates, key=lambda place: place.match.length)  # the first of equals: the session's own
+        best = max(candidates, key=lambda place: place.match.length)  # of equal ones the first, the session's own text
         length = best.match.length
         if length < LEAST_MATCH:
             return []
@@ -83,7 +84,7 @@ class Lookup:
         length, end = self._own.longest_repeat.length, self._own.earlier_end
         if length < LEAST_MATCH:
             return []
-        period = len(self._token_ids) - end  # a repeat that overlaps itself goes on as it began
+        period = len(self._token_ids) - end  # a repeat that overlaps itself continues periodically
         count = min(max_tokens, TOKENS_PER_MATCHED * length)
         return [self._token_ids[end + offset % period] for offset in range(count)]
 

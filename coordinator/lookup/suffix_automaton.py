@@ -1,10 +1,9 @@
-"""Every substring of a growing token sequence, how often each was seen, and what has followed it.
+"""A suffix automaton of a growing token sequence: its substrings, their counts, and the tokens that followed them.
 
-A suffix automaton: each state stands for the substrings that end at the same places, and its suffix link leads to the
-longest of their suffixes that ends at more. So the link of the whole sequence's own state is its longest suffix that
-was there before, found without a search. A token costs constant time on average; there are at most two states a token.
-
-Not here: whose tokens these are and how many are kept (`history`), what is drafted of them (`lookup_drafts`).
+Each state stands for the substrings that end at the same positions. Its suffix link leads to the longest suffix of them
+that ends at further positions too. So the link of the state of the whole sequence is its longest repeated suffix, which
+is found without a search. Appending a token takes constant time on average, and adds at most two states. `history`
+limits the number of tokens, and `lookup` makes drafts.
 
 Source: Blumer et al., "The smallest automaton recognizing the subwords of a text", 1985.
 """
@@ -15,11 +14,11 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-#: Ends a sequence inside an automaton: no substring that is asked for contains it.
+#: Token that separates sequences inside an automaton. No search contains it.
 SEPARATOR = -1
 
-#: How many of a token's suffixes are counted, longest first. There may be as many as tokens (a run of one token), but
-#: what is asked for is near the longest.
+#: Number of suffixes that are counted per token, longest first. A run of one token has as many suffixes as tokens, but
+#: searches use the longest ones.
 MAX_COUNTED_SUFFIXES = 32
 
 _ROOT = 0
@@ -28,69 +27,69 @@ _MANY = -2
 
 
 class Match(NamedTuple):
-    """The longest suffix of some sequence that an automaton knows."""
+    """The longest suffix of some sequence that an automaton contains."""
 
     state: int = _ROOT
     length: int = 0
-    """Tokens of the suffix."""
+    """Number of tokens of the suffix."""
 
 
 class SuffixAutomaton:
-    """Grows at its end. Not thread-safe."""
+    """The automaton. Tokens are appended at its end. Not thread-safe."""
 
     def __init__(self) -> None:
         self._num_tokens = 0
         self._last = _ROOT
         self._link = array("i", [_NONE])
         self._length = array("i", [0])
-        """Of the longest substring of each state."""
+        """Length of the longest substring of each state."""
         self._count = array("i", [0])
         self._end = array("i", [0])
-        """Where each state was seen last: tokens up to there."""
-        # A state with one way on keeps it in two numbers, which most have; more ways are in a dict of their own.
+        """Number of tokens up to the last occurrence of each state."""
+        # Most states have one transition, which is kept in two arrays. Further transitions are in a dict per state.
         self._only_token = array("i", [_NONE])
         self._only_next = array("i", [_NONE])
         self._ways: dict[int, dict[int, int]] = {}
         self._earlier_end = 0
 
     def __len__(self) -> int:
-        """Tokens appended, separators included."""
+        """Return the number of appended tokens, separators included."""
         return self._num_tokens
 
     @property
     def longest_repeat(self) -> Match:
-        """The longest suffix of the sequence that it also has elsewhere; it may overlap itself."""
+        """Longest suffix of the sequence that also occurs earlier; the occurrences may overlap."""
         link = self._link[self._last]
         return Match() if link <= _ROOT else Match(link, self._length[link])
 
     @property
     def earlier_end(self) -> int:
-        """Tokens up to the end of the last earlier place of `longest_repeat`; 0 where nothing repeats."""
+        """Number of tokens up to the end of the previous occurrence of `longest_repeat`; 0 where nothing repeats."""
         return self._earlier_end
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens, ids of 0 and above or SEPARATOR."""
+        """Append tokens: ids from 0 on, or SEPARATOR."""
         for token_id in token_ids:
             self._append(token_id)
 
     def advance(self, match: Match, token_id: int) -> Match:
-        """The match of a sequence that has grown by a token."""
+        """Return the match of a sequence after one more token."""
         state, length = match
         while state != _ROOT and self._next(state, token_id) == _NONE:
             state = self._link[state]
-            # Not always shorter: the automaton may have grown since, and a state been divided.
+            # The match may stay as long: the automaton may have grown since, and a state may have been split.
             length = min(length, self._length[state])
         following = self._next(state, token_id)
         return Match() if following == _NONE else Match(following, length + 1)
 
     def continuation(self, match: Match, max_tokens: int, least_probability: float) -> list[int]:
-        """What has most often followed a match, token by token; of equals, what has lately.
+        """Return the most frequent continuation of a match, token by token; of equally frequent ones, the latest.
 
         Args:
-            match: of this automaton.
-            max_tokens: of the answer.
-            least_probability: the answer ends where the product of its tokens' shares falls below. A token's share is
-                its count over that of all that followed the same.
+            match: match in this automaton.
+            max_tokens: largest number of tokens to return.
+            least_probability: the continuation ends where the product of its tokens' shares falls below this. The share
+                of a token is its count divided by the count of all tokens that followed the same match.
         """
         token_ids: list[int] = []
         state, probability = match.state, 1.0
@@ -104,11 +103,11 @@ class SuffixAutomaton:
         return token_ids
 
     def count(self, match: Match) -> int:
-        """How often the matched substring was seen. For the shortest suffixes of long runs too few are counted."""
+        """Return the number of occurrences of a match. It is too low for the shortest suffixes of long runs."""
         return self._count[match.state]
 
     def _most_frequent(self, state: int) -> tuple[int, int, float]:
-        """The token seen most often after a state, the state it leads to (_NONE: none), and its share."""
+        """Return the most frequent token after a state, the state it leads to (_NONE: none), and its share."""
         if self._only_token[state] != _MANY:
             token_id, following = self._only_token[state], self._only_next[state]
             return (token_id, following, 1.0) if token_id != SEPARATOR else (SEPARATOR, _NONE, 0.0)
@@ -131,11 +130,11 @@ class SuffixAutomaton:
         self._count_suffixes(new)
 
     def _suffix_of(self, state: int, token_id: int) -> int:
-        """The state of a state's longest substring and a token that has followed it."""
+        """Return the state of a state's longest substring extended by a token that has followed it."""
         following, length = self._next(state, token_id), self._length[state] + 1
         if self._length[following] == length:
             return following
-        # Its longer substrings end at fewer places from now on: the shorter ones get a state of their own.
+        # Its longer substrings end at fewer positions from now on, so the shorter ones get a state of their own.
         shorter = self._add_state(length)
         self._count[shorter], self._end[shorter] = self._count[following], self._end[following]
         self._only_token[shorter], self._only_next[shorter] = self._only_token[following], self._only_next[following]
@@ -168,7 +167,7 @@ class SuffixAutomaton:
         return len(self._link) - 1
 
     def _next(self, state: int, token_id: int) -> int:
-        """The state after a token; _NONE: the token has not followed."""
+        """Return the state after a token; _NONE where the token has not followed."""
         if self._only_next[state] == _NONE:
             return _NONE
         if self._only_token[state] == _MANY:

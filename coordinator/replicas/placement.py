@@ -1,30 +1,87 @@
-"""Which replicas serve a session, and how many of its tokens each of them agrees on.
+"""Placement: the replicas that serve a session, and how many of the session's tokens each of them holds.
 
-Sticky: a session stays where its KV is while that replica lives, also where another coordinator left it there.
-Otherwise the less loaded of two takes it, or one that holds its first tokens already (`prefix_rule`). Not here:
-connections and liveness (`pool`), rounds. Called by `generation/generation_factory` and by a round's calls
-(`round/draft_calls`, `round/target_calls`).
+Placement is sticky: a session stays where its KV is while that replica lives, also where another coordinator left it.
+Otherwise the less loaded of two replicas takes it, or one that holds the session's first tokens already (`PrefixRule`).
+`generation/generation_factory` and the calls of a round (`round/draft_calls`, `round/target_calls`) use it; `pool`
+holds the replicas.
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from coordinator.replicas.pool import ReplicaPools
-from coordinator.replicas.prefix_rule import PrefixRule
 from coordinator.replicas.replica import DraftReplica, LinkT, Replica, TargetReplica
+from coordinator.replicas.target_wait import wait_for_target
+from specdec.core.forward_time import RunningMean
 from specdec.errors import Unavailable
 from specdec.state.store import KvLocation
 
-#: Sessions remembered between their turns. A forgotten one costs one KV_MISS per replica, nothing else.
+#: Number of sessions remembered between their turns. A forgotten one costs one KV_MISS per replica, nothing else.
 MAX_REMEMBERED_SESSIONS = 65536
+
+#: Assumed rows of a request before the first one has ended: about a hundred tokens, at five rows for four of them.
+FIRST_REQUEST_ROWS = 128.0
+
+
+class PrefixRule:
+    """Decides whether a session goes to a busier replica because that one holds a prefix of its tokens.
+
+    Gain and cost are both counted in rows, the tokens that a forward pass runs, so that the time of a row cancels out:
+
+        gain(replica) = prefix_tokens - num_running * request_rows
+
+    `prefix_tokens` is the number of leading tokens of the session that the replica holds and need not run.
+    `num_running` is the number of sessions that call it now. Each of them shares this session's steps while it runs,
+    and adds `request_rows` to them: the measured rows that a request has lately needed after its prompt. The replica
+    with the largest gain is chosen; of equal ones, the replica that would be chosen without prefixes. So a replica may
+    be busier by one session for every `request_rows` tokens that it saves, and a prefix that all sessions share spreads
+    to as many replicas as the sessions need.
+
+    One rule serves all sessions of a coordinator.
+    """
+
+    def __init__(self) -> None:
+        self._request_rows = RunningMean()
+        self._is_measured = False
+
+    @property
+    def request_rows(self) -> float:
+        """Number of rows that a request adds to a replica's steps after its prompt."""
+        return self._request_rows.value if self._is_measured else FIRST_REQUEST_ROWS
+
+    def note_request(self, num_rows: int) -> None:
+        """Learn from a request that has ended after `num_rows` rows of the target, its prompt's excluded."""
+        self._is_measured = True
+        self._request_rows.observe(num_rows)
+
+    def choose(
+        self, usual: Replica[LinkT], candidates: Sequence[Replica[LinkT]], prefix_tokens: Mapping[str, int]
+    ) -> Replica[LinkT]:
+        """Return the replica for a session.
+
+        Args:
+            usual: replica that the session would get without prefixes.
+            candidates: replicas that may take the session.
+            prefix_tokens: leading tokens of the session by the incarnation that holds them.
+        """
+        best, best_gain = usual, self._gain(usual, prefix_tokens)
+        for replica in candidates:
+            gain = self._gain(replica, prefix_tokens)
+            if replica.incarnation in prefix_tokens and gain > best_gain:
+                best, best_gain = replica, gain
+        return best
+
+    def _gain(self, replica: Replica[Any], prefix_tokens: Mapping[str, int]) -> float:
+        return prefix_tokens.get(replica.incarnation, 0) - replica.num_running * self.request_rows
 
 
 def choose_replica(session_id: str, replicas: Sequence[Replica[LinkT]]) -> Replica[LinkT] | None:
-    """The less loaded of two replicas picked by the session's hash; None when nobody takes new sessions."""
+    """Return the less loaded of two replicas that the session's hash picks; None where none takes new sessions."""
     open_replicas = [replica for replica in replicas if replica.takes_sessions]
     if len(open_replicas) <= 1:
         return open_replicas[0] if open_replicas else None
@@ -36,29 +93,29 @@ def choose_replica(session_id: str, replicas: Sequence[Replica[LinkT]]) -> Repli
 
 
 class SessionReplicas:
-    """One session's replicas. Used by one generation at a time.
+    """The replicas of one session. Only one generation may use it at a time.
 
     Attributes:
-        draft_pool: name of the draft pool the session is routed to, or "" when there is none.
-        target_fingerprint: of the only model that may serve as its target.
+        draft_pool: name of the draft pool that the session is routed to, or "" for none.
+        target_fingerprint: fingerprint of the only model that may serve as its target.
     """
 
     def __init__(self, session_id: str, pools: ReplicaPools, rule: PrefixRule | None = None) -> None:
-        """`rule`: shared by the sessions of a coordinator."""
+        """`rule` is shared by all sessions of a coordinator."""
         self.draft_pool = ""
         self.target_fingerprint = ""
         self._session_id = session_id
         self._pools = pools
         self._rule = rule or PrefixRule()
         self._prefix_tokens: Mapping[str, int] = {}
-        """Leading tokens of the session that replicas were said to hold when its turn began, by incarnation."""
+        """Leading tokens of the session by the incarnation that held them when the turn began."""
         self._target: TargetReplica | None = None
         self._draft: DraftReplica | None = None
         self._agreed_len: dict[str, int] = {}
         self._assumed_len = 0
 
     def choose_target(self, excluded: Collection[TargetReplica] = ()) -> TargetReplica:
-        """The session's target replica: the one it has while that fits, else one that takes it now and counts it.
+        """Return the session's target replica, or a new one where that does not fit.
 
         Raises:
             Unavailable: no target replica of the session's model lives outside `excluded`.
@@ -78,8 +135,16 @@ class SessionReplicas:
         return self._rule.choose(usual, open_replicas, self._prefix_tokens)
 
     def has_target(self, excluded: Collection[TargetReplica]) -> bool:
-        """Whether `choose_target` would find one."""
+        """Return whether `choose_target` would find a replica."""
         return any(replica.takes_sessions and self._fits(replica, excluded) for replica in self._pools.targets())
+
+    def may_wait(self, lost_at_s: float) -> bool:
+        """Return whether the session has no target replica, and may still wait for the one it lost at `lost_at_s`."""
+        return time.monotonic() - lost_at_s < self._pools.target_wait_s and not self.has_target(())
+
+    async def wait_for_target(self, lost_at_s: float) -> None:
+        """Wait for a target replica. Raises Unavailable, as `target_wait.wait_for_target` does."""
+        await wait_for_target(self._pools, lambda: self.has_target(()), self.target_fingerprint, lost_at_s)
 
     def _fits(self, replica: TargetReplica, excluded: Collection[TargetReplica]) -> bool:
         return (
@@ -90,8 +155,8 @@ class SessionReplicas:
         )
 
     def choose_draft(self) -> DraftReplica | None:
-        """The session's draft replica, as `choose_target`; None when its pool has none alive, or none that keeps its
-        deadlines."""
+        """Return the session's draft replica, or a new one where that does not fit; None where the pool has none that
+        lives and meets its deadlines."""
         if self._draft is not None and self._draft.is_in_use and self._draft.pool == self.draft_pool:
             return self._draft
         self._draft = self._choose(self._pools.drafts(self.draft_pool))
@@ -100,41 +165,42 @@ class SessionReplicas:
         return self._draft
 
     def forget_draft(self) -> None:
-        """Lets the next round choose its draft replica afresh."""
+        """Make the next round choose its draft replica anew."""
         self._draft = None
 
     def start_for(self, replica: Replica[Any], committed_len: int) -> int:
-        """Position from which `replica` must be sent tokens; below `committed_len`, so that it gets at least one."""
+        """Return the position from which `replica` must be sent tokens; below `committed_len`, so at least one is."""
         return min(self._agreed_len.get(replica.address, self._assumed_len), committed_len - 1)
 
     def learn(self, replica: Replica[Any], agreed_len: int) -> None:
-        """Notes how many of the session's tokens a replica holds KV for."""
+        """Note for how many of the session's tokens a replica holds KV."""
         self._agreed_len[replica.address] = agreed_len
 
     def truncate_to(self, length: int, *, assumed_len: int = 0) -> None:
-        """Notes that only the first `length` tokens are the session's: what replicas hold beyond is not agreed.
+        """Note that only the first `length` tokens are the session's; KV beyond them is of other tokens.
 
         Args:
-            assumed_len: what a replica that nothing is known of is assumed to hold. A wrong guess costs a KV_MISS; 0
-                costs sending everything.
+            length: number of tokens of the session.
+            assumed_len: number of tokens that a replica is assumed to hold if nothing is known about it. A wrong guess
+                costs a KV_MISS; 0 costs sending all tokens.
         """
         self._assumed_len = assumed_len
         for address, agreed_len in self._agreed_len.items():
             self._agreed_len[address] = min(agreed_len, length)
 
-    def begin_turn(self, agreed_len: int, homes: Sequence[KvLocation], prefix_tokens: Mapping[str, int]) -> None:
-        """Notes what the store and the directory say when a turn begins, once pool and model are set.
+    def begin_turn(self, agreed_len: int, locations: Sequence[KvLocation], prefix_tokens: Mapping[str, int]) -> None:
+        """Note what the store and the prefix directory say when a turn begins, once pool and model are set.
 
         Args:
-            agreed_len: as `truncate_to` was told.
-            homes: where the session's KV was left last, by whichever coordinator; those that still live get it back.
+            agreed_len: number of tokens of the session, as given to `truncate_to`.
+            locations: replicas where a coordinator last left the session's KV. Those that still live get it back.
             prefix_tokens: leading tokens of the session by the incarnation that holds them.
         """
         self._prefix_tokens = prefix_tokens
-        lengths = {home.incarnation: min(home.num_tokens, agreed_len) for home in homes}
+        lengths = {location.incarnation: min(location.num_tokens, agreed_len) for location in locations}
         if not lengths:
             return
-        self._assumed_len = 0  # nobody else holds any of it
+        self._assumed_len = 0  # no other replica holds any of the session
         for target in self._pools.targets():
             if target.incarnation in lengths and target.takes_sessions:
                 self._target = self._take_back(target, self._target, lengths)
@@ -151,14 +217,14 @@ class SessionReplicas:
         return replica
 
     def end_turn(self, num_rows: int | None) -> None:
-        """A request of the session has ended, well after so many rows of the target, its prompt's left out."""
+        """Note that a request has ended; `num_rows`: target rows after its prompt, None where it failed."""
         self._prefix_tokens = {}
         if num_rows is not None:
             self._rule.note_request(num_rows)
 
     @property
     def num_held(self) -> dict[str, int]:
-        """Leading tokens of the session that its replicas hold, by incarnation."""
+        """Number of leading tokens that the session's replicas hold, by incarnation."""
         counts = {
             replica.incarnation: self._agreed_len.get(replica.address, 0)
             for replica in (self._target, self._draft)
@@ -167,13 +233,13 @@ class SessionReplicas:
         return {incarnation: count for incarnation, count in counts.items() if count}
 
     @property
-    def homes(self) -> list[KvLocation]:
-        """Where the session's KV is now."""
+    def locations(self) -> list[KvLocation]:
+        """Replicas that hold the session's KV now."""
         return [KvLocation(incarnation, count) for incarnation, count in self.num_held.items()]
 
 
 class Placement:
-    """The replicas of every session this coordinator has served lately."""
+    """The replicas of every session that this coordinator has served lately."""
 
     def __init__(self, pools: ReplicaPools, *, capacity: int = MAX_REMEMBERED_SESSIONS) -> None:
         self._pools = pools
@@ -182,7 +248,7 @@ class Placement:
         self._sessions: OrderedDict[str, SessionReplicas] = OrderedDict()
 
     def session(self, session_id: str) -> SessionReplicas:
-        """A session's replicas; new ones for a session not seen before."""
+        """Return a session's replicas; new ones for an unknown session."""
         replicas = self._sessions.pop(session_id, None) or SessionReplicas(session_id, self._pools, self.rule)
         self._sessions[session_id] = replicas
         while len(self._sessions) > self._capacity:

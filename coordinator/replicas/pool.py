@@ -1,36 +1,33 @@
-"""The draft and target replicas a coordinator can reach: connections, vocabulary check, liveness.
+"""The draft and target replicas that a coordinator can reach: connections, checks of the vocabulary, liveness.
 
-Replicas come from static endpoints or from the registry, polled. A replica is used once `GetEngineInfo` answered and
-its vocabulary is the tokenizer's; it is dead from a failed call until it answers again. One that turns out to be
-another service or to have another vocabulary is left out until it fits. Not here: which session goes where
-(`placement`), what one replica is (`replica`), what is sent (`round/session_calls`).
+Replicas come from static endpoints or from the registry, which is polled. A replica is used once it has described
+itself with the tokenizer's vocabulary. A failed call takes it out of use until it answers again; one that turns out to
+be another service, or to have another vocabulary, is left out until it fits. `placement` decides which session goes to
+which replica, `replica` is one of them, and `round/session_calls` sends the calls.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
+from coordinator.replicas.draft_pool_names import DraftPoolNames, local_drafts, unknown_pool
+from coordinator.replicas.endpoints import Endpoint, ReplicaEndpoints
 from coordinator.replicas.replica import DRAFT, TARGET, DraftReplica, Replica, TargetReplica
-from specdec.errors import NotFound, SpecdecError, Unavailable, Unsupported, VocabularyMismatch
+from specdec.errors import SpecdecError, Unavailable, Unsupported, VocabularyMismatch
 from specdec.rpc.client import DraftLink, TargetLink
 from specdec.state.store import ReplicaRegistry
 from specdec.tenant import DEFAULT_TENANT
 from specdec.types import EngineInfo
 
-#: Least time between two looks at the replicas, however often they are in doubt.
+#: Shortest time between two polls, however often a replica is in doubt.
 MIN_POLL_INTERVAL_S = 0.05
 
-#: Names of draft pools that are kept, the targets' own drafts among them: for each there are figures.
-MAX_POOLS = 256
-
-#: Of them, so many are told where one is not found.
-_MAX_TOLD = 16
-
-#: A poll waits for so long at most: one hung replica must not keep it from the others.
+#: Longest time that one poll waits, so that a hung replica does not delay the others.
 POLL_PATIENCE_S = 1.0
 
 _log = logging.getLogger(__name__)
@@ -48,46 +45,47 @@ class ReplicaPools:
         vocabulary_fingerprint: str,
         open_link: LinkFactory,
         *,
-        static_endpoints: Collection[tuple[str, str]] = (),
+        static_endpoints: Collection[Endpoint] = (),
         registry: ReplicaRegistry | None = None,
         lookup_pools: Sequence[str] = (),
         first_model_pool: str = "",
         poll_interval_s: float = 1.0,
+        target_wait_s: float = 0.0,
         on_readiness: Callable[[bool], Awaitable[None]] | None = None,
     ) -> None:
         """
         Args:
-            vocabulary_fingerprint: the tokenizer's.
-            open_link: how replicas are called.
-            static_endpoints: (role, HOST:PORT); with any of them the registry is not asked.
-            lookup_pools: names of the pools of drafts that are found in text, by this coordinator itself.
-            first_model_pool: the pool of draft replicas that comes before the others; those are in order of name.
-            on_readiness: awaited whenever the answer to "is a target replica connected" changes.
+            vocabulary_fingerprint: fingerprint of the tokenizer's vocabulary.
+            open_link: opens the link to a replica.
+            static_endpoints: (role, HOST:PORT); with any of them the registry is not read.
+            registry: where replicas are registered.
+            lookup_pools: names of the pools of drafts that are found in text.
+            first_model_pool: pool of draft replicas that comes first; the others are in order of name.
+            poll_interval_s: seconds between two polls.
+            target_wait_s: seconds that a request waits for a lost target replica (`target_wait`).
+            on_readiness: awaited whenever it changes whether a target replica is connected.
         """
         self.vocabulary_fingerprint = vocabulary_fingerprint
         self.lookup_pools = tuple(lookup_pools)
-        self._first_model_pool = first_model_pool
+        self.target_wait_s = target_wait_s
+        self._names = DraftPoolNames(lookup_pools, first_model_pool)
         self._open_link = open_link
-        self._static = frozenset(static_endpoints)
-        self._registry = None if static_endpoints else registry
+        self._endpoints = ReplicaEndpoints(static_endpoints, registry)
         self._poll_interval_s = poll_interval_s
         self._on_readiness = on_readiness
-        self._replicas: dict[tuple[str, str], Replica[Any]] = {}
-        """By role and address, in that order."""
-        self._named: dict[tuple[str, str], str] = {}
-        """Incarnation of each replica when it was last named."""
-        self._draft_pool_names: set[str] = set()
-        self._local_pool_names: dict[str, None] = {}
-        """What targets have said they draft with by themselves, in that order."""
-        self._checks: dict[tuple[str, str], asyncio.Task[None]] = {}
-        """Those under way."""
+        self._replicas: dict[Endpoint, Replica[Any]] = {}
+        """Replicas by role and address, sorted."""
+        self._checks: dict[Endpoint, asyncio.Task[None]] = {}
+        """Checks under way."""
         self._was_ready = False
         self._has_been_ready = False
+        self._targets_lost_at_s = 0.0
         self._last_target_info: EngineInfo | None = None
         self._doubt = asyncio.Event()
+        self._target_described = asyncio.Event()
 
     def targets(self) -> list[TargetReplica]:
-        """Every target replica that ever described itself, alive or not, by address."""
+        """Return every target replica that has ever described itself, alive or not, by address."""
         return self._known(TARGET)
 
     def drafts(self, pool: str) -> list[DraftReplica]:
@@ -101,12 +99,12 @@ class ReplicaPools:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a target replica can serve now."""
+        """True while a target replica lives."""
         return any(replica.is_alive for replica in self.targets())
 
     @property
     def target_info(self) -> EngineInfo:
-        """What is served, as the target replicas describe it; the last known while none is reachable.
+        """Description of what is served, by the target replicas; the last known one while none can be reached.
 
         Raises:
             Unavailable: no target replica has been connected yet.
@@ -122,8 +120,26 @@ class ReplicaPools:
         return self._last_target_info
 
     def serves(self, target_fingerprint: str) -> bool:
-        """Whether a live target replica has this model."""
+        """Return whether a live target replica serves this model."""
         return any(replica.is_alive and replica.model == target_fingerprint for replica in self.targets())
+
+    def is_registered(self, replica: Replica[Any]) -> bool:
+        """Return whether the registry last held the process that described itself as this replica."""
+        return replica.info is not None and self._endpoints.holds(
+            (replica.role, replica.address), replica.info.incarnation
+        )
+
+    @property
+    def targets_lost_at_s(self) -> float:
+        """Time at which the last live target replica was lost, by `time.monotonic`; now while one lives."""
+        return time.monotonic() if self._was_ready else self._targets_lost_at_s
+
+    async def next_target(self, timeout_s: float) -> None:
+        """Return when a target replica next describes itself, or after `timeout_s`."""
+        self._target_described.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._target_described.wait()
 
     @property
     def max_context_tokens(self) -> int:
@@ -133,15 +149,15 @@ class ReplicaPools:
 
     @property
     def max_gamma(self) -> int:
-        """Most draft tokens a round that every live replica allows."""
+        """Largest number of draft tokens per round that every replica allows."""
         return min([self.target_info.max_gamma, *(r.info.max_gamma for r in self.all_replicas() if r.info)])
 
     def route_draft(self, pool: str, *, is_settled: bool = True) -> str:
-        """The draft pool of a request that asked for `pool` ("": any); "" when there is no draft pool at all.
+        """Return the draft pool of a request that names `pool` ("": any); "" where no draft pool is known.
 
         Args:
-            pool: as asked for.
-            is_settled: whether a request that asked for any gets one now, and keeps it; else "".
+            pool: pool that the request names.
+            is_settled: whether a request that names none gets one now, and keeps it; else "".
 
         Raises:
             NotFound: no draft pool of that name has ever been seen.
@@ -152,102 +168,93 @@ class ReplicaPools:
             return ""
         if not pool and (named := (*self.lookup_pools, *self.local_pools)):
             return named[0]
-        if pool in self._local_pool_names:
+        if pool in self._names.local:
             return pool
-        if pool and pool not in self._draft_pool_names:
-            raise self._unknown(pool, "speculation.draft_pool", self._all_draft_pools())
+        if pool and pool not in self._names.models:
+            raise unknown_pool(pool, "speculation.draft_pool", self._names.all)
         return self.model_pool(pool)
 
     def require_model_pool(self, pool: str) -> None:
-        """Raises NotFound where no draft replica of that pool has ever been seen."""
-        if pool not in self._draft_pool_names:
-            raise self._unknown(pool, "draft_pool", self._draft_pool_names)
-
-    def _all_draft_pools(self) -> set[str]:
-        return {*self._draft_pool_names, *self.lookup_pools, *self._local_pool_names}
-
-    def _unknown(self, pool: str, field: str, known: Collection[str]) -> NotFound:
-        told = ", ".join(sorted(known)[:_MAX_TOLD]) or "none"
-        more = f" and {len(known) - _MAX_TOLD} more" if len(known) > _MAX_TOLD else ""
-        words = f"{field} {pool[:64]!r} is not a draft pool; there are {told}{more}"
-        return NotFound(words, reason="POOL_NOT_FOUND", field=field)
+        """Raise NotFound where no draft replica of that pool has ever been seen."""
+        if pool not in self._names.models:
+            raise unknown_pool(pool, "draft_pool", self._names.models)
 
     def live_model_pools(self) -> list[str]:
-        """Names of the pools with a draft replica that can be used, the first one first, shadows
-        included."""
-        return self._in_order({replica.pool for replica in self._known(DRAFT) if replica.is_in_use})
-
-    def _in_order(self, model_pools: Iterable[str]) -> list[str]:
-        return sorted(model_pools, key=lambda name: (name != self._first_model_pool, name))
+        """Return the pools that have a usable draft replica, shadows included, in the order in which requests get
+        them."""
+        return self._names.in_order({replica.pool for replica in self._known(DRAFT) if replica.is_in_use})
 
     def open_model_pools(self) -> list[str]:
-        """Of those, the ones that a request gets that names none: no shadow, unless there is nothing else."""
+        """Return those pools without shadows, which requests get by name only; with them where all are shadows."""
         live = [replica for replica in self._known(DRAFT) if replica.is_in_use]
-        return self._in_order({replica.pool for replica in live if not is_shadow(replica)}) or self.live_model_pools()
+        pools = {replica.pool for replica in live if not is_shadow(replica)}
+        return self._names.in_order(pools) or self.live_model_pools()
 
     @property
     def local_pools(self) -> tuple[str, ...]:
-        """What live targets draft with by themselves: pools that need no draft replica."""
-        live = {name for replica in self.targets() if replica.is_alive for name in _local_drafts(replica)}
-        return tuple(name for name in self._local_pool_names if name in live)
+        """Pools in which live targets draft by themselves, without a draft replica."""
+        live = {name for replica in self.targets() if replica.is_alive for name in local_drafts(replica)}
+        return tuple(name for name in self._names.local if name in live)
 
     def local_targets(self, pool: str) -> list[TargetReplica]:
-        """Target replicas that draft in `pool` by themselves, alive or not."""
-        return [replica for replica in self.targets() if pool in _local_drafts(replica)]
+        """Return the target replicas that draft in `pool` by themselves, alive or not."""
+        return [replica for replica in self.targets() if pool in local_drafts(replica)]
 
     def local_gamma(self, pool: str) -> int:
-        """Most draft tokens that every live target drafts in `pool`."""
-        told = [
+        """Return the largest number of draft tokens that every live target drafts in `pool`."""
+        limits = [
             dict(zip(replica.info.local_drafts, replica.info.local_gammas, strict=False)).get(pool, 0)
             for replica in self.targets()
             if replica.is_alive and replica.info
         ]
-        return min([self.target_info.max_gamma, *(gamma for gamma in told if gamma)])
+        return min([self.target_info.max_gamma, *(gamma for gamma in limits if gamma)])
 
     def local_pool(self, pool: str) -> str:
-        """The local drafts of a request routed to `pool`: those, or where it was routed to text the first there are;
-        "" for none."""
-        if pool in self._local_pool_names:
+        """Return the local drafts of a request routed to `pool`, or the first ones where that is a pool of found
+        drafts; "" for none."""
+        if pool in self._names.local:
             return pool
         return next(iter(self.local_pools), "") if pool in self.lookup_pools else ""
 
     def model_pool(self, pool: str) -> str:
-        """The pool of draft replicas of a request routed to `pool`: that, which has none where the target drafts, or
-        any where text is looked into first."""
+        """Return the pool of draft replicas of a request routed to `pool`: itself, or the first one where the request
+        is routed to drafts found in text, or names no pool."""
         if pool and pool not in self.lookup_pools:
             return pool
         live = {replica.pool: is_shadow(replica) for replica in self._known(DRAFT) if replica.is_alive}
-        names = {name for name, shadow in live.items() if not shadow} or live or self._draft_pool_names
-        return next(iter(self._in_order(names)), "")
+        names = {name for name, shadow in live.items() if not shadow} or live or self._names.models
+        return next(iter(self._names.in_order(names)), "")
 
     async def poll(self) -> None:
-        """Looks at every replica once: connects new ones, revives and buries old ones.
+        """Check every replica once: connect new ones, bring answering ones back, remove those that left.
 
         Raises:
-            VocabularyMismatch: a static endpoint serves another vocabulary before a target replica was ever connected.
-                Later, and for discovered replicas, the replica is left out and logged: what streams goes on.
+            VocabularyMismatch: a static endpoint serves another vocabulary before any target replica was connected.
+                Later, and for registered replicas, the replica is left out and logged, and running streams go on.
         """
-        endpoints = await self._endpoints()
-        for key in self._replicas.keys() - endpoints.keys():
-            if self._stays(key):
+        endpoints = await self._endpoints.read(self._replicas)
+        for key in self._replicas.keys() - endpoints:
+            if self._stays(self._replicas[key]):
                 continue
             if check := self._checks.pop(key, None):
                 check.cancel()
-            self._named.pop(key, None)
+            self._endpoints.forget(key)
             await self._replicas.pop(key).link.close()
-        self._named |= endpoints
-        for key in sorted(endpoints.keys() - self._replicas.keys()):
+        for key in sorted(endpoints - self._replicas.keys()):
             self._replicas[key] = Replica(*key, self._open_link(*key))
             self._replicas[key].on_doubt = self._doubt.set
             self._replicas = dict(sorted(self._replicas.items()))
         await self._check_all()
         if self.is_ready != self._was_ready:
             self._was_ready, self._has_been_ready = self.is_ready, True
+            if not self._was_ready:
+                self._targets_lost_at_s = time.monotonic()
+                _log.warning("lost the last target replica: requests wait up to %g s for one", self.target_wait_s)
             if self._on_readiness is not None:
                 await self._on_readiness(self._was_ready)
 
     async def watch(self) -> None:
-        """Polls for ever, at once where a replica is in doubt. Raises as `poll` does."""
+        """Poll forever, at once where a replica is in doubt. Raises as `poll` does."""
         while True:
             self._doubt.clear()
             await self.poll()
@@ -257,51 +264,30 @@ class ReplicaPools:
                     await self._doubt.wait()
 
     async def close(self) -> None:
-        """Closes every connection. Idempotent."""
+        """Close every connection. Idempotent."""
         for check in self._checks.values():
             check.cancel()
         replicas, self._replicas = list(self._replicas.values()), {}
         await asyncio.gather(*(replica.link.close() for replica in replicas))
 
     async def release(self, session_id: str, *, tenant: str = DEFAULT_TENANT) -> None:
-        """Asks every live replica to free the KV of a tenant's session. A replica that cannot be reached will evict it
-        itself."""
+        """Request that every live replica frees the KV of a session. One that cannot be reached evicts it later."""
         live = [replica for replica in self.all_replicas() if replica.is_alive]
         results = await asyncio.gather(
             *(replica.link.release([session_id], tenant=tenant) for replica in live), return_exceptions=True
         )
         for replica, result in zip(live, results, strict=True):
             if isinstance(result, BaseException):
-                _log.warning("releasing a session on %s failed: %s", replica.address, result)
+                _log.warning("replica %s failed to release a session: %s", replica.address, result)
 
-    async def _endpoints(self) -> dict[tuple[str, str], str]:
-        """Of each replica that is named, its process as it described itself there; "" where nobody asked."""
-        if self._registry is None:
-            return dict.fromkeys(self._static, "")
-        try:
-            return {
-                (role, record.address): record.engine.incarnation
-                for role in (DRAFT, TARGET)
-                for record in await self._registry.replicas(role)
-            }  # fmt: skip
-        except SpecdecError as error:
-            # Without the registry the replicas we have go on serving.
-            _log.warning("the replica registry cannot be read: %s", error)
-            return {key: self._named.get(key, "") for key in self._replicas}
-
-    def _stays(self, key: tuple[str, str]) -> bool:
-        """Whether a replica that the registry names no more is used on: its record ran out or was lost with a Redis,
-        and the process that was named still answers here. One that leaves says that it drains, and then nothing."""
-        replica = self._replicas[key]
-        return (
-            replica.is_alive
-            and replica.info is not None
-            and not replica.info.draining
-            and replica.info.incarnation == self._named.get(key)
-        )
+    def _stays(self, replica: Replica[Any]) -> bool:
+        """Return whether a replica that is no longer registered stays in use: its record expired or was lost with a
+        Redis, and the registered process still answers. One that leaves drains first, and then stops answering."""
+        is_serving = replica.is_alive and replica.info is not None and not replica.info.draining
+        return is_serving and self.is_registered(replica)
 
     async def _check_all(self) -> None:
-        """Checks every replica. What a hung one takes beyond `POLL_PATIENCE_S` goes on beside the next polls."""
+        """Check every replica. A check that takes longer than `POLL_PATIENCE_S` goes on during the next polls."""
         for key, replica in self._replicas.items():
             if key not in self._checks:
                 self._checks[key] = asyncio.create_task(self._check(key, replica), name=f"check {replica.address}")
@@ -312,12 +298,14 @@ class ReplicaPools:
                 del self._checks[key]
                 check.result()
 
-    async def _check(self, key: tuple[str, str], replica: Replica[Any]) -> None:
+    async def _check(self, key: Endpoint, replica: Replica[Any]) -> None:
         try:
             await replica.describe(self.vocabulary_fingerprint)
-            self._note_pools(replica)
+            self._names.note(replica)
+            if replica.role == TARGET:
+                self._target_described.set()
         except VocabularyMismatch as error:
-            if key in self._static and not self._has_been_ready:
+            if key in self._endpoints.static and not self._has_been_ready:
                 raise
             replica.refuse(error)
         except Unsupported as error:
@@ -325,23 +313,7 @@ class ReplicaPools:
         except (SpecdecError, TimeoutError) as error:
             replica.fail(error)
 
-    def _note_pools(self, replica: Replica[Any]) -> None:
-        """Raises Unsupported: a name of its pools is taken, or there are too many."""
-        names = (replica.pool,) if replica.role == DRAFT else _local_drafts(replica)
-        if name := next((name for name in names if name in self.lookup_pools), ""):
-            raise Unsupported(f"{replica.address} calls its pool {name}, which is the coordinator's own")
-        if len(self._all_draft_pools().union(names)) > MAX_POOLS:
-            raise Unsupported(f"{replica.address} adds to {MAX_POOLS} names of draft pools, the most there may be")
-        if replica.role == DRAFT:
-            self._draft_pool_names.add(replica.pool)
-        else:
-            self._local_pool_names |= dict.fromkeys(names)
-
 
 def is_shadow(replica: DraftReplica) -> bool:
-    """Whether requests get a replica's pool by name or promotion alone."""
+    """Return whether requests get a replica's pool only by its name or by a promotion."""
     return replica.info is not None and replica.info.shadow
-
-
-def _local_drafts(replica: Replica[Any]) -> tuple[str, ...]:
-    return replica.info.local_drafts if replica.role == TARGET and replica.info else ()

@@ -1,13 +1,12 @@
-"""The directory of prefixes as a coordinator uses it: read when a session begins, written behind its turns.
+"""The coordinator's use of the prefix directory: it is read when a turn begins, and written in the background.
 
-A prompt's prefixes are looked up, and told of, at growing depths: 4 blocks (64 tokens), 8, 16 and so on, and the last
-full block. That finds, of a prefix that sessions share, at least half; which replica holds it is what matters, for that
-one finds the whole by itself. Below four blocks nothing is worth a look.
+A prompt's prefixes are looked up and noted at growing lengths: 4 blocks (64 tokens), 8, 16 and so on, and the last full
+block. So at least half of a shared prefix is found, which is enough to name the replica; that one finds the whole
+prefix in its own cache. Prefixes below four blocks are not worth a lookup.
 
-Nothing waits for it: what is not answered in time is not known, what cannot be written is dropped, and placement is
-then what it is without. The answer goes, with a session's beginning, to `placement`. Not here: what is made of the
-answer (`prefix_rule`, `placement`), the entries themselves (`specdec.state.prefix_directory`). Called by
-`generation/turn_preparer` and `generation/generation`.
+No request waits long for the directory. An answer that is late counts as unknown, a note that cannot be written is
+dropped, and placement then works as without a directory. `generation/turn_preparer` looks prefixes up and hands the
+answer to `placement`; `generation/generation` notes them; `specdec.state.prefix_directory` holds the entries.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from specdec.errors import SpecdecError
 from specdec.state.store import PrefixDirectory
 from specdec.types import BLOCK_TOKENS
 
-#: Shortest prefix that is looked at, in blocks; every chain begins with it.
+#: Length of the shortest prefix, in blocks. Every chain begins with it.
 LEAST_BLOCKS = 4
 
-#: How long the beginning of a turn may wait for an answer. It is asked for together with the session's lease, so that
-#: there is something to wait for only where the store answers that and what follows, and this not.
+#: Longest time that the beginning of a turn waits for an answer. The lookup is sent together with the request for the
+#: session's lease, so a wait remains only where the store has answered the lease and all that follows, and not this.
 LOOK_UP_TIMEOUT_S = 0.1
 
-#: Notes under way at most; one more is dropped.
+#: Largest number of notes under way; one more is dropped.
 MAX_NOTES = 64
 
 _log = logging.getLogger(__name__)
 
 
 def prefix_lengths(num_tokens: int) -> list[int]:
-    """Lengths, in tokens, of the prefixes that are looked at of so many tokens: rising, block by block."""
+    """Return the lengths, in tokens, of the prefixes of `num_tokens` tokens that are noted, in rising order."""
     num_blocks = num_tokens // BLOCK_TOKENS
     depths = []
     depth = LEAST_BLOCKS
@@ -47,7 +46,7 @@ def prefix_lengths(num_tokens: int) -> list[int]:
 
 
 class Prefixes:
-    """The directory, or none. Used from one event loop."""
+    """Uses the directory, or does nothing where there is none. Used from one event loop."""
 
     def __init__(self, directory: PrefixDirectory | None) -> None:
         self._directory = directory
@@ -56,11 +55,11 @@ class Prefixes:
         self._is_answered = True
 
     def look_up(self, num_tokens: int, hash_at: Callable[[int], bytes]) -> asyncio.Task[dict[str, int]]:
-        """Begins to ask how much of a session's tokens replicas hold; `answer` has what came of it.
+        """Start the lookup of how many of a session's tokens each replica holds; `answer` returns its result.
 
         Args:
-            num_tokens: of the session.
-            hash_at: their chain hash at a length.
+            num_tokens: number of tokens of the session.
+            hash_at: returns the chain hash of the tokens at a length.
         """
         looking_up = asyncio.create_task(self._ask(num_tokens, hash_at))
         self._look_ups.add(looking_up)
@@ -68,20 +67,20 @@ class Prefixes:
         return looking_up
 
     async def answer(self, looking_up: asyncio.Task[dict[str, int]]) -> dict[str, int]:
-        """Leading tokens by a replica's incarnation; nothing where nobody says so in time."""
+        """Return the number of leading tokens by incarnation; empty where no answer came in time."""
         await asyncio.wait([looking_up], timeout=LOOK_UP_TIMEOUT_S)
         if looking_up.done():
             return {} if looking_up.cancelled() else looking_up.result()
         looking_up.cancel()
-        self._tell_once("no answer in time")
+        self._warn_once(f"no answer within {LOOK_UP_TIMEOUT_S:g} s")
         return {}
 
     def note(self, hash_at: Callable[[int], bytes], num_held: Mapping[str, int]) -> None:
-        """Begins to write down how many leading tokens of a session replicas hold; nobody waits for it.
+        """Start to note in the background how many leading tokens of a session each replica holds.
 
         Args:
-            hash_at: chain hash of the session's tokens at a length.
-            num_held: tokens by a replica's incarnation.
+            hash_at: returns the chain hash of the session's tokens at a length.
+            num_held: number of tokens by incarnation.
         """
         lengths = prefix_lengths(max(num_held.values(), default=0))
         if self._directory is None or not lengths or len(self._notes) >= MAX_NOTES:
@@ -96,7 +95,7 @@ class Prefixes:
         writing.add_done_callback(self._notes.discard)
 
     async def close(self) -> None:
-        """Gives up what is under way. Idempotent."""
+        """Cancel lookups and notes under way. Idempotent."""
         under_way = [*self._notes, *self._look_ups]
         for task in under_way:
             task.cancel()
@@ -109,7 +108,7 @@ class Prefixes:
         try:
             holders = await self._directory.holders([hash_at(length) for length in lengths])
         except SpecdecError as error:
-            self._tell_once(error.message)
+            self._warn_once(error.message)
             return {}
         self._is_answered = True
         return {holder: length for length, names in zip(lengths, holders, strict=True) for holder in names}
@@ -118,10 +117,10 @@ class Prefixes:
         try:
             await directory.note(chain_hashes, counts)
         except SpecdecError as error:
-            self._tell_once(error.message)
+            self._warn_once(error.message)
 
-    def _tell_once(self, reason: str) -> None:
-        """Logs the first failure after an answer."""
+    def _warn_once(self, reason: str) -> None:
+        """Log the first failure after an answer."""
         if self._is_answered:
             self._is_answered = False
-            _log.warning("the directory of prefixes cannot be used: %s", reason)
+            _log.warning("prefix directory unavailable: %s", reason)

@@ -1,16 +1,17 @@
-"""One draft or target replica as a coordinator sees it: its link, what it said it is, whether it lives.
+"""One draft or target replica as a coordinator sees it: its link, its description, and whether it answers in time.
 
-Not here: which replicas there are and when they are looked at (`pool`), which session goes where (`placement`).
+`pool` holds the replicas and polls them; `placement` decides which session goes to which one. The deadlines themselves
+are in `round/draft_deadline`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from coordinator.replicas.replica_health import ReplicaHealth
 from specdec.errors import SpecdecError, Unsupported, VocabularyMismatch
 from specdec.rpc.client import DraftLink, TargetLink
 from specdec.settings.pool_names import check_pool_name
@@ -19,22 +20,94 @@ from specdec.types import EngineInfo
 DRAFT = "draft"
 TARGET = "target"
 
-#: How long a replica may take to describe itself before it counts as dead.
+#: Longest time that a replica may take to describe itself before it counts as dead.
 DESCRIBE_TIMEOUT_S = 5.0
 
-#: Kinds of drafts that one target makes by itself; ours have some few.
+#: Largest number of local drafts of one target; real targets have a few.
 MAX_LOCAL_DRAFTS = 64
 
-#: Of a process's name for itself; ours have 16.
+#: Longest incarnation that is accepted; real ones have 16 characters.
 MAX_INCARNATION_CHARS = 64
+
+#: Pause before a replica that missed its deadline is called again, by one session; each failed trial doubles it.
+FIRST_PAUSE_S = 1.0
+MAX_PAUSE_S = 60.0
+
+#: Largest factor on the deadlines of a replica that was slow. It doubles each time, until the replica meets one.
+MAX_SLACK = 64.0
 
 LinkT = TypeVar("LinkT", DraftLink, TargetLink)
 
 _log = logging.getLogger(__name__)
 
 
+class ReplicaHealth:
+    """The record of one replica's deadlines. A missed one takes it out of use until it is heard of again.
+
+    A replica that answers other calls meanwhile is busy rather than hung, and stays in use. All times are those of one
+    monotonic clock, the event loop's. `round/draft_calls` reports calls and deadlines.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.slack = 1.0
+        """Factor on the replica's deadlines."""
+        self._clock = clock
+        self._marked_at: float | None = None
+        self._call_again_at = 0.0
+        self._pause_s = FIRST_PAUSE_S
+
+    def is_out(self, heard_at: float) -> bool:
+        """Return whether the replica must not be called now.
+
+        Args:
+            heard_at: time of the last answer on its stream, late ones included.
+        """
+        if self._marked_at is None:
+            return False
+        if heard_at > self._marked_at:
+            self._marked_at = None
+            self._double_slack()
+            return False
+        return self._clock() < self._call_again_at
+
+    @property
+    def is_marked(self) -> bool:
+        """True where the replica missed a deadline and has not been heard of since. A call to it is then a trial."""
+        return self._marked_at is not None
+
+    def note_called(self) -> None:
+        """Note that a call is about to be sent. Only one trial may run at a time."""
+        if self.is_marked:
+            self._call_again_at = self._clock() + self._pause_s
+
+    def note_late(self, called_at: float, heard_at: float) -> bool:
+        """Note that a call sent at `called_at` missed its deadline; return whether that marks the replica."""
+        if heard_at > called_at:
+            self._double_slack()
+            return False
+        now = self._clock()
+        if self._marked_at is None or called_at > self._marked_at:  # else the mark counts this call already
+            self._pause_s = FIRST_PAUSE_S if self._marked_at is None else min(2 * self._pause_s, MAX_PAUSE_S)
+            self._marked_at = now
+            self._call_again_at = now + self._pause_s
+        return True
+
+    def note_stalled(self) -> None:
+        """Note that no call was answered for longer than any call may take."""
+        self.note_late(self._clock(), heard_at=float("-inf"))
+
+    def reset(self) -> None:
+        """Forget missed deadlines: the replica has met one, or its process was started again."""
+        self.slack = 1.0
+        self._marked_at = None
+        self._pause_s = FIRST_PAUSE_S
+
+    def _double_slack(self) -> None:
+        self.slack = min(2 * self.slack, MAX_SLACK)
+
+
 class Replica(Generic[LinkT]):
-    """One replica at one address, whichever process listens there."""
+    """One replica, known by its address. The process at that address may change."""
 
     def __init__(self, role: str, address: str, link: LinkT) -> None:
         self.role = role
@@ -42,14 +115,16 @@ class Replica(Generic[LinkT]):
         self.link: LinkT = link
         self.info: EngineInfo | None = None
         self.is_alive = False
-        self.replica_health = ReplicaHealth()
-        self._stood_still = False
-        """Whether what it missed last was no deadline, but all bounds while it said that it is well."""
+        self.lost_at_s = 0.0
+        """Time at which the replica was last taken out of use, by `time.monotonic`."""
+        self.health = ReplicaHealth()
+        self._has_stalled = False
+        """True where the replica last failed by exceeding its own step limit although it described itself."""
         self._new_sessions = 0
-        self._complaint = ""
-        """What was last logged against it since it last fitted."""
+        self._last_warning = ""
+        """Last message logged about the replica since it last fitted."""
         self.on_doubt: Callable[[], None] = lambda: None
-        """Called when it may be another one than it said it is."""
+        """Called when the replica may differ from its last description."""
         link.on_handshake = self._shake_hands
 
     @property
@@ -58,12 +133,12 @@ class Replica(Generic[LinkT]):
 
     @property
     def model(self) -> str:
-        """Fingerprint of the model it said it serves; no other one may answer our calls."""
+        """Fingerprint of the model that the replica serves. Calls name it, so that no other model answers them."""
         return self.info.model_fingerprint if self.info else ""
 
     @property
     def incarnation(self) -> str:
-        """Of the process that described itself, as a name; "" where it gave none that is one."""
+        """Name of the process that described itself; "" where it gave no valid one."""
         name = self.info.incarnation if self.info else ""
         return name if name.isascii() and name.isalnum() and len(name) <= MAX_INCARNATION_CHARS else ""
 
@@ -73,63 +148,72 @@ class Replica(Generic[LinkT]):
 
     @property
     def is_in_use(self) -> bool:
-        """Whether it lives and is not left alone for its lateness."""
-        return self.is_alive and not self.replica_health.is_out(self.link.heard_at)
+        """True while the replica lives and meets its deadlines."""
+        return self.is_alive and not self.health.is_out(self.link.heard_at)
 
     @property
     def load(self) -> tuple[int, int]:
-        """Sessions that call it, and those it holds, those we sent since it last told included. In this order: one that
-        holds many sessions from long ago has less to do than one that serves a few."""
+        """Number of sessions that call the replica, and number that it holds; both include those sent to it since it
+        last described itself. The first one counts more: old sessions that are only held cost nothing."""
         return self.num_running, (self.info.num_sessions if self.info else 0) + self._new_sessions
 
     @property
     def num_running(self) -> int:
-        """Sessions that call it, those we sent since it last told included."""
+        """Number of sessions that call the replica, those sent to it since it last described itself included."""
         return (self.info.num_running if self.info else 0) + self._new_sessions
+
+    def can_draft(self, pool: str) -> bool:
+        """Return whether a target drafts in `pool` by itself."""
+        return self.info is not None and pool in self.info.local_drafts
 
     def note_new_session(self) -> None:
         self._new_sessions += 1
 
     def fail(self, error: BaseException) -> None:
-        """Takes the replica out of use until it answers again."""
+        """Take the replica out of use until it answers again."""
         if self.is_alive:
             _log.warning("%s replica %s failed: %s", self.role, self.address, str(error) or type(error).__name__)
             self.on_doubt()
-        elif self.info is None and not self._complaint:
-            self._complaint = str(error) or type(error).__name__
-            _log.warning("%s replica %s does not answer yet: %s", self.role, self.address, self._complaint)
-        self.is_alive = False
+        elif self.info is None and not self._last_warning:
+            self._last_warning = str(error) or type(error).__name__
+            _log.warning("%s replica %s does not answer yet: %s", self.role, self.address, self._last_warning)
+        self._take_out()
 
-    def stand_still(self, error: SpecdecError) -> None:
-        """Takes the replica out of use though it says what it is: for longer each time, until it answers a call."""
-        self._stood_still = True
-        self.replica_health.note_stood_still()
+    def stall(self, error: SpecdecError) -> None:
+        """Take the replica out of use although it describes itself: longer each time, until it answers a call."""
+        self._has_stalled = True
+        self.health.note_stalled()
         self.fail(error)
 
     def refuse(self, error: SpecdecError) -> None:
-        """Leaves the replica out until it describes itself as one that fits; says so once, not at every poll."""
-        self.is_alive = False
+        """Leave the replica out until its description fits; log the reason once, not at every poll."""
+        self._take_out()
         self.info = None
-        if error.message != self._complaint:
-            self._complaint = error.message
+        if error.message != self._last_warning:
+            self._last_warning = error.message
             _log.error(
                 "refused: %s",
                 error.message,
                 extra={"refused": self.address, "code": error.code, "reason": error.reason},
             )
 
+    def _take_out(self) -> None:
+        if self.is_alive:
+            self.lost_at_s = time.monotonic()
+        self.is_alive = False
+
     def _shake_hands(self, incarnation: str) -> None:
-        """A stream to it has opened."""
+        """Handle the opening of a stream to the replica."""
         if self.info is not None and incarnation != self.info.incarnation:
-            _log.info("%s replica %s is another process than before", self.role, self.address)
+            _log.info("%s replica %s is a new process", self.role, self.address)
             self.on_doubt()
 
     async def describe(self, vocabulary_fingerprint: str) -> None:
-        """Asks the replica what it is; afterwards it is alive.
+        """Request the replica's description; afterwards it is alive.
 
         Raises:
-            VocabularyMismatch: its vocabulary is not ours.
-            Unsupported: it is no service of this role, or says of itself what none can be.
+            VocabularyMismatch: its vocabulary is not the tokenizer's.
+            Unsupported: it is not a service of this role, or its description is invalid.
             SpecdecError, TimeoutError: it did not answer.
         """
         try:
@@ -147,11 +231,9 @@ class Replica(Generic[LinkT]):
             )
         if not self.is_alive:
             _log.info("%s replica %s at %s connected, pool %s", self.role, info.replica_id, self.address, info.pool)
-            self._stood_still = (
-                self._stood_still and self.replica_health.is_marked and info.incarnation == self.incarnation
-            )
-            if not self._stood_still:
-                self.replica_health.reset()
+            self._has_stalled = self._has_stalled and self.health.is_marked and info.incarnation == self.incarnation
+            if not self._has_stalled:
+                self.health.reset()
         if self.info is not None and info.model_fingerprint != self.model:
             _log.warning(
                 "%s replica %s serves model %s now, %s before",
@@ -161,13 +243,14 @@ class Replica(Generic[LinkT]):
                 self.model,
             )
         self.info = info
-        self.link.lane, self.link.device_lane = info.lane, info.device_lane
+        self.link.transports.unix_socket = info.unix_socket
+        self.link.transports.device_thread_socket = info.device_thread_socket
         self.is_alive = True
         self._new_sessions = 0
-        self._complaint = ""
+        self._last_warning = ""
 
     def _check(self, info: EngineInfo) -> None:
-        """Raises Unsupported: what it allows would stop everybody, or its pools have names that none may have."""
+        """Raise Unsupported where the replica's limits are 0 or the names of its pools are invalid."""
         if not (info.max_gamma and info.max_context_tokens):
             raise Unsupported(
                 f"{self.role} replica at {self.address} allows {info.max_gamma} draft tokens and "

@@ -1,8 +1,8 @@
-"""What a replica's answer must be before a round believes it, beyond what the link has checked against the request.
+"""The checks of a replica's answer that a round makes, beyond the shape that the link has checked already.
 
-A replica that answers nonsense must not end the stream where another can serve, nor put a token into the log that no
-tokenizer knows; and its refusals are not the client's fault. Not here: what happens then, the answer's shape
-(`specdec.rpc.replies`). Called by `draft_calls` and `target_calls`, which have asked.
+A replica that answers nonsense must not end a stream that another replica can serve, and must not put a token into the
+log that no tokenizer knows. Its refusals are not the client's fault either. `draft_calls` and `target_calls` apply the
+checks; `specdec.rpc.proposals` checks the shape.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from collections.abc import Sequence
 
 from specdec.core.packed import pack_rows, pack_supports
 from specdec.errors import Internal, KvMiss, ResourceExhausted, SpecdecError, StaleEpoch, Unavailable
-from specdec.types import Proposal, Verification
+from specdec.types import LocalDraft, Proposal, Verification
 
 
 def check_proposal(proposal: Proposal, *, gamma: int, with_supports: bool, vocabulary_size: int) -> None:
-    """Refuses a draft that contradicts itself or the request.
+    """Refuse a draft that contradicts itself or the request.
 
     Args:
-        proposal: the draft's answer.
-        gamma: the most tokens that were asked for.
-        with_supports: whether distributions travel in this round.
-        vocabulary_size: the target's.
+        proposal: answer of the draft.
+        gamma: number of draft tokens that were requested.
+        with_supports: whether this round carries distributions.
+        vocabulary_size: number of token ids of the target.
 
     Raises:
-        Internal: it is no draft.
+        Internal: the draft has too many tokens, the wrong number of supports, or a token outside the vocabulary.
     """
     num_draft_tokens = len(proposal.draft_token_ids)
     if num_draft_tokens > gamma or len(proposal.supports) != (num_draft_tokens if with_supports else 0):
@@ -39,32 +39,53 @@ def check_proposal(proposal: Proposal, *, gamma: int, with_supports: bool, vocab
     _check_ids(token_ids, vocabulary_size, "the draft")
 
 
-def check_verification(verification: Verification, address: str, *, vocabulary_size: int) -> None:
-    """Refuses an answer that chooses a token the vocabulary does not have.
+def check_verification(
+    verification: Verification,
+    address: str,
+    *,
+    vocabulary_size: int,
+    local: LocalDraft | None = None,
+    with_supports: bool = False,
+) -> None:
+    """Refuse a verification that contains a token outside the vocabulary, or a wrong draft of the target's own.
+
+    Args:
+        verification: answer of the target at `address`.
+        address: names the replica in the error.
+        vocabulary_size: number of token ids of the target.
+        local: draft that the target was requested to make by itself; None for none.
+        with_supports: whether that draft must carry distributions.
 
     Raises:
-        Internal: it does; the message names the replica at `address`.
+        Internal: the verification is refused.
     """
     rows = verification.rows
     chosen = pack_rows(rows).tail_token_ids if rows else verification.choice_token_ids.tolist()
     _check_ids(chosen, vocabulary_size, f"target {address}")
+    if local is not None and verification.drafted is not None:
+        check_proposal(
+            verification.drafted,
+            gamma=local.gamma,
+            with_supports=with_supports,
+            vocabulary_size=vocabulary_size,
+        )
 
 
 def target_fault(error: SpecdecError, address: str) -> SpecdecError:
-    """What a target's error means for the round.
+    """Return what a target's error means for the round.
 
-    The coordinator has checked the client's request before it asks anything, so a target that finds fault with what it
-    was asked (INVALID_ARGUMENT, UNAUTHENTICATED, ...) finds fault with us: the client must not be told to mend it.
+    The coordinator has checked the client's request before it calls a target. A target that refuses its request
+    (INVALID_ARGUMENT, UNAUTHENTICATED, ...) therefore reports a fault of the coordinator, which the client cannot mend.
 
     Returns:
-        `error` itself where a round knows what to do about it, else an Internal that names the target at `address`.
+        `error` itself where a round knows how to handle it, else an Internal that names the target at `address`.
     """
     if isinstance(error, KvMiss | StaleEpoch | Unavailable | ResourceExhausted | Internal):
         return error
     return Internal(f"target {address} refused a verification: {error.code} {error.message}")
 
 
-def _check_ids(token_ids: Sequence[int], vocabulary_size: int, who: str) -> None:
+def _check_ids(token_ids: Sequence[int], vocabulary_size: int, source: str) -> None:
     largest = max(token_ids, default=-1)
     if largest >= vocabulary_size:
-        raise Internal(f"{who} answered token id {largest}, the vocabulary has {vocabulary_size}")
+        raise Internal(f"{source} answered token id {largest}, the vocabulary has {vocabulary_size}")

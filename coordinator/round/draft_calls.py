@@ -1,9 +1,8 @@
-"""A round's call to its draft replica: asked within a deadline, and asked less often while it fails.
+"""The calls of one request to its draft replica: each has a deadline, and a draft that keeps failing is called less.
 
-The call goes through `session_calls` to the draft service (`draft_service/servicer`); its draft tokens go back to
-`runner`, which has them verified (`target_calls`). A late, dead or confused draft gives an empty proposal, which
-makes the round a target-only step. Not here: how many tokens are asked for (`gamma`), how long a deadline is
-(`draft_clock`).
+`SessionCalls` sends the request to the draft service (`draft_service/servicer`). The draft goes back through the
+source (`draft_sources`) to the `runner`, which has the target verify it (`target_calls`). A late, dead or malformed
+answer gives a draft without tokens, and the round becomes a target-only step.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
 from specdec.errors import SpecdecError
 from specdec.rpc.calls import CallTimeout, WireStats
-from specdec.types import LocalDraft, Proposal, ProposeRequest, SessionPosition, Verification
+from specdec.types import LocalDraft, Proposal, ProposeRequest, SessionPosition
 
-#: Most rounds that a draft which keeps failing a session sits out before it is asked again.
+#: Largest number of rounds that a session skips its draft after repeated failures.
 MAX_ROUNDS_WITHOUT_DRAFT = 63
 
 _NO_PROPOSAL = Proposal(
@@ -37,72 +36,80 @@ _NO_PROPOSAL = Proposal(
 _log = logging.getLogger(__name__)
 
 
-class DraftAnswer(NamedTuple):
-    """What a round has of its draft."""
+class Draft(NamedTuple):
+    """The draft of one round, and what it cost to get."""
 
     proposal: Proposal = _NO_PROPOSAL
     replica: DraftReplica | None = None
-    """That answered."""
+    """Draft replica that answered; None after a failure and for drafts that no replica made."""
     wait_s: float = 0.0
     missing_cause: str = ""
-    """Why there is no draft token, as `RoundOutcome.target_only_cause`."""
-    num_asked: int = 0
-    """Draft tokens asked for, 0 where no replica answered: one that hung says nothing about the others of its pool."""
+    """Reason for a missing draft, as in `RoundOutcome.target_only_cause`."""
+    num_requested: int = 0
+    """Number of draft tokens requested. 0 where no replica answered: one hung replica says nothing about its pool."""
     pool: str = ""
-    """That gave it, or was to."""
+    """Pool that made the draft, or that should have made it."""
     local: LocalDraft | None = None
-    """What the target is asked to draft with by itself; there is no proposal yet."""
+    """Draft that the target is requested to make by itself, in the verification call."""
+    verification_share_s: float = 0.0
+    """Part of the wait for the verification that the target spent on the draft."""
+    wire_bytes: int = 0
+    """Bytes of the draft calls, failed ones included."""
+    sent_s: float = 0.0
+    """Time at which the last call was sent, as in `WireStats`."""
+    received_s: float = 0.0
+    """Time at which the last answer was received, as in `WireStats`."""
 
-    def drafted_by(self, target: TargetReplica, verification: Verification, verify_s: float) -> DraftAnswer:
-        """What a round has of its draft once `target`, asked to draft by itself, has answered after `verify_s`."""
-        proposal = verification.drafted
-        if self.local is None:
-            return self
-        if proposal is None:
-            is_able = target.info is not None and self.local.pool in target.info.local_drafts
-            return self._replace(missing_cause="not_drafted" if is_able else "no_replica")
-        wait_s = min(max(0.0, proposal.forward_s), verify_s)  # what is no number is 0 here
-        return self._replace(proposal=proposal, wait_s=wait_s, num_asked=self.local.gamma)
+    def local_for(self, target: TargetReplica) -> LocalDraft | None:
+        """Return the draft that this target is to make by itself, or None."""
+        return self.local if self.local is not None and target.can_draft(self.local.pool) else None
 
 
 class DraftCalls:
-    """The draft calls of one request's rounds. One round at a time."""
+    """The draft calls of one request. Only one round may use it at a time."""
 
     def __init__(
-        self, setting: RoundSetting, replicas: SessionReplicas, calls: SessionCalls, draft_clock: DraftDeadline
+        self,
+        pool: str,
+        setting: RoundSetting,
+        replicas: SessionReplicas,
+        calls: SessionCalls,
+        deadline: DraftDeadline,
     ) -> None:
+        """`pool` is the draft pool that the session is routed to, and `deadline` that pool's deadline."""
+        self._pool = pool
         self._setting = setting
         self._replicas = replicas
         self._calls = calls
-        self._draft_clock = draft_clock
-        self._asked_at = 0.0
+        self._deadline = deadline
+        self._called_at = 0.0
         self._failures_in_a_row = 0
-        self._rounds_to_sit_out = 0
+        self._rounds_to_skip = 0
 
-    async def propose(self, round_id: int, gamma: int, committed_len: int, wire: WireStats) -> DraftAnswer:
-        """Asks for draft tokens. Whatever goes wrong, the answer is an empty proposal.
+    async def propose(self, round_id: int, gamma: int, committed_len: int) -> Draft:
+        """Request draft tokens from the session's draft replica. Every failure gives a draft without tokens.
 
         Args:
-            round_id: of the round.
-            gamma: draft tokens wanted; a replica may take fewer.
-            committed_len: of the session.
-            wire: counts the calls' bytes.
+            round_id: id of the round.
+            gamma: number of draft tokens wanted; the replica's own limits may lower it.
+            committed_len: number of committed tokens of the session.
         """
         if gamma < 1:
-            return DraftAnswer(missing_cause="off")
-        if self._rounds_to_sit_out > 0:
-            self._rounds_to_sit_out -= 1
-            return DraftAnswer(missing_cause="paused")
+            return Draft(missing_cause="off", pool=self._pool)
+        if self._rounds_to_skip > 0:
+            self._rounds_to_skip -= 1
+            return Draft(missing_cause="paused", pool=self._pool)
         replica = self._replicas.choose_draft()
         if replica is None:
-            return DraftAnswer(missing_cause="no_replica")
+            return Draft(missing_cause="no_replica", pool=self._pool)
         gamma = min(gamma, *_draft_limits(replica, committed_len))
         if gamma < 1:
-            return DraftAnswer(missing_cause="draft_context")
+            return Draft(missing_cause="draft_context", pool=self._pool)
 
         began = time.perf_counter()
+        wire = WireStats()
         try:
-            proposal = await self._calls.ask(replica, round_id, partial(self._send, replica, gamma, wire))
+            proposal = await self._calls.call(replica, round_id, partial(self._send, replica, gamma, wire))
             check_proposal(
                 proposal,
                 gamma=gamma,
@@ -111,54 +118,59 @@ class DraftCalls:
             )
         except (SpecdecError, TimeoutError) as error:
             cause = self._note_failure(replica, error)
-            return DraftAnswer(wait_s=time.perf_counter() - began, missing_cause=cause)
-        replica.replica_health.reset()
+            wait_s = time.perf_counter() - began
+            return Draft(wait_s=wait_s, missing_cause=cause, pool=self._pool, wire_bytes=wire.num_bytes)
+        replica.health.reset()
         self._failures_in_a_row = 0
         wait_s = time.perf_counter() - began
-        self._draft_clock.observe(gamma, committed_len - proposal.num_cached_tokens, wait_s)
-        return DraftAnswer(
+        self._deadline.observe(gamma, committed_len - proposal.num_cached_tokens, wait_s)
+        return Draft(
             proposal=proposal,
             replica=replica,
             wait_s=wait_s,
             missing_cause="" if len(proposal.draft_token_ids) else "empty",
-            num_asked=gamma,
+            num_requested=gamma,
+            pool=self._pool,
+            wire_bytes=wire.num_bytes,
+            sent_s=wire.sent_s,
+            received_s=wire.heard_s,
         )
 
     def _send(
         self, replica: DraftReplica, gamma: int, wire: WireStats, position: SessionPosition
     ) -> Awaitable[Proposal]:
-        """Sends the request, to be answered within a deadline that fits what is asked."""
-        self._asked_at = asyncio.get_running_loop().time()
-        replica.replica_health.note_asked()
-        patience = None
+        """Send the request with a deadline that fits the number of draft tokens and of tokens to prefill."""
+        self._called_at = asyncio.get_running_loop().time()
+        replica.health.note_called()
+        call_timeout = None
         if self._setting.draft_timeout_s is not None:
-            # All that is sent has to be run, unless a prefix of it is there from another session. Nobody waits for that
-            # where a hung replica is tried again: its answer brings it back, however late.
-            num_unseen = 0 if replica.replica_health.is_marked else len(position.token_ids)
-            silence_s = self._draft_clock.deadline_s(gamma, num_unseen) * replica.replica_health.slack
-            patience = CallTimeout(silence_s, self._setting.draft_timeout_s)
+            # The replica has to run all tokens that are sent, unless another session left a prefix of them there.
+            # A hung replica that is tried again gets no time for them: its answer brings it back, however late.
+            num_unseen = 0 if replica.health.is_marked else len(position.token_ids)
+            silence_s = self._deadline.deadline_s(gamma, num_unseen) * replica.health.slack
+            call_timeout = CallTimeout(silence_s, self._setting.draft_timeout_s)
         request = ProposeRequest(position, gamma)
-        return replica.link.propose(request, wire, model=replica.model, patience=patience)
+        return replica.link.propose(request, wire, model=replica.model, call_timeout=call_timeout)
 
     def _note_failure(self, replica: DraftReplica, error: BaseException) -> str:
-        """Decides when the draft is asked again; returns the cause in a word."""
+        """Decide when the session calls its draft again; return the cause as one word."""
         cause = error.reason if isinstance(error, SpecdecError) else "late"
-        # A late draft costs one round and is counted in the metrics; anything else is worth a look.
+        # The metrics count late drafts, each of which costs one round; other failures need attention.
         level = logging.INFO if cause == "late" else logging.WARNING
-        _log.log(level, "draft replica %s gave no draft: %s", replica.address, str(error) or cause)
+        _log.log(level, "draft replica %s failed to draft: %s", replica.address, str(error) or cause)
         if cause == "REPLICA_UNAVAILABLE":
             replica.fail(error)
         self._replicas.forget_draft()
-        if cause == "late" and replica.replica_health.note_late(self._asked_at, replica.link.heard_at):
-            return cause  # nobody asks it until it is heard of; the next round may have another
-        # Each failure costs the client its wait, so where they go on the session asks less and less often.
+        if cause == "late" and replica.health.note_late(self._called_at, replica.link.heard_at):
+            return cause  # the replica is out of use until it answers; the next round may have another one
+        # Each failure makes the client wait, so the session pauses longer after each further one.
         self._failures_in_a_row += 1
-        self._rounds_to_sit_out = min(2 ** (self._failures_in_a_row - 1) - 1, MAX_ROUNDS_WITHOUT_DRAFT)
+        self._rounds_to_skip = min(2 ** (self._failures_in_a_row - 1) - 1, MAX_ROUNDS_WITHOUT_DRAFT)
         return cause
 
 
 def _draft_limits(replica: DraftReplica, committed_len: int) -> tuple[int, int]:
-    """Draft tokens the replica takes, and those that fit its own context (the last one needs no KV)."""
+    """Return the replica's own limit of draft tokens, and how many fit its context (the last one needs no KV)."""
     if replica.info is None:
         return 0, 0
     return replica.info.max_gamma, replica.info.max_context_tokens - committed_len + 1

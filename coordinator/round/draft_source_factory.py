@@ -1,8 +1,7 @@
-"""Every kind of draft that requests may have, and what all requests together know of each pool.
+"""Makes the draft source of each request, and holds what all requests together have learned about each draft pool.
 
-The one place where a pool's name becomes a source of drafts. Not here: what a source does (`draft_source`,
-`lookup_drafts`, `local_drafts`), which pool a request is routed to (`replicas/pool`). One for a coordinator; called by
-`generation/generation_factory`.
+This is the only place where the name of a pool becomes a source. `generation/generation_factory` uses one factory per
+coordinator. `replicas/pool` decides which pool a request is routed to when it begins.
 """
 
 from __future__ import annotations
@@ -18,12 +17,16 @@ from coordinator.replicas.pool import ReplicaPools
 from coordinator.requests import DraftStats, RouteStats, SpeculationChoice
 from coordinator.round.draft_calls import DraftCalls
 from coordinator.round.draft_deadline import DraftDeadline
-from coordinator.round.draft_source import AdaptiveDraftSource, DraftSource, ReplicaDraftSource
+from coordinator.round.draft_sources import (
+    AdaptiveDraftSource,
+    DraftSource,
+    InTargetDraftSource,
+    ReplicaDraftSource,
+    RoutedDraftSource,
+)
 from coordinator.round.gamma import DraftPoolStats, GammaChooser
-from coordinator.round.local_drafts import InTargetDraftSource
 from coordinator.round.lookup_drafts import LookupDraftSource
 from coordinator.round.request_router import RequestRouter
-from coordinator.round.routed_drafts import RoutedDraftSource
 from coordinator.round.routing_table import RoutingTable
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
@@ -35,7 +38,7 @@ from specdec.types import Mode
 
 
 class DraftSourceFactory:
-    """Makes the sources of drafts of one coordinator's requests. Used from one event loop."""
+    """Makes the draft sources of one coordinator's requests. Used from one event loop."""
 
     def __init__(
         self,
@@ -47,31 +50,36 @@ class DraftSourceFactory:
     ) -> None:
         """
         Args:
-            pools: the draft pools there are.
-            history: where `suffix` looks beside the session; None: nowhere.
-            scores: what requests are routed among draft models by; None: they are not.
-            canary: says which requests get a pool that is being promoted, where they are routed.
-            text_of: tokens as text: prompts are told apart by it.
+            pools: the draft pools.
+            history: text that `suffix` searches beside the session's own; None for none.
+            scores: queue of spans to score, by which requests are routed among draft models; None: no routing.
+            canary: names the requests that get a pool under promotion, where requests are routed.
+            text_of: decodes tokens; prompts are classified by their text.
         """
         self._pools = pools
         self._history = history
-        self._records: defaultdict[str, DraftPoolStats] = defaultdict(DraftPoolStats)
-        self._clocks: defaultdict[str, DraftDeadline] = defaultdict(DraftDeadline)
-        self._routes = None if scores is None else RoutingTable(pools, self._records, scores, canary, text_of)
+        self._stats: defaultdict[str, DraftPoolStats] = defaultdict(DraftPoolStats)
+        self._deadlines: defaultdict[str, DraftDeadline] = defaultdict(DraftDeadline)
+        self._routes = None if scores is None else RoutingTable(pools, self._stats, scores, canary, text_of)
 
-    def figures(self, pool: str) -> DraftStats:
-        """What requests have shown of a draft pool: of routed ones what their classes did, scores among it."""
-        record, routed = self._records.get(pool), None if self._routes is None else self._routes.alpha(pool)
-        if record is None:
+    @property
+    def is_routing(self) -> bool:
+        """Whether a request that names no pool is routed among the draft models while it runs."""
+        return self._routes is not None
+
+    def draft_stats(self, pool: str) -> DraftStats:
+        """Return what requests have shown about a draft pool; for routed requests, as their classes and scores say."""
+        stats, routed = self._stats.get(pool), None if self._routes is None else self._routes.alpha(pool)
+        if stats is None:
             return DraftStats(routed, None)
-        return DraftStats(record.measured_alpha if routed is None else routed, record.mean_gamma)
+        return DraftStats(stats.measured_alpha if routed is None else routed, stats.mean_gamma)
 
     def route_stats(self, pool: str) -> list[RouteStats]:
-        """What is known of a draft pool for each class of requests; nothing where they are not routed."""
-        return [] if self._routes is None else self._routes.figures(pool)
+        """Return the statistics of a draft pool for each class of requests; empty where requests are not routed."""
+        return [] if self._routes is None else self._routes.stats(pool)
 
-    def route(self, wanted: SpeculationChoice, setting: RoundSetting, tokens: SessionTokens) -> RequestRouter | None:
-        """The route of a request that may have any draft model; None where it has one, or wants none."""
+    def router(self, wanted: SpeculationChoice, setting: RoundSetting, tokens: SessionTokens) -> RequestRouter | None:
+        """Return the router of a request that may use any draft model; None where it names a pool or wants no draft."""
         if self._routes is None or wanted.draft_pool or setting.mode is Mode.OFF:
             return None
         start = max(0, setting.output_start - MOST_PROMPT_TOKENS)
@@ -80,12 +88,12 @@ class DraftSourceFactory:
         return RequestRouter(request_class, self._routes, setting, tokens)
 
     def remember(self, token_ids: Sequence[int]) -> None:
-        """A turn has said this: later drafts may be found there."""
+        """Add the output of a turn to the text in which later drafts are searched."""
         if self._history is not None:
             self._history.add(token_ids)
 
     async def close(self) -> None:
-        """To be called when no generation runs. Idempotent."""
+        """Release everything. Call it when no generation runs. Idempotent."""
         if self._history is not None:
             await self._history.close()
         if self._routes is not None:
@@ -98,49 +106,50 @@ class DraftSourceFactory:
         tokens: SessionTokens,
         replicas: SessionReplicas,
         calls: SessionCalls,
-        route: RequestRouter | None = None,
+        router: RequestRouter | None = None,
     ) -> DraftSource:
-        """The drafts of one request.
+        """Return the draft source of one request.
 
         Args:
-            wanted: `draft_pool` is the pool it was routed to; "" where that may change, which is text before a model.
-            setting: of the request.
-            tokens: of its session.
-            replicas: of its session; `draft_pool` is whose model drafts, "" for none.
-            calls: of its rounds.
-            route: of the request, where its model's pool may change.
+            wanted: `draft_pool` is the pool that the request was routed to; "" where a `router` chooses, and then text
+                is searched before a model is called.
+            setting: parameters of the request's rounds.
+            tokens: tokens of the session.
+            replicas: replicas of the session; `draft_pool` is the pool whose model drafts, "" for none.
+            calls: calls of the request's rounds.
+            router: router of the request, where its model's pool may change.
         """
-        drafts_of = partial(self._asked, wanted, setting, replicas, calls)
-        asked: AdaptiveDraftSource = (
-            drafts_of(replicas.draft_pool) if route is None else RoutedDraftSource(route, replicas, drafts_of)
+        source_of = partial(self._model_source, wanted, setting, replicas, calls)
+        models: AdaptiveDraftSource = (
+            source_of(replicas.draft_pool) if router is None else RoutedDraftSource(router, replicas, source_of)
         )
         if setting.mode is Mode.OFF:
-            return asked
+            return models
         pool, local = wanted.draft_pool, self._pools.local_pool(wanted.draft_pool)
-        if route is not None:  # text before all others
+        if router is not None:  # text is searched before any model is called
             pool, local = next(iter(self._pools.lookup_pools), ""), ""
         if local:
-            asked = self._local(wanted, local)
+            models = self._in_target_source(wanted, local)
         if pool not in self._pools.lookup_pools:
-            return asked
+            return models
         return LookupDraftSource(
             pool,
             Lookup(LookupKind(pool), self._history),
             tokens,
             self._chooser(pool, wanted, self._pools.target_info.max_gamma),
-            asked if local or replicas.draft_pool else None,
+            models if local or replicas.draft_pool else None,
             with_supports=not setting.answers_choices,
         )
 
     def _chooser(self, pool: str, wanted: SpeculationChoice, max_gamma: int) -> GammaChooser:
-        """Of a pool whose drafts need no draft replica."""
+        """Return the chooser of a pool whose drafts need no draft replica."""
         fixed = None if wanted.gamma is None else min(wanted.gamma, max_gamma)
-        return GammaChooser(self._records[pool], fixed=fixed, max_gamma=max_gamma)
+        return GammaChooser(self._stats[pool], fixed=fixed, max_gamma=max_gamma)
 
-    def _local(self, wanted: SpeculationChoice, pool: str) -> InTargetDraftSource:
+    def _in_target_source(self, wanted: SpeculationChoice, pool: str) -> InTargetDraftSource:
         return InTargetDraftSource(pool, self._chooser(pool, wanted, self._pools.local_gamma(pool)))
 
-    def _asked(
+    def _model_source(
         self,
         wanted: SpeculationChoice,
         setting: RoundSetting,
@@ -148,9 +157,9 @@ class DraftSourceFactory:
         calls: SessionCalls,
         pool: str,
     ) -> AdaptiveDraftSource:
-        """The drafts of a pool of models, or of one of the targets' own that requests may be routed to."""
+        """Return the source of a pool of draft replicas, or of local drafts that requests may be routed to."""
         if pool in self._pools.local_pools and setting.mode is not Mode.OFF:
-            return self._local(wanted, pool)
+            return self._in_target_source(wanted, pool)
         fixed = 0 if setting.mode is Mode.OFF else wanted.gamma
-        chooser = GammaChooser(self._records[pool], fixed=fixed, max_gamma=self._pools.max_gamma)
-        return ReplicaDraftSource(pool, chooser, DraftCalls(setting, replicas, calls, self._clocks[pool]))
+        chooser = GammaChooser(self._stats[pool], fixed=fixed, max_gamma=self._pools.max_gamma)
+        return ReplicaDraftSource(chooser, DraftCalls(pool, setting, replicas, calls, self._deadlines[pool]))

@@ -1,13 +1,13 @@
-"""How many draft tokens the next round asks for: the number that makes the most tokens a second of the whole batch.
+"""The choice of gamma, the number of draft tokens per round: the one with the highest throughput of the whole batch.
 
-The number goes to `draft_calls` by way of `runner`, which tells afterwards what the round showed.
+A draft source chooses gamma here and passes it to `draft_calls`; the `runner` reports each finished round back.
 
-A round's own rate is its expected tokens over its predicted time. The rows it adds to the target's steps also delay
-others, so they are charged at what those lose: with nobody there they cost their own time only, on a full target no
-draft token may be worth its row. Decided from the past by arithmetic on what it is told: the same observations give the
-same choice. docs/protocol.md section 7. Not here: the clock (`draft_calls`, `target_calls`), the counting of other
-sessions' rounds (the target, `specdec.engine.sessions.concurrent_rounds`), how times are fitted
-(`specdec.core.forward_time`).
+A round's own rate is its expected tokens divided by its predicted time. Its rows also make the target's steps longer,
+which delays the rounds of other sessions. So each row is charged the tokens that others lose by it: on an idle target
+that is nothing, on a full one no draft token may be worth its row. The choice is arithmetic on past observations
+without a clock of its own, so that the same observations give the same choice (docs/protocol.md section 7). The target
+counts the rounds of other sessions (`specdec.engine.sessions.concurrent_rounds`); `specdec.core.forward_time` fits the
+times.
 """
 
 from __future__ import annotations
@@ -18,130 +18,129 @@ from typing import NamedTuple
 from coordinator.round.acceptance import Acceptance
 from specdec.core.forward_time import KEEP, ForwardTime, RunningMean
 
-#: Asked for until both links have been measured.
+#: Gamma until the times of draft and target have been measured.
 FIRST_GAMMA = 4
 
-#: While target-only is best, one draft token is asked for now and then, to notice when it no longer is: as often as
-#: costs this share of the time, within these limits of tokens between two probes.
+#: While target-only rounds are fastest, a probe requests one draft token now and then, to notice when drafting is worth
+#: it again. Probes may cost this share of the time, within these limits of tokens between two of them.
 PROBE_SHARE = 0.03
 LEAST_TOKENS_PER_PROBE = 50
 MOST_TOKENS_PER_PROBE = 100
 
-#: Rounds in a row that a probe asks in, at most. A draft that has not seen the last tokens must run them first, so that
-#: only the second round shows what drafting takes; more follow while they show less than half of what is remembered.
+#: Largest number of consecutive rounds of a probe. A draft that has not seen the last tokens runs them first, so only
+#: the second round shows the time of drafting. More follow while they take less than half of the remembered time.
 ROUNDS_PER_PROBE = 6
 
-#: Draft tokens that a request still has room for when it begins a probe for all: its first round says nothing of times,
-#: and a round of a probe makes up to two tokens.
+#: Smallest number of draft tokens that a request must still have room for to begin a probe for its pool: the first
+#: round of a probe shows no times, and each of its rounds makes up to two tokens.
 LEAST_LIMIT_TO_PROBE = 3
 
-#: A step is never believed to have been larger: what a target says of itself is arithmetic here, and never checked.
+#: Upper bound on the size of a step that a target reports; reports are not checked otherwise.
 MOST_STEP_TOKENS = 1 << 16
 
-#: Nor to have answered more rounds of others between two of one session.
+#: Upper bound on the rounds of other sessions that a target reports between two rounds of one session.
 MOST_OTHERS = 1 << 12
 
 #: Rounds that ran more committed tokens than this on a replica say little about decoding there.
 MAX_PREFILLED = 32
 
-#: Share of a session's record of acceptance that is left one round later, and of a pool's.
+#: Weight of a session's acceptance counts that is left one round later, and of a pool's.
 SESSION_KEEP = 0.95
 POOL_KEEP = 0.99
 
 
 class RoundTimes(NamedTuple):
-    """What a finished round tells."""
+    """The counts and times of a finished round."""
 
     num_draft_tokens: int
     num_accepted: int
     draft_s: float
-    """Wait for the draft, 0 when it was not asked: short where the answer had been drafted before it was asked for."""
+    """Wait for the draft; 0 when none was requested. Short where the draft was made ahead of the request."""
     verify_s: float
     verify_forward_s: float
-    """Of `verify_s`, what the target says its step took."""
+    """Part of `verify_s` that the target reports for its step."""
     num_prefilled: int
-    """Committed tokens the target had to run in this round."""
+    """Number of committed tokens that the target ran in this round."""
     num_draft_prefilled: int
-    """Committed tokens the draft had to run in this round."""
+    """Number of committed tokens that the draft ran in this round."""
     committed_len: int
-    """When the round started."""
-    num_asked: int
-    """Draft tokens asked for; the draft may have given fewer, or none."""
+    """Number of committed tokens when the round started."""
+    num_requested: int
+    """Number of draft tokens requested; the draft may have returned fewer, or none."""
     step_tokens: int
-    """What the target says were the tokens of its step, other sessions' included."""
+    """Number of tokens in the target's step as it reports them, other sessions' included."""
     num_concurrent: int = 0
-    """Rounds of other sessions, any coordinator's, that the replica says it answered since it last answered this
-    one."""
+    """Number of rounds of other sessions, of any coordinator, that the replica reports since this session's last."""
     num_other_rows: int = 0
-    """Positions in those."""
+    """Number of positions in those rounds."""
 
     @property
     def num_rows(self) -> int:
-        """Positions asked for in this round."""
+        """Number of positions that the target verifies in this round."""
         return self.num_draft_tokens + 1
 
 
 class DraftPoolStats:
-    """What all sessions of one draft pool have shown: acceptance, forward times, and how fast rounds are."""
+    """The statistics of one draft pool over all sessions: acceptance, forward times, and rates of rounds."""
 
     def __init__(self) -> None:
         self.num_rounds = 0
         self.tokens_since_draft = 0
-        """Emitted since any session last asked the draft, or began a probe: a request may be too short to count so
-        far by itself."""
+        """Number of tokens emitted since any session last requested a draft or began a probe. It is counted for the
+        pool because a single request may be too short to reach the limit."""
         self.draft_wait = ForwardTime(is_fixed=False)
         self.verify_time = ForwardTime(is_fixed=True)
         self.link_s = RunningMean()
-        """Wait for the target beyond its step: both ways, and for the step before."""
+        """Wait for the target beyond its step: the wire in both directions, and the previous step."""
         self.round_s = RunningMean()
         self.round_tokens = RunningMean()
         self.other_step_tokens = RunningMean()
-        """Tokens of a step that are not the round's own."""
+        """Number of tokens of a step that belong to other sessions."""
         self.num_delayed = RunningMean()
-        """Rounds of others that one row more in a round makes later."""
-        self._num_asked = RunningMean()
+        """Number of other sessions' rounds that one more row in a round delays."""
+        self._num_requested = RunningMean()
         self._has_chosen = False
         self._acceptance = Acceptance(POOL_KEEP)
         self._last_draft_round = 0
 
     @property
     def alpha(self) -> float:
-        """Accepted share of tested draft tokens; a middling guess before the first."""
+        """Accepted share of tested draft tokens, shrunk towards a prior of 0.7."""
         return self._acceptance.overall(0.7)
 
     @property
     def measured_alpha(self) -> float | None:
-        """As `alpha`, without a guess: for people."""
+        """Accepted share of tested draft tokens without a prior, for display; None before the first."""
         return self._acceptance.measured
 
     @property
     def mean_gamma(self) -> float | None:
-        """Draft tokens asked for a round lately, by requests whose gamma is chosen; None before the first round."""
-        return self._num_asked.value if self._has_chosen else None
+        """Recent mean of draft tokens per round, of requests whose gamma is chosen; None before the first round."""
+        return self._num_requested.value if self._has_chosen else None
 
-    def count_choice(self, num_asked: int) -> None:
-        """A round of a request whose gamma is chosen has asked for so many draft tokens."""
+    def count_choice(self, num_requested: int) -> None:
+        """Count the draft tokens of a round whose gamma was chosen rather than fixed by the request."""
         self._has_chosen = True
-        self._num_asked.observe(num_asked)
+        self._num_requested.observe(num_requested)
 
     def count(self, times: RoundTimes) -> None:
-        """Counts a round's tokens, also of a round that is too cold to learn from."""
-        self.tokens_since_draft = 0 if times.num_asked else self.tokens_since_draft + times.num_accepted + 1
+        """Count a round's tokens, also those of a first round, from which no times are learned."""
+        self.tokens_since_draft = 0 if times.num_requested else self.tokens_since_draft + times.num_accepted + 1
 
     def observe(self, times: RoundTimes, *, is_probe: bool = False) -> None:
-        """`is_probe`: what is remembered of the draft's times is from before a spell without it."""
+        """Learn from a round; `is_probe`: the remembered times of the draft are old, and fade faster."""
         self.num_rounds += 1
         elapsed = self.num_rounds - self._last_draft_round
         if times.num_draft_tokens:
             self._acceptance.observe(times.num_draft_tokens, times.num_accepted, elapsed)
-        if times.num_asked and times.num_draft_prefilled <= MAX_PREFILLED:
+        if times.num_requested and times.num_draft_prefilled <= MAX_PREFILLED:
             fading_rounds = MOST_TOKENS_PER_PROBE if is_probe else elapsed
-            self.draft_wait.observe(times.num_asked, times.committed_len, times.draft_s, fading_rounds)
-        if times.num_asked:
+            self.draft_wait.observe(times.num_requested, times.committed_len, times.draft_s, fading_rounds)
+        if times.num_requested:
             self._last_draft_round = self.num_rounds
         if times.num_prefilled > MAX_PREFILLED:
             return
-        # Believed as far as the wait bears it out, and not a number is none: the pool would never forget it.
+        # The target's report is bounded by the measured wait, and NaN becomes 0: the pool would never forget a NaN.
         forward_s = min(max(0.0, times.verify_forward_s), times.verify_s)
         step_tokens = min(max(times.num_rows, times.step_tokens), MOST_STEP_TOKENS)
         if times.num_concurrent > MOST_OTHERS or times.num_other_rows > MOST_STEP_TOKENS:
@@ -149,7 +148,8 @@ class DraftPoolStats:
             times = times._replace(num_concurrent=min(times.num_concurrent, MOST_OTHERS), num_other_rows=rows)
         round_s = times.draft_s + times.verify_s
         self.verify_time.observe(step_tokens, times.committed_len, forward_s)
-        # What forgot within one round of everybody would send them all after the last few, to correct it all at once.
+        # The statistics are shared. If they faded within one round of all sessions, all of them would follow the last
+        # few observations, and all would correct at the same time.
         keep = KEEP ** (1 / (1 + times.num_concurrent))
         self.link_s.observe(times.verify_s - forward_s, keep)
         self.round_s.observe(round_s, keep)
@@ -159,21 +159,21 @@ class DraftPoolStats:
 
     @property
     def row_price(self) -> float:
-        """Tokens a second that others lose by one more row: it delays some of their rounds by its own time."""
+        """Tokens per second that other sessions lose by one more row, which delays some of their rounds."""
         others_rate = self.num_delayed.value * self.round_tokens.value
         return others_rate * self.verify_time.per_token_s / max(self.round_s.value, 1e-9) ** 2
 
 
 def _num_delayed(times: RoundTimes, step_tokens: int, step_share: float) -> float:
-    """Rounds of others that one row more in this one makes later.
+    """Return the number of other sessions' rounds that one more row in this round delays.
 
-    Those of the same step for certain. The others ran in steps of their own before and after it: where the target is
-    never idle they wait for one another, and what lengthens one step makes every later one begin later.
+    It delays all rounds of the same step. The other rounds ran in earlier or later steps. Where the target is never
+    idle, steps wait for one another, so that a longer step delays every later one.
 
     Args:
-        times: of the round.
-        step_tokens: of its step.
-        step_share: the step's share of the round's time.
+        times: counts and times of the round.
+        step_tokens: number of tokens of its step.
+        step_share: share of the round's time that the step took.
     """
     num_steps = max(1.0, (times.num_rows + times.num_other_rows) / step_tokens)
     in_same_step = max(0.0, (times.num_concurrent + 1) / num_steps - 1)
@@ -184,7 +184,7 @@ def _num_delayed(times: RoundTimes, step_tokens: int, step_share: float) -> floa
 class BestGamma(NamedTuple):
     gamma: int
     rate: float
-    """Tokens a second of its rounds, less what they cost others."""
+    """Tokens per second of rounds with this gamma, minus those that other sessions lose."""
 
 
 def best_gamma(
@@ -195,15 +195,15 @@ def best_gamma(
     limit: int,
     draft_s: Callable[[float, float], float],
 ) -> BestGamma:
-    """The gamma of the best rate after what its rows cost the others; the smallest of equals.
+    """Return the gamma with the best rate, its cost to other sessions subtracted; the smallest of equal ones.
 
     Args:
-        pool: whose record says what the target takes, and others lose.
-        acceptance: by position.
-        alpha: of positions that it says little of.
-        context: committed tokens.
-        limit: most draft tokens.
-        draft_s: seconds that so many draft tokens take after so many committed ones.
+        pool: statistics that give the target's times and the price of a row.
+        acceptance: acceptance by position.
+        alpha: prior for positions with few observations.
+        context: number of committed tokens.
+        limit: largest gamma.
+        draft_s: returns the seconds that a number of draft tokens take after a number of committed tokens.
     """
     other_tokens, row_price = pool.other_step_tokens.value, pool.row_price
     best = BestGamma(0, float("-inf"))
@@ -225,7 +225,7 @@ class GammaChooser:
     """Chooses gamma for the rounds of one request."""
 
     def __init__(self, pool: DraftPoolStats, *, fixed: int | None, max_gamma: int) -> None:
-        """`fixed`: the request's own gamma; None: chosen each round, at most `max_gamma`."""
+        """`fixed` is the request's own gamma; None: chosen in each round, at most `max_gamma`."""
         self._pool = pool
         self._fixed = fixed
         self._max_gamma = max_gamma
@@ -233,12 +233,12 @@ class GammaChooser:
         self._rounds_since_draft = 0
         self._probes_left = 0
         self._is_probing = False
-        """Whether the rounds that ask are a probe for the whole pool."""
+        """True while the present probe is one for the whole pool."""
         self._committed_len = 0
         self._is_first = True
 
     def choose(self, limit: int) -> int:
-        """Draft tokens to ask for in the next round, 0..limit."""
+        """Return the number of draft tokens to request in the next round, from 0 to `limit`."""
         if self._fixed is not None:
             return min(self._fixed, limit)
         limit = min(self._max_gamma, limit)
@@ -250,47 +250,47 @@ class GammaChooser:
         return best or int(self._begins_or_continues_probe(limit))
 
     def most(self, limit: int) -> int:
-        """Draft tokens that a round may have at most, whether they pay or not."""
+        """Return the largest number of draft tokens that a round may have, whatever they cost."""
         return min(self._max_gamma if self._fixed is None else self._fixed, limit)
 
     def best_rate(self, limit: int) -> float | None:
-        """Tokens a second of rounds of up to `limit` draft tokens, less what they cost others; None: not known yet."""
+        """Return the best rate of rounds with up to `limit` draft tokens; None while times are unknown."""
         if not (self._pool.draft_wait.is_measured and self._pool.verify_time.is_measured):
             return None
         return self._best(self.most(limit)).rate
 
     def observe(self, times: RoundTimes) -> None:
-        """Learns from a finished round."""
-        if self._fixed is None or times.num_asked:  # requests that never draft need nobody to probe for them
+        """Learn from a finished round."""
+        if self._fixed is None or times.num_requested:  # requests that never draft need no probe
             self._pool.count(times)
         if self._fixed is None:
-            self._pool.count_choice(times.num_asked)
+            self._pool.count_choice(times.num_requested)
         self._rounds_since_draft += 1
         self._committed_len = times.committed_len + times.num_accepted + 1
         if times.num_draft_tokens:
             self._acceptance.observe(times.num_draft_tokens, times.num_accepted, self._rounds_since_draft)
-        if times.num_asked:
+        if times.num_requested:
             self._rounds_since_draft = 0
         if self._is_first:
-            # Whatever is cold is paid for in a session's first round, and never again.
+            # The first round of a session pays for cold caches and buffers; its times are not typical.
             self._is_first = False
             return
-        is_probe = bool(times.num_asked) and self._is_probing
+        is_probe = bool(times.num_requested) and self._is_probing
         if is_probe and not self._is_news(times):
             self._end_probe()
         self._pool.observe(times, is_probe=is_probe)
 
     def _is_news(self, times: RoundTimes) -> bool:
-        """Whether a probe's round leaves something to find out."""
+        """Return whether another round of the probe would show something new."""
         if times.num_draft_prefilled > MAX_PREFILLED:
             return True
-        return times.draft_s < 0.5 * self._pool.draft_wait.predict(times.num_asked, times.committed_len)
+        return times.draft_s < 0.5 * self._pool.draft_wait.predict(times.num_requested, times.committed_len)
 
     def _begins_or_continues_probe(self, limit: int) -> bool:
-        """Whether this round asks the draft to learn, not to gain.
+        """Return whether this round requests a draft token to learn rather than to gain.
 
-        The session's own count of tokens is for its own acceptance, which any draft shows; the pool's for the draft's
-        times, and whoever notices first asks for all.
+        The session's own count of rounds starts a probe of its own acceptance, which any draft token shows. The pool's
+        count of tokens starts a probe of the draft's times; the first session that reaches it probes for all.
         """
         if not self._probes_left:
             self._end_probe()
@@ -311,7 +311,7 @@ class GammaChooser:
         self._is_probing = False
 
     def _tokens_per_probe(self) -> float:
-        """A probe is two rounds mostly; a target-only round is one token."""
+        """Return the number of tokens between probes: a probe is mostly two rounds, a target-only round one token."""
         pool, context = self._pool, self._committed_len
         round_s = pool.link_s.value + pool.verify_time.predict(1 + pool.other_step_tokens.value, context)
         tokens = 2 * pool.draft_wait.predict(1, context) / max(PROBE_SHARE * round_s, 1e-9)

@@ -1,8 +1,8 @@
-"""A round's draft found in text, without a call; where nothing is found, or a model's draft pays better, that one.
+"""Drafts that are found in text, without a call to a model, and the choice between them and a model's drafts.
 
-What was found is a point mass for every token: S = {x} (docs/protocol.md sections 3 and 9). Its tokens cost nothing to
-draft and only some of them are there in a round, so that they are compared with a model's by what a round of each makes
-a second. Either goes back to `runner`, to be verified. Not here: the search (`coordinator.lookup`).
+A found draft is a point mass at every token: S = {x} (docs/protocol.md sections 3 and 9). Its tokens cost nothing to
+draft, but exist in some rounds only. So the two kinds of drafts are compared by the tokens per second that a round of
+each makes. The search itself is in `coordinator.lookup`; the draft goes back to the `runner`.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from coordinator.lookup.lookup import MOST_READ_AT_ONCE, Lookup
-from coordinator.round.draft_calls import DraftAnswer
-from coordinator.round.draft_source import AdaptiveDraftSource
+from coordinator.round.draft_calls import Draft
+from coordinator.round.draft_sources import AdaptiveDraftSource
 from coordinator.round.gamma import GammaChooser, RoundTimes
+from coordinator.round.target_calls import TargetAnswer
 from coordinator.round.tokens import SessionTokens
-from specdec.rpc.calls import WireStats
 from specdec.types import Proposal, Support
 
-#: While a model's draft pays better, what was found is tried once in so many rounds in which something was.
+#: While a model's draft is faster, a found draft is tried once in this many rounds in which there was one.
 ROUNDS_PER_TRIAL = 16
 
 _WEIGHT = np.ones(1, dtype=np.uint16)
 
 
 class LookupDraftSource:
-    """Implements `DraftSource`."""
+    """Drafts found in text. Implements `DraftSource`."""
 
     def __init__(
         self,
@@ -40,11 +40,11 @@ class LookupDraftSource:
     ) -> None:
         """
         Args:
-            pool: the name that these drafts go by.
-            lookup: of the session.
-            tokens: the session's.
-            chooser: of these drafts alone.
-            otherwise: asked where nothing is found; None: nobody is.
+            pool: name of the pool of found drafts.
+            lookup: searches the session's text.
+            tokens: tokens of the session.
+            chooser: chooser of gamma for found drafts alone.
+            otherwise: source to use where nothing is found; None for none.
             with_supports: whether the request's rounds carry distributions.
         """
         self._pool = pool
@@ -55,24 +55,31 @@ class LookupDraftSource:
         self._with_supports = with_supports
         self._rounds_without = 0
 
-    async def propose(self, round_id: int, limit: int, committed_len: int, wire: WireStats) -> DraftAnswer:
-        """See `DraftSource`."""
+    async def propose(self, round_id: int, limit: int, committed_len: int) -> Draft:
+        """See `DraftSource.propose`."""
         token_ids = self._find(limit)
         if token_ids:
-            return DraftAnswer(_point_masses(token_ids, self._with_supports), num_asked=len(token_ids), pool=self._pool)
+            proposal = _point_masses(token_ids, self._with_supports)
+            return Draft(proposal, num_requested=len(token_ids), pool=self._pool)
         if self._otherwise is not None:
-            return await self._otherwise.propose(round_id, limit, committed_len, wire)
-        return DraftAnswer(missing_cause="no_match", pool=self._pool)
+            return await self._otherwise.propose(round_id, limit, committed_len)
+        return Draft(missing_cause="no_match", pool=self._pool)
 
-    def observe(self, draft: DraftAnswer, times: RoundTimes) -> None:
-        """See `DraftSource`."""
+    def complete(self, draft: Draft, target: TargetAnswer) -> Draft:
+        """See `DraftSource.complete`; a found draft is complete already."""
+        if draft.pool == self._pool or self._otherwise is None:
+            return draft
+        return self._otherwise.complete(draft, target)
+
+    def observe(self, draft: Draft, times: RoundTimes) -> None:
+        """See `DraftSource.observe`."""
         if draft.pool == self._pool or self._otherwise is None:
             self._chooser.observe(times)
         else:
             self._otherwise.observe(draft, times)
 
     def _find(self, limit: int) -> list[int]:
-        """What was found and is worth a round, at most `limit` tokens."""
+        """Return at most `limit` found tokens that are worth a round; none where nothing is found."""
         self._read()
         gamma = self._gamma(limit)
         if self._lookup.num_read < len(self._tokens) or not gamma:
@@ -86,18 +93,19 @@ class LookupDraftSource:
         return token_ids
 
     def _gamma(self, limit: int) -> int:
-        """Where a model's draft stands by, that is the alternative to a found one, not a round without any."""
+        """Return the number of tokens to find. Beside a model's draft it is the maximum, because the alternative to a
+        found draft is then the model's, not a round without any."""
         return self._chooser.choose(limit) if self._otherwise is None else self._chooser.most(limit)
 
     def _is_better(self, num_found: int, limit: int) -> bool:
-        """Whether a round of found tokens makes more a second than one of the model's."""
+        """Return whether a round of found tokens makes more tokens per second than one of the model's."""
         assert self._otherwise is not None
         models = self._otherwise.chooser.best_rate(limit)
         found = self._chooser.best_rate(num_found)
         return models is None or found is None or found >= models
 
     def _read(self) -> None:
-        """Takes in what was committed since, so much at most that nobody waits for it."""
+        """Read the tokens that were committed since the last call, up to a limit that bounds the delay of the round."""
         start = self._lookup.num_read
         if start < len(self._tokens):
             self._lookup.read(self._tokens.tail(start)[:MOST_READ_AT_ONCE].tolist())

@@ -1,9 +1,9 @@
-"""One request's route: the draft pool that it has now, and the spans of its tokens that go to the others to be scored.
+"""The routing of one request: its present draft pool, and the spans of its tokens that other pools score.
 
-It is left for another pool where that pays: the rest of the text, taken to be as long as what there is already, takes
-less time with the other one, its prefill of the whole session included, as this session's own scores and its class's
-say. Decided between two rounds, from what was committed (docs/protocol.md section 9). Not here: what is known of pools
-(`routes`). Made by `draft_kinds`; told of rounds by `generation/generation`.
+Between two rounds the request moves to another pool if that one would finish the rest of the output sooner, its prefill
+of the whole session included. The rest is assumed to be as long as the output so far, and the rates come from this
+session's own scores and from those of its class (docs/protocol.md section 9). `draft_source_factory` makes a router,
+`generation/generation` reports the rounds, and `routing_table` holds what is known about pools.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from functools import partial
 from coordinator.requests import RequestStats
 from coordinator.round.acceptance import Acceptance
 from coordinator.round.gamma import SESSION_KEEP
+from coordinator.round.outcome import RoundOutcome
 from coordinator.round.routing_table import RoutingTable
-from coordinator.round.runner import RoundOutcome
 from coordinator.round.setting import RoundSetting
 from coordinator.round.tokens import SessionTokens
 from coordinator.routing.expected_rounds import ExpectedRounds, expected_rounds, rounds_of
@@ -25,51 +25,52 @@ from specdec.types import MAX_SCORED_TOKENS, Score, ScoreRequest, SessionPositio
 #: Spans shorter than this are not worth a call.
 LEAST_SPAN_TOKENS = 8
 
-#: Output tokens that a trial goes on for: the pool that it interrupts has the rest of the span, to be compared.
+#: Number of output tokens of a trial. The pool that it interrupts drafts the remaining span, so that both are compared.
 TRIAL_TOKENS = MAX_SCORED_TOKENS // 3
 
-#: Another pool must finish the rest in so much of the time.
+#: Largest share of the remaining time that another pool may need to be worth the change.
 WORTH_LEAVING = 0.85
 
 
 class RequestRouter:
-    """Used by one generation."""
+    """The routing of one request. Used by one generation."""
 
     def __init__(self, request_class: str, routes: RoutingTable, setting: RoundSetting, tokens: SessionTokens) -> None:
         """
         Args:
-            request_class: of the request.
-            routes: what is known of the pools.
-            setting: of the request.
-            tokens: of its session; shared with whoever extends it.
+            request_class: class of the request.
+            routes: what is known about the pools.
+            setting: parameters of the request's rounds.
+            tokens: tokens of the session; shared with the generation, which extends them.
         """
         self.request_class = request_class
         self._routes = routes
         self._setting = setting
         self._tokens = tokens
         self._promoted = ""
-        """The pool that it has because that is being promoted."""
+        """Pool that the request got because it is being promoted; "" for none."""
         self._is_compared = False
-        """Whether its speed says something of the pool that is being promoted."""
+        """True where the request's speed counts in the comparison of a promotion."""
         self._outgrown: set[str] = set()
-        """Pools whose context the session is beyond."""
-        self._home, self._trial = "", ""
-        """The pool that a trial interrupts, and the one that is tried; "" while there is none."""
+        """Pools whose context is too short for the session, or that its target does not serve."""
+        self._interrupted, self._trial = "", ""
+        """Pool that a trial interrupts, and pool under trial; both "" outside a trial."""
         self._tried: set[str] = set()
-        """Pools that the span has a trial of."""
+        """Pools that had a trial in this span."""
         self._trial_end = 0
-        """Tokens of the session at which it is over."""
+        """Number of session tokens at which the trial ends."""
         self._own: dict[str, Acceptance] = {}
+        """Acceptance by pool that this session has shown."""
         self._has_news = False
         self._is_first_span = True
         self._start = len(tokens)
         """Position of the span's first token."""
         self._p: list[float] = []
         self._used: dict[str, list[list[float]]] = {}
-        """By pool: draft tokens tested and accepted in the span, by their index in the round."""
+        """Draft tokens tested and accepted in the span, by pool and by their index in the round."""
 
     def begin(self) -> str:
-        """The pool to begin with; "" where there is none."""
+        """Return the first pool of the request; "" where there is none."""
         usual, canary = self._routes.choose(self.request_class), self._routes.canary
         if canary is None or canary.promotion is None or canary.promotion.pool not in self._routes.scored():
             return usual
@@ -78,62 +79,62 @@ class RequestRouter:
         return self._promoted or usual
 
     def next_pool(self, pool: str, limit: int) -> str:
-        """The pool of the next round, mostly the one there is.
+        """Return the pool of the next round, mostly the present one.
 
         Args:
-            pool: of the last one.
-            limit: tokens that may still come.
+            pool: pool of the last round.
+            limit: number of tokens that may still follow.
         """
         if self._promoted:
             return pool
-        if self._home:
+        if self._interrupted:
             return self._end_trial() if len(self._tokens) >= self._trial_end else pool
         if limit > 2 * TRIAL_TOKENS and not self._tried:
             tried = self._routes.trial(self.request_class, {pool, *self._outgrown})
             if tried:
-                self._home, self._trial, self._trial_end = pool, tried, len(self._tokens) + TRIAL_TOKENS
+                self._interrupted, self._trial, self._trial_end = pool, tried, len(self._tokens) + TRIAL_TOKENS
                 self._tried.add(tried)
-                self._is_compared = False  # its speed is not only its own pool's
+                self._is_compared = False  # its speed is no longer that of one pool
                 return tried
         if not self._has_news:
             return pool
         self._has_news = False
         context = len(self._tokens)
-        rest = min(limit, context - self._setting.output_start)
+        remaining = min(limit, context - self._setting.output_start)
         candidates = [other for other in self._routes.candidates() if other not in self._outgrown]
         rates = {other: self._rate(other, context) for other in candidates}
         here = rates.pop(pool, None)
         if here is None or here <= 0.0:
             return pool
-        best, least_s = pool, WORTH_LEAVING * rest / here
+        best, least_s = pool, WORTH_LEAVING * remaining / here
         for other, rate in rates.items():
             prefill_s = self._routes.prefill_s(other, context)
-            if rate and prefill_s is not None and rest / rate + prefill_s < least_s:
-                best, least_s = other, rest / rate + prefill_s
+            if rate and prefill_s is not None and remaining / rate + prefill_s < least_s:
+                best, least_s = other, remaining / rate + prefill_s
         return best
 
     def _end_trial(self) -> str:
-        """Returns the pool that it interrupted, "" where there is no trial."""
-        home, self._home, self._trial = self._home, "", ""
-        return home
+        """End the trial; return the pool that it interrupted, "" outside a trial."""
+        interrupted, self._interrupted, self._trial = self._interrupted, "", ""
+        return interrupted
 
     def leave(self, pool: str, *, for_good: bool) -> str:
-        """The pool to go on with where the present one gives nothing: another one, where there is any.
+        """Return the next pool where the present one gives no drafts: another one, if there is any.
 
         Args:
-            pool: the present one; "" for none.
-            for_good: the session is beyond its context, or its target has no such drafts.
+            pool: present pool; "" for none.
+            for_good: the session has outgrown the pool's context, or its target does not serve the pool.
         """
         self._is_compared = False
-        home = self._end_trial()
+        interrupted = self._end_trial()
         if for_good:
             self._outgrown.add(pool)
-        if home and home not in self._outgrown and home in self._routes.candidates():
-            return home
+        if interrupted and interrupted not in self._outgrown and interrupted in self._routes.candidates():
+            return interrupted
         return self._routes.best_of(self.request_class, {*self._outgrown, pool}) or pool
 
     def note(self, outcome: RoundOutcome, num_committed: int) -> None:
-        """Takes in a round, once its tokens are the session's: the first `num_committed` of those it decided."""
+        """Add a round to the span, after the first `num_committed` of its tokens were added to the session."""
         if len(self._p) + num_committed > MAX_SCORED_TOKENS:
             self._end_span(before=num_committed)
         self._p += outcome.provenance.p[:num_committed]
@@ -149,19 +150,19 @@ class RequestRouter:
                 accepted[index] += index < outcome.num_accepted
 
     def end(self, stats: RequestStats | None) -> None:
-        """The request is over; `stats`: of one that ended well."""
+        """End the last span; `stats` are those of a request that ended well, else None."""
         self._end_span(before=0)
         if stats is not None and self._is_compared and self._routes.canary is not None:
             num_tokens = len(self._tokens) - self._setting.output_start
             self._routes.canary.observe(self._promoted, num_tokens, stats.e2el_s - stats.ttft_s)
 
     def _end_span(self, before: int) -> None:
-        """Sends off what was collected; `before` tokens of the session came after it."""
+        """Have the span scored by the pools that did not draft it; `before`: session tokens after the span."""
         start, p, used = self._start, self._p[:MAX_SCORED_TOKENS], self._used
         self._start, self._p, self._used = len(self._tokens) - before, [], {}
         scored = self._routes.scored()
-        # Tokens that were found in text are the easy ones: what drafted the rest is scored like those that drafted
-        # nothing. A trial counts as it was, beside nobody who had the whole span.
+        # Tokens that were found in text are the easy ones. A pool that drafted only the others would look worse than it
+        # is, so it is scored like pools that drafted nothing. A trial counts as it was, without a comparison.
         was_found = not used.keys() <= set(scored)
         used = {pool: counts for pool, counts in used.items() if pool in scored}
         has_trial = bool(self._tried & used.keys())
@@ -173,7 +174,7 @@ class RequestRouter:
             return
         rounds = {pool: ExpectedRounds(tuple(tested), tuple(accepted)) for pool, (tested, accepted) in used.items()}
         if not unused or start > MAX_CONTEXT_TOKENS:
-            if len(rounds) > 1 or has_trial:  # alone it would be compared with what others showed elsewhere
+            if len(rounds) > 1 or has_trial:  # a pool alone would be compared with others on other tokens
                 self._learn(rounds, (), start)
             return
         all_tokens = self._tokens.tail(0)
@@ -185,19 +186,19 @@ class RequestRouter:
                 request,
                 tuple(p),
                 unused,
-                on_scored=partial(self._take, rounds, p, num_new),
+                on_scored=partial(self._note_score, rounds, p, num_new),
                 on_end=partial(self._learn, rounds, unused, start),
             )
         )
 
-    def _take(
+    def _note_score(
         self, rounds: dict[str, ExpectedRounds], p: Sequence[float], num_new: int | None, pool: str, score: Score
     ) -> None:
         self._routes.observe_times(pool, score, num_new)
         rounds[pool] = expected_rounds(rounds_of(score, p))
 
-    def _learn(self, rounds: dict[str, ExpectedRounds], asked: Collection[str], context: int) -> None:
-        self._routes.observe_span(self.request_class, rounds, asked, context)
+    def _learn(self, rounds: dict[str, ExpectedRounds], requested: Collection[str], context: int) -> None:
+        self._routes.observe_span(self.request_class, rounds, requested, context)
         for pool, expected in rounds.items():
             own = self._own.setdefault(pool, Acceptance(SESSION_KEEP))
             own.add(expected.tested, expected.accepted, SESSION_KEEP)

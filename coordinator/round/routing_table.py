@@ -1,13 +1,13 @@
-"""What is known of every draft pool for every class of requests, and which pool a class gets.
+"""The statistics of every draft pool for every class of requests, and the choice of the pool that a class gets.
 
-Of each class and pool: acceptance, of the rounds that it drafted and of scores where it did not; of each class: the
-weights of its pools, moved by what each would have made of the same tokens. A rate is what gamma is chosen by, with the
-class's acceptance and the pool's own times, or those that its replicas tell while nobody uses it. No request is spent
-on trying a draft model. What a target drafts with by itself costs no prefill, and a target that is always needed never
-scores it: such a pool gets a few rounds of a request.
+For each class and pool the table holds acceptance: of rounds that the pool drafted, and of scores where it did not
+draft. For each class it holds the weights of its pools, which follow the goodput that each pool would have had on the
+same tokens. A rate is computed as for the choice of gamma, from the class's acceptance and the pool's own times; for an
+unused pool the times come from its replicas' scores. No request is spent on trying a draft model. Local drafts of a
+target are the exception: they cost no prefill, and a busy target never scores them, so they get a trial of few rounds.
 
-Not here: one request's course (`request_route`), the calls (`coordinator.routing.scoring`). One for a coordinator, used
-from one event loop.
+A coordinator has one table, used from one event loop. `request_router` follows one request, and
+`coordinator.routing.scoring` makes the calls.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from coordinator.routing.scoring import ScoreQueue
 from specdec.core.forward_time import RunningMean
 from specdec.types import Mode, SamplingFilters, Score, TokenIds
 
-#: Share of a class's record of a pool that is left one span later, and of its rounds one round later.
+#: Weight of a class's counts for a pool that is left one span later, and of its rounds one round later.
 _SPAN_KEEP = 0.97
 _ROUND_KEEP = 0.995
 
-#: How often a class tries a pool that could not be scored.
+#: Largest number of trials of a pool that could not be scored, per class.
 MAX_TRIALS = 3
 
-#: Of a position of which nothing is known.
-_MIDDLING_ALPHA = 0.7
+#: Acceptance assumed where nothing is known.
+_PRIOR_ALPHA = 0.7
 
 
 class _PoolInClass:
-    """What a class has shown of one pool."""
+    """The statistics of one pool for one class."""
 
     def __init__(self) -> None:
         self.acceptance = Acceptance(_SPAN_KEEP)
         self.num_rounds = 0.0
-        self.was_unheard = False
-        """Whether it was to score the newest span and could not."""
+        self.was_unscored = False
+        """True where the pool was to score the newest span and could not."""
         self.num_trials = 0
 
 
@@ -56,40 +56,41 @@ class _Class:
 
 
 class RoutingTable:
-    """The routes of one coordinator's requests."""
+    """The routing statistics of one coordinator."""
 
     def __init__(
         self,
         pools: ReplicaPools,
-        records: Mapping[str, DraftPoolStats],
+        pool_stats: Mapping[str, DraftPoolStats],
         scores: ScoreQueue,
         canary: Canary | None,
         text_of: Callable[[Sequence[int]], str],
     ) -> None:
         """
         Args:
-            pools: the draft pools there are.
-            records: what all requests have shown of each.
-            scores: where spans are scored.
-            canary: says which requests get a pool that is being promoted; None: there is no such thing.
-            text_of: tokens as text.
+            pools: the draft pools.
+            pool_stats: statistics of each pool over all requests.
+            scores: queue of spans to score.
+            canary: names the requests that get a pool under promotion; None for none.
+            text_of: decodes tokens.
         """
         self.scores = scores
         self.canary = canary
         self._pools = pools
-        self._records = records
+        self._pool_stats = pool_stats
         self._text_of = text_of
         self._classes: dict[str, _Class] = {}
         self._step_s: defaultdict[str, RunningMean] = defaultdict(RunningMean)
+        """Seconds per draft step, by pool."""
         self._prefill_s: defaultdict[str, RunningMean] = defaultdict(RunningMean)
-        """Of a token, by pool."""
+        """Seconds per prefilled token, by pool."""
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the queue of spans. Idempotent."""
         await self.scores.close()
 
     def class_of(self, task: str, mode: Mode, filters: SamplingFilters, end_of_prompt: TokenIds) -> str:
-        """The class of a request; `end_of_prompt`: the last of what its session holds before the output."""
+        """Return the class of a request; `end_of_prompt`: the last tokens of the session before the output."""
         kind = "" if task else kind_of(end_of_prompt, self._text_of(end_of_prompt.tolist()))
         name = class_of(task, kind, mode, filters)
         if task and name not in self._classes and len(self._classes) >= MAX_CLASSES:
@@ -97,43 +98,45 @@ class RoutingTable:
         return name
 
     def candidates(self) -> list[str]:
-        """Pools of draft models, and what targets draft with by themselves, that a request may be routed to now."""
+        """Return the pools of draft models and of local drafts that a request may be routed to now."""
         return [*self._pools.open_model_pools(), *self._pools.local_pools]
 
     def scored(self) -> list[str]:
-        """Those, and the shadows beside them: pools that are heard of every span."""
+        """Return the pools that score every span: the candidates, and shadows."""
         return [*self._pools.live_model_pools(), *self._pools.local_pools]
 
     def choose(self, request_class: str) -> str:
-        """The pool of a request that begins now; "" where none lives."""
+        """Return the pool of a request that begins now; "" where none lives."""
         candidates = self.candidates()
         return self._of(request_class).hedge.choose(candidates) if candidates else ""
 
     def best_of(self, request_class: str, excluded: Collection[str]) -> str:
-        """The pool with the most weight beside those; "" where none lives. The class keeps its own."""
+        """Return the live pool with the largest weight outside `excluded`; "" for none. The class keeps its pool."""
         hedge = self._of(request_class).hedge
         return max((pool for pool in self.candidates() if pool not in excluded), key=hedge.weight, default="")
 
     def trial(self, request_class: str, excluded: Collection[str]) -> str:
-        """A pool to try for a few rounds, beside those: one that targets draft in by themselves and could not score the
-        class's newest span; "" where there is none. Each answer counts as a trial."""
+        """Return a pool to try for a few rounds, and count the trial; "" for none.
+
+        It is one of local drafts outside `excluded` that could not score the class's newest span.
+        """
         of_pools = self._of(request_class).pools
         for pool in self._pools.local_pools:
-            record = of_pools[pool]
-            if pool not in excluded and record.was_unheard and record.num_trials < MAX_TRIALS:
-                record.was_unheard = False
-                record.num_trials += 1
+            stats = of_pools[pool]
+            if pool not in excluded and stats.was_unscored and stats.num_trials < MAX_TRIALS:
+                stats.was_unscored = False
+                stats.num_trials += 1
                 return pool
         return ""
 
     def rate(self, request_class: str, pool: str, context: float, own: Acceptance | None = None) -> float | None:
-        """Tokens a second that a stream makes with a pool, as predicted; None while that cannot be told.
+        """Return the predicted tokens per second of a stream with a pool; None while that is unknown.
 
         Args:
-            request_class: of the stream.
-            pool: that drafts.
-            context: committed tokens.
-            own: what the stream itself has shown of the pool.
+            request_class: class of the stream.
+            pool: pool that drafts.
+            context: number of committed tokens.
+            own: acceptance of the pool in this stream.
         """
         of_class = self._of(request_class).pools[pool].acceptance
         if of_class.measured is None and (own is None or own.measured is None):
@@ -142,34 +145,34 @@ class RoutingTable:
         return self._rate(pool, of_class if own is None else own, alpha if own is None else own.overall(alpha), context)
 
     def prefill_s(self, pool: str, num_tokens: int) -> float | None:
-        """Seconds that a pool's replica takes to run so many tokens; None while that is not known. A target has run
-        them that drafts by itself."""
+        """Return the seconds that a pool's replica takes to prefill `num_tokens`; None while that is unknown. Local
+        drafts need no prefill, because the target has run the tokens."""
         if pool in self._pools.local_pools:
             return 0.0
         mean = self._prefill_s.get(pool)
         return None if mean is None else mean.value * num_tokens
 
     def count_round(self, request_class: str, pool: str) -> None:
-        """A round of the class was drafted by a pool."""
+        """Count a round of the class that a pool drafted."""
         of_class = self._of(request_class)
-        for record in of_class.pools.values():
-            record.num_rounds *= _ROUND_KEEP
+        for stats in of_class.pools.values():
+            stats.num_rounds *= _ROUND_KEEP
         of_class.pools[pool].num_rounds += 1.0
 
     def observe_span(
-        self, request_class: str, rounds: Mapping[str, ExpectedRounds], asked: Collection[str], context: float
+        self, request_class: str, rounds: Mapping[str, ExpectedRounds], requested: Collection[str], context: float
     ) -> None:
-        """Learns from a span of tokens what each pool's rounds over it were, or would have been.
+        """Learn from the rounds that each pool had, or would have had, over a span of tokens.
 
         Args:
-            request_class: of its request.
-            rounds: of the pools that drafted some of it, and of those that scored it.
-            asked: the pools that were to score it.
-            context: tokens before it.
+            request_class: class of the request.
+            rounds: rounds of the pools that drafted part of the span, and of those that scored it.
+            requested: pools that were to score the span.
+            context: number of tokens before the span.
         """
         of_class = self._of(request_class)
-        for pool in asked:
-            of_class.pools[pool].was_unheard = pool not in rounds
+        for pool in requested:
+            of_class.pools[pool].was_unscored = pool not in rounds
         goodputs = {}
         for pool, expected in rounds.items():
             of_class.pools[pool].acceptance.add(expected.tested, expected.accepted, _SPAN_KEEP)
@@ -179,12 +182,12 @@ class RoutingTable:
         of_class.hedge.observe(goodputs)
 
     def observe_times(self, pool: str, score: Score, num_new_tokens: int | None) -> None:
-        """Learns from a score what a pool's replicas take.
+        """Learn the times of a pool's replicas from a score.
 
         Args:
-            pool: whose replica answered.
+            pool: pool of the replica that answered.
             score: its answer.
-            num_new_tokens: that it had to run, all of them new to it; None: unknown.
+            num_new_tokens: number of tokens that the replica had to run; None where unknown.
         """
         if score.step_s:
             self._step_s[pool].observe(score.step_s)
@@ -192,26 +195,26 @@ class RoutingTable:
             self._prefill_s[pool].observe(score.forward_s / num_new_tokens)
 
     def alpha(self, pool: str) -> float | None:
-        """What all classes together have shown of a pool; None before the first span."""
-        records = [of_class.pools[pool].acceptance for of_class in self._classes.values() if pool in of_class.pools]
-        num_tested = sum(record.num_tested for record in records)
-        return sum(record.num_accepted for record in records) / num_tested if num_tested else None
+        """Return a pool's acceptance over all classes; None before the first span."""
+        shown = [of_class.pools[pool].acceptance for of_class in self._classes.values() if pool in of_class.pools]
+        num_tested = sum(acceptance.num_tested for acceptance in shown)
+        return sum(acceptance.num_accepted for acceptance in shown) / num_tested if num_tested else None
 
-    def figures(self, pool: str) -> list[RouteStats]:
-        """How a pool does for each class, for people."""
-        figures = []
+    def stats(self, pool: str) -> list[RouteStats]:
+        """Return a pool's statistics for each class, for display."""
+        rows = []
         for name, of_class in sorted(self._classes.items()):
             is_chosen = self.choose(name) == pool
             if pool in of_class.pools or is_chosen or of_class.hedge.weight(pool):
-                num_rounds = sum(record.num_rounds for record in of_class.pools.values())
-                record = of_class.pools[pool]
+                num_rounds = sum(stats.num_rounds for stats in of_class.pools.values())
+                stats = of_class.pools[pool]
                 goodput, weight = self.rate(name, pool, 0.0), of_class.hedge.weight(pool)
-                share = record.num_rounds / num_rounds if num_rounds else 0.0
-                acceptance = record.acceptance
-                figures.append(
+                share = stats.num_rounds / num_rounds if num_rounds else 0.0
+                acceptance = stats.acceptance
+                rows.append(
                     RouteStats(name, acceptance.measured, goodput, weight, share, is_chosen, acceptance.num_tested)
                 )
-        return figures
+        return rows
 
     def _of(self, request_class: str) -> _Class:
         if request_class not in self._classes:
@@ -219,21 +222,21 @@ class RoutingTable:
         return self._classes[request_class]
 
     def _alpha_of(self, pool: str) -> float:
-        record = self._records.get(pool)
-        return record.alpha if record is not None else _MIDDLING_ALPHA
+        stats = self._pool_stats.get(pool)
+        return stats.alpha if stats is not None else _PRIOR_ALPHA
 
     def _rate(self, pool: str, acceptance: Acceptance, alpha: float, context: float) -> float | None:
-        measured = [record for record in self._records.values() if record.verify_time.is_measured]
+        measured = [stats for stats in self._pool_stats.values() if stats.verify_time.is_measured]
         draft_s = self._draft_s(pool)
         if not measured or draft_s is None:
             return None
-        times = max(measured, key=lambda record: record.num_rounds)
+        times = max(measured, key=lambda stats: stats.num_rounds)
         return best_gamma(times, acceptance, alpha, context, self._pools.max_gamma, draft_s).rate
 
     def _draft_s(self, pool: str) -> Callable[[float, float], float] | None:
-        """What a pool's drafts take, as they were, or as its replicas tell; None while neither is known."""
-        record = self._records.get(pool)
-        if record is not None and record.draft_wait.is_measured:
-            return record.draft_wait.predict
+        """Return the seconds that a pool's drafts take, measured or as its replicas report; None while unknown."""
+        stats = self._pool_stats.get(pool)
+        if stats is not None and stats.draft_wait.is_measured:
+            return stats.draft_wait.predict
         step = self._step_s.get(pool)
         return None if step is None else lambda num_tokens, _: step.value * num_tokens

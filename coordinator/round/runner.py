@@ -1,24 +1,19 @@
 """One round, from the committed tokens to the next ones: propose, verify, decide.
 
-docs/protocol.md is the specification. The draft comes from a `draft_source`, or with the target's own answer where it
-drafts by itself, and the target is asked by `target_calls`;
-the decided tokens go back to `generation/generation`, which has them published. The target never waits for anything
-optional: a draft that gives nothing makes the round a target-only step. Not here: what happens to the decided tokens,
-the maths (core), the wire (rpc).
+docs/protocol.md is the specification. The draft comes from a source (`draft_sources`), the verification from
+`target_calls`, and `specdec.core` decides. The decided tokens go back to `generation/generation`, which publishes
+them. The target never waits for anything optional: a missing draft makes the round a target-only step.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
 
 from coordinator.replicas.placement import SessionReplicas
-from coordinator.requests import Provenance
-from coordinator.round.draft_calls import DraftAnswer
-from coordinator.round.draft_source import DraftSource
+from coordinator.round.draft_calls import Draft
+from coordinator.round.draft_sources import DraftSource
 from coordinator.round.gamma import RoundTimes
-from coordinator.round.provenance import trace_tokens
+from coordinator.round.outcome import RoundOutcome, trace_tokens
 from coordinator.round.setting import RoundSetting
 from coordinator.round.target_calls import TargetAnswer, TargetCalls
 from coordinator.round.timeline import RoundTimeline
@@ -28,32 +23,7 @@ from specdec.core.coupling import verify_choices
 from specdec.core.random import DrawKey
 from specdec.core.rejection import Decision, verify_rejection
 from specdec.rpc.calls import WireStats
-from specdec.types import Mode, Proposal, Support, Verification
-
-
-class RoundOutcome(NamedTuple):
-    """What a round decided. Nothing of it is committed yet."""
-
-    token_ids: tuple[int, ...]
-    provenance: Provenance
-    num_draft_tokens: int
-    num_accepted: int
-    draft_s: float
-    """Wait for the draft, 0 when it was not asked."""
-    verify_s: float
-    wire_bytes: int
-    """Of all its calls, missed and failed ones too."""
-    num_cached_tokens: int
-    """Committed tokens whose KV the target already held."""
-    draft_pool: str
-    target_only_cause: str
-    """Why there was no draft token: off, paused, no_replica, draft_context, late, empty, no_match, not_drafted (by a
-    target asked to), or an error's reason; "" where there was one."""
-    supports: Sequence[Support]
-    """Of the draft tokens; empty in greedy and coupled rounds."""
-    verification: Verification
-    timeline: RoundTimeline | None = None
-    """Where the setting asks for it."""
+from specdec.types import Mode, Proposal, Verification
 
 
 class RoundRunner:
@@ -69,11 +39,11 @@ class RoundRunner:
     ) -> None:
         """
         Args:
-            setting: of the request.
-            tokens: shared with the caller, who extends it by what it commits of each round.
-            replicas: the session's.
-            drafts: the request's.
-            target_calls: the request's.
+            setting: parameters of the request's rounds.
+            tokens: shared with the caller, who appends what it commits of each round.
+            replicas: replicas of the session.
+            drafts: source of the request's drafts.
+            target_calls: target calls of the request.
         """
         self._setting = setting
         self._tokens = tokens
@@ -82,39 +52,36 @@ class RoundRunner:
         self._target_calls = target_calls
 
     async def run(self, round_id: int, remaining: int) -> RoundOutcome:
-        """Runs one round.
+        """Run one round. Cancelling abandons the calls in flight; the replicas stay consistent.
 
         Args:
             round_id: rises by one per committed round of the session.
-            remaining: output tokens that may still follow, at least 1.
-
-        Cancelling abandons the calls in flight; replicas stay consistent.
+            remaining: number of output tokens that may still follow, at least 1.
 
         Raises:
             Unavailable: no target replica can serve.
             ResourceExhausted: no target replica has KV blocks left.
-            Internal: the last target replica there was failed, or refused what it was asked.
+            Internal: the last target replica failed, or refused its request.
             StaleEpoch: another coordinator has taken the session over.
         """
         committed_len = len(self._tokens)
-        wire = WireStats()
         timeline = RoundTimeline(time.monotonic()) if self._setting.is_timed else None
 
         # A round emits one token more than it has draft tokens.
-        draft = await self._drafts.propose(round_id, remaining - 1, committed_len, wire)
+        draft = await self._drafts.propose(round_id, remaining - 1, committed_len)
         if timeline is not None:
-            timeline.note_draft(wire, draft.replica is not None, draft.proposal.stages)
+            timeline.note_draft(draft.sent_s, draft.received_s, draft.replica is not None, draft.proposal.stages)
 
-        target = await self._target_calls.verify(round_id, draft.proposal, wire, draft.local)
+        wire = WireStats()
+        target = await self._target_calls.verify(round_id, draft, wire)
         if timeline is not None:
-            timeline.note_target(wire, target.verification.stages)
-        if draft.local is not None:
-            draft = draft.drafted_by(target.replica, target.verification, target.wait_s)
-            target = target._replace(wait_s=target.wait_s - draft.wait_s)
+            timeline.note_target(wire.sent_s, wire.heard_s, target.verification.stages)
+        draft = self._drafts.complete(draft, target)
 
         decision = self._decide(draft.proposal, target.verification, committed_len)
 
-        self._learn(draft, target, committed_len, decision.num_accepted)
+        verify_s = target.wait_s - draft.verification_share_s
+        self._learn(draft, target, verify_s, committed_len, decision.num_accepted)
         if timeline is not None:
             timeline.decided_s = time.monotonic()
         return RoundOutcome(
@@ -123,8 +90,8 @@ class RoundRunner:
             num_draft_tokens=len(draft.proposal.draft_token_ids),
             num_accepted=decision.num_accepted,
             draft_s=draft.wait_s,
-            verify_s=target.wait_s,
-            wire_bytes=wire.num_bytes,
+            verify_s=verify_s,
+            wire_bytes=draft.wire_bytes + wire.num_bytes,
             num_cached_tokens=target.verification.num_cached_tokens,
             draft_pool=draft.pool,
             target_only_cause=draft.missing_cause,
@@ -141,11 +108,13 @@ class RoundRunner:
         verify = verify_block if self._setting.mode is Mode.BLOCK else verify_rejection
         return verify(draft_token_ids, proposal.supports, verification.rows, key)
 
-    def _learn(self, draft: DraftAnswer, target: TargetAnswer, committed_len: int, num_accepted: int) -> None:
-        """Notes what the round showed about replicas and acceptance."""
+    def _learn(
+        self, draft: Draft, target: TargetAnswer, verify_s: float, committed_len: int, num_accepted: int
+    ) -> None:
+        """Note what the round showed about the replicas' KV, about times and about acceptance."""
         drafted, verified = draft.proposal, target.verification
-        # KV beyond the accepted tokens is of tokens that are not the session's. The final token is in no KV yet, and
-        # the draft lacks its own last token too, which kv_len tells.
+        # KV beyond the accepted tokens belongs to rejected ones. The final token is in no KV yet. The draft also lacks
+        # the KV of its own last token, which kv_len says.
         agreed_len = committed_len + num_accepted
         self._replicas.learn(target.replica, min(verified.kv_len, agreed_len))
         if draft.replica is not None:
@@ -155,13 +124,13 @@ class RoundRunner:
             RoundTimes(
                 num_draft_tokens=len(drafted.draft_token_ids),
                 num_accepted=num_accepted,
-                draft_s=draft.wait_s if draft.replica is not None or draft.local is not None else 0.0,
-                verify_s=target.wait_s,
+                draft_s=draft.wait_s if draft.num_requested else 0.0,
+                verify_s=verify_s,
                 verify_forward_s=verified.forward_s,
                 num_prefilled=committed_len - verified.num_cached_tokens,
                 num_draft_prefilled=committed_len - drafted.num_cached_tokens if draft.replica is not None else 0,
                 committed_len=committed_len,
-                num_asked=draft.num_asked,
+                num_requested=draft.num_requested,
                 step_tokens=verified.step_tokens,
                 num_concurrent=verified.num_concurrent if target.is_same_replica else 0,
                 num_other_rows=verified.num_other_rows if target.is_same_replica else 0,

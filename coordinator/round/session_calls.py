@@ -1,8 +1,7 @@
-"""Asking a replica from where it stands in the session: it is sent the committed tokens that it lacks.
+"""The position that a replica's request starts from: the committed tokens that the replica lacks are sent along.
 
-A call comes from `draft_calls` or `target_calls` and goes through `specdec/rpc/client` to the replica; the answer goes
-back the same way. Not here: which replica is asked, deadlines, what becomes of a failure (`draft_calls`,
-`target_calls`).
+`draft_calls` and `target_calls` make their calls through this module, which passes them to `specdec/rpc/client`. They
+choose the replica and handle its failures themselves.
 """
 
 from __future__ import annotations
@@ -21,27 +20,27 @@ AnswerT = TypeVar("AnswerT")
 
 
 class SessionCalls:
-    """The calls of one request's rounds, to any replica. One round at a time."""
+    """The calls of one request's rounds, to any replica. Only one round may use it at a time."""
 
     def __init__(self, setting: RoundSetting, tokens: SessionTokens, replicas: SessionReplicas) -> None:
-        """`tokens` is shared with whoever extends it between rounds."""
+        """`tokens` is shared with the generation, which extends it between rounds."""
         self._setting = setting
         self._tokens = tokens
         self._replicas = replicas
 
-    async def ask(
+    async def call(
         self, replica: Replica[Any], round_id: int, send: Callable[[SessionPosition], Awaitable[AnswerT]]
     ) -> AnswerT:
-        """Sends what the replica lacks, and once more if it lacks more than we thought.
+        """Make a call with the tokens that the replica lacks, and once more if it lacks more than was assumed.
 
         Args:
-            replica: to be asked.
-            round_id: of the round.
+            replica: replica to call.
+            round_id: id of the round.
             send: makes the call.
 
         Raises:
-            KvMiss: it lacked tokens twice.
-            SpecdecError, TimeoutError: what `send` raises.
+            KvMiss: the replica lacked tokens twice.
+            SpecdecError, TimeoutError: as `send` raises.
         """
         try:
             return await send(self._position(replica, round_id))

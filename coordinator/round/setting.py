@@ -1,4 +1,4 @@
-"""What all rounds of one request have in common. Not here: what changes from round to round (`session_calls`)."""
+"""The parameters that all rounds of one request share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specdec.types import DrawRule, Mode, SamplingFilters, carries_distributions
 
 @dataclass(frozen=True, slots=True)
 class RoundSetting:
-    """Fixed when the request begins or is resumed."""
+    """Set when the request begins or is resumed, and constant from then on."""
 
     session_id: str
     epoch: int
@@ -21,16 +21,16 @@ class RoundSetting:
     mode: Mode
     num_logprobs: int | None
     vocabulary_size: int
-    """The target's."""
+    """Number of token ids of the target."""
     draft_timeout_s: float | None
-    """The longest that a round waits for its draft; None: until the draft answers or dies."""
+    """Longest time that a round waits for its draft; None: until the draft answers or dies."""
     tenant: str = DEFAULT_TENANT
     is_timed: bool = False
-    """Whether it is noted when what was done."""
+    """True where each round records a timeline."""
 
     draw_rule: DrawRule = field(init=False)
     answers_choices: bool = field(init=False)
-    """Whether the target answers with token choices instead of distributions."""
+    """True where the target answers with token choices instead of distributions."""
 
     def __post_init__(self) -> None:
         draw_rule = DrawRule.COUPLED if self.mode in (Mode.COUPLED, Mode.OFF) else DrawRule.DISTRIBUTION

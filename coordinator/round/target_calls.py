@@ -1,11 +1,13 @@
-"""A round's call to its target replica, and to another one where that fails.
+"""The calls of one request to its target replica, and to another one where that fails.
 
-The call goes through `session_calls` to the target service (`target_service/servicer`); its verification goes back to
-`runner`, which decides. Not here: which replica it is (`replicas/placement`), what an answer must be (`answers`).
+`SessionCalls` sends the request to the target service (`target_service/servicer`). The verification goes back to the
+`runner`, which decides the round. `replicas/placement` chooses the replica; where none can be reached, the call waits
+for one (`replicas/target_wait`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable
@@ -14,30 +16,36 @@ from typing import NamedTuple
 
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.replica import TargetReplica
-from coordinator.round.answers import check_proposal, check_verification, target_fault
+from coordinator.round.answers import check_verification, target_fault
+from coordinator.round.draft_calls import Draft
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
 from specdec.core.packed import pack_supports
 from specdec.errors import KvMiss, SpecdecError, StaleEpoch, Unavailable
 from specdec.rpc.calls import WireStats
-from specdec.types import LocalDraft, Proposal, SessionPosition, Verification, VerifyRequest
+from specdec.types import SessionPosition, Verification, VerifyRequest
+
+#: Pause after a target came back and failed again; it doubles each time.
+FIRST_PAUSE_S = 0.1
+MAX_PAUSE_S = 2.0
 
 _log = logging.getLogger(__name__)
 
 
 class TargetAnswer(NamedTuple):
-    """A verification and what it took."""
+    """A verification, and what it took."""
 
     replica: TargetReplica
     verification: Verification
     wait_s: float
-    """For all replicas that were asked."""
+    """Seconds from the first call to the answer, failed calls included, a wait for a lost target excluded."""
     is_same_replica: bool
-    """Whether it answered this request's round before, too: else what it tells of others since then means nothing."""
+    """True where this replica also answered this request's previous round. Otherwise its counts of other sessions'
+    rounds since then mean nothing."""
 
 
 class TargetCalls:
-    """The target calls of one request's rounds. One round at a time."""
+    """The target calls of one request. Only one round may use it at a time."""
 
     def __init__(self, setting: RoundSetting, replicas: SessionReplicas, calls: SessionCalls) -> None:
         self._setting = setting
@@ -45,28 +53,42 @@ class TargetCalls:
         self._calls = calls
         self._last_replica: TargetReplica | None = None
 
-    async def verify(
-        self, round_id: int, proposal: Proposal, wire: WireStats, local: LocalDraft | None = None
-    ) -> TargetAnswer:
-        """Asks the session's target replica, then others while there are any.
+    async def verify(self, round_id: int, draft: Draft, wire: WireStats) -> TargetAnswer:
+        """Call the session's target replica, then others; wait for one where none can be reached.
 
         Args:
-            round_id: of the round.
-            proposal: of the draft; empty in a target-only step.
-            wire: counts the calls' bytes.
-            local: what a target that can is to draft with by itself, where there is no proposal.
+            round_id: id of the round.
+            draft: what to verify, or to draft and verify.
+            wire: counts the bytes of the calls.
 
         Raises: as `RoundRunner.run`.
         """
+        try:
+            return await self._verify(round_id, draft, wire)
+        except Unavailable:
+            lost_at_s, pause_s = time.monotonic(), FIRST_PAUSE_S
+            if not self._replicas.may_wait(lost_at_s):
+                raise
+        while True:
+            await self._replicas.wait_for_target(lost_at_s)
+            try:
+                return await self._verify(round_id, draft, wire)
+            except Unavailable:
+                if not self._replicas.may_wait(lost_at_s):
+                    raise
+            # The replica describes itself and fails its calls: each further attempt comes later.
+            await asyncio.sleep(pause_s)
+            pause_s = min(2.0 * pause_s, MAX_PAUSE_S)
+
+    async def _verify(self, round_id: int, draft: Draft, wire: WireStats) -> TargetAnswer:
         began = time.perf_counter()
         failed: list[TargetReplica] = []
         while True:
             replica = self._replicas.choose_target(failed)
             try:
-                send = partial(self._send, replica, proposal, wire, local)
-                verification = await self._calls.ask(replica, round_id, send)
-                self._check(verification, replica, local)
-            # Internal too: a device that failed once tends to go on failing, and another replica may serve.
+                verification = await self._calls.call(replica, round_id, partial(self._send, replica, draft, wire))
+                self._check(verification, replica, draft)
+            # Internal too: a device that failed once tends to fail again, and another replica may serve.
             except SpecdecError as failure:
                 failed.append(replica)
                 self._note_failure(replica, failure, failed)
@@ -75,42 +97,34 @@ class TargetCalls:
                 self._last_replica = replica
                 return TargetAnswer(replica, verification, time.perf_counter() - began, is_same_replica)
 
-    def _check(self, verification: Verification, replica: TargetReplica, local: LocalDraft | None) -> None:
-        """Raises Internal: it is no answer."""
-        setting = self._setting
-        check_verification(verification, replica.address, vocabulary_size=setting.vocabulary_size)
-        if local is not None and verification.drafted is not None:
-            check_proposal(
-                verification.drafted,
-                gamma=local.gamma,
-                with_supports=not setting.answers_choices,
-                vocabulary_size=setting.vocabulary_size,
-            )
+    def _check(self, verification: Verification, replica: TargetReplica, draft: Draft) -> None:
+        check_verification(
+            verification,
+            replica.address,
+            vocabulary_size=self._setting.vocabulary_size,
+            local=draft.local,
+            with_supports=not self._setting.answers_choices,
+        )
 
     def _send(
-        self,
-        replica: TargetReplica,
-        proposal: Proposal,
-        wire: WireStats,
-        local: LocalDraft | None,
-        position: SessionPosition,
+        self, replica: TargetReplica, draft: Draft, wire: WireStats, position: SessionPosition
     ) -> Awaitable[Verification]:
-        can_draft = local is not None and replica.info is not None and local.pool in replica.info.local_drafts
+        proposal = draft.proposal
         request = VerifyRequest(
             position=position,
             draft_token_ids=proposal.draft_token_ids,
             support_ids=pack_supports(proposal.draft_token_ids.tolist(), proposal.supports).ids,
             num_logprobs=self._setting.num_logprobs,
-            local_draft=local if can_draft else None,
+            local_draft=draft.local_for(replica),
         )
         return replica.link.verify(request, wire, model=self._replicas.target_fingerprint)
 
     def _note_failure(self, replica: TargetReplica, failure: SpecdecError, failed: list[TargetReplica]) -> None:
-        """Returns where another replica may serve; raises what the failure means where none can."""
+        """Return where another replica may serve; raise the round's error where none can."""
         error = target_fault(failure, replica.address)
         if isinstance(error, StaleEpoch):
             raise failure
-        _log.warning("target replica %s did not verify: %s", replica.address, error)
+        _log.warning("target replica %s failed to verify: %s", replica.address, error)
         if error.reason == "REPLICA_UNAVAILABLE":
             replica.fail(error)
         self._replicas.learn(replica, 0)

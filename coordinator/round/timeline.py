@@ -1,8 +1,8 @@
-"""When what was done in a round: the coordinator's own times, and between them what its replicas say of theirs.
+"""The timeline of a round: the coordinator's own times, and between them those that its replicas report.
 
-A replica's clock is its own: what it did is laid in the middle of the call as the coordinator saw it, as if the way
-there took as long as the way back. `runner` notes, `publisher` completes, `TimelineLog` writes one JSON line a round;
-`specdec timeline` makes a picture of them. Not here: what a stage is (`specdec.types.Stages`).
+A replica has a clock of its own. Its times are placed in the middle of the call as the coordinator measured it, as if
+the request took as long on the wire as the answer. The `runner` and `publisher` record times, `TimelineLog` writes one
+JSON line per round, and `specdec timeline` draws them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specdec.errors import InvalidRequest
-from specdec.rpc.calls import WireStats
 from specdec.types import Stages
 
-#: Rounds that are kept until they are written, at most.
+#: Largest number of rounds that are buffered before they are written.
 _MAX_LINES = 64
 
 _log = logging.getLogger(__name__)
@@ -27,20 +26,20 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class CallTimeline:
-    """One call, in seconds of `time.monotonic`."""
+    """One call; times in seconds of `time.monotonic`."""
 
     asked_s: float
-    """The round turned to it."""
+    """Time at which the round began the call."""
     sent_s: float
-    """Its frame was given to the stream; where it was asked twice, the second time."""
+    """Time at which the request was written to the stream; of the second attempt where there were two."""
     heard_s: float
-    """The frame of its answer had been read."""
+    """Time at which the answer had been read from the stream."""
     answered_s: float
-    """The round had the answer."""
+    """Time at which the round had the answer."""
     stages: Stages | None
 
     def offsets_us(self, began_s: float) -> dict[str, int]:
-        """Microseconds from the beginning of the round to what is known; a replica's own are called `replica_`."""
+        """Return the known times in microseconds since the round began; a replica's times are named `replica_...`."""
         at_s = {"asked": self.asked_s, "sent": self.sent_s, "heard": self.heard_s, "answered": self.answered_s}
         if self.stages is not None:
             way_s = max(0.0, self.heard_s - self.sent_s - self.stages.sent_s) / 2
@@ -51,46 +50,46 @@ class CallTimeline:
 
 @dataclass(slots=True)
 class RoundTimeline:
-    """One round, in seconds of `time.monotonic`."""
+    """One round; times in seconds of `time.monotonic`."""
 
     began_s: float
     drafted_s: float = 0.0
     draft: CallTimeline | None = None
-    """None where no draft replica was asked, or none answered."""
+    """None where no draft replica was called, or none answered."""
     target: CallTimeline | None = None
     decided_s: float = 0.0
     committed_s: float = 0.0
     shown_s: float = 0.0
 
-    def note_draft(self, wire: WireStats, is_answered: bool, stages: Stages | None) -> None:
-        """The round has its draft; `is_answered`: from a replica, whose call was the last that `wire` counted."""
+    def note_draft(self, sent_s: float, heard_s: float, is_answered: bool, stages: Stages | None) -> None:
+        """Record that the round has its draft; `is_answered`: a draft replica answered the call."""
         self.drafted_s = time.monotonic()
         if is_answered:
-            self.draft = CallTimeline(self.began_s, wire.sent_s, wire.heard_s, self.drafted_s, stages)
+            self.draft = CallTimeline(self.began_s, sent_s, heard_s, self.drafted_s, stages)
 
-    def note_target(self, wire: WireStats, stages: Stages | None) -> None:
-        """The round has its verification, whose call was the last that `wire` counted."""
-        self.target = CallTimeline(self.drafted_s, wire.sent_s, wire.heard_s, time.monotonic(), stages)
+    def note_target(self, sent_s: float, heard_s: float, stages: Stages | None) -> None:
+        """Record that the round has its verification."""
+        self.target = CallTimeline(self.drafted_s, sent_s, heard_s, time.monotonic(), stages)
 
 
 class TimelineLog:
-    """A file of timelines, one JSON object a line. Used from one event loop."""
+    """A file of timelines, one JSON object per line. Used from one event loop."""
 
     def __init__(self, path: Path) -> None:
-        """Opens it, to append.
+        """Open the file for appending.
 
         Raises:
-            InvalidRequest: it cannot be written.
+            InvalidRequest: the file cannot be written.
         """
         try:
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise InvalidRequest(f"timeline {path}: {error.strerror}", field="timeline") from error
         self._lines: list[str] = []
-        self._has_complained = False
+        self._has_warned = False
 
     def write(self, session_id: str, round_id: int, num_draft_tokens: int, timeline: RoundTimeline) -> None:
-        """Adds a round that has been shown; what is known by now, microseconds after its beginning."""
+        """Add a round after its tokens were shown; times are microseconds since the round began."""
         began_s = timeline.began_s
         line = {
             "session_id": session_id,
@@ -108,21 +107,21 @@ class TimelineLog:
             self.flush()
 
     def flush(self) -> None:
-        """What was written can be read, or is lost where there is no room for it."""
+        """Write the buffered lines to the file; lines that do not fit on the disk are lost."""
         lines = "".join(self._lines).encode()
         self._lines.clear()
         try:
             num_written = self._file.write(lines)
-            if num_written < len(lines):  # no half of a line stays behind
+            if num_written < len(lines):  # remove the partial write, so that the file holds whole lines only
                 self._file.truncate(self._file.tell() - num_written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            if not self._has_complained:
-                _log.warning("rounds are missing from the timeline: %s", error.strerror)
-            self._has_complained = True
+            if not self._has_warned:
+                _log.warning("timeline lost rounds: cannot write the file: %s", error.strerror)
+            self._has_warned = True
 
     def close(self) -> None:
-        """Idempotent."""
+        """Write the buffered lines and close the file. Idempotent."""
         if not self._file.closed:
             self.flush()
             self._file.close()

@@ -1,6 +1,6 @@
-"""The committed tokens of one session with their chain hashes, as one growing log.
+"""The committed tokens of one session with their chain hashes, as one growing sequence in memory.
 
-Not here: the durable copy (the session store), sampling, text. Owned by a generation, read by its rounds.
+A generation owns it and its rounds read it; the durable copy is in the session store.
 """
 
 from __future__ import annotations
@@ -33,5 +33,5 @@ class SessionTokens:
         return np.array(self._ids[start:], dtype=np.uint32)
 
     def prefix_hash(self, length: int) -> bytes:
-        """Chain hash (16 bytes) of the first `length` tokens."""
+        """Return the chain hash (16 bytes) of the first `length` tokens."""
         return self._hasher.at(length)

@@ -1,9 +1,9 @@
-"""Which class of requests one belongs to: what is learned of drafts is learned for each class.
+"""The class of a request. `coordinator.round.routing_table` learns about drafts for each class.
 
-A class is the request's task label, or where it has none the kind of its prompt; and the mode, and a band of
-temperature, because acceptance depends on both. The kind of a prompt is told from its last part by two plain counts:
-how much of it has been there before, and how much of it is punctuation that code has and prose has not. A coordinator
-serves one tenant, so classes are a tenant's own. Not here: what is learned (`coordinator.round.routing_table`).
+A class consists of the request's task label, or of the kind of its prompt where it has no label; of the mode; and of a
+band of temperature, because acceptance depends on both. The kind of a prompt is derived from its last part by two
+counts: how much of it repeats, and how much of it is punctuation that occurs in code rather than in prose. A
+coordinator serves one tenant, so no class spans two tenants.
 """
 
 from __future__ import annotations
@@ -12,41 +12,41 @@ from collections.abc import Sequence
 
 from specdec.types import Mode, SamplingFilters, TokenIds
 
-#: Of a prompt, what is looked at: its last tokens.
+#: Number of tokens at the end of a prompt that are examined.
 MOST_PROMPT_TOKENS = 512
 
-#: Labels are the clients'; of more than these, the rest is one class.
+#: Largest number of classes. Clients choose labels freely, so further labels share one class.
 MAX_CLASSES = 64
 OTHER = "other"
 
-#: Runs of this many tokens are looked for again; a prompt where so many of them were there before repeats itself.
+#: Length of the token n-grams that are compared, and the share of repeated ones from which a prompt is repeating.
 _RUN = 4
 _REPEATING = 0.35
 
-#: Characters that stand between words in code; prose has some two in a hundred of them, code ten and more.
+#: Characters that are frequent in code: about 2 % of prose, and 10 % or more of code.
 _CODE = frozenset("(){}[]<>=_;:+*/\\#&|!@$%^~`")
 _CODE_SHARE = 0.05
 
 
 def class_of(task: str, kind: str, mode: Mode, filters: SamplingFilters) -> str:
-    """The class's name, for people as well: `code/rejection/greedy`.
+    """Return the name of the class, which is also displayed, such as `code/rejection/greedy`.
 
     Args:
-        task: the request's label; "" for none.
-        kind: of its prompt, where it has no label.
-        mode: of the request.
-        filters: likewise.
+        task: label of the request; "" for none.
+        kind: kind of its prompt, where it has no label.
+        mode: speculation mode of the request.
+        filters: sampling filters of the request.
     """
-    label = "".join(character if character.isprintable() else "?" for character in task)  # it is shown in terminals
+    label = "".join(character if character.isprintable() else "?" for character in task)  # terminals display it
     return f"{label or kind}/{mode.name.lower()}/{_band(filters)}"
 
 
 def kind_of(token_ids: TokenIds, text: str) -> str:
-    """repeating, code or prose.
+    """Return the kind of a prompt: repeating, code or prose.
 
     Args:
-        token_ids: the last of the prompt, some `MOST_PROMPT_TOKENS` at most.
-        text: of those.
+        token_ids: last tokens of the prompt, at most `MOST_PROMPT_TOKENS`.
+        text: text of these tokens.
     """
     if _repeated_share(token_ids.tolist()) >= _REPEATING:
         return "repeating"
@@ -62,6 +62,6 @@ def _band(filters: SamplingFilters) -> str:
 
 
 def _repeated_share(token_ids: Sequence[int]) -> float:
-    """Share of the runs of tokens that were there before."""
+    """Return the share of n-grams that occurred before."""
     runs = list(zip(*(token_ids[offset:] for offset in range(_RUN)), strict=False))
     return 1.0 - len(set(runs)) / len(runs) if len(runs) > _RUN else 0.0

@@ -1,13 +1,13 @@
-"""How a draft's rounds would have gone over tokens that were committed without it.
+"""The expected rounds of a draft over tokens that were committed without it.
 
-Committed tokens x are draws of p, and given them a draft's tokens are accepted independently, each with min(1, q/p) of
-its position: of all draws, min(p, q) is accepted *and* is the token that comes out, and p is what comes out. So the
-chance that a round begins at each position follows from the chances before it, and with it what would have been tested
-and accepted: no estimate of the tokens' own luck, no request spent on it (docs/protocol.md section 9). Token-wise rule;
-block verification accepts no less. Of greedy and coupled rounds q is 1 or 0, and the rounds are those that would have
-been.
+Committed tokens x are draws from p. Given x, the draft's tokens are accepted independently, each with probability
+min(1, q/p) at its position: a token is accepted and emitted with probability min(p, q), and emitted with probability p.
+So the probability that a round begins at a position follows from those of the positions before it, and the expected
+numbers of tested and accepted tokens follow from it. This needs no extra draws and no request (docs/protocol.md section
+9). The rule is token-wise; block verification accepts at least as many. In greedy and coupled rounds q is 1 or 0, and
+the expected rounds are exact.
 
-Not here: q (the draft's `Score`), p (Verify's), what is concluded (`coordinator.round.routing_table`).
+q comes from the draft's `Score` and p from the verification; `coordinator.round.routing_table` learns from the result.
 """
 
 from __future__ import annotations
@@ -19,30 +19,29 @@ from specdec.types import SCORED_GAMMA, Score
 
 
 class ExpectedRounds(NamedTuple):
-    """Expected numbers over a span of tokens."""
+    """Expected numbers of draft tokens over a span of tokens, by their index in the round."""
 
     tested: tuple[float, ...]
-    """Draft tokens tested, by their index in the round."""
     accepted: tuple[float, ...]
 
     @property
     def alpha(self) -> float | None:
-        """Accepted share of tested tokens; None where none would have been tested."""
+        """Accepted share of tested tokens; None where no token would have been tested."""
         num_tested = sum(self.tested)
         return sum(self.accepted) / num_tested if num_tested else None
 
 
 def acceptance_of(q: Sequence[float], p: Sequence[float]) -> list[float]:
-    """min(1, q/p) of committed tokens, each 0..1; p of a committed token is above 0."""
+    """Return min(1, q/p) of each committed token; p of a committed token is above 0."""
     return [min(1.0, of_draft / max(of_target, 1e-12)) for of_draft, of_target in zip(q, p, strict=True)]
 
 
 def rounds_of(score: Score, p: Sequence[float]) -> list[Sequence[float]]:
-    """Acceptance in the rounds of up to `SCORED_GAMMA` draft tokens that begin at each token of a span.
+    """Return the acceptance of each draft token of the round that would begin at each token of a span.
 
     Args:
-        score: of the span.
-        p: of each of its tokens.
+        score: the draft's score of the span. Rounds have up to `SCORED_GAMMA` draft tokens.
+        p: target probability of each of its tokens.
     """
     if not score.round_lengths:
         acceptance = acceptance_of(score.q, p)
@@ -56,11 +55,11 @@ def rounds_of(score: Score, p: Sequence[float]) -> list[Sequence[float]]:
 
 
 def expected_rounds(rounds: Sequence[Sequence[float]]) -> ExpectedRounds:
-    """Walks rounds over a span whose first token began one.
+    """Return the expected rounds over a span, whose first token begins one.
 
     Args:
-        rounds: of the round that begins at each token of the span, acceptance of each of its draft tokens, given that
-            it is tested; none where it would have had no draft.
+        rounds: for the round that begins at each token of the span, the acceptance of each of its draft tokens, given
+            that it is tested; empty where the round would have had no draft.
     """
     num_tokens, gamma = len(rounds), max(map(len, rounds))
     begins = [0.0] * (num_tokens + gamma + 2)
@@ -71,8 +70,8 @@ def expected_rounds(rounds: Sequence[Sequence[float]]) -> ExpectedRounds:
         for index, of_token in enumerate(acceptance):
             tested[index] += reach
             accepted[index] += reach * of_token
-            begins[start + index + 1] += reach * (1.0 - of_token)  # corrected there, and a new round after it
+            begins[start + index + 1] += reach * (1.0 - of_token)  # rejected: a new round begins after its correction
             reach *= of_token
-        # All accepted, then a bonus token; beyond the span it counts for nothing.
+        # All accepted: a new round begins after the bonus token. Positions beyond the span are not counted.
         begins[start + len(acceptance) + 1] += reach
     return ExpectedRounds(tuple(tested), tuple(accepted))

@@ -1,11 +1,11 @@
-"""Weights over the draft pools of a class of requests: the Hedge rule, fed by what every pool would have made.
+"""Weights over the draft pools of one class of requests, by the Hedge rule on the goodput of each pool.
 
-A pool's weight falls by how far its predicted goodput stays behind the best one's on the same tokens. Every scored pool
-is heard at every span, so trying them costs no request; a pool that was not scored keeps its share (sleeping experts),
-and a small part of all weight is dealt out evenly, so that a class that changes is followed.
+A pool's weight falls with the distance between its predicted goodput and the best pool's on the same tokens. Every pool
+is scored on every span, so no request is spent on a trial. A pool that was not scored keeps its weight (sleeping
+experts). A small part of the total weight is shared evenly, so that the weights follow a class that changes.
+`coordinator.round.routing_table` computes the goodput.
 
 Source: Freund and Schapire 1997; Freund, Schapire, Singer, Warmuth 1997 (sleeping); Herbster and Warmuth 1998 (share).
-Not here: goodput (`coordinator.round.routing_table`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import exp
 
-#: By how much a loss of all goodput moves a weight: exp(-RATE). Some ten spans tell 20 % apart.
+#: Learning rate: a goodput of 0 multiplies a weight by exp(-RATE). About ten spans separate pools that differ by 20 %.
 RATE = 2.0
 
-#: Part of all weight that is dealt out evenly at every span.
+#: Part of the total weight that is shared evenly at every span.
 SHARED = 0.01
 
-#: A pool is left for another one when that has so much more weight: equal pools do not take turns.
+#: Factor by which another pool's weight must exceed that of the chosen one, so that equal pools do not alternate.
 MARGIN = 1.25
 
 
@@ -31,11 +31,11 @@ class Hedge:
         self._chosen = ""
 
     def weight(self, pool: str) -> float:
-        """0..1; those of all pools seen sum to 1."""
+        """Return the weight of a pool, 0..1; the weights of all pools sum to 1."""
         return self._weights.get(pool, 0.0)
 
     def choose(self, pools: Sequence[str]) -> str:
-        """The pool with the most weight, of those there are; the first one while nothing tells them apart."""
+        """Return the pool with the largest weight among `pools`; the first one while their weights are equal."""
         for pool in pools:
             self._add(pool)
         if self._chosen not in pools:
@@ -46,10 +46,10 @@ class Hedge:
         return self._chosen
 
     def observe(self, goodputs: Mapping[str, float]) -> None:
-        """A span was scored.
+        """Update the weights after a span.
 
         Args:
-            goodputs: tokens a second, by pool; those left out were not scored.
+            goodputs: tokens per second by pool; pools that were not scored are left out.
         """
         for pool in goodputs:
             self._add(pool)
@@ -63,7 +63,7 @@ class Hedge:
             self._weights[pool] = (1.0 - SHARED) * scale * weight + SHARED * awake / len(moved)
 
     def _add(self, pool: str) -> None:
-        """A new pool gets an equal share from the others."""
+        """Give a new pool an equal share of the weight."""
         if pool not in self._weights:
             share = 1.0 / (len(self._weights) + 1)
             self._weights = {other: weight * (1.0 - share) for other, weight in self._weights.items()}

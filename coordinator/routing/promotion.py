@@ -1,13 +1,12 @@
-"""A draft pool on its way to all requests, share by share, and back where it makes fewer tokens a second.
+"""The promotion of a draft pool to a growing share of the sessions, and its rollback where it is slower.
 
-A share of the sessions, by a hash of their ids, gets the pool whatever it would have had; the others are what it is
-compared with. After so many requests of both kinds the pool goes on to the next share, unless at one of the looks on
-the way its mean of log tokens a second was below the others' by more than chance: Welch's t beyond `LIMIT`. There are
-six looks in a promotion, so that one of an equal pool goes back by chance less often than one in a hundred.
+A share of the sessions, chosen by a hash of their ids, gets the pool instead of its usual one; the other sessions are
+the control group. After a number of requests of both groups the pool gets the next share. It is rolled back if at one
+of the looks its mean of log tokens per second was significantly below the control group's: Welch's t beyond `LIMIT`. A
+promotion has six looks, so an equal pool is rolled back by chance in less than 1 % of promotions.
 
-Source: Welch 1947; Bonferroni over the looks. What is decided lies in the store, shared by coordinators and kept beyond
-them; what each of them measures is its own. Not here: the store (`specdec.state.promotions`), which pool a request
-would have had (`coordinator.round.routing_table`).
+Source: Welch 1947; Bonferroni over the looks. Decisions are kept in the store (`specdec.state.promotions`), which all
+coordinators share; each coordinator measures by itself. `coordinator.round.routing_table` chooses the usual pool.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from math import log, sqrt
 from specdec.errors import SpecdecError
 from specdec.state.store import Promotion, Promotions, PromotionStatus
 
-#: Shares of the sessions, and the requests of either kind that each takes.
+#: Shares of the sessions, and the number of requests of each group that a share takes.
 STAGES = {0.01: 16, 0.05: 32, 0.25: 64}
 LOOKS = (16, 32, 64)
 
-#: One-sided, below 1.5e-3 a look with 15 degrees of freedom, the least there are; less with more.
+#: Limit of t, one-sided: below 1.5e-3 per look at 15 degrees of freedom, the smallest number there is.
 LIMIT = 3.6
 
-#: Requests shorter than this say more of their first token than of a draft.
+#: Number of tokens from which a request counts; the time of a shorter one depends mostly on its first token.
 LEAST_TOKENS = 16
 
-#: Between two looks at what other coordinators decided.
+#: Interval at which decisions are exchanged with the store.
 POLL_S = 1.0
 
 _log = logging.getLogger(__name__)
 
 
 class Sample:
-    """Mean and variance of log tokens a second."""
+    """Mean and variance of log tokens per second."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -53,23 +52,23 @@ class Sample:
 
     @property
     def variance_of_mean(self) -> float:
-        """Needs two values at least."""
+        """Variance of the mean; needs at least two values."""
         return self._squares / (self.count - 1) / self.count
 
 
 def is_worse(pool: Sample, others: Sample) -> bool:
-    """Whether a pool's requests made significantly fewer tokens a second than the others."""
+    """Return whether a pool's requests made significantly fewer tokens per second than the others."""
     spread = sqrt(pool.variance_of_mean + others.variance_of_mean)
     return pool.mean - others.mean < -LIMIT * max(spread, 1e-9)
 
 
 def next_share(share: float, most: float) -> float:
-    """The share after `share` on the way to `most`."""
+    """Return the share after `share` on the way to `most`."""
     return next((stage for stage in STAGES if share < stage < most), most)
 
 
 class Canary:
-    """Follows the promotion there is. Used from one event loop."""
+    """Follows the current promotion. Used from one event loop."""
 
     def __init__(self, store: Promotions) -> None:
         self._store = store
@@ -81,32 +80,32 @@ class Canary:
 
     @property
     def promotion(self) -> Promotion | None:
-        """As last seen."""
+        """Current promotion as last read from the store; None for none."""
         return self._promotion
 
     def start(self) -> None:
-        """Begins to follow what is in the store."""
+        """Start to follow the store in the background."""
         self._watching = asyncio.create_task(self._watch(), name="promotions")
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Stop following the store. Idempotent."""
         if self._watching is not None:
-            self._is_closed = True  # the store's client may swallow what cancels it while it connects
+            self._is_closed = True  # the store's client may swallow a cancellation while it connects
             self._watching.cancel()
             await asyncio.wait([self._watching])
 
     async def promote(self, pool: str, most: float) -> Promotion | None:
-        """Begins to promote a pool up to a share of the sessions, whatever was being promoted; 0 ends it.
+        """Begin the promotion of a pool up to a share of the sessions, in place of the current one; 0 ends it.
 
         Raises:
             Unavailable: the store cannot be reached.
         """
         begun = Promotion(pool, next_share(0.0, most), most, PromotionStatus.RUNNING) if most > 0.0 else None
-        self._see(await self._store.put(begun))
+        self._follow(await self._store.put(begun))
         return self._promotion
 
     def pool_of(self, session_id: str) -> str:
-        """The pool that a session gets by promotion; "" where it gets what it would have had."""
+        """Return the pool that a session gets by promotion; "" where it keeps its usual one."""
         promotion = self._promotion
         if promotion is None or promotion.status is PromotionStatus.ROLLED_BACK:
             return ""
@@ -114,12 +113,12 @@ class Canary:
         return promotion.pool if drawn < promotion.share * 2.0**64 else ""
 
     def observe(self, pool: str, num_tokens: int, seconds: float) -> None:
-        """Learns from a request that ended well.
+        """Learn from a request that ended well.
 
         Args:
-            pool: what `pool_of` gave it.
-            num_tokens: of its output, after the first ones.
-            seconds: that those took.
+            pool: pool that `pool_of` returned for it.
+            num_tokens: number of output tokens after the first round.
+            seconds: time that they took.
         """
         promotion = self._promotion
         if promotion is None or promotion.status is not PromotionStatus.RUNNING or pool not in ("", promotion.pool):
@@ -133,41 +132,41 @@ class Canary:
             self._look(promotion, count)
 
     def _look(self, promotion: Promotion, count: int) -> None:
-        """Decides; the store hears of it from the task that follows it."""
+        """Decide after a look; `sync_with_store` writes the decision to the store."""
         if is_worse(self._pool, self._others):
             self._decided = replace(promotion, status=PromotionStatus.ROLLED_BACK)
         elif count >= STAGES.get(promotion.share, LOOKS[-1]):
             share = next_share(promotion.share, promotion.most)
-            is_there = share >= 1.0 or promotion.share >= promotion.most  # of all sessions none is left to compare with
-            status = PromotionStatus.DONE if is_there else PromotionStatus.RUNNING
+            is_done = share >= 1.0 or promotion.share >= promotion.most  # at 1.0 the control group is empty
+            status = PromotionStatus.DONE if is_done else PromotionStatus.RUNNING
             self._decided = replace(promotion, share=share, status=status)
 
     async def _watch(self) -> None:
-        complaint = ""
+        warned = ""
         while not self._is_closed:
             try:
-                await self.look_at_store()
-                complaint = ""
+                await self.sync_with_store()
+                warned = ""
             except SpecdecError as error:
-                if error.message != complaint:  # said once, not at every look
-                    complaint = error.message
-                    _log.warning("%s", complaint)
+                if error.message != warned:  # log an error once, not at every attempt
+                    warned = error.message
+                    _log.warning("promotion not synchronised: %s", warned)
             await asyncio.sleep(POLL_S)
 
-    async def look_at_store(self) -> None:
-        """Tells the store what was decided here, and hears what was decided elsewhere.
+    async def sync_with_store(self) -> None:
+        """Write this coordinator's decision to the store, and read those of other coordinators.
 
         Raises:
-            Unavailable: it cannot be reached; what was decided is told next time.
+            Unavailable: the store cannot be reached; the decision is written next time.
         """
         before, decided = self._promotion, self._decided
         if before is None or decided is None:
-            self._see(await self._store.read())
+            self._follow(await self._store.read())
             return
-        self._see(await self._store.swap(before, decided))
+        self._follow(await self._store.swap(before, decided))
         self._decided = None
 
-    def _see(self, promotion: Promotion | None) -> None:
+    def _follow(self, promotion: Promotion | None) -> None:
         if promotion == self._promotion:
             return
         self._promotion = promotion

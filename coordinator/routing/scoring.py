@@ -1,9 +1,9 @@
-"""Spans of committed tokens on their way to the draft pools that did not draft them: in the background, or not at all.
+"""The queue of token spans that draft pools score in the background.
 
-A queue of bounded length, one span at a time, one call a pool, to a draft replica or to a target that drafts by itself;
-a replica that is needed refuses, and then that pool goes without. No round ever waits for any of it. Not here: what a
-score says of a pool (`expected_rounds`), where spans come from and what is made of them
-(`coordinator.round.routing_table`).
+Spans of committed tokens are scored by the pools that did not draft them: one span at a time, with one call per pool,
+to a draft replica or to a target that drafts by itself. A busy replica refuses, and then its pool gets no score. The
+queue is bounded, and no round waits for it. `coordinator.round.request_router` adds spans and learns from the scores
+(`expected_rounds`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from coordinator.replicas.replica import Replica
 from specdec.errors import SpecdecError
 from specdec.types import Score, ScoreRequest
 
-#: Spans that wait; the oldest go first.
+#: Largest number of waiting spans; the oldest ones are dropped first.
 MAX_WAITING = 32
 
-#: Tokens before a span, at most: scoring runs all of them where they were not run before.
+#: Largest number of tokens before a span. A replica that has not run them before prefills all of them to score it.
 MAX_CONTEXT_TOKENS = 2048
 
-#: Between two attempts at a span whose replicas were needed by others, and how many there are.
+#: Seconds between two attempts at a span whose replicas were busy, and the number of attempts.
 RETRY_S = 1.2
 ATTEMPTS = 3
 
@@ -36,21 +36,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Committed tokens, and what has to be known to score them."""
+    """Committed tokens, and what is needed to score them."""
 
     request: ScoreRequest
     p: tuple[float, ...]
-    """Of each token, what the target gave it after filters."""
+    """Target probability of each token after filters."""
     pools: tuple[str, ...]
-    """That are to score it."""
+    """Pools that are to score the span."""
     on_scored: Callable[[str, Score], None]
-    """Told what a pool's replica answered."""
+    """Called with the score of each pool that answered."""
     on_end: Callable[[], None]
-    """Called once when no more will be told."""
+    """Called once when no further score will follow."""
 
 
 class ScoreQueue:
-    """Scores spans, one after the other. Used from one event loop."""
+    """The queue. Spans are scored one after the other. Used from one event loop."""
 
     def __init__(self, pools: ReplicaPools, retry_s: float = RETRY_S) -> None:
         self._pools = pools
@@ -60,7 +60,7 @@ class ScoreQueue:
         self.num_dropped = 0
 
     def put(self, span: Span) -> None:
-        """Takes a span in; returns at once."""
+        """Add a span to the queue; return at once."""
         if len(self._waiting) >= MAX_WAITING:
             self._waiting.popleft()
             self.num_dropped += 1
@@ -69,12 +69,12 @@ class ScoreQueue:
             self._worker = asyncio.create_task(self._work(), name="scores")
 
     async def settle(self) -> None:
-        """Waits until nothing waits."""
+        """Wait until the queue is empty."""
         if self._worker is not None:
             await asyncio.wait([self._worker])
 
     async def close(self) -> None:
-        """Drops what waits. Idempotent."""
+        """Drop the waiting spans. Idempotent."""
         self._waiting.clear()
         if self._worker is not None:
             self._worker.cancel()
@@ -87,42 +87,42 @@ class ScoreQueue:
             try:
                 await self._score(span)
             except Exception:
-                _log.exception("a span was not scored")
+                _log.exception("scoring a span failed")
 
     async def _score(self, span: Span) -> None:
         left = list(span.pools)
         for attempt in range(ATTEMPTS):
             if attempt:
                 await asyncio.sleep(self._retry_s)
-            left = [pool for pool in left if not await self._ask(span, pool)]
-            if not left or self._waiting:  # newer spans say as much, and find as many replicas idle
+            left = [pool for pool in left if not await self._score_by(span, pool)]
+            if not left or self._waiting:  # a newer span is worth as much, and may find the replicas idle
                 break
         span.on_end()
 
-    async def _ask(self, span: Span, pool: str) -> bool:
-        """Whether the pool need not be asked again."""
+    async def _score_by(self, span: Span, pool: str) -> bool:
+        """Have one pool score a span; return whether no further attempt is needed."""
         local_pool = pool if pool in self._pools.local_pools else ""
         drafting = self._pools.local_targets(pool) if local_pool else self._pools.drafts(pool)
         replica = _idlest(drafting)
         if replica is None:
             return True
-        asked = replace(span.request, local_pool=local_pool)
-        if asked.position.committed_len + len(asked.token_ids) > replica_context(replica):
+        request = replace(span.request, local_pool=local_pool)
+        if request.position.committed_len + len(request.token_ids) > replica_context(replica):
             return True
         try:
-            span.on_scored(pool, await replica.link.score(asked))
+            span.on_scored(pool, await replica.link.score(request))
         except SpecdecError as error:
-            _log.debug("%s replica %s did not score: %s", replica.role, replica.address, error)
+            _log.debug("%s replica %s failed to score: %s", replica.role, replica.address, error)
             return error.reason != "REPLICA_BUSY"
         return True
 
 
 def replica_context(replica: Replica[Any]) -> int:
-    """Tokens that it can hold."""
+    """Return the number of tokens that a replica can hold."""
     return replica.info.max_context_tokens if replica.info else 0
 
 
 def _idlest(replicas: Sequence[Replica[Any]]) -> Replica[Any] | None:
-    """The live replica with the least to do."""
+    """Return the live replica with the fewest running sessions."""
     live = [replica for replica in replicas if replica.takes_sessions]
     return min(live, key=lambda replica: replica.num_running, default=None)

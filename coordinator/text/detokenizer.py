@@ -1,11 +1,9 @@
-"""Text of an output that grows token by token, equal in the end to decoding the whole output at once.
+"""Decodes an output token by token; the joined text equals decoding the whole output at once.
 
 After n tokens the delivered text is a function of those n tokens alone, and a prefix of the text of every output that
-begins with them. What later tokens could still change is held back: bytes of an unfinished character, spaces that the
-clean-up may remove, and the beginning of what may become a stop string. An output is stopped at the first token after
-which its decoded text contains a stop string. The text goes back to `output`, with its token.
-
-Not here: end tokens and length limits (`output`). One object serves one output; it is not safe to share.
+begins with them. Text that later tokens may still change is held back: bytes of an unfinished character, spaces that
+the clean-up may remove, and the start of a possible stop string. An output ends at the first token after which its
+decoded text contains a stop string. The text goes to `output`, which handles end tokens and length limits.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from specdec.checkpoints.token_bytes import BYTE_TOKEN, byte_level_bytes
 
 _REPLACEMENT = "\ufffd"
 
-#: The clean-up of transformers (`clean_up_tokenization`), in its order: each rule runs over what the one before left.
+#: Rules of `clean_up_tokenization` of transformers in their order: each rule runs over the result of the previous one.
 _CLEAN_UP_RULES = (
     *((f" {mark}", mark) for mark in ".?!,"),
     (" ' ", "'"),
@@ -28,10 +26,10 @@ _CLEAN_UP_RULES = (
 
 
 class IncrementalDetokenizer:
-    """Delivers the text of one output, cut before the first stop string."""
+    """Delivers the text of one output, cut before the first stop string. Not safe to share between outputs."""
 
     def __init__(self, tokenizer: ServedTokenizer, stop: Sequence[str] = ()) -> None:
-        """`stop` holds strings that end the output; empty ones are ignored."""
+        """`stop`: strings that end the output; empty strings are ignored."""
         rules = tokenizer.rules
         self._decoder: _Decoder = _ByteLevelDecoder(tokenizer) if rules.is_byte_level else _WindowDecoder(tokenizer)
         self._clean_up = _CleanUp() if rules.cleans_up_spaces else None
@@ -39,14 +37,14 @@ class IncrementalDetokenizer:
         self._stop = tuple(text for text in stop if text)
         self._held = ""
         self.has_ended = False
-        """After a complete stop string, or `finish`: no more tokens are taken, no more text is delivered."""
+        """True after a complete stop string or `finish`: no further token is taken, no further text is delivered."""
 
     def push_token(self, token_id: int) -> str:
-        """Takes the output's next token, unless it `has_ended`; returns newly final text."""
+        """Take the next token of an output that has not ended; return the text that is final now."""
         return "" if token_id in self._special_token_ids else self._push_one(token_id)
 
     def finish(self) -> str:
-        """Delivers what was held back; the output has ended. Empty after a stop, and when called again."""
+        """End the output; return the text that was held back. Empty after a stop string, and when called again."""
         if self.has_ended:
             return ""
         self.has_ended = True
@@ -62,7 +60,7 @@ class IncrementalDetokenizer:
         if not self._stop:
             text, self._held = self._held, ""
             return text
-        # The output would be whole if it ended here, so a stop string in its tail counts as much as any other.
+        # The output may end here, so a stop string in the text that is still held back counts too.
         whole = self._held + self._tail()
         starts = [start for start in map(whole.find, self._stop) if start >= 0]
         if starts:
@@ -73,23 +71,23 @@ class IncrementalDetokenizer:
         return text
 
     def _tail(self) -> str:
-        """What would follow the final text if the output ended here."""
+        """Return the text that would follow the final text if the output ended here."""
         tail = self._decoder.tail()
         return self._clean_up.tail(tail) if self._clean_up else tail
 
 
 class _Decoder(Protocol):
     def push(self, token_id: int) -> str:
-        """Takes one token that is not special and returns newly final text."""
+        """Take one token that is not special; return the text that is final now."""
         ...
 
     def tail(self) -> str:
-        """What would follow if no token did. Changes nothing."""
+        """Return the text that would follow if no further token came. Changes nothing."""
         ...
 
 
 class _ByteLevelDecoder:
-    """Tokens as bytes through an incremental UTF-8 decoder: exact even where tokens never end on a character."""
+    """Decodes tokens as bytes with an incremental UTF-8 decoder. Exact also where tokens end within a character."""
 
     def __init__(self, tokenizer: ServedTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -104,11 +102,11 @@ class _ByteLevelDecoder:
 
 
 class _WindowDecoder:
-    """Any other decoder, asked for a window of tokens: some whose text is final, as context, and those after them.
+    """Decodes with any other decoder, over a window of tokens: context tokens with final text, and the tokens after.
 
-    Right for decoders that treat a token by itself, by its neighbours or by being first (Metaspace, WordPiece,
+    Correct for decoders that treat a token by itself, by its neighbours or by being the first (Metaspace, WordPiece,
     BPEDecoder, Replace, Strip, none), and for byte fallback, which decodes a run of byte tokens as a whole. The context
-    is the shortest that has a text of its own, so that no token after it is taken for the first.
+    is the shortest one that has text, so that the decoder does not treat the token after it as the first.
     """
 
     def __init__(self, tokenizer: ServedTokenizer) -> None:
@@ -138,7 +136,7 @@ class _WindowDecoder:
         return self._tokenizer.decode_uncleaned(self._window)[len(self._context_text) :]
 
     def _shrink(self, text: str) -> None:
-        """Makes the window's last tokens the next context."""
+        """Make the last tokens of the window the next context."""
         latest = self._window[self._num_context :]
         latest_text = self._tokenizer.decode_uncleaned(latest)
         if latest_text:
@@ -149,7 +147,7 @@ class _WindowDecoder:
 
 
 class _CleanUp:
-    """transformers' clean-up of spaces on a growing text: a chain of replacements, each holding back what may match."""
+    """Cleans up spaces in a growing text as transformers does. Each rule of the chain holds back its partial match."""
 
     def __init__(self) -> None:
         self._held = [""] * len(_CLEAN_UP_RULES)
@@ -164,7 +162,7 @@ class _CleanUp:
     def _run(self, text: str, *, is_last: bool) -> tuple[list[str], str]:
         still_held = []
         for held, (pattern, replacement) in zip(self._held, _CLEAN_UP_RULES, strict=True):
-            # Between two matches the text has no match, so what is held is the longest end that begins the pattern.
+            # The last part contains no match, so only its longest end that starts the pattern is held back.
             *parts, rest = (held + text).split(pattern)
             num_held = 0 if is_last else _overlap(rest, pattern)
             cut = len(rest) - num_held
@@ -174,7 +172,7 @@ class _CleanUp:
 
 
 def _overlap(text: str, pattern: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `pattern`, but not all of it."""
+    """Return the length of the longest end of `text` that is a proper prefix of `pattern`."""
     for length in range(min(len(text), len(pattern) - 1), 0, -1):
         if text.endswith(pattern[:length]):
             return length

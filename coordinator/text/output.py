@@ -1,9 +1,8 @@
-"""One request's output as it grows: text per token, and the token that ends it.
+"""Turns the tokens of a request's rounds into output: text per token, and the token that ends the output.
 
-A round's tokens come from `generation/generation`; their text from `detokenizer`. What of them belongs to the output
-goes back there, to be published (`generation/publisher`).
-Text is worked out token by token, so what a client has read after n tokens depends on those n tokens alone: whatever
-the rounds were, a replay from the log gives the same text. Not here: committing, streams.
+Tokens come from `generation/generation`, and their text from `detokenizer`. The output goes back to the generation, and
+then to `generation/publisher`. Text is produced token by token, so the text after n tokens depends on those n tokens
+alone, and a replay from the log gives the same text however the rounds were cut.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from specdec.types import FinishReason, SamplingParams
 
 
 class OutputStep(NamedTuple):
-    """What one round added."""
+    """Output tokens of one round."""
 
     token_ids: tuple[int, ...]
     texts: tuple[str, ...]
-    """Text each token completed."""
+    """Text that each token completed."""
     finish_reason: FinishReason | None
 
 
 class OutputWriter:
-    """Turns decided tokens into output tokens until one of them ends the output."""
+    """Takes decided tokens until one of them ends the output. One object writes one output."""
 
     def __init__(self, tokenizer: ServedTokenizer, sampling: SamplingParams, eos_token_ids: Sequence[int]) -> None:
         """`sampling.max_new_tokens` must be the resolved limit, above 0."""
@@ -39,18 +38,18 @@ class OutputWriter:
 
     @property
     def remaining(self) -> int:
-        """Output tokens that may still follow."""
+        """Number of output tokens that may still follow."""
         return self._max_new_tokens - self._num_tokens
 
     def write(self, token_ids: Sequence[int]) -> OutputStep:
-        """Takes tokens up to the one that ends the output; those after it are discarded."""
+        """Take tokens up to the one that ends the output, and discard those after it."""
         texts: list[str] = []
         detokenizer, end_token_ids = self._detokenizer, self._end_token_ids
         finish_reason: FinishReason | None = None
         for token_id in token_ids:
             self._num_tokens += 1
             if token_id in end_token_ids:
-                # The end token has no text of its own, but text held back in case a stop string began is now final.
+                # An end token has no text, but it makes text final that was held back as the start of a stop string.
                 text, finish_reason = detokenizer.finish(), FinishReason.STOP
             else:
                 text = detokenizer.push_token(token_id)

@@ -1,7 +1,7 @@
-"""A turn's input as tokens, against what the session already holds, and how long its output may be.
+"""Encodes the input of a turn after the tokens that the session holds, and limits the length of the output.
 
-The tokens go back to `generation/turn_preparer`, which begins the turn with them. Not here: checks that need no tokens
-(`front/validation`). Called by `generation/turn_preparer`.
+`generation/turn_preparer` writes the tokens into the session's log. `front/validation` has already checked everything
+that needs no tokens.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from specdec.types import SamplingParams, TokenIds
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a turn does to the session's tokens before its output begins."""
+    """Tokens of a session before the output of a turn begins."""
 
     keep: int
-    """Tokens of the session that stay."""
+    """Number of leading tokens of the session that stay."""
     new_token_ids: TokenIds
     field: str
-    """The request field it came from."""
+    """Request field that holds the input."""
 
     @property
     def num_tokens(self) -> int:
@@ -41,23 +41,26 @@ def encode_prompt(
     *,
     given_up: threading.Event | None = None,
 ) -> Prompt:
-    """Tokens of a turn. A text or ids are appended; a conversation keeps its longest common prefix with the session.
+    """Encode the input of a turn.
+
+    A text or token ids are appended to the session. A conversation keeps its longest common prefix with the session.
 
     Args:
-        request: with an input.
-        held: uint32 [n]: the session's tokens; empty for a new session, which alone gets special tokens.
-        max_context_tokens: a text that cannot fit is refused before it is encoded; `resolve_sampling` counts the rest.
-        given_up: set by whoever does not wait any longer.
+        request: a request with an input.
+        held: uint32 [n]: tokens of the session; empty for a new session, and only then special tokens are added.
+        max_context_tokens: length of the context. A text that cannot fit is refused before it is encoded;
+            `resolve_sampling` checks the exact number of tokens.
+        given_up: set when the caller no longer waits for the result.
 
     Raises:
         InvalidRequest: the input is empty or far too long (CONTEXT_TOO_LONG), the tokenizer or the template cannot take
             it, or a conversation meets a model without a template (NO_CHAT_TEMPLATE).
         GivenUp: `given_up` was set.
     """
-    most = None if max_context_tokens is None else max_context_tokens - 1
+    max_tokens = None if max_context_tokens is None else max_context_tokens - 1
     if request.messages is not None:
         turns = [turn.as_dict() for turn in request.messages]
-        whole = np.asarray(tokenizer.encode_chat(turns, max_tokens=most, given_up=given_up), np.uint32)
+        whole = np.asarray(tokenizer.encode_chat(turns, max_tokens=max_tokens, given_up=given_up), np.uint32)
         keep = _common_prefix_len(held, whole)
         prompt = Prompt(keep, whole[keep:], "messages")
     elif request.token_ids is not None:
@@ -66,7 +69,7 @@ def encode_prompt(
         token_ids = tokenizer.encode(
             request.text or "",
             add_special_tokens=len(held) == 0,
-            max_tokens=None if most is None else most - len(held),
+            max_tokens=None if max_tokens is None else max_tokens - len(held),
             given_up=given_up,
         )
         prompt = Prompt(len(held), np.asarray(token_ids, np.uint32), "prompt")
@@ -76,10 +79,10 @@ def encode_prompt(
 
 
 def resolve_sampling(request: GenerationRequest, prompt: Prompt, max_context_tokens: int) -> SamplingParams:
-    """Fills in what depends on the session: the output's limit and, for an unseeded request, a seed.
+    """Resolve what depends on the session: the output limit and, for an unseeded request, the seed.
 
     Raises:
-        InvalidRequest: CONTEXT_TOO_LONG, naming the field at fault and the limit.
+        InvalidRequest: CONTEXT_TOO_LONG; the message names the field at fault and the limit.
     """
     room = max_context_tokens - prompt.num_tokens
     if room < 1:
@@ -89,17 +92,17 @@ def resolve_sampling(request: GenerationRequest, prompt: Prompt, max_context_tok
             reason="CONTEXT_TOO_LONG",
             field=prompt.field,
         )
-    asked = request.sampling.max_new_tokens
-    if asked > room:
+    max_new_tokens = request.sampling.max_new_tokens
+    if max_new_tokens > room:
         raise InvalidRequest(
             f"sampling.max_new_tokens must be at most {room} after {prompt.num_tokens} tokens in a context of "
-            f"{max_context_tokens}, got {asked}",
+            f"{max_context_tokens}, got {max_new_tokens}",
             reason="CONTEXT_TOO_LONG",
             field="sampling.max_new_tokens",
         )
     return replace(
         request.sampling,
-        max_new_tokens=asked or min(DEFAULT_MAX_NEW_TOKENS, room),
+        max_new_tokens=max_new_tokens or min(DEFAULT_MAX_NEW_TOKENS, room),
         seed=request.sampling.seed if request.is_seeded else secrets.randbits(64),
     )
 

@@ -1,9 +1,9 @@
-"""How much text a number of tokens can stand for, so that one far beyond the context is refused unread.
+"""Bounds the length of text that a number of tokens can stand for, so that oversized text is refused unencoded.
 
-Where every character counts (byte-level BPE, and BPE that falls back to bytes), the longest token says it, and white
-space that an added token takes along (`lstrip`, `rstrip`) is found and left out. Elsewhere nothing does: a word of any
-length, or a run of what is unknown, may be one token, a normalizer may leave text out. There a limit of our own holds,
-far above what text has. Called by `tokenizer`.
+With byte-level BPE, and with BPE that falls back to bytes, every character needs a token, and the longest token gives
+the bound; white space that an added token absorbs (`lstrip`, `rstrip`) is found and not counted. Other tokenizers give
+no bound: a word of any length or a run of unknown text may be one token, and a normalizer may drop text. For them a
+fixed limit holds, far above the length of real text. `tokenizer` applies the bounds.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: Of our own, where a token may stand for any text. Characters other than white space for each token: text has four or
-#: five, and a language model's longest words have tens.
+#: Fixed limit where a token may stand for any text: characters other than white space per token. Text has four or five
+#: per token, and the longest words of vocabularies have tens.
 _CHARACTERS_PER_TOKEN = 64
-#: And with white space, of which tables and indented lines have runs: a quarter of the text at least is not empty.
+#: The same limit with white space counted. Tables and indented lines have runs of it, but a quarter is not empty.
 _CHARACTERS_WITH_SPACE_PER_TOKEN = 256
-#: And a text of no more than this is read in any case: it takes milliseconds, and what it is of is then known.
+#: Under the fixed limit, a text of at most this many characters is always encoded, which takes milliseconds.
 _READ_ANYWAY = 1 << 16
-#: The most characters that composition makes one of: the longest canonical decomposition.
+#: Largest number of characters that composition joins into one: the longest canonical decomposition.
 _COMPOSED_CHARACTERS = 4
 _COMPOSING = frozenset(("NFC", "NFKC"))
 _KEEPING_NORMALIZERS = frozenset(("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel")) | _COMPOSING
@@ -34,18 +34,18 @@ _WHITE_SPACE = re.compile(r"\s+")
 
 @dataclass(frozen=True, slots=True)
 class TextBounds:
-    """The longest text of a number of tokens, for one tokenizer."""
+    """Bounds on the text of a number of tokens, for one tokenizer."""
 
     per_token: int
-    """Characters that a token stands for at most; `_counted` says which."""
+    """Largest number of characters per token; `_counted` defines which characters count."""
     with_space_per_token: int | None = None
-    """Where only characters other than white space are counted: of them and white space together."""
+    """Largest number of characters per token with white space; set where `per_token` leaves white space out."""
     takes_space_before: tuple[str, ...] = ()
-    """Where all are counted: added tokens that take along the white space before them, which is not."""
+    """Added tokens that absorb the white space before them, which is then not counted."""
     takes_space_after: tuple[str, ...] = ()
 
     def excess(self, text: str, max_tokens: int) -> tuple[int, int] | None:
-        """None where `text` may be of `max_tokens` tokens; else how many characters count, and how many might."""
+        """Return None where `text` may fit `max_tokens` tokens; otherwise its counted characters and their limit."""
         room = max(max_tokens, 0)
         is_ours = self.with_space_per_token is not None
         if len(text) <= max(room * self.per_token, _READ_ANYWAY if is_ours else 0):
@@ -55,18 +55,18 @@ class TextBounds:
         counted = self._counted(text, room * self.per_token)
         return (counted, room * self.per_token) if counted > room * self.per_token else None
 
-    def _counted(self, text: str, most: int) -> int:
-        """Characters of `text` that tokens have to stand for; any number above `most` will do for one that is."""
+    def _counted(self, text: str, limit: int) -> int:
+        """Return the number of characters that tokens must stand for; above `limit` the number need not be exact."""
         if self.with_space_per_token is None and not (self.takes_space_before or self.takes_space_after):
             return len(text)
         visible = _num_visible(text)
-        if self.with_space_per_token is not None or visible > most:
+        if self.with_space_per_token is not None or visible > limit:
             return visible
-        # Few are visible, so there are few runs of white space to look at.
+        # Few characters are visible, so there are few runs of white space to search.
         return len(text) - sum(map(len, self._taken(text)))
 
     def _taken(self, text: str) -> Iterator[str]:
-        """The runs of white space beside what may be an added token that takes them along."""
+        """Yield the runs of white space beside text that may be an added token that absorbs them."""
         for run in _WHITE_SPACE.finditer(text):
             is_before = text.startswith(self.takes_space_before, run.end())
             if is_before or text.endswith(self.takes_space_after, 0, run.start()):
@@ -74,23 +74,23 @@ class TextBounds:
 
 
 def _num_visible(text: str) -> int:
-    """Characters that are no white space; by slices, so that not every word of a long text is there at once."""
+    """Return the number of characters other than white space. Slices bound the memory that the words take."""
     return sum(sum(map(len, text[start : start + _SLICE].split())) for start in range(0, len(text), _SLICE))
 
 
 def text_bounds(tokenizer: Any, vocabulary: Collection[str]) -> TextBounds:
-    """What a tokenizer's tokens can stand for.
+    """Return the bounds for a tokenizer.
 
     Args:
         tokenizer: a `PreTrainedTokenizerFast`.
-        vocabulary: its tokens, added ones included.
+        vocabulary: its tokens, with the added ones.
     """
     backend = tokenizer.backend_tokenizer
     normalizers, splitters = list(_parts(backend.normalizer)), list(_parts(backend.pre_tokenizer))
     taking = [added for added in backend.get_added_tokens_decoder().values() if added.lstrip or added.rstrip]
     counts_all = (
         type(backend.model).__name__ == "BPE"
-        # What is looked for in the normalized text is not seen in this one.
+        # The tokenizer searches these added tokens in the normalized text, which this check does not see.
         and not any(added.content.isspace() or (added.normalized and normalizers) for added in taking)
         and all(map(_keeps_text, normalizers))
         and all(map(_keeps_words, splitters))
@@ -109,7 +109,7 @@ def text_bounds(tokenizer: Any, vocabulary: Collection[str]) -> TextBounds:
 
 
 def _parts(component: Any) -> Iterator[Mapping[str, Any]]:
-    """A normalizer or pre-tokenizer, taken apart."""
+    """Return the parts of a normalizer or pre-tokenizer, with sequences flattened."""
     return _flat(json.loads(component.__getstate__())) if component is not None else iter(())
 
 
@@ -135,7 +135,7 @@ def _keeps_words(part: Mapping[str, Any]) -> bool:
 
 
 def _knows_every_byte(model: Any, parts: list[Mapping[str, Any]], vocabulary: Collection[str]) -> bool:
-    """Whether no text is unknown: unknown text may be left out, or a run of it be one token."""
+    """Return whether every text can be encoded. Unknown text may be dropped, or a run of it may become one token."""
     if any(part["type"] == "ByteLevel" for part in parts):
         from tokenizers.pre_tokenizers import ByteLevel
 

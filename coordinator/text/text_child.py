@@ -1,11 +1,11 @@
-"""The process in which chat templates are rendered and long texts are encoded, because it can be ended at any moment.
+"""A process that renders chat templates and encodes long texts, and that can be killed at any time.
 
-A template is a program that comes with a model, and its input comes with a request. Jinja's sandbox keeps it from the
-machine, but not from looping for ever or from making gigabytes out of one line, and no thread can be stopped from
-outside. Here a timer ends the process in the middle of whatever it does, and the memory it may take is bounded. The
-price is a process of 60 MB, a second at the first conversation, and a pipe's round trip for each.
+A template is a program that comes with a model, and its input comes with a request. Jinja's sandbox protects the
+machine, but a template may still loop forever or turn one line into gigabytes, and a thread cannot be stopped from
+outside. In this process a timer ends the work, and its memory is limited. The cost is a process of 60 MB, a second at
+the first conversation, and the round trip of a pipe for each one.
 
-Run as a file by `text_process`, which is also the only one to talk to it. Each message is a length and JSON.
+`text_process` runs this file and exchanges messages with it. A message is a length followed by JSON.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-#: Of CPU, for one conversation and for compiling the template before the first. Templates have nothing to wait for, and
-#: a busy machine must not count against them.
+#: Limit on CPU time for one conversation, including the compilation of the template before the first. Wall time would
+#: make templates fail on a busy machine.
 TEMPLATE_CPU_S = 5.0
-#: Beyond what the process holds already.
+#: Limit on the memory that rendering may add to the process.
 TEMPLATE_MEMORY_BYTES = 512 << 20
 MAX_RENDERED_CHARACTERS = 16 << 20
 _MAX_REASON_CHARACTERS = 500
@@ -32,7 +32,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 def read_message(file: IO[bytes]) -> Any:
-    """The next message; None at the end."""
+    """Return the next message; None at the end of the pipe."""
     header = file.read(_LENGTH.size)
     if len(header) < _LENGTH.size:
         return None
@@ -48,11 +48,11 @@ def write_message(file: IO[bytes], message: Any) -> None:
 
 
 def render(setting: Mapping[str, Any], messages: list[dict[str, str]]) -> str:
-    """The conversation as text, the opening of the assistant's next turn included."""
+    """Return the conversation as text, with the opening of the assistant's next turn."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     with _bounded():
-        # transformers says that it gives one text; it gives one a conversation, and what the model is to learn.
+        # The declared return type is one text; the function returns a list of texts and the masks for training.
         (text,), _ = render_jinja_template(  # type: ignore[str-unpack]
             conversations=[messages],
             chat_template=setting["template"],
@@ -65,7 +65,7 @@ def render(setting: Mapping[str, Any], messages: list[dict[str, str]]) -> str:
 
 
 def encode(setting: Mapping[str, Any], text: str, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text, as the coordinator's own tokenizer gives them."""
+    """Return the token ids of a text, equal to those of the coordinator's own tokenizer."""
     token_ids: list[int] = _tokenizer(setting["model"]).encode(
         text, add_special_tokens=add_special_tokens, verbose=False
     )
@@ -81,11 +81,11 @@ def _tokenizer(model: str) -> Any:
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    """Ends the process when what runs within takes too long, and raises MemoryError when it takes too much."""
+    """Limit the block: too much CPU time ends the process, and too much memory raises MemoryError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = _held_bytes() + TEMPLATE_MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-    # Nobody handles SIGPROF: it ends the process, even within a single call of C code.
+    # SIGPROF has no handler, so it ends the process, even within a single call of C code.
     signal.setitimer(signal.ITIMER_PROF, TEMPLATE_CPU_S)
     try:
         yield
@@ -95,7 +95,7 @@ def _bounded() -> Iterator[None]:
 
 
 def _held_bytes() -> int:
-    """Of address space, where the system tells; where it does not, none is counted and the limit is as good as none."""
+    """Return the size of the address space, or a huge number, which disables the limit, where it cannot be read."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:
@@ -107,22 +107,22 @@ def _answer(setting: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str,
         if "messages" in request:
             return {"text": render(setting, request["messages"])}
         return {"token_ids": encode(setting, request["text"], request["add_special_tokens"])}
-    # Whatever the template or the tokenizer raises, a panic of the latter included, is its answer.
+    # Every error of the template or the tokenizer becomes an answer, including a panic of the tokenizer.
     except BaseException as error:
         reason = " ".join(str(error).split())
-        is_refusal = type(error).__name__ == "TemplateError"  # what `raise_exception` of a template raises
+        is_refusal = type(error).__name__ == "TemplateError"  # raised by a template's `raise_exception`
         reason = reason if is_refusal and reason else f"{type(error).__name__}: {reason}".rstrip(": ")
         return {"error": reason.encode("ascii", "backslashreplace").decode()[:_MAX_REASON_CHARACTERS]}
 
 
 def main() -> None:
-    checkout = str(Path(__file__).resolve().parents[1])
-    if checkout not in sys.path:  # nothing is installed
+    checkout = str(Path(__file__).resolve().parents[2])
+    if checkout not in sys.path:  # the package is not installed
         sys.path.append(checkout)
-    with suppress(OSError):  # short of memory, this process is to go and not the coordinator
+    with suppress(OSError):  # when memory runs out, the kernel kills this process and not the coordinator
         Path("/proc/self/oom_score_adj").write_text("1000")
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = sys.stderr  # nobody else may write there
+    sys.stdout = sys.stderr  # keeps other output out of the pipe
     setting = read_message(requests)
     while (request := read_message(requests)) is not None:
         write_message(answers, _answer(setting, request))

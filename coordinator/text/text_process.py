@@ -1,7 +1,7 @@
-"""The coordinator's end of `text_child`: asks it, waits for it, and ends it when nobody waits for it.
+"""Starts `text_child`, sends it requests, and kills it when the caller gives up.
 
-A child answers one question at a time. Whoever asks with a conversation that makes the template slow delays other
-conversations, for as long as a template may run at most, and never streams. Not here: what is asked (`tokenizer`).
+The child answers one request at a time. A conversation that makes the template slow delays other conversations, for at
+most the time limit of a template, and never delays streams. `tokenizer` makes the requests.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from coordinator.text.text_child import TEMPLATE_CPU_S, read_message, write_mess
 from specdec.errors import InvalidRequest, Unavailable
 
 _CHILD = Path(__file__).with_name("text_child.py")
-#: After a text of this many characters the child ends: its memory grew by hundreds of bytes a character.
+#: The child is ended after a text of more characters than this, because its memory has grown by hundreds of bytes a
+#: character.
 _LARGE_TEXT_CHARACTERS = 1 << 20
-#: How soon one who waits notices that the call was given up.
+#: Interval at which a waiting thread checks whether the call was given up.
 _NOTICE_S = 0.05
 
 ResultT = TypeVar("ResultT")
 
 
 async def in_thread(work: Callable[..., ResultT], *args: Any, **options: Any) -> ResultT:
-    """`asyncio.to_thread` for work that takes `given_up`. Cancelled, as calls are at their end, it ends the work."""
+    """Run work that takes `given_up` in a thread. Cancelling this call, as the end of a request does, ends the work."""
     given_up = threading.Event()
     try:
         return await asyncio.to_thread(work, *args, given_up=given_up, **options)
@@ -38,16 +39,16 @@ async def in_thread(work: Callable[..., ResultT], *args: Any, **options: Any) ->
 
 
 class GivenUp(Exception):
-    """The call this was for is over; nobody will see this."""
+    """The call that needed the result is over, so no caller sees this error."""
 
 
 class TextProcess:
-    """Starts the child when it is first asked, and again after it was ended. Safe to share between threads."""
+    """Starts the child at the first request, and again after it was ended. Safe to share between threads."""
 
     def __init__(self, setting: Mapping[str, Any]) -> None:
         """
         Args:
-            setting: what `text_child` is told first: `model`, `template`, `special_tokens`.
+            setting: first message to `text_child`: `model`, `template`, `special_tokens`.
         """
         self._setting = setting
         self._lock = threading.Lock()
@@ -55,12 +56,12 @@ class TextProcess:
         self._finalizer: weakref.finalize[..., TextProcess] | None = None
 
     def ask(self, request: Mapping[str, Any], field: str, given_up: threading.Event) -> Any:
-        """The child's answer to a request for `messages` or for a `text`. Blocks: call it in a thread.
+        """Return the child's answer to a request with `messages` or a `text`. Blocks, so call it in a thread.
 
         Raises:
-            InvalidRequest: the child could not do it; `field` is at fault.
-            GivenUp: `given_up` was set meanwhile.
-            Unavailable: there is no child, and none can be started.
+            InvalidRequest: the child cannot process the content of `field`.
+            GivenUp: `given_up` was set in the meantime.
+            Unavailable: the child cannot be started.
         """
         while not self._lock.acquire(timeout=_NOTICE_S):
             _check(given_up)
@@ -77,25 +78,25 @@ class TextProcess:
         return answer
 
     def close(self) -> None:
-        """Ends the child. Idempotent."""
+        """End the child. Idempotent."""
         with self._lock:
             self._end()
 
     def _exchange(self, request: Mapping[str, Any], given_up: threading.Event) -> Any:
-        """The answer; None when the child ended instead."""
+        """Return the answer; None where the child ended without one."""
         _check(given_up)
         answer = None
         try:
             process = self._live_process() or self._start()
-            assert process.stdin is not None  # both were opened
+            assert process.stdin is not None  # `Popen` opened both
             assert process.stdout is not None
             write_message(process.stdin, request)
-            waiting = select.poll()  # not select.select, which refuses descriptors past 1024
+            waiting = select.poll()  # select.select would refuse descriptors above 1024
             waiting.register(process.stdout, select.POLLIN)
             while not waiting.poll(_NOTICE_S * 1000):
                 _check(given_up)
             answer = read_message(process.stdout)
-        except OSError:  # it ended before it had read the request
+        except OSError:  # the child ended before it read the request
             pass
         finally:
             if answer is None or len(request.get("text", "")) > _LARGE_TEXT_CHARACTERS:
@@ -103,7 +104,7 @@ class TextProcess:
         return answer
 
     def _live_process(self) -> subprocess.Popen[bytes] | None:
-        """The child, unless somebody else has ended it since the last answer."""
+        """Return the child if it still runs; another process may have killed it since the last answer."""
         if self._process is not None and self._process.poll() is not None:
             self._end()
         return self._process
@@ -114,14 +115,14 @@ class TextProcess:
                 [sys.executable, "-P", str(_CHILD)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # a panic of the tokenizer says so in several lines
-                start_new_session=True,  # Ctrl-C is for the coordinator, whose end ends it
+                stderr=subprocess.DEVNULL,  # a panic of the tokenizer prints several lines
+                start_new_session=True,  # Ctrl-C must reach only the coordinator, which ends the child
             )
         except OSError as error:
             raise Unavailable(f"the tokenizer's process cannot be started: {error.strerror}") from error
         self._process = process
         self._finalizer = weakref.finalize(self, _end, process)
-        assert process.stdin is not None  # it was opened above
+        assert process.stdin is not None  # `Popen` opened it
         write_message(process.stdin, self._setting)
         return process
 
@@ -138,7 +139,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         if pipe is not None and not pipe.closed:
             try:
                 pipe.close()
-            except OSError:  # what was not written any more
+            except OSError:  # the pipe held a request that the child did not read
                 continue
 
 

@@ -1,8 +1,8 @@
-"""The target's tokenizer as the coordinator serves it: text and conversations to token ids, and token ids to text.
+"""The target's tokenizer: encodes texts and conversations, and decodes token ids.
 
-Not here: text that grows token by token (`detokenizer`). Loads `PreTrainedTokenizerFast` alone, so no torch. Called by
-the coordinator's prompt and output code. Encoding a long prompt takes milliseconds: call it in a thread. What may take
-longer, conversations and very long texts, is done in a process of its own (`text_process`) that ends with the call.
+It loads `PreTrainedTokenizerFast` alone, and so no torch. Encoding a long prompt takes milliseconds, so call it in a
+thread. Conversations and very long texts may take longer, and are encoded in another process (`text_process`), which
+ends when the call is given up. `detokenizer` decodes text that grows token by token.
 """
 
 from __future__ import annotations
@@ -21,47 +21,48 @@ from specdec.checkpoints.token_bytes import decoder_parts
 from specdec.checkpoints.vocabulary import is_tokenizer_fault, load_tokenizer, vocabulary_fingerprint, vocabulary_size
 from specdec.errors import Internal, InvalidRequest
 
-#: Tokens whose spelling is at hand.
+#: Number of tokens whose spelling is cached.
 _MAX_REMEMBERED_TOKENS = 1 << 16
-#: A longer text is encoded where it can be given up. A tenth of a second of ordinary text, a second of the worst.
+#: A longer text is encoded in the other process, where it can be given up. Text of this length takes a tenth of a
+#: second to encode, or a second in the worst case.
 _MAX_CHARACTERS_HERE = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
 class DecodingRules:
-    """What of a tokenizer decides when text is final, read once from its decoder."""
+    """Properties of a tokenizer that decide when text is final, read once from its decoder."""
 
     is_byte_level: bool
-    """Tokens are bytes in the byte-level alphabet, and nothing else happens to them."""
+    """Tokens are bytes in the byte-level alphabet, and no other decoder follows."""
     has_byte_tokens: bool
-    """Tokens such as `<0xE2>` stand for bytes, and a run of them is decoded as a whole."""
+    """Tokens such as `<0xE2>` stand for bytes, and a run of such tokens is decoded as a whole."""
     may_end_in_half_character: bool
-    """Bytes meet some other decoder: text that ends in U+FFFD may change with the next token."""
+    """Another decoder follows the byte-level one, so text that ends in U+FFFD may change with the next token."""
     cleans_up_spaces: bool
-    """The whole text then goes through the clean-up of spaces before punctuation."""
+    """The decoded text goes through the clean-up of spaces before punctuation."""
     special_token_ids: frozenset[int]
-    """Left out of text."""
+    """Ids that add no text."""
 
 
 class ServedTokenizer:
-    """A model's tokenizer. Immutable after construction; safe to share between threads."""
+    """The tokenizer of a model. Immutable after construction; safe to share between threads."""
 
     def __init__(self, model: str | Path) -> None:
-        """Loads it.
+        """Load the tokenizer.
 
         Args:
             model: a model directory, a GGUF file or a hub id.
 
         Raises:
-            InvalidRequest: one sentence that names `model` and what is missing.
+            InvalidRequest: the tokenizer cannot be loaded; the message names `model` and what is missing.
         """
         self._tokenizer = load_tokenizer(model)
         self._model = str(model)
         vocabulary = self._tokenizer.get_vocab()
         self.vocabulary_size = vocabulary_size(vocabulary)
-        """Rows of the id-to-token map."""
+        """Number of rows of the id-to-token map."""
         self.fingerprint = vocabulary_fingerprint(vocabulary)
-        """As `EngineInfo.vocabulary_fingerprint` of every replica must be."""
+        """Fingerprint that `EngineInfo.vocabulary_fingerprint` of every replica must equal."""
         try:
             self.rules = _read_rules(self._tokenizer)
             self._template = self._tokenizer.get_chat_template() if self._tokenizer.chat_template else None
@@ -72,7 +73,7 @@ class ServedTokenizer:
                 raise
             raise InvalidRequest(f"model {self._model!r} has an unusable tokenizer: {error}", field="model") from error
         setting = {"model": self._model, "template": self._template, "special_tokens": special_tokens}
-        # Two: a long text takes many seconds, which conversations should not have to wait for.
+        # Two processes, because a long text takes many seconds, for which conversations should not wait.
         self._templates, self._long_texts = TextProcess(setting), TextProcess(setting)
         self._token = lru_cache(maxsize=_MAX_REMEMBERED_TOKENS)(self._tokenizer.backend_tokenizer.id_to_token)
 
@@ -89,15 +90,15 @@ class ServedTokenizer:
         max_tokens: int | None = None,
         given_up: threading.Event | None = None,
     ) -> list[int]:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
         Args:
-            text: of any length.
-            add_special_tokens: belongs to a session's first text alone.
-            field: the request field it came from, for errors.
-            max_tokens: refuse, before any work, a text that cannot be of so few, or has more characters for each than
-                text has (`text_bounds`). What passes is not counted here.
-            given_up: once set, the rest of the work on a long text is left.
+            text: a text of any length.
+            add_special_tokens: true for the first text of a session.
+            field: request field that holds the text, for errors.
+            max_tokens: limit that the text's length is checked against before any work (`text_bounds`). A text that
+                passes may still have more tokens.
+            given_up: when set, the work on a long text ends.
 
         Raises:
             InvalidRequest: CONTEXT_TOO_LONG, or the tokenizer cannot take the text.
@@ -105,11 +106,11 @@ class ServedTokenizer:
         """
         self._check_length(text, field, max_tokens)
         if len(text) > _MAX_CHARACTERS_HERE:
-            asked = {"text": text, "add_special_tokens": add_special_tokens}
-            token_ids: list[int] = self._long_texts.ask(asked, field, given_up or threading.Event())["token_ids"]
+            request = {"text": text, "add_special_tokens": add_special_tokens}
+            token_ids: list[int] = self._long_texts.ask(request, field, given_up or threading.Event())["token_ids"]
             return token_ids
         try:
-            # Not verbose: the context limit is checked against the whole session later, and refused by name.
+            # `verbose` would warn of long texts; the limit is checked later, against the whole session.
             encoded: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
             return encoded
         except BaseException as error:
@@ -126,11 +127,12 @@ class ServedTokenizer:
         max_tokens: int | None = None,
         given_up: threading.Event | None = None,
     ) -> list[int]:
-        """Token ids of a whole conversation, the opening of the assistant's next turn included.
+        """Return the token ids of a whole conversation, with the opening of the assistant's next turn.
 
         Args:
-            messages: each with `role` and `content`.
-            max_tokens, given_up: as `encode`.
+            messages: messages with `role` and `content`.
+            max_tokens: as for `encode`.
+            given_up: as for `encode`.
 
         Raises:
             InvalidRequest: the model has no chat template (NO_CHAT_TEMPLATE), the template refuses the messages or
@@ -144,40 +146,40 @@ class ServedTokenizer:
                 field="messages",
             )
         given_up = given_up or threading.Event()
-        asked = {"messages": [dict(message) for message in messages]}
-        text: str = self._templates.ask(asked, "messages", given_up)["text"]
-        # The template has written the special tokens.
+        request = {"messages": [dict(message) for message in messages]}
+        text: str = self._templates.ask(request, "messages", given_up)["text"]
+        # The template writes the special tokens.
         return self.encode(text, add_special_tokens=False, field="messages", max_tokens=max_tokens, given_up=given_up)
 
     def _check_length(self, text: str, field: str, max_tokens: int | None) -> None:
         if max_tokens is None or (excess := self._bounds.excess(text, max_tokens)) is None:
             return
-        counted, most = excess
+        num_characters, max_characters = excess
         raise InvalidRequest(
-            f"{field} is far too long: it has {counted} characters, and the {max_tokens} tokens there is room for "
-            f"hold {most} at most",
+            f"{field} is far too long: it has {num_characters} characters, and the {max_tokens} tokens there is room "
+            f"for hold {max_characters} at most",
             reason="CONTEXT_TOO_LONG",
             field=field,
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a whole output: special tokens left out, spaces cleaned up where the tokenizer says so."""
+        """Return the text of a whole output without special tokens, cleaned up where the tokenizer does so."""
         with _panics_as_errors():
             return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)  # type: ignore[return-value]
 
     def decode_uncleaned(self, token_ids: Sequence[int]) -> str:
-        """As `decode`, before the clean-up of spaces."""
+        """Return the text as `decode` does, but before the clean-up of spaces."""
         with _panics_as_errors():
             return self._tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it; None for an id without one."""
+        """Return the token as the vocabulary spells it; None for an id without a token."""
         return self._token(token_id)
 
 
 @contextmanager
 def _panics_as_errors() -> Iterator[None]:
-    """A panic of the tokenizer is no Exception, and would pass every handler on its way to the event loop."""
+    """Raise Internal for a panic of the tokenizer, which is not derived from Exception and would pass all handlers."""
     try:
         yield
     except BaseException as error:
@@ -187,7 +189,7 @@ def _panics_as_errors() -> Iterator[None]:
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, str | list[str]]:
-    """What templates know by name."""
+    """Return the special tokens by the names that templates use."""
     return {
         name: [str(one) for one in token] if isinstance(token, list | tuple) else str(token)
         for name, token in tokenizer.special_tokens_map.items()
@@ -197,7 +199,7 @@ def _special_tokens(tokenizer: Any) -> dict[str, str | list[str]]:
 def _read_rules(tokenizer: Any) -> DecodingRules:
     backend = tokenizer.backend_tokenizer
     kinds = tuple(str(part["type"]) for part in decoder_parts(tokenizer))
-    # transformers itself leaves BPE text alone unless told twice: there the clean-up would eat real spaces.
+    # As in transformers: BPE text is cleaned up only on a second, explicit setting, since real spaces would be lost.
     insists = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
     is_bpe = type(backend.model).__name__ == "BPE"
     return DecodingRules(

@@ -1,10 +1,10 @@
 """The text that the demo pair learns: the running interpreter's own standard library, as documents.
 
-What it is: a deterministic walk over the library's source, a held-out set chosen by a hash of the file's name, and two
-kinds of document made of the rest: stretches of a file, and conversations whose question is a function's docstring and
-whose answer is that function. The prose beside it is what people wrote for people: docstrings, and the reference manual
-that the interpreter carries. What it is not: a tokenizer or a training loop (`train.py`). Run alone it writes the
-prompts of the benchmarks (`python models/demo/corpus.py bench/prompts`), all from held-out files.
+The corpus is a deterministic walk over the library's source with a held-out set chosen by a hash of the file's name.
+The rest becomes two kinds of documents: stretches of a file, and conversations whose question is a function's docstring
+and whose answer is that function. The prose corpus holds docstrings and the reference manual of the interpreter.
+`train.py` uses both. Run alone, this module writes the prompts of the benchmarks (`python models/demo/corpus.py
+bench/prompts`), all from held-out files.
 """
 
 import ast
@@ -42,7 +42,7 @@ class SourceFile:
 
     @property
     def held_out(self) -> bool:
-        """Whether training never sees this file."""
+        """Return whether this file is held out of training."""
         digest = hashlib.blake2b(self.name.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
 
@@ -57,7 +57,7 @@ def standard_library_files(root: Path | None = None) -> list[SourceFile]:
     files = []
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        # Both hold what this one machine was built with: another machine would learn another text.
+        # Both describe this machine's build, so the corpus would differ between machines.
         built_here = relative.parts[0].startswith(("config-", "_sysconfigdata"))
         if EXCLUDED_DIRECTORIES.isdisjoint(relative.parts[:-1]) and not built_here:
             files.append(SourceFile(relative.as_posix(), path.read_text("utf-8", errors="replace")))
@@ -120,7 +120,7 @@ def prose(files: list[SourceFile], *, held_out: bool) -> list[str]:
 
 
 def prose_prompts(files: list[SourceFile]) -> list[str]:
-    """TurnPreparer of held-out prose, as long as the other prompts; up to 20."""
+    """Return beginnings of held-out prose, as long as the other prompts; up to 20."""
     texts = [text[:PROMPT_CHARACTERS].rstrip() for text in prose(files, held_out=True)]
     return [text for text in texts if len(text) > PROMPT_CHARACTERS // 2][:NUM_PROMPTS]
 
@@ -166,7 +166,7 @@ def _docstrings(file: SourceFile) -> Iterator[str]:
     for node in ast.walk(_parse(file)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = inspect.cleandoc(ast.get_docstring(node, clean=False) or "")
-            if len(text.split()) > 3:  # a word or two is no prose
+            if len(text.split()) > 3:  # one or two words are too short for prose
                 yield text
 
 

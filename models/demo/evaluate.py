@@ -1,7 +1,7 @@
 """Measures the demo pair on the benchmarks' held-out prompts: acceptance, and what the target writes.
 
-What it is: plain transformers, so that the figures do not depend on the system that uses the pair. What it is not: a
-benchmark of speed (`bench/`). Run alone: `python models/demo/evaluate.py [--show 3]`.
+The measurement uses plain transformers, so that the figures do not depend on the system that serves the pair. Run it
+alone: `python models/demo/evaluate.py [--show 3]`.
 
 Greedy alpha is exact for any system at temperature 0: a draft token is tested only where all before it agreed, and
 there the draft saw the target's own text, so that one forward pass of the draft over that text decides every round.
@@ -22,7 +22,7 @@ def greedy_alpha(agrees: list[bool], gamma: int) -> tuple[int, int]:
     """Accepted and tested draft tokens of the rounds over one output.
 
     Args:
-        agrees: per output token, whether the draft's likeliest token was the target's.
+        agrees: per output token, whether the draft's top token was the target's.
         gamma: draft tokens a round.
     """
     accepted = tested = position = 0
@@ -55,7 +55,9 @@ class Pair:
 
     @torch.inference_mode()
     def laws(self, token_ids: list[int], num_output: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Laws of target and draft at each of the last `num_output` positions.  [T, V] float64, twice"""
+        """Return the distributions of target and draft at each of the last `num_output` positions.  [T, V] float64,
+        twice
+        """
         inputs = torch.tensor([token_ids])
         rows = slice(len(token_ids) - num_output - 1, len(token_ids) - 1)
         target, draft = (model(inputs).logits[0, rows].double() for model in (self._target, self._draft))

@@ -1,9 +1,8 @@
-"""Measures what drafts for the demo target are worth, draft position by draft position, on held-out prompts.
+"""Measure the acceptance of drafts for the demo target by draft position, on held-out prompts.
 
-What it is: plain PyTorch over the target's own text, so that the figures do not depend on the system that uses the
-heads: greedy alpha of the first, second, ... draft token of a round (accepted / tested), tokens a round, and the
-overlap of the distributions (the sum of min(p, q), which is alpha at temperature 1). What it is not: a benchmark of
-speed.
+The measurement runs plain PyTorch over the target's own text, so that the figures do not depend on the system that
+serves the heads. It reports greedy alpha of the first, second, ... draft token of a round (accepted / tested), tokens a
+round, and the overlap of the distributions (the sum of min(p, q), which is alpha at temperature 1).
 
     python models/demo/evaluate_heads.py [--prose]
 """

@@ -1,10 +1,9 @@
-"""What the demo target's heads compute while they learn: Medusa, EAGLE-3 and the adapter of an early exit, in PyTorch.
+"""Trainable modules of the demo target's heads: Medusa, EAGLE-3 and the adapter of an early exit, in PyTorch.
 
-What it is: modules that give, for whole rows of text at once, the logits of every draft position, and the tensors to
-save under the formats' own names. What it is not: a loop or a choice of text (`train_heads.py`), or what runs in a
-service (`specdec.engine.heads`). A learner's `logits(view)` yields, for draft depth i = 0, 1, ..., logits [B, T, V] and
-the offset of what they predict: row t speaks of the token after position t + offset, and the target's own logits of
-position t + offset are what it learns.
+Each module computes the logits of every draft position for whole rows of text, and the tensors to save under the
+formats' own names. `train_heads.py` trains them and `specdec.engine.heads` serves them. A learner's `logits(view)`
+yields, for draft depth i = 0, 1, ..., logits [B, T, V] and the offset of what they predict: row t speaks of the token
+after position t + offset, and the target's own logits of position t + offset are what it learns.
 """
 
 from collections.abc import Iterator
@@ -17,13 +16,14 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 EARLY_EXIT_LAYERS = 3
-#: Of the target, numbered as Transformers does: what enters layer j, the last layer's output at L.
+#: Hidden states of the target that the head reads, numbered as in Transformers: what enters layer j, the last layer's
+#: output at L.
 EAGLE3_STATES = [2, 4, 6]
 
 
 @dataclass(frozen=True)
 class View:
-    """What the target says of a batch of rows."""
+    """Output of the target for a batch of rows."""
 
     token_ids: torch.Tensor  # [B, T]
     states: list[torch.Tensor]
@@ -66,7 +66,7 @@ class MedusaLearner(nn.Module):
         self.lm_head = nn.Parameter(target.lm_head.weight.detach().clone())
 
     def logits(self, view: View) -> Iterator[tuple[torch.Tensor, int]]:
-        """Of head after head."""
+        """Yield logits head by head."""
         last = self._norm(view.states[-1])
         for depth, block in enumerate(self.layers):
             yield linear(last + silu(block(last)), self.lm_head), depth + 1
@@ -123,7 +123,7 @@ class Eagle3Learner(nn.Module):
              for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm", "norm")}
         )  # fmt: skip
         self.lm_head = nn.Parameter(target.lm_head.weight.detach().clone())
-        # It begins with what the target's own head says of the last feature: one token late, but in its words.
+        # Initialised to the output of the target's own head for the last feature, one token late.
         with torch.no_grad():
             self.norms["norm"].weight.copy_(target.model.norm.weight)
             self.layers["fc"].weight[:, -width:] += torch.eye(width)
@@ -131,7 +131,7 @@ class Eagle3Learner(nn.Module):
         self._intermediate_size = intermediate_size
 
     def logits(self, view: View) -> Iterator[tuple[torch.Tensor, int]]:
-        """Of depth after depth. Row t runs the pair (feature of t, token t + 1), so the last row has none."""
+        """Yield logits depth by depth. Row t runs the pair (feature of t, token t + 1), so the last row has none."""
         hidden = self.layers["fc"](torch.cat([view.states[j] for j in EAGLE3_STATES], dim=-1))[:, :-1]
         embedded = self.norms["input_layernorm"](self._embed(view.token_ids[:, 1:]))  # [B, T - 1, H]
         rotary = self._rotary(embedded, torch.arange(embedded.shape[1])[None])
@@ -229,7 +229,7 @@ class EarlyExitLearner(nn.Module):
         nn.init.zeros_(self.adapter.bias)
 
     def logits(self, view: View) -> Iterator[tuple[torch.Tensor, int]]:
-        """Of one depth: every draft token is drawn in the same way."""
+        """Yield logits of one depth: every draft token is drawn in the same way."""
         yield linear(self.adapter(self._norm(view.states[EARLY_EXIT_LAYERS])), self._head), 0
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -1,9 +1,8 @@
 """Trains the demo pair: a tokenizer, a target of 6 layers x 256 and a draft of 2 layers x 128, on the standard library.
 
-What it is: one loop in which the target learns the text and the draft learns the target's law of the same step (KL on
-the logits), so that any checkpoint is a usable pair; a short last stretch lets the draft catch up with the finished
-target. What it is not: the choice of text (`corpus.py`) or the measure of acceptance (`evaluate.py`). Nothing at run
-time imports it.
+One loop trains both: the target learns the text and the draft learns the target's distribution of the same step (KL on
+the logits), so that any checkpoint is a usable pair. A short last phase lets the draft catch up with the finished
+target. `corpus.py` chooses the text and `evaluate.py` measures acceptance. Nothing at run time imports this module.
 
     python models/demo/train.py --out models/demo --bf16
 """
@@ -35,7 +34,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """All that fixes a training run besides the text and the thread count."""
+    """Parameters that fix a training run, besides the text and the thread count."""
 
     num_steps: int
     """Steps in which target and draft learn together."""
@@ -47,9 +46,9 @@ class TrainingPlan:
     """Rows are this long after `late_share` of the steps: short rows are cheaper, long ones stretch the context."""
     late_share: float = 0.75
     matrix_lr: float = 8e-3
-    """Of the layers' matrices, under Muon."""
+    """Learning rate of the layers' matrices, under Muon."""
     other_lr: float = 6e-3
-    """Of embeddings and norms, under AdamW."""
+    """Learning rate of embeddings and norms, under AdamW."""
     initial_std: float = 0.04
     num_warmup_steps: int = 40
     final_lr_share: float = 0.02

@@ -1,8 +1,8 @@
-"""Trains what the demo target can draft with by itself: Medusa heads, an EAGLE-3 head and an early exit's adapter.
+"""Train the drafts that the demo target makes itself: Medusa heads, an EAGLE-3 head and an early exit's adapter.
 
-What it is: one loop in which the target reads the demo pair's text and every learner (`learners.py`) learns its
-distribution of the same step: KL on the logits, at every draft depth, since drafts are drawn and not only guessed.
-What it is not: the choice of text (`corpus.py`), or what runs in a service. Nothing at run time imports it.
+In one loop the target reads the demo pair's text and every learner (`learners.py`) learns its distribution of the same
+step, by KL on the logits at every draft depth, because drafts are sampled and not only argmaxed. `corpus.py` chooses
+the text. Nothing at run time imports this module.
 
     python models/demo/train_heads.py --out models/demo --bf16
 """
@@ -21,7 +21,7 @@ from train import Batches, Optimizers, TrainingPlan, distillation_loss, token_st
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 HERE = Path(__file__).resolve().parent
-#: Of the loss, from one draft depth to the next: a later token is tested only where all before it were accepted.
+#: Factor of the loss from one draft depth to the next: a later token is tested only where all before it were accepted.
 DEPTH_WEIGHT = 0.8
 FILES = {"medusa": "model.safetensors", "eagle3": "model.safetensors", "early_exit": "adapter.safetensors"}
 
@@ -93,7 +93,7 @@ def load(learner: nn.Module, folder: Path) -> None:
 
 
 def finished_steps(folder: Path) -> int:
-    """That a checkpoint was trained for."""
+    """Return the number of steps that a checkpoint was trained for."""
     return json.loads((folder / "training.json").read_text())["finished_steps"]
 
 

@@ -1,7 +1,7 @@
 """Trains the demo's second draft, for prose: the code draft goes on learning the target's distribution, of prose alone.
 
-What it is: the draft's shape and first weights, the target unchanged, docstrings and the reference manual as text
-(`corpus.prose`). What it is not: a draft for code (`draft/` stays that). Nothing at run time imports it.
+It starts from the code draft's weights and learns docstrings and the reference manual (`corpus.prose`); the target is
+unchanged. Nothing at run time imports this module.
 
     python models/demo/train_prose.py --out models/demo --bf16
 """

@@ -16,7 +16,7 @@ from specdec.errors import InvalidRequest, Unsupported
 #: What refusals begin with: the flag that somebody gave.
 FLAG = "--tensor-parallel"
 
-_BACKENDS = ("auto", "eager", "captured")
+_BACKENDS = ("auto", "eager", "cuda-graphs")
 
 
 def require_supported(*, device: str, dtype: str, compile_backend: str, deterministic: bool) -> None:
@@ -34,21 +34,21 @@ def require_supported(*, device: str, dtype: str, compile_backend: str, determin
     """
     if compile_backend not in _BACKENDS:
         raise Unsupported(
-            f"{FLAG} runs eager and captured steps: --compile-backend {', '.join(_BACKENDS[:-1])} or {_BACKENDS[-1]}, "
-            f"not {compile_backend}",
+            f"{FLAG} runs eager steps and CUDA graphs: "
+            f"--compile-backend {', '.join(_BACKENDS[:-1])} or {_BACKENDS[-1]}, not {compile_backend}",
             field="compile_backend",
         )
     if device == "cpu":
-        if compile_backend == "captured":
-            raise Unsupported(f"{FLAG} captures steps on GPUs, not on a CPU", field="compile_backend")
+        if compile_backend == "cuda-graphs":
+            raise Unsupported(f"{FLAG} records CUDA graphs on GPUs, not on a CPU", field="compile_backend")
         if dtype == "int8":
             raise Unsupported(f"{FLAG} divides int8 weights among GPUs: on a CPU take float32 or bfloat16",
                               field="dtype")  # fmt: skip
         if deterministic:
-            raise Unsupported(f"{FLAG} keeps --deterministic in captured steps, on GPUs, not on a CPU",
+            raise Unsupported(f"{FLAG} keeps --deterministic in CUDA graphs, on GPUs, not on a CPU",
                               field="deterministic")  # fmt: skip
     if deterministic and compile_backend == "eager":
-        raise Unsupported(f"--deterministic with {FLAG} needs captured steps, not --compile-backend eager",
+        raise Unsupported(f"--deterministic with {FLAG} needs CUDA graphs, not --compile-backend eager",
                           field="deterministic")  # fmt: skip
     if ":" in device:
         raise InvalidRequest(f"{FLAG} gives each rank a device of its own: --device cuda, not {device}", field="device")

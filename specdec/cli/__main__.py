@@ -1,120 +1,120 @@
-"""Entry point of `specdec`: parses, runs one subcommand, turns errors into one line and an exit code.
+"""Entry point of `specdec`: parses the command line, runs one subcommand, and turns errors into one line and a code.
 
-Not here: what subcommands do. This module alone reads the environment and installs signal handlers. Subcommands take
-half a second to import, and a Ctrl-C within it is no traceback: they are imported late, where one is awaited.
+This module alone reads the environment and installs signal handlers. A subcommand takes up to a second to import, so
+only the one that runs is imported, where Ctrl-C is expected and prints no traceback.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
+import importlib
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any, NoReturn
 
 import specdec
-from specdec.cli import INTERRUPTED
+from specdec.cli import INTERRUPTED, Usage
+from specdec.cli.command_parser import CommandParser, print_error, wants_json
 from specdec.errors import InvalidRequest, SpecdecError
 
+#: The subcommands, with their lines in `specdec --help`. Each is a module of this package, except `serve`.
+_COMMANDS = {
+    "up": "run the whole system on this machine",
+    "serve": "run the whole system with this target model: up --target MODEL",
+    "down": "end a running specdec up",
+    "generate": "generate from a prompt",
+    "chat": "talk over one session",
+    "status": "pools, replicas and sessions of a running system",
+    "pools": "draft pools of a running system, by class of requests",
+    "promote": "give sessions another draft pool, share by share",
+    "scale": "start or drain replicas of a running specdec up",
+    "join": "add a draft model to a running specdec up, scored before it is used",
+    "distill": "train a draft on what the target said (see up --learning-log)",
+    "timeline": "picture where the milliseconds of a round are",
+    "bench": "speculation against target-only on a running system",
+    "health": "ask a service for its health",
+}
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose usage errors are one line in the form of every other error, and name the subcommand's help."""
+#: Subcommands that need a running system and wait for one that is starting.
+_NEED_A_SYSTEM = ("generate", "chat", "status", "pools", "promote", "scale", "join", "bench")
 
-    def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
-        """As its base class does, but a subcommand refuses itself what it does not know."""
-        parsed, unknown = super().parse_known_args(*args, **kwargs)
-        if unknown and self._subparsers is None:
-            self.error(self._unknown_words(unknown))
-        return parsed, unknown
-
-    def _unknown_words(self, unknown: Sequence[str]) -> str:
-        flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
-        if not flag:
-            return f"unrecognized arguments: {' '.join(unknown)}"
-        alike = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-        return f"unrecognized argument {flag}" + (f": did you mean {alike[0]}?" if alike else "")
-
-    def error(self, message: str) -> NoReturn:
-        print(f"error: INVALID_ARGUMENT INVALID_REQUEST: {message} (see {self.prog} --help)", file=sys.stderr)
-        raise SystemExit(2)
+#: Subcommands whose flags have no default in the environment.
+_WITHOUT_ENVIRON = ("up", "timeline", "health")
 
 
-def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    """The whole command line. Defaults come from `environ` where a flag has a variable (`SPECDEC_ENDPOINT`)."""
-    from specdec.cli import bench, chat, distill, generate, health, join, pools, promote, scale, status, timeline, up
+def build_parser(environ: Mapping[str, str], command: str = "") -> argparse.ArgumentParser:
+    """Return the parser of the command line, with the flags of one subcommand, or of all for "".
 
+    Defaults come from `environ` for flags that have a variable (`SPECDEC_ENDPOINT`).
+    """
     description = "Distributed speculative decoding: run it, talk to it, measure it."
-    parser = _Parser(prog="specdec", description=description, allow_abbrev=False)
+    parser = CommandParser(prog="specdec", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"specdec {specdec.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    up.add_parser(commands)
-    generate.add_parser(commands, environ)
-    chat.add_parser(commands, environ)
-    status.add_parser(commands, environ)
-    pools.add_parser(commands, environ)
-    promote.add_parser(commands, environ)
-    scale.add_parser(commands, environ)
-    join.add_parser(commands, environ)
-    distill.add_parser(commands, environ)
-    timeline.add_parser(commands)
-    bench.add_parser(commands, environ)
-    health.add_parser(commands)
+    for name, summary in _COMMANDS.items():
+        if command in ("", name):
+            _add_command(name, _Listed(commands, summary), environ)
+        else:
+            commands.add_parser(name, help=summary)
     return parser
 
 
+class _Listed:
+    """Gives the parser that a subcommand adds its line in `specdec --help`."""
+
+    def __init__(self, commands: Any, summary: str) -> None:
+        self._commands, self._summary = commands, summary
+
+    def add_parser(self, name: str, **options: Any) -> Any:
+        return self._commands.add_parser(name, **options | {"help": self._summary})
+
+
+def _add_command(name: str, commands: _Listed, environ: Mapping[str, str]) -> None:
+    module = _module(name)
+    if name == "serve":
+        module.add_serve_parser(commands)
+    elif name in _WITHOUT_ENVIRON:
+        module.add_parser(commands)
+    else:
+        module.add_parser(commands, environ)
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"specdec.cli.{'up' if name == 'serve' else name}")
+
+
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Runs one command line.
+    """Run one command line.
 
     Returns:
         The exit code: 0 only on success, 2 for usage, 130 after Ctrl-C, 1 otherwise.
     """
-    from specdec.cli import bench, chat, distill, generate, health, join, pools, promote, scale, status, timeline, up
-    from specdec.cli.terminal import error_line
-
-    _open_what_is_closed()
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a model may emit what the terminal's encoding lacks
     if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="surrogateescape")  # as arguments are read: refused by name later, not here
+        sys.stdin.reconfigure(errors="surrogateescape")  # as arguments are read; later checks name the field
+    as_json = wants_json(argv)
     try:
-        args = build_parser(environ).parse_args(argv)
-        if args.command == "up":
-            return up.run(args, environ, _stop_event())
-        if args.command in ("distill", "join"):
-            return {"distill": distill.run, "join": join.run}[args.command](args)
-        if args.command in ("generate", "chat"):
-            talk = {"generate": generate.run, "chat": chat.run}
-            return talk[args.command](args, environ, _interrupts)
-        commands = {
-            "status": status.run,
-            "pools": pools.run,
-            "promote": promote.run,
-            "scale": scale.run,
-            "timeline": timeline.run,
-            "bench": bench.run,
-            "health": health.run,
-        }
-        return commands[args.command](args, environ)
-    except SystemExit as exit_:  # help, or a usage error that has been told
+        return _run_command(build_parser(environ, _command_of(argv)).parse_args(argv), argv, environ)
+    except SystemExit as exit_:  # help, or a usage error that has been printed
         return int(exit_.code or 0)
-    except up.Usage as error:
-        print(f"error: {InvalidRequest.code} {InvalidRequest.default_reason}: {error}", file=sys.stderr)
+    except Usage as error:
+        print_error(InvalidRequest(str(error)), as_json=as_json)
         return 2
-    except up.ChildFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except SpecdecError as error:
-        print(error_line(error), file=sys.stderr)
+        print_error(error, as_json=as_json)
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
     except OSError as error:
-        if not isinstance(error, BrokenPipeError):  # whose reader has left: nothing can be said to it
+        if not isinstance(error, BrokenPipeError):  # then the reader has left
             with contextlib.suppress(OSError):
                 print(f"error: {error.strerror or error}", file=sys.stderr)
         # Keep the interpreter's last flush quiet too.
@@ -122,11 +122,31 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         return 1
 
 
-def _open_what_is_closed() -> None:
-    """Streams that whoever started us has closed (`<&-`, `>&-`): empty, or to nowhere."""
+def _command_of(argv: Sequence[str]) -> str:
+    """Return the subcommand of a command line, or a name that is none: then no subcommand is imported."""
+    return argv[0] if argv and argv[0] in _COMMANDS else "none"
+
+
+def _run_command(args: argparse.Namespace, argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    run_command: Callable[..., int] = _module(args.command).run
+    if args.command in ("up", "serve"):
+        return run_command(args, argv, environ, _stop_event())
+    if args.command in _NEED_A_SYSTEM:
+        from specdec.cli.starting import await_start
+
+        await_start(args.endpoint)
+    if args.command in ("distill", "join"):
+        return run_command(args)
+    if args.command in ("generate", "chat"):
+        return run_command(args, environ, _interrupts)
+    return run_command(args, environ)
+
+
+def _open_closed_streams() -> None:
+    """Replace standard streams that the caller has closed (`<&-`, `>&-`) by empty ones."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # as long as we run
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # open until the process ends
 
 
 def _stop_event() -> threading.Event:
@@ -141,7 +161,7 @@ def _stop_event() -> threading.Event:
 
 @contextlib.contextmanager
 def _interrupts(action: Callable[[], None]) -> Iterator[None]:
-    """Within, Ctrl-C calls `action` and raises nothing: what it raises wherever the thread is may be lost there."""
+    """Call `action` on Ctrl-C while the context is open, instead of raising: an exception could be lost."""
     before = signal.signal(signal.SIGINT, lambda *_: action())
     try:
         yield
@@ -150,11 +170,17 @@ def _interrupts(action: Callable[[], None]) -> Iterator[None]:
 
 
 def main() -> NoReturn:
-    """What the installed `specdec` script calls."""
+    """Run the command line of this process; the installed `specdec` script calls this."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's core writes to stderr past Python's logging
-    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # of a job in the background of a script
-    with contextlib.nullcontext() if is_ignored else _interrupts(lambda: os._exit(INTERRUPTED)):
-        build_parser(os.environ)  # imports them all; nothing that would have to be put in order has begun
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # a background job of a script
+    command = _command_of(sys.argv[1:])
+    if command in ("up", "serve"):
+        from specdec.cli.control_folder import mark_starting
+
+        mark_starting()
+    if command != "none":
+        with contextlib.nullcontext() if is_ignored else _interrupts(lambda: os._exit(INTERRUPTED)):
+            _module(command)  # Ctrl-C during the import may end the process at once: nothing has begun
     sys.exit(run(sys.argv[1:], os.environ))
 
 

@@ -1,7 +1,7 @@
-"""`specdec bench`: what speculation gives on a running system, with its own models and your own prompts.
+"""`specdec bench`: measures what speculation gives on a running system, with its own models and your own prompts.
 
-Every prompt runs with speculation and target-only, by turns, so that the machine's drift hits both alike; the speedup
-is the median of the pairs' ratios. Not here: peers, and the suites of the repository (`python -m bench`).
+Every prompt runs with speculation and target-only, in turns, so that drift of the machine affects both alike. The
+speedup is the median of the pairs' ratios. The suites of the repository are `python -m bench`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specdec.cli.request_flags import BUDGETS, add_request_flags, request_options
+from specdec.cli.speedup import acceptance, reason_for, tokens_per_round
 from specdec.client import Client, Completion, GenerateOptions
 from specdec.errors import InvalidRequest
 
@@ -27,32 +28,35 @@ _PROMPTS = (
     "def read_config(path):\n    ",
     "The five largest lakes of the world, with their areas:\n1.",
 )
+_SHOWN_CHARACTERS = 60
 _SPECULATIVE, _TARGET_ONLY = "speculative", "target-only"
 
 
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     parser = commands.add_parser(
-        "bench", help="speculation against target-only on a running system", allow_abbrev=False
+        "bench", description="Measure speculation against target-only on a running system.", allow_abbrev=False
     )
     add_request_flags(parser, environ)
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line; default: three of our own")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="times each prompt is run; default 3")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="file with one prompt per line; default: code, prose and a list"
+    )
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="number of runs of each prompt; default 3")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(refuse=parser.error)
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Measures and prints.
+    """Measure and print.
 
     Raises:
-        InvalidRequest: no prompt, or none that can be read.
+        InvalidRequest: the file of prompts is empty or cannot be read.
         SpecdecError: the system refused a request.
     """
     if args.repeats < 1:
         args.refuse("--repeats must be at least 1")
     if args.mode == "off" or args.gamma == 0:
         flag = "--mode off" if args.mode == "off" else "--gamma 0"
-        args.refuse(f"{flag}: there is nothing to compare target-only with")
+        args.refuse(f"{flag} is target-only: there is nothing to compare")
     prompts = _prompts(args.prompts) * args.repeats
     options = request_options(args)
     modes: dict[str, GenerateOptions] = {_SPECULATIVE: options, _TARGET_ONLY: {**options, "mode": "off"}}
@@ -64,22 +68,36 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
                 client.delete_session(completion.session_id)
                 done[name].append(completion)
             bar.advance()
-    figures = {name: _figures(completions) for name, completions in done.items()}
-    rates = {name: [_decode_rate(completion) for completion in completions] for name, completions in done.items()}
-    ratios = [ours / other for ours, other in zip(rates[_SPECULATIVE], rates[_TARGET_ONLY], strict=True) if other]
-    speedup = statistics.median(ratios) if ratios else 0.0
-    if args.json:
-        print(json.dumps({"speedup": speedup, "num_pairs": len(ratios), **figures}))
-        return 0
-    for name, values in figures.items():
-        print(f"{name:12}", *(f"{value:10.4g} {key}" for key, value in values.items()))
-    spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
-    print(f"speedup {speedup:.2f}{spread}, median of {len(ratios)} pairs")
+    _print_results(prompts, done, as_json=args.json)
     return 0
 
 
+def _print_results(prompts: Sequence[str], done: Mapping[str, Sequence[Completion]], *, as_json: bool) -> None:
+    stats = {name: _stats(completions) for name, completions in done.items()}
+    rates = {name: [_decode_rate(completion) for completion in completions] for name, completions in done.items()}
+    pairs = zip(prompts, rates[_SPECULATIVE], rates[_TARGET_ONLY], strict=True)
+    measured = [(prompt, with_drafts / alone) for prompt, with_drafts, alone in pairs if alone]
+    ratios = [ratio for _, ratio in measured]
+    speedup = statistics.median(ratios) if ratios else 0.0
+    by_prompt = {
+        prompt: statistics.median(ratio for other, ratio in measured if other == prompt) for prompt in dict(measured)
+    }
+    reason = reason_for(speedup, done[_SPECULATIVE], done[_TARGET_ONLY])
+    if as_json:
+        print(json.dumps({"speedup": speedup, "num_pairs": len(ratios), "reason": reason, "by_prompt": by_prompt,
+                          **stats}))  # fmt: skip
+        return
+    for name, values in stats.items():
+        print(f"{name:12}", *(f"{value:10.4g} {key}" for key, value in values.items()))
+    spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+    print(f"speedup {speedup:.2f}{spread}, median of {len(ratios)} pairs")
+    print(reason)
+    for prompt, ratio in by_prompt.items():
+        print(f"{ratio:7.2f}  {_shortened(prompt)}")
+
+
 class _Bar:
-    """Pairs done: a bar in a terminal, elsewhere a line each."""
+    """Shows how many pairs are done: a bar in a terminal, elsewhere a line per pair."""
 
     def __init__(self, num_pairs: int) -> None:
         self._num_pairs = num_pairs
@@ -118,20 +136,25 @@ def _prompts(path: Path | None) -> list[str]:
 
 
 def _decode_rate(completion: Completion) -> float:
-    """Tokens a second after the first ones; 0 for an output of one chunk."""
+    """Return the tokens per second after the first ones; 0 for an output of one chunk."""
     stats = completion.stats
     seconds = stats.e2el_s - stats.ttft_s
     return (completion.usage.num_output_tokens - 1) / seconds if seconds > 0 else 0.0
 
 
-def _figures(completions: Sequence[Completion]) -> dict[str, float]:
+def _shortened(prompt: str) -> str:
+    """Return the beginning of a prompt on one line."""
+    line = " ".join(prompt.split())
+    return line if len(line) <= _SHOWN_CHARACTERS else line[: _SHOWN_CHARACTERS - 2] + " …"
+
+
+def _stats(completions: Sequence[Completion]) -> dict[str, float]:
     stats = [completion.stats for completion in completions]
     num_tokens = sum(completion.usage.num_output_tokens for completion in completions)
     return {
         "tokens_per_s": statistics.median(map(_decode_rate, completions)),
         "ttft_ms": statistics.median(one.ttft_s for one in stats) * 1e3,
-        "tau": num_tokens / max(1, sum(one.num_rounds for one in stats)),
-        "draft_efficiency": sum(one.num_accepted_tokens for one in stats)
-        / max(1, sum(one.num_draft_tokens for one in stats)),
+        "tokens_per_round": tokens_per_round(completions),
+        "acceptance": acceptance(completions) or 0.0,
         "wire_bytes_per_token": sum(one.wire_bytes for one in stats) / max(1, num_tokens),
     }

@@ -19,9 +19,9 @@ from specdec.cli.answer import Interrupts, print_closing_line, read_answer
 from specdec.cli.conversation import Conversation
 from specdec.cli.message_reader import MessageReader
 from specdec.cli.request_flags import PATIENT_BUDGETS, add_request_flags, request_options
-from specdec.cli.terminal import TokenWriter, error_line, wants_colour
+from specdec.cli.terminal import TokenWriter, wants_colour
 from specdec.client import ChatMessage, Client, GenerateOptions
-from specdec.errors import InvalidRequest, SessionLost, SpecdecError
+from specdec.errors import InvalidRequest, SessionLost, SpecdecError, error_line
 
 _HELP = """\
 /help         this

@@ -1,22 +1,24 @@
-"""How `specdec up` is told, by whoever runs it, to have other numbers of replicas: a Unix socket named after its port.
+"""The control socket of `specdec up`: other commands ask it how far a start is, for other numbers of replicas, to stop.
 
-The socket lies in a folder that nobody else may enter, as the embedded store's does, so no store is needed, nothing has
-to be kept secret, and two systems on one Redis stay apart. Each connection is one request, a line of JSON, answered by
-lines of JSON: what is being waited for (`{"stage": ...}`), then the numbers reached (`{"counts": ...}`) or why not
-(`{"error": "CODE REASON: message"}`). A request is numbers of replicas, `{"draft": 3}`, or a further draft model,
-`{"join": {"pool": NAME, "model": PATH}}`.
+It is a Unix socket named after the coordinator's port, in a folder that only its user may enter. So it needs neither a
+store nor a secret, and systems that share a Redis stay apart. Each connection is one request, a line of JSON, answered
+by lines of JSON. The requests:
 
-Not here: what becomes of a request (`fleet`), the commands (`scale`, `join`).
+    {"wait": {}}                                     answered with {"ready": true} once the system serves
+    {"draft": 3}                                     numbers of replicas by role; answered with {"counts": ...}
+    {"join": {"pool": NAME, "model": PATH}}          a further draft model; answered with {"counts": ...}
+    {"stop": {}}                                     the connection is closed when the process has ended
+
+Until then, and at least twice a second, {"stage": TEXT} says what is being waited for. A refusal is {"error": LINE},
+where LINE is an error line ("error: message (REASON)").
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import select
 import socket
-import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -24,41 +26,70 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from specdec.errors import InvalidRequest, SpecdecError, Unavailable
-from specdec.state.socket_folder import short_temporary_folder
-from specdec.supervision.fleet import Fleet
+from specdec.cli.control_folder import control_folder
+from specdec.errors import Internal, InvalidRequest, SpecdecError, Unavailable, error_line, parse_error_line
+from specdec.settings.addresses import split_address
+from specdec.supervision.fleet import Fleet, Scaling
 
 _MAX_REQUEST_BYTES = 4096
 _REQUEST_TIMEOUT_S = 5.0
-_NO_REQUEST = "a request is one line of JSON, a whole number for each role"
-#: Between two lines of a request that is under way, so that a caller who left is noticed.
+_MALFORMED = "a request is one line of JSON, a whole number for each role"
+#: Longest time between two lines of an answer. A caller that has left is noticed when a line is written.
 _STAGE_INTERVAL_S = 0.5
-#: Where accepting a caller failed, until the next attempt.
+#: Pause after an accept that failed for lack of file descriptors.
 _FILE_WAIT_S = 0.5
-#: Of a `specdec up` that follows a request and says nothing: it stands still.
+#: Silence after which the `specdec up` that answers a request counts as hung.
 _SILENCE_TIMEOUT_S = 60.0
-#: A socket this young may be another process's that does not listen yet.
+#: Age up to which a socket that does not answer may belong to a process that does not listen yet.
 _STARTING_S = 60.0
 
 
-class ControlSocket:
-    """Listens while the context is open."""
+class RunningSystem:
+    """The state of one `specdec up` that other commands may ask for. May be used by any thread."""
 
-    def __init__(self, port: int, fleet: Fleet) -> None:
+    def __init__(self, stop: threading.Event) -> None:
+        self.stop = stop
+        """Set to end the system."""
+        self.stage = "starting"
+        """Stage of the start."""
+        self._fleet: Fleet | None = None
+        self._is_ready = threading.Event()
+
+    def set_ready(self, fleet: Fleet) -> None:
+        """Report that the system serves, and take requests for other numbers of replicas from now on."""
+        self._fleet = fleet
+        self._is_ready.set()
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait until the system serves; return whether it does."""
+        return self._is_ready.wait(timeout_s)
+
+    @property
+    def fleet(self) -> Fleet:
+        """The services. Raises Unavailable while the system starts."""
+        if self._fleet is None:
+            raise Unavailable(f"the system is still starting: {self.stage}", reason="COORDINATOR_UNAVAILABLE")
+        return self._fleet
+
+
+class ControlSocket:
+    """Answers requests while the context is open."""
+
+    def __init__(self, port: int, system: RunningSystem) -> None:
         """`port` is the coordinator's."""
-        self._port, self._fleet = port, fleet
+        self._port, self._system = port, system
         self._path: Path | None = None
         self._listener = socket.socket(socket.AF_UNIX)
         self._closing = threading.Event()
 
     def __enter__(self) -> Self:
-        """Raises Unavailable where it cannot listen: `scale` will not find it then."""
+        """Raises Unavailable if the socket cannot be opened: other commands will not find this system then."""
         try:
-            folder = _folder(make=True)
-            _clean_up_after_killed(folder)
+            folder = control_folder(make=True)
+            _remove_stale_sockets(folder)
             path = folder / f"{self._port}.sock"
             if _is_answered(path):
-                raise Unavailable(f"{path} is another specdec up's")
+                raise Unavailable(f"{path} belongs to another specdec up")
             path.unlink(missing_ok=True)
             self._listener.bind(str(path))
             self._listener.listen()
@@ -78,18 +109,18 @@ class ControlSocket:
         self._listener.close()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # others of this user run
+            with contextlib.suppress(OSError):  # other systems of this user run
                 self._path.parent.rmdir()
 
     def _accept(self) -> None:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # it was closed, or there is no file left for a caller, who waits
+            except OSError:  # the listener was closed, or no file descriptor is left; then the caller waits
                 if self._closing.wait(_FILE_WAIT_S):
                     return
             else:
-                threading.Thread(target=self._serve, args=(connection,), name="scale", daemon=True).start()
+                threading.Thread(target=self._serve, args=(connection,), name="control-request", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         connection.settimeout(_REQUEST_TIMEOUT_S)
@@ -99,7 +130,7 @@ class ControlSocket:
             connection.makefile("rw", encoding="utf-8", errors="replace") as file,
         ):
             request = file.readline(_MAX_REQUEST_BYTES)
-            if _has_left(connection):  # it was told that nobody answers here
+            if _has_left(connection):  # its call timed out, so the request must have no effect
                 return
             for answer in self._answers(request):
                 file.write(json.dumps(answer) + "\n")
@@ -107,50 +138,93 @@ class ControlSocket:
 
     def _answers(self, request: str) -> Iterator[Mapping[str, Any]]:
         try:
-            asked = _parsed(request)
-            if set(asked) == {"join"}:
-                scaling = self._fleet.join(*_pool_and_model(asked["join"]))
+            wanted = _parsed(request)
+            if set(wanted) == {"wait"}:
+                yield from self._wait()
+            elif set(wanted) == {"stop"}:
+                yield from self._stop()
+            elif set(wanted) == {"join"}:
+                yield from _follow(self._system.fleet.join(*_pool_and_model(wanted["join"])))
             else:
-                scaling = self._fleet.scale(_counts(asked))
+                yield from _follow(self._system.fleet.scale(_counts(wanted)))
         except SpecdecError as error:
-            yield {"error": f"{error.code} {error.reason}: {error.message}"}
-            return
-        while not scaling.ended.wait(_STAGE_INTERVAL_S):
-            yield {"stage": scaling.stage}
-        yield {"error": scaling.failure} if scaling.failure else {"counts": scaling.counts}
+            yield {"error": error_line(error)}
+
+    def _wait(self) -> Iterator[Mapping[str, Any]]:
+        while not self._system.wait_ready(0.0):
+            yield {"stage": self._system.stage}
+            self._system.wait_ready(_STAGE_INTERVAL_S)
+        yield {"ready": True}
+
+    def _stop(self) -> Iterator[Mapping[str, Any]]:
+        self._system.stop.set()
+        while True:  # until this process ends
+            yield {"stage": "stopping"}
+            time.sleep(_STAGE_INTERVAL_S)
+
+
+def _follow(scaling: Scaling) -> Iterator[Mapping[str, Any]]:
+    while not scaling.ended.wait(_STAGE_INTERVAL_S):
+        yield {"stage": scaling.stage}
+    yield {"error": error_line(scaling.failure)} if scaling.failure else {"counts": scaling.counts}
 
 
 def ask(port: int, request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Asks the `specdec up` of a port on this machine; what it answers, line by line.
+    """Send a request to the `specdec up` of a port on this machine; yield its answers, line by line.
+
+    The last answer has `ready` or `counts`, unless the `specdec up` ends before.
 
     Raises:
-        Unavailable: there is none of this user, or it ended meanwhile, or it stands still.
+        Unavailable: this user runs no `specdec up` there, or it does not answer.
+        SpecdecError: it refuses the request.
     """
     try:
-        path = _folder(make=False) / f"{port}.sock"
+        path = control_folder(make=False) / f"{port}.sock"
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_SILENCE_TIMEOUT_S)
             connection.connect(str(path))
             with _lines_of(connection) as file:
                 file.write(json.dumps(request) + "\n")
                 file.flush()
-                answer: dict[str, Any] = {}
                 for line in file:
                     answer = json.loads(line)
+                    if "error" in answer:
+                        raise parse_error_line(answer["error"]) or Internal(str(answer["error"]))
                     yield answer
-                if not answer.keys() & {"counts", "error"}:
-                    raise Unavailable("specdec up has ended", reason="DRAINING")
     except (FileNotFoundError, ConnectionRefusedError) as error:
         raise Unavailable(
             f"no specdec up of yours serves port {port} on this machine", reason="COORDINATOR_UNAVAILABLE"
         ) from error
+    except (ConnectionResetError, BrokenPipeError):  # it has ended: the answers end without a final one
+        return
     except TimeoutError as error:
         raise Unavailable(
-            f"the specdec up of port {port} stands still: it said nothing for {_SILENCE_TIMEOUT_S:g} s",
+            f"the specdec up of port {port} has not answered for {_SILENCE_TIMEOUT_S:g} s",
             reason="COORDINATOR_UNAVAILABLE",
         ) from error
     except OSError as error:
-        raise Unavailable(f"specdec up cannot be told: {error.strerror or error}") from error
+        raise Unavailable(f"specdec up cannot be reached: {error.strerror or error}") from error
+
+
+def is_running(port: int) -> bool:
+    """Return whether a `specdec up` of this user, ready or starting, answers for a port on this machine."""
+    try:
+        return _is_answered(control_folder(make=False) / f"{port}.sock")
+    except OSError:
+        return False
+
+
+def local_port(endpoint: str) -> int | None:
+    """Return the port of an endpoint on this machine; None for one on another machine or of another kind."""
+    try:
+        host, port = split_address(endpoint)
+        resolved = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, where = resolved[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(where)  # only an address of this machine can be bound
+    except (OSError, ValueError):
+        return None
+    return port
 
 
 def _lines_of(connection: socket.socket) -> TextIO:
@@ -158,52 +232,36 @@ def _lines_of(connection: socket.socket) -> TextIO:
 
 
 def _parsed(request: str) -> dict[str, Any]:
-    """Raises InvalidRequest for what is no JSON object."""
+    """Return the JSON object of a request. Raises InvalidRequest for anything else."""
     try:
-        asked = json.loads(request)
+        parsed = json.loads(request)
     except (ValueError, RecursionError):
-        asked = None
-    if not isinstance(asked, dict) or not asked:
-        raise InvalidRequest(_NO_REQUEST)
-    return asked
+        parsed = None
+    if not isinstance(parsed, dict) or not parsed:
+        raise InvalidRequest(_MALFORMED)
+    return parsed
 
 
-def _counts(asked: Mapping[str, Any]) -> dict[str, int]:
-    """Raises InvalidRequest for what is no whole number for each role."""
-    if any(type(number) is not int for number in asked.values()):
-        raise InvalidRequest(_NO_REQUEST)
-    return dict(asked)
+def _counts(wanted: Mapping[str, Any]) -> dict[str, int]:
+    """Return the numbers of replicas. Raises InvalidRequest if one is not a whole number."""
+    if any(type(number) is not int for number in wanted.values()):
+        raise InvalidRequest(_MALFORMED)
+    return dict(wanted)
 
 
-def _pool_and_model(asked: Any) -> tuple[str, str]:
-    """Raises InvalidRequest for what names no pool and model."""
-    if not isinstance(asked, dict) or set(asked) != {"pool", "model"} or not all(map(_is_text, asked.values())):
+def _pool_and_model(joining: Any) -> tuple[str, str]:
+    """Return pool and model of a request to join. Raises InvalidRequest if one is missing."""
+    if not isinstance(joining, dict) or set(joining) != {"pool", "model"} or not all(map(_is_text, joining.values())):
         raise InvalidRequest("a draft model joins by the name of its pool and its path")
-    return asked["pool"], asked["model"]
+    return joining["pool"], joining["model"]
 
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value) and value.isprintable()
 
 
-def _folder(*, make: bool) -> Path:
-    """This user's folder of such sockets.
-
-    Raises:
-        OSError: there is none, or it is not this user's alone.
-    """
-    name = f"specdec-up-{os.geteuid()}"
-    folder = Path(short_temporary_folder(len(f"/{name}/65535.sock"))) / name
-    if make:
-        folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise PermissionError(f"{folder} is not a folder of yours that nobody else may enter")
-    return folder
-
-
-def _clean_up_after_killed(folder: Path) -> None:
-    """Removes the sockets of those that no longer run: no process can tidy up after its SIGKILL."""
+def _remove_stale_sockets(folder: Path) -> None:
+    """Remove the sockets of processes that were killed, which could not remove them themselves."""
     for path in folder.glob("*.sock"):
         with contextlib.suppress(OSError):
             if time.time() - path.lstat().st_mtime > _STARTING_S and not _is_answered(path):
@@ -211,10 +269,10 @@ def _clean_up_after_killed(folder: Path) -> None:
 
 
 def _has_left(connection: socket.socket) -> bool:
-    """Whether the other side is closed, for reading too."""
-    looked_at = select.poll()
-    looked_at.register(connection, 0)
-    return bool(looked_at.poll(0))
+    """Return whether the other side has closed the connection, for reading too."""
+    poll = select.poll()
+    poll.register(connection, 0)
+    return bool(poll.poll(0))
 
 
 def _is_answered(path: Path) -> bool:

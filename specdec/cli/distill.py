@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from specdec.checkpoints.preflight import require_servable
+from specdec.cli import Usage
 from specdec.cli.join import join
 from specdec.cli.request_flags import add_endpoint_flag
-from specdec.cli.up_flags import Usage
 from specdec.cli.waiting import Waiting
 from specdec.errors import InvalidRequest
 from specdec.settings.draft_specs import is_local_draft, parse_local_draft

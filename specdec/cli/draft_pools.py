@@ -1,7 +1,4 @@
-"""The draft models that `specdec up` is given, each a pool of replicas with a name: what `--draft` says of them.
-
-Not here: drafts that need no model (`up_flags`), starting the replicas (`launching`). Called by `up_flags`.
-"""
+"""Reads the draft models of `specdec up --draft`, each a pool of replicas with a name."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-#: The pool of a draft model that is alone and has no name: what a draft service calls its own by itself.
+#: Pool of a lone draft model without a name: the default of a draft service's --pool.
 ONLY_POOL = "default"
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
@@ -19,31 +16,31 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 
 @dataclass(frozen=True, slots=True)
 class DraftPool:
-    """One draft model."""
+    """One draft model and its pool."""
 
     name: str
-    """As requests ask for it."""
+    """Name by which requests select the pool."""
     model: str
     group: str
-    """What `specdec scale` counts its replicas by, and what their names begin with."""
+    """Role of its replicas in `specdec scale`, and the beginning of their names."""
     for_tokenizer: str = ""
-    """Whose tokens it is to make, where it has others of its own."""
+    """Model whose tokens it drafts, if its own tokenizer differs; else ""."""
     is_shadow: bool = False
-    """Whether requests get it by name or promotion alone."""
+    """Whether requests use it only by name or after a promotion."""
 
 
 def draft_pools(given: Sequence[str], reserved: Collection[str]) -> tuple[DraftPool, ...]:
-    """The pools of the models that were given as MODEL or NAME=MODEL, in their order.
+    """Return the pools of models given as MODEL or NAME=MODEL, in their order.
 
-    A model without a name is called by the last part of its path, with a number where that is taken; one that is alone
-    is called "default".
+    A pool without a name is called after the last part of the model's path, with a number if that name is taken. A lone
+    pool without a name is called "default".
 
     Args:
         given: values of `--draft`.
-        reserved: names that no pool of a model may have.
+        reserved: names that pools of models must not have.
 
     Raises:
-        ValueError: a name is given twice, or to a pool of another kind; the message is for the user.
+        ValueError: a name is given twice or reserved; the message is for the user.
     """
     named = [_split(each) for each in given]
     if len(named) == 1 and not named[0][0]:
@@ -65,20 +62,20 @@ def draft_pools(given: Sequence[str], reserved: Collection[str]) -> tuple[DraftP
 
 
 def joining_pool(name: str, model: str, there_are: Collection[str], reserved: Collection[str]) -> DraftPool:
-    """The pool of a draft model that joins a running system as a shadow.
+    """Return the pool of a draft model that joins a running system as a shadow.
 
     Raises:
-        ValueError: it cannot be called so; the message is for the user.
+        ValueError: the name is malformed, reserved or taken; the message is for the user.
     """
     if not re.fullmatch(_NAME, name) or name in reserved:
-        raise ValueError(f"{name[:80]!a} is no name for a draft model")
+        raise ValueError(f"a draft model cannot be called {name[:80]!a}")
     if name in there_are:
         raise ValueError(f"a draft model is called {name} already")
     return DraftPool(name, model, f"draft-{name}", is_shadow=True)
 
 
 def _split(given: str) -> tuple[str, str]:
-    """Name ("" for none) and model. A path may have an equals sign in it, too."""
+    """Return the name, or "", and the model. A path may contain an equals sign too."""
     found = re.fullmatch(rf"({_NAME})=(.+)", given)
     if found is None or Path(given).exists():
         return "", given

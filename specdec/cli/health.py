@@ -1,4 +1,4 @@
-"""`specdec health HOST:PORT`: exit code 0 when the service there is SERVING. For container health checks."""
+"""`specdec health HOST:PORT`: exits with code 0 if the service there is SERVING, for health checks of containers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIMEOUT_S = 5.0
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("health", help="ask a service for its health", allow_abbrev=False)
+    parser = commands.add_parser("health", description="Ask a service for its health.", allow_abbrev=False)
     parser.add_argument("address", metavar="HOST:PORT", type=address)
 
 
@@ -30,10 +30,10 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 
 def check(channel: grpc.Channel, *, timeout_s: float = _TIMEOUT_S) -> str:
-    """Asks `grpc.health.v1` for the whole server's status: SERVING, NOT_SERVING, ...
+    """Return the whole server's status from `grpc.health.v1`: SERVING, NOT_SERVING, ...
 
     Raises:
-        SpecdecError: it cannot be reached.
+        SpecdecError: the server cannot be reached.
     """
     try:
         response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
@@ -43,7 +43,7 @@ def check(channel: grpc.Channel, *, timeout_s: float = _TIMEOUT_S) -> str:
 
 
 def is_serving(channel: grpc.Channel) -> bool:
-    """Whether it answers SERVING; False while it cannot be reached."""
+    """Return whether the server answers SERVING; False while it cannot be reached."""
     try:
         return check(channel, timeout_s=1.0) == "SERVING"
     except SpecdecError:

@@ -1,6 +1,7 @@
-"""What each service of `specdec up` is started with: its module, its flags, its environment.
+"""Starts each service of `specdec up` with its module, its flags and its environment.
 
-Not here: what the user may say (`up_flags`), when a service is started and how many there are (`up`, `fleet`).
+The user's flags are in `up_flags` and `service_settings`. `up` and `specdec.supervision.fleet` decide when a service is
+started and how many there are.
 """
 
 from __future__ import annotations
@@ -11,29 +12,31 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from specdec.cli.draft_pools import joining_pool
+from specdec.cli.listening import later_metrics_address
+from specdec.cli.service_settings import GivenSettings
 from specdec.cli.up_flags import (
     LOOKUPS,
     UTILIZATION_ALONE,
     Models,
-    later_metrics_address,
     num_ranks,
     num_replicas,
     role_of_group,
     utilization,
-    value,
 )
 from specdec.errors import InvalidRequest, Unsupported
+from specdec.settings.reading import flag_of
 from specdec.supervision.fleet import COORDINATOR, role_of
 from specdec.supervision.processes import Child, free_ports
 from specdec.supervision.services import Service
 
 _DRAIN_GRACE_S = 3
+_POLL_INTERVAL_S = 0.2
 #: Idle threads spin for microseconds only (docs/history/log.md).
 _QUIET = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
 
 
 class Launcher:
-    """Starts the services of one system, each by its name: "coordinator", or a role and a number."""
+    """Starts the services of one system, each by its name: "coordinator", or ROLE-NUMBER."""
 
     def __init__(
         self,
@@ -50,30 +53,31 @@ class Launcher:
         Args:
             args: the flags of `up`.
             served: the models.
-            endpoint: where the coordinator listens.
-            redis_url: what all of them share.
-            metrics: where the services that are started first serve theirs, by name; empty where nobody wants them.
-            environ: of the caller.
-            ray_address: of the cluster whose nodes replicas are placed on; "" for this machine alone.
+            endpoint: address of the coordinator.
+            redis_url: store that all services share.
+            metrics: metrics addresses of the services that are started first, by name; empty for no metrics.
+            environ: environment of the caller.
+            ray_address: address of the cluster on whose nodes replicas are placed; "" for this machine alone.
         """
         self._args, self._served, self._endpoint, self._redis_url = args, served, endpoint, redis_url
         self._metrics, self._environ, self._ray_address = dict(metrics), environ, ray_address
+        self._settings: GivenSettings = args.settings
         self._ports: set[int] = set()
-        """Given to replicas so far: one that starts may not listen yet."""
+        """Ports given to replicas so far. A replica that starts may not listen on its port yet."""
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """That have a model; where there are several draft pools, each is one."""
+        """The roles that have a model. With several draft pools, each is a role."""
         return ("target", *(pool.group for pool in self._served.drafts))
 
     def join(self, name: str, model: str) -> str:
-        """A further draft model, from now on, as a shadow; returns the role of its replicas.
+        """Add a draft model, as a shadow; return the role of its replicas.
 
         Raises:
-            InvalidRequest: it cannot be called so.
-            Unsupported: nothing would ever tell whether it is good.
+            InvalidRequest: the name is taken or malformed.
+            Unsupported: requests are not routed, so the draft would never be scored.
         """
-        if self._args.route != "auto":
+        if self._settings.value(COORDINATOR, "route") != "auto":
             raise Unsupported("this specdec up runs without --route auto: a draft that joins is scored first")
         try:
             pool = joining_pool(name, model, [pool.name for pool in self._served.drafts], LOOKUPS)
@@ -83,34 +87,36 @@ class Launcher:
         return pool.group
 
     def forget(self, role: str) -> None:
-        """A draft model that joined, and none of whose replicas runs: its name is free again."""
+        """Remove a draft model that joined and of which no replica runs, so that its name is free again."""
         drafts = tuple(pool for pool in self._served.drafts if pool.group != role)
         self._served = replace(self._served, drafts=drafts)
 
     def coordinator(self) -> Service:
-        """Starts the coordinator."""
-        tokenizer = self._args.tokenizer or self._served.target
-        arguments = ["--tokenizer", tokenizer, "--listen", self._endpoint, "--poll-interval-s", "0.2"]
-        arguments += ["--tenant", self._args.tenant]
-        arguments += [word for kind in self._args.lookup for word in ("--lookup", kind)]
-        arguments += ["--learning-log", self._args.learning_log] if self._args.learning_log else []
-        arguments += ["--timeline", self._args.timeline] if self._args.timeline else []
-        arguments += ["--route", "auto"] if self._args.route == "auto" else []
-        arguments += ["--default-draft-pool", self._served.drafts[0].name] if len(self._served.drafts) > 1 else []
-        arguments += [*self._common(), *self._metrics_flag(COORDINATOR)]
+        """Start the coordinator."""
+        arguments = [*self.coordinator_arguments(), *self._metrics_flag(COORDINATOR)]
         return Child(COORDINATOR, "coordinator", arguments, self._environ, shown_level=self._args.log_level)
 
+    def coordinator_arguments(self) -> list[str]:
+        """Return the coordinator's flags, except for its metrics address."""
+        arguments = ["--listen", self._endpoint, *self._settings.arguments(COORDINATOR)]
+        arguments += self._unless_given(COORDINATOR, "tokenizer", self._served.target)
+        arguments += self._unless_given(COORDINATOR, "poll_interval_s", str(_POLL_INTERVAL_S))
+        arguments += [word for kind in self._args.lookup for word in ("--lookup", kind)]
+        if len(self._served.drafts) > 1:
+            arguments += self._unless_given(COORDINATOR, "default_draft_pool", self._served.drafts[0].name)
+        return arguments + self._common(COORDINATOR)
+
     def replica(self, name: str, num_alike: int) -> Service:
-        """Starts a replica.
+        """Start a replica.
 
         Args:
-            name: of one that does not run.
-            num_alike: replicas of its role that there are to be.
+            name: name of a service that does not run.
+            num_alike: number of replicas that its role is to have.
         """
         role = role_of_group(role_of(name))
         if self._ray_address:
             return self._placed_replica(name, role)
-        arguments = [*self._replica_arguments(name), "--listen", f"127.0.0.1:{self._free_port()}"]
+        arguments = [*self.replica_arguments(name), "--listen", f"127.0.0.1:{self._free_port()}"]
         return Child(
             name,
             f"{role}_service",
@@ -120,28 +126,30 @@ class Launcher:
         )
 
     def _placed_replica(self, name: str, role: str) -> Service:
-        """Starts what keeps a replica on a node of the cluster, with resources of its own."""
-        args = self._args
-        num_cpus = value(args, f"--num-threads-{role}") or self._environ.get("OMP_NUM_THREADS") or 1
+        """Start the process that keeps a replica on a node of the cluster, with resources of its own."""
+        num_cpus = self._settings.value(role, "num_threads") or self._environ.get("OMP_NUM_THREADS") or 1
         placed = ["--ray-address", self._ray_address, "--name", name, "--role", role, "--cpus", str(num_cpus)]
-        placed += ["--ranks", str(num_ranks(args, role))]
-        placed += ["--gpus", "none" if args.device == "cpu" else "auto", *(["--metrics"] if args.metrics else [])]
+        placed += ["--ranks", str(num_ranks(self._args, role))]
+        placed += ["--gpus", "none" if self._settings.value(role, "device") == "cpu" else "auto"]
+        placed += ["--metrics"] if self._args.metrics else []
         share = f"SPECDEC_{role.upper()}__GPU_MEMORY_UTILIZATION"
-        of_device = value(args, f"--gpu-memory-utilization-{role}") or UTILIZATION_ALONE  # no other rank is on its GPU
+        # No other rank is on its GPU.
+        of_device = self._settings.value(role, "gpu_memory_utilization") or UTILIZATION_ALONE
         own = {**_QUIET, "OMP_NUM_THREADS": str(num_cpus), share: str(of_device)}
         return Child(
             name,
             "specdec.cluster.placed_replica",
-            [*placed, "--", *self._replica_arguments(name)],
+            [*placed, "--", *self.replica_arguments(name)],
             {**own, **self._environ},
-            shown_level=args.log_level,
+            shown_level=self._args.log_level,
         )
 
     def require_room(self, added: Mapping[str, int]) -> None:
-        """Whether so many more replicas of each role fit is found out by starting them."""
+        """Accept any number: whether more processes of a role fit is found out by starting them."""
 
-    def _replica_arguments(self, name: str) -> list[str]:
-        args, group = self._args, role_of(name)
+    def replica_arguments(self, name: str) -> list[str]:
+        """Return a replica's flags, except for its addresses."""
+        group = role_of(name)
         role = role_of_group(group)
         own = ["--model", self._served.target]
         if role == "draft":
@@ -149,31 +157,24 @@ class Launcher:
             own = ["--model", pool.model, "--pool", pool.name]
             own += ["--for-tokenizer", pool.for_tokenizer] if pool.for_tokenizer else []
             own += ["--shadow", "on"] if pool.is_shadow else []
+        local_drafts = self._served.local_drafts if role == "target" else ()
+        given = self._settings
+        if given.value(role, "gpu_memory_utilization") is not None:
+            given = given.with_flag(role, "gpu_memory_utilization", str(self._share(role)))
         return [
             *own,
-            *("--device", args.device, "--dtype", args.dtype, "--compile-backend", args.compile_backend),
-            *("--self-check", args.self_check, *(["--deterministic"] if args.deterministic else [])),
-            *(*self._limits(role), *self._common()),
-            *(word for kind in self._served.local_drafts if role == "target" for word in ("--local-draft", kind)),
+            *(*given.arguments(role), *self._common(role)),
+            *(word for kind in local_drafts for word in ("--local-draft", kind)),
         ]
 
-    def _limits(self, role: str) -> list[str]:
-        given = []
-        if value(self._args, f"--gpu-memory-utilization-{role}") is not None:
-            given += ["--gpu-memory-utilization", self._share(role)]
-        for flag in ("--kv-cache-bytes", "--num-threads", "--tensor-parallel"):
-            if (number := value(self._args, f"{flag}-{role}")) is not None:
-                given += [flag, str(number)]
-        if self._args.max_context_tokens is not None:
-            given += ["--max-context-tokens", str(self._args.max_context_tokens)]
-        if self._args.kv_tier_url:
-            given += ["--kv-tier-url", self._args.kv_tier_url]
-        return given
+    def _common(self, service: str) -> list[str]:
+        given = ["--redis-url", self._redis_url, "--log-format", "json"]
+        given += self._unless_given(service, "drain_grace_s", str(_DRAIN_GRACE_S))
+        # Otherwise services keep their own level: their info records say what a start is doing, whatever is shown.
+        return given + (self._unless_given(service, "log_level", "debug") if self._args.log_level == "debug" else [])
 
-    def _common(self) -> list[str]:
-        given = ["--redis-url", self._redis_url, "--log-format", "json", "--drain-grace-s", str(_DRAIN_GRACE_S)]
-        # Else as they have it: their info records tell what a start is doing, whatever is shown later.
-        return [*given, "--log-level", "debug"] if self._args.log_level == "debug" else given
+    def _unless_given(self, service: str, name: str, value: str) -> list[str]:
+        return [] if self._settings.is_given(service, name) else [flag_of(name), value]
 
     def _metrics_flag(self, name: str) -> list[str]:
         if self._args.metrics and name not in self._metrics:
@@ -182,21 +183,21 @@ class Launcher:
 
     def _replica_environ(self, role: str, num_alike: int) -> Mapping[str, str]:
         quiet = dict(_QUIET)
-        # Draft and target work by turns, so a replica of each role may use all cores, and finds out whether it should.
-        # Several of a role share them; one core is left to coordinator, store and client.
+        # Draft and target work by turns, so a replica of each role may use all cores, and measures whether it should.
+        # Several replicas of a role share the cores; one core is left to coordinator, store and client.
         if num_alike > 1:
             num_processes = num_alike * num_ranks(self._args, role)
             quiet["OMP_NUM_THREADS"] = str(max(1, ((os.cpu_count() or 1) - 1) // num_processes))
-        # Not a flag, which would win over the same variable of the caller's.
-        quiet[f"SPECDEC_{role.upper()}__GPU_MEMORY_UTILIZATION"] = self._share(role)
+        # Not a flag, which would win over the same variable of the caller's environment.
+        quiet[f"SPECDEC_{role.upper()}__GPU_MEMORY_UTILIZATION"] = str(self._share(role))
         return {**quiet, **self._environ}
 
-    def _share(self, role: str) -> str:
-        """Share of the device's memory of each replica; one that is added gets as much as the first ones."""
-        return str(utilization(self._args, role) / max(1, num_replicas(self._args, role)))
+    def _share(self, role: str) -> float:
+        """Return each replica's share of the device's memory. An added replica gets as much as the first ones."""
+        return utilization(self._args, role) / max(1, num_replicas(self._args, role))
 
     def _free_port(self) -> int:
-        """One that no replica was given before."""
+        """Return a free port that no replica was given before."""
         while (port := free_ports(1)[0]) in self._ports:
             pass
         self._ports.add(port)

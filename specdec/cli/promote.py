@@ -1,7 +1,7 @@
-"""`specdec promote POOL`: sessions get a draft pool, share by share, and not where it makes fewer tokens a second.
+"""`specdec promote POOL`: moves sessions to another draft pool, share by share, and back if it is slower.
 
-Returns at once, or with `--on-score` once the pool's scores say enough; `specdec pools` says how it goes. Not here: how
-that is decided (the coordinator).
+The command returns at once, or with `--on-score` once the pool has enough scores. The coordinator raises the share and
+decides; `specdec pools` shows the progress.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from specdec.cli.waiting import Waiting
 from specdec.client import Client, Promotion, Route
 from specdec.errors import InvalidRequest, NotFound
 
-#: Draft tokens that a score is of, at least: the standard error of an alpha is below 0.03 then.
+#: Fewest draft tokens of a score. From there on the standard error of an acceptance rate is below 0.03.
 MIN_TESTED = 300
 
 _POLL_S = 0.5
 
 
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
-    parser = commands.add_parser("promote", help="give sessions another draft pool, share by share",
+    parser = commands.add_parser("promote", description="Give sessions another draft pool, share by share.",
                                  allow_abbrev=False)  # fmt: skip
     add_endpoint_flag(parser, environ)
-    parser.add_argument("pool", metavar="POOL", help="a pool of draft replicas; takes the place of any other")
+    parser.add_argument("pool", metavar="POOL", help="pool of draft replicas; it replaces a promotion of another pool")
     parser.add_argument(
         "--to", type=float, default=1.0, metavar="SHARE",
-        help="of the sessions, to which it is to come; default 1; 0: none is promoted any more",
+        help="share of the sessions to reach; default 1; 0 ends the promotion",
     )  # fmt: skip
     parser.add_argument(
         "--on-score", action="store_true",
-        help=f"wait for scores of {MIN_TESTED} draft tokens of a class; begin unless that in use is known better",
+        help=f"wait for scores of {MIN_TESTED} draft tokens of a class; begin unless the pool in use is better",
     )  # fmt: skip
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Asks, and prints how it stands. Raises SpecdecError where it cannot be."""
+    """Request the promotion and print its state. Raises SpecdecError if it is refused."""
     with Client(args.endpoint, budgets=BUDGETS) as client:
         if args.on_score:
             _await_score(client, args.pool)
@@ -49,21 +49,23 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 
 def _await_score(client: Client, name: str) -> None:
-    """Returns once the pool's score is as good as those of the pools in use, in every class where both are known.
+    """Return once the pool's score is not worse than that of the pool in use, in every class where both are known.
 
     Raises:
-        NotFound: there is no such pool.
+        NotFound: the pool does not exist.
         InvalidRequest: its score is worse, by more than chance explains.
     """
     with Waiting(what="scoring") as waiting:
         while True:
             pools = {pool.name: pool for pool in client.info().pools if pool.role == "draft"}
             if name not in pools:
-                raise NotFound(f"{name[:64]} is no draft pool here", reason="POOL_NOT_FOUND", field="pool")
+                raise NotFound(
+                    f"this system has no draft pool called {name[:64]}", reason="POOL_NOT_FOUND", field="pool"
+                )
             scores = {route.request_class: route for route in pools[name].routes}
             in_use = [route for pool in pools.values() for route in pool.routes if route.is_chosen]
             pairs = [(scores[route.request_class], route) for route in in_use if route.request_class in scores]
-            # A pool that drafts hardly at all, because it does not pay, is never known better than this.
+            # A pool in use that rarely drafts, because drafting does not pay, never gets a more certain score.
             known = [
                 (own, theirs) for own, theirs in pairs if own.num_tested >= MIN_TESTED and theirs.alpha is not None
             ]
@@ -81,14 +83,14 @@ def _await_score(client: Client, name: str) -> None:
 
 
 def _is_known_better(one: Route, other: Route) -> bool:
-    """Whether its alpha is higher by two standard errors. One that hardly drafts has an alpha of a few tokens."""
+    """Return whether the first acceptance rate is higher by two standard errors of their difference."""
     scores = [(score.alpha or 0.0, max(1.0, score.num_tested)) for score in (one, other)]
     variance = sum(alpha * (1.0 - alpha) / num_tested for alpha, num_tested in scores)
     return scores[0][0] - scores[1][0] > 2.0 * math.sqrt(variance)
 
 
 def told(promotion: Promotion) -> str:
-    """In one line."""
-    state = {"running": "on its way", "done": "there", "rolled_back": "taken back: it made fewer tokens a second"}
+    """Return the state of a promotion in one line."""
+    state = {"running": "in progress", "done": "reached", "rolled_back": "rolled back: it made fewer tokens a second"}
     now = f"{promotion.draft_pool}: {promotion.share:.0%} of the sessions"
-    return f"{now}, to come to {promotion.most:.0%}, {state.get(promotion.status, promotion.status)}"
+    return f"{now}, to reach {promotion.most:.0%}, {state.get(promotion.status, promotion.status)}"

@@ -1,7 +1,4 @@
-"""The flags that every subcommand shares which asks a running system: its endpoint, and what a request may say.
-
-Not here: what is done with the answer. Called by `generate`, `chat`, `bench`, `status` and `health`.
-"""
+"""Flags of subcommands that call a running system: its endpoint, and the options of a request."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ from specdec.errors import InvalidRequest
 from specdec.types import Mode
 
 DEFAULT_ENDPOINT = f"127.0.0.1:{DEFAULT_PORT}"
-#: A person at a terminal who named the wrong endpoint wants to know at once; an answer under way is worth the wait.
+#: Connecting has a short budget, so that a wrong endpoint is reported at once.
 BUDGETS = Budgets(connect_s=1.0)
-#: Of who waits for a text, and is told what for: `up` starts a lost target again.
+#: Budgets of commands that wait for a text and show what they wait for: `specdec up` restarts a lost target.
 PATIENT_BUDGETS = replace(BUDGETS, target_s=60.0)
 
 
@@ -25,12 +22,12 @@ def add_endpoint_flag(parser: argparse.ArgumentParser, environ: Mapping[str, str
     endpoint = environ.get("SPECDEC_ENDPOINT") or DEFAULT_ENDPOINT
     parser.add_argument(
         "--endpoint", type=address, default=endpoint, metavar="HOST:PORT",
-        help=f"coordinator; default {DEFAULT_ENDPOINT}, or SPECDEC_ENDPOINT",
+        help=f"address of the coordinator; default: SPECDEC_ENDPOINT, else {DEFAULT_ENDPOINT}",
     )  # fmt: skip
 
 
 def address(text: str) -> str:
-    """An argument that names a service. Raises ArgumentTypeError for what none can be dialled at."""
+    """Return an argument that is an address to dial. Raises ArgumentTypeError for anything else."""
     try:
         return check_endpoint(text)
     except InvalidRequest as error:
@@ -38,23 +35,38 @@ def address(text: str) -> str:
 
 
 def add_request_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
-    """Flags of every subcommand that generates. What is not given is left to the server."""
+    """Add the flags of every subcommand that generates. The server chooses what is not given."""
     add_endpoint_flag(parser, environ)
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="default 256")
-    parser.add_argument("--temperature", type=float, metavar="T", help="default 1.0; 0 is greedy")
-    parser.add_argument("--top-p", type=float, metavar="P", help="(0, 1]")
-    parser.add_argument("--top-k", type=int, metavar="K", help="0: off")
-    parser.add_argument("--min-p", type=float, metavar="P", help="[0, 1); 0: off")
-    parser.add_argument("--stop", action="append", metavar="TEXT", help="ends the output before it; may be repeated")
-    parser.add_argument("--seed", type=int, metavar="SEED", help="default: drawn by the server")
-    parser.add_argument("--gamma", type=int, metavar="G", help="draft tokens a round; default: the server's choice")
-    parser.add_argument("--mode", choices=[mode.name.lower() for mode in Mode], help="default: rejection")
-    parser.add_argument("--draft-pool", metavar="POOL", help="who drafts (specdec pools); default: the server chooses")
-    parser.add_argument("--task", metavar="LABEL", help="what kind of request it is, for --route auto")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="most tokens of the output; default 256")
+    parser.add_argument("--temperature", type=float, metavar="T", help="sampling temperature; default 1.0; 0 is greedy")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="smallest set of tokens with this probability, in (0, 1]; default 1"
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="most probable tokens only; 0: off")
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="tokens with at least this share of the highest probability, in [0, 1); 0: off",
+    )
+    parser.add_argument(
+        "--stop", action="append", metavar="TEXT", help="text that ends the output and is left out; repeatable"
+    )
+    parser.add_argument("--seed", type=int, metavar="SEED", help="seed of the sampling; default: drawn by the server")
+    parser.add_argument("--gamma", type=int, metavar="G", help="draft tokens per round; default: the server's choice")
+    parser.add_argument(
+        "--mode",
+        choices=[mode.name.lower() for mode in Mode],
+        help="acceptance rule; off: without drafts; default: rejection",
+    )
+    parser.add_argument(
+        "--draft-pool", metavar="POOL", help="draft pool (see specdec pools); default: the server's choice"
+    )
+    parser.add_argument("--task", metavar="LABEL", help="label of the kind of request, for up --route auto")
 
 
 def request_options(args: argparse.Namespace) -> GenerateOptions:
-    """The shared flags as options of the SDK."""
+    """Return the shared flags as options of the SDK."""
     return GenerateOptions(
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,

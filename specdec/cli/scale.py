@@ -1,63 +1,65 @@
-"""`specdec scale draft=3 target=2`: another number of replicas in a running `specdec up` of this user and machine.
+"""`specdec scale draft=3 target=2`: changes the numbers of replicas in a running `specdec up` of this user and machine.
 
-Returns once they serve, and those that are too many have drained and gone. Not here: how that is done (`fleet`), how
-`up` is told (`control`). Where replicas are run by something else (Kubernetes, Compose), that scales them.
+Returns once the added replicas serve and the removed ones have drained and ended. If something else runs the replicas
+(Kubernetes, Compose), scale them there.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-import socket
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.cli import control
+from specdec.cli import Usage, control
 from specdec.cli.request_flags import add_endpoint_flag
-from specdec.cli.up_flags import Usage
 from specdec.cli.waiting import Waiting
-from specdec.errors import InvalidRequest
-from specdec.settings.addresses import split_address
+from specdec.errors import InvalidRequest, Unavailable
 
 
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
-    parser = commands.add_parser("scale", help="start or drain replicas of a running specdec up", allow_abbrev=False)
+    parser = commands.add_parser(
+        "scale", description="Start or drain replicas of a running specdec up.", allow_abbrev=False
+    )
     add_endpoint_flag(parser, environ)
     parser.add_argument(
-        "counts",
-        nargs="+",
-        metavar="ROLE=N",
-        help="target=N or draft=N, of several draft models draft-POOL=N; the others stay as they are",
-    )
+        "counts", nargs="+", metavar="ROLE=N",
+        help="target=N or draft=N; with several draft models draft-POOL=N. Other roles keep their numbers",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Asks, shows what is waited for, prints the numbers that were reached.
+    """Request the numbers, show what is waited for, and print the numbers that were reached.
 
     Raises:
         Usage: the arguments are not ROLE=N.
-        InvalidRequest: the endpoint is not on this machine.
-        Unavailable: no `specdec up` can be told there.
+        SpecdecError: as `request_of_system`.
     """
-    answer = told(args.endpoint, _counts(args.counts), what="scaling")
-    if "error" in answer:
-        print(f"error: {answer['error']}", file=sys.stderr)
-        return 1
+    answer = request_of_system(args.endpoint, _counts(args.counts), what="scaling")
     print(" ".join(f"{role}={number}" for role, number in answer["counts"].items()))
     return 0
 
 
-def told(endpoint: str, request: Mapping[str, Any], *, what: str) -> Mapping[str, Any]:
-    """Asks the `specdec up` of an endpoint and shows what it waits for; its last answer.
+def request_of_system(endpoint: str, request: Mapping[str, Any], *, what: str) -> Mapping[str, Any]:
+    """Send a request to the `specdec up` of an endpoint, show what it waits for, and return its last answer.
 
-    Raises: as `run`, but for Usage.
+    Raises:
+        InvalidRequest: the endpoint is not on this machine, or the request is refused.
+        Unavailable: no `specdec up` of this user answers there, or it ended before the request did.
+        SpecdecError: the request failed.
     """
+    port = control.local_port(endpoint)
+    if port is None:
+        raise InvalidRequest(
+            f"{endpoint} is not on this machine: specdec scale and join run where specdec up does", field="endpoint"
+        )
+    answer: Mapping[str, Any] = {}
     with Waiting(what=what) as waiting:
-        answer: Mapping[str, Any] = {}
-        for answer in control.ask(_local_port(endpoint), request):
+        for answer in control.ask(port, request):
             if answer.get("stage"):
                 waiting.show(answer["stage"])
+    if "counts" not in answer:
+        raise Unavailable("specdec up has ended", reason="DRAINING")
     return answer
 
 
@@ -69,18 +71,3 @@ def _counts(words: list[str]) -> dict[str, int]:
             raise Usage(f"{word!r} is not target=N, draft=N or draft-POOL=N, each at most once")
         counts[found[1]] = int(found[2])
     return counts
-
-
-def _local_port(endpoint: str) -> int:
-    """The port of an endpoint. Raises InvalidRequest for one on another machine, where another system may run."""
-    try:
-        host, port = split_address(endpoint)
-        resolved = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, where = resolved[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.bind(where)  # only an address of this machine's can be bound
-    except (OSError, ValueError):
-        raise InvalidRequest(
-            f"{endpoint} is not on this machine: scale runs where specdec up does", field="endpoint"
-        ) from None
-    return port

@@ -13,7 +13,6 @@ from rich.style import Style
 
 from specdec.client import Chunk, Completion
 from specdec.client.results import CANCELLED
-from specdec.errors import SpecdecError
 from specdec.types import TokenSource
 
 _STYLES = {
@@ -67,11 +66,6 @@ class TokenWriter:
     def _shown(self, text: str) -> str:
         # A model's escape sequences must not drive the terminal; a pipe gets the text as it is.
         return text.translate(_HARMLESS) if self._is_terminal else text
-
-
-def error_line(error: SpecdecError) -> str:
-    """An error as every subcommand shows it."""
-    return f"error: {error.code} {error.reason}: {' '.join(error.message.split())}"
 
 
 def tokens_per_s(completion: Completion) -> float:

@@ -1,8 +1,7 @@
-"""`specdec timeline FILE`: where the milliseconds of a round are, as a picture of its median stages.
+"""`specdec timeline FILE`: draws where the milliseconds of a round go, as the median stages of a round.
 
-Reads what a coordinator noted (`--timeline`). Rounds that asked a draft replica and rounds that did not are two
-pictures; a session's first round, which reads the prompt, is in neither. Not here: what is noted, and when
-(`coordinator.round.timeline`).
+The file is what a coordinator wrote with `--timeline` (`coordinator.round.timeline`). Rounds with and without a draft
+replica are two pictures. The first round of a session, which reads the prompt, is in neither.
 """
 
 from __future__ import annotations
@@ -21,37 +20,37 @@ from specdec.errors import InvalidRequest
 _WIDTH = 40
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
-#: The stages of a call: from one time to the next, where it is spent, and on what.
+#: The stages of a call: its first and last time, the place where it is spent, and the work.
 _CALL = (
     ("asked", "sent", "coordinator", "encode, hand over"),
     ("sent", "replica_received", "way there", "stream, wake-up"),
     ("replica_received", "replica_decoded", "", "read, check"),
     ("replica_decoded", "replica_admitted", "", "to the device thread"),
     ("replica_admitted", "replica_step_began", "", "admit, wait, plan"),
-    ("replica_step_began", "replica_step_ended", "", "steps, and what is made of logits"),
+    ("replica_step_began", "replica_step_ended", "", "steps, sampling from logits"),
     ("replica_step_ended", "replica_answered", "", "back to the event loop"),
     ("replica_answered", "replica_encoded", "", "encode"),
     ("replica_encoded", "replica_sent", "", "hand over"),
     ("replica_sent", "heard", "way back", "stream, wake-up"),
     ("heard", "answered", "coordinator", "decode, wake-up"),
 )
-#: Of a replica that says nothing of itself.
+#: Stages of a call to a replica that reports no times.
 _CLOSED_CALL = (_CALL[0], ("sent", "heard", "", "the whole call"), _CALL[-1])
 
 
 class Stage(NamedTuple):
-    """A part of a round."""
+    """A stage of a round."""
 
     place: str
     work: str
     ms: float
-    """Median."""
+    """Median duration."""
     call: str = ""
-    """Role of the replica that is called; "" outside calls."""
+    """Role of the called replica; "" outside calls."""
 
     @property
     def title(self) -> str:
-        """Unique in its round."""
+        """Name that is unique in its round."""
         call = f"{self.call} call, " if self.call and self.place != self.call else ""
         return f"{call}{self.place}: {self.work}"
 
@@ -62,25 +61,29 @@ class Picture(NamedTuple):
     title: str
     num_rounds: int
     stages: list[Stage]
-    """In their order, one after another."""
+    """Stages in their order."""
     beside: list[Stage]
-    """What goes on while the next round runs, from the decision on."""
+    """Stages after the decision, which run beside the next round."""
     round_ms: float
-    """Median, from one round's beginning to the next one's."""
+    """Median time between the beginnings of two rounds."""
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("timeline", help="picture where the milliseconds of a round are", allow_abbrev=False)
-    parser.add_argument("file", type=Path, metavar="FILE", help="that a coordinator or specdec up wrote (--timeline)")
+    parser = commands.add_parser(
+        "timeline", description="Draw where the milliseconds of a round go.", allow_abbrev=False
+    )
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="file that specdec up or a coordinator wrote with --timeline"
+    )
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Prints the pictures. Raises InvalidRequest where there is none."""
+    """Print the pictures. Raises InvalidRequest if the file has too few rounds or cannot be read."""
     damaged: list[int] = []
     pictures = pictures_of(read_rounds(args.file, damaged.append))
     if damaged:
         others = f" and {len(damaged) - 1} more are" if damaged[1:] else " is"
-        print(f"note: {args.file}: line {damaged[0]}{others} no round, and left out", file=sys.stderr)
+        print(f"note: {args.file}: line {damaged[0]}{others} damaged and left out", file=sys.stderr)
     if not pictures:
         raise InvalidRequest(f"{args.file} holds no session of three rounds or more", field="FILE")
     print("\n\n".join(drawn(picture) for picture in pictures))
@@ -88,14 +91,14 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 
 def read_rounds(path: Path, note_damaged: Callable[[int], None] | None = None) -> list[dict[str, Any]]:
-    """The rounds of a file.
+    """Return the rounds of a file.
 
     Args:
-        path: of the file.
-        note_damaged: told the numbers of lines that are no round, as a coordinator leaves them that is killed.
+        path: path of the file.
+        note_damaged: called with the number of each damaged line, which a coordinator that is killed may leave.
 
     Raises:
-        InvalidRequest: it cannot be read, or no line of it is a round.
+        InvalidRequest: the file cannot be read, or none of its lines is a round.
     """
     rounds, damaged = [], []
     try:
@@ -109,7 +112,7 @@ def read_rounds(path: Path, note_damaged: Callable[[int], None] | None = None) -
         else:
             rounds.append(entry)
     if damaged and not rounds:
-        raise InvalidRequest(f"{path}: line 1 is no round", field="FILE")
+        raise InvalidRequest(f"{path}: line 1 is not a round of a timeline", field="FILE")
     if note_damaged is not None:
         for number in damaged:
             note_damaged(number)
@@ -126,7 +129,7 @@ def _round_in(line: bytes) -> dict[str, Any] | None:
 
 
 def pictures_of(rounds: Iterable[dict[str, Any]]) -> list[Picture]:
-    """One for rounds with a draft replica's call, one for those without, where there are any."""
+    """Return a picture of the rounds with a call of a draft replica and one of those without, as far as they exist."""
     sessions: dict[str, list[dict[str, Any]]] = {}
     for entry in rounds:
         sessions.setdefault(entry["session_id"], []).append(entry)
@@ -144,7 +147,7 @@ def _picture(title: str, entries: Sequence[tuple[dict[str, Any], int]]) -> Pictu
     stages = [stage for role in ("draft", "target") for stage in _call_stages(role, [entry[role] for entry in rounds])]
     stages += [
         Stage("coordinator", "decide, learn", _ms(entry["decided"] - entry["target"]["answered"] for entry in rounds)),
-        Stage("coordinator", "text, begin the next one", _ms(whole - entry["decided"] for entry, whole in entries)),
+        Stage("coordinator", "text, begin the next round", _ms(whole - entry["decided"] for entry, whole in entries)),
     ]
     beside = [
         Stage("coordinator, store", "commit", _ms(entry["committed"] - entry["decided"] for entry in rounds)),
@@ -169,9 +172,9 @@ def _ms(microseconds: Iterable[float]) -> float:
 
 
 def drawn(picture: Picture) -> str:
-    """As text: a line a stage, its bar where it lies in the round."""
+    """Return a picture as text: a line per stage, with a bar at its place in the round."""
     whole = sum(stage.ms for stage in picture.stages)
-    lines = [f"{picture.title}: {picture.num_rounds}, median {picture.round_ms:.2f} ms (medians of its parts, ms)"]
+    lines = [f"{picture.title}: {picture.num_rounds}, median {picture.round_ms:.2f} ms (medians of its stages, ms)"]
     at = 0.0
     for stage in picture.stages:
         lines.append(_line(stage, at / whole, stage.ms / whole))

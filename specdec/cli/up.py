@@ -1,7 +1,7 @@
-"""`specdec up`: the whole system on this machine, as child processes on loopback, until SIGTERM or Ctrl-C.
+"""`specdec up`: the whole system on this machine, as child processes on loopback, until it is asked to stop.
 
-Not here: its flags (`up_flags`), what each service gets of them (`launching`), how services are kept, started again and
-scaled (`fleet`), and who may ask for that (`control`).
+`up_flags` has its flags, `launching` says what each service gets of them, `specdec.supervision.fleet` starts, restarts
+and scales the services, `control` takes requests of other commands, and `detached` is `--detach`.
 """
 
 from __future__ import annotations
@@ -10,68 +10,114 @@ import argparse
 import contextlib
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 
 from specdec.checkpoints.preflight import require_kv_room
 from specdec.checkpoints.rank_checks import require_divisible, require_supported
 from specdec.cli import up_flags
-from specdec.cli.control import ControlSocket
+from specdec.cli.control import ControlSocket, RunningSystem
+from specdec.cli.control_folder import unmark_starting
+from specdec.cli.detached import start_detached
 from specdec.cli.health import is_serving
 from specdec.cli.launching import Launcher
-from specdec.cli.up_flags import Models, Usage, add_parser
+from specdec.cli.listening import listen_address, metrics_addresses
+from specdec.cli.up_flags import Models
+from specdec.cli.up_parser import add_parser, add_serve_parser
 from specdec.cli.waiting import Waiting
 from specdec.client import Budgets, Client
 from specdec.cross_vocabulary.pair_preflight import require_servable_pair
-from specdec.engine_api import SIMULATED_PREFIX
 from specdec.errors import SpecdecError, Unavailable
 from specdec.rpc.channels import dial_blocking
 from specdec.settings.addresses import split_address
+from specdec.settings.base import current_backend
 from specdec.settings.devices import likely_device, require_device, require_gpu_each
 from specdec.state.embedded import EmbeddedRedis
 from specdec.state.own_redis import OwnRedis, throwaway_redis
 from specdec.supervision.fleet import Fleet
 from specdec.supervision.processes import Child
 from specdec.supervision.services import Service, tell
+from specdec.types import SIMULATED_PREFIX
 
-__all__ = ["ChildFailed", "Usage", "add_parser", "run"]
+__all__ = ["add_parser", "add_serve_parser", "run"]
 
 _POLL_S = 0.1
 
 
-class ChildFailed(Exception):
-    """A child that ended before it served, as the "CODE REASON: message" of an error line."""
+class _Start:
+    """The start of one system: shows what it waits for, in the terminal and to other commands."""
+
+    def __init__(self, waiting: Waiting, system: RunningSystem) -> None:
+        self._waiting, self._system = waiting, system
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._system.stop.is_set()
+
+    def show(self, stage: str) -> None:
+        self._system.stage = stage
+        self._waiting.show(stage)
+
+    def poll(self, services: Callable[[], list[Service]], done: Callable[[], bool]) -> None:
+        """Wait until `done` or a stop.
+
+        Raises:
+            SpecdecError: a service ends first, or the coordinator, which is the last service, refuses another.
+        """
+        while not (self.is_stopped or done()):
+            running = services()
+            for service in running:
+                if not service.is_alive:
+                    raise service.failure()
+                # Other systems may share the registry. Only a refusal of this system's replicas is fatal.
+                if service.address in running[-1].refusals:
+                    raise running[-1].refusals[service.address]
+            self.show(", ".join(f"{service.name}: {service.stage}" for service in running))
+            self._system.stop.wait(_POLL_S)
 
 
-def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Event) -> int:
-    """Starts everything, prints the ready line, keeps it running until `stop`, stops everything in order.
+def run(args: argparse.Namespace, argv: Sequence[str], environ: Mapping[str, str], stop: threading.Event) -> int:
+    """Start everything, print the ready line, keep it running until `stop`, then stop everything in order.
+
+    Args:
+        args: the parsed flags.
+        argv: the command line that they were parsed from.
+        environ: environment of the services.
+        stop: set to end the system.
 
     Raises:
         Usage: flags that make no sense together.
         InvalidRequest, Unsupported: a model cannot be served, or not on this machine's devices.
-        Unavailable: an address is taken.
+        Unavailable: an address is in use.
         VocabularyMismatch: target and draft do not fit.
-        ChildFailed: a child did not start, or is refused by the coordinator; its own error line where it gave one.
+        SpecdecError: a service did not start, or the coordinator refuses it; the error is the service's own.
     """
     up_flags.check(args)
     served = up_flags.models(args)
-    endpoint = up_flags.listen_address(args)
-    metrics = up_flags.metrics_addresses(args, up_flags.names_of(args), endpoint)
+    if args.detach:
+        return start_detached(args, argv, environ, stop)
+    endpoint = listen_address(args)
+    metrics = metrics_addresses(args, up_flags.names_of(args), endpoint)
     if not (served.drafts or args.lookup or args.local_draft) and args.replicas_draft is None:
         tell("note: no --draft was given: target-only, every token takes a step of the target")
+    for warning in up_flags.needs_of_drafts(args):
+        tell(warning)
+    system = RunningSystem(stop)
     with contextlib.ExitStack() as stack:
+        _open_control_socket(endpoint, system, stack)
         waiting = stack.enter_context(Waiting())
+        start = _Start(waiting, system)
         _require_devices(args, served)
-        is_told = any(up_flags.num_ranks(args, role) > 1 or _kv_bytes(args, role) for role in up_flags.ROLES)
-        if args.target or args.draft or is_told:  # else the demo pair, as it is: it needs no look
-            served = _check_models(args, served, waiting, stop)
+        has_limits = any(up_flags.num_ranks(args, role) > 1 or _kv_bytes(args, role) for role in up_flags.ROLES)
+        if args.target or args.draft or has_limits:  # the demo pair with its defaults needs no check
+            served = _check_models(args, served, start)
         if stop.is_set():
             return 0
         store = _own_store(args, stack)
-        if args.ray_address == "local":  # a Ray that runs what it is told by us alone
+        if args.ray_address == "local":  # a Ray cluster that takes commands from this process alone
             environ = {**environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        own_ray = _own_ray(args, environ, waiting, stop, stack)
+        own_ray = _own_ray(args, environ, start, stack)
         if stop.is_set():
             return 0
         launcher = Launcher(
@@ -86,11 +132,11 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
         fleet = Fleet(launcher)
         stack.callback(fleet.stop)
         fleet.begin(up_flags.counts(args))
-        _await_ready(fleet, endpoint, waiting, stop)
+        _await_ready(fleet, endpoint, start)
         waiting.close()
         fleet.settle()
-        _listen_for_scaling(endpoint, fleet, stack)
         if not stop.is_set():
+            system.set_ready(fleet)
             for name, address in metrics.items():
                 tell(f"[{name}] metrics at http://{address}/metrics")
             try:
@@ -102,7 +148,11 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], stop: threading.Ev
 
 
 def _keep(fleet: Fleet, own_ray: Service | None, store: OwnRedis | EmbeddedRedis | None, stop: threading.Event) -> None:
-    """Until `stop`. Raises ChildFailed: the Ray that all replicas are on has ended, or the store for good."""
+    """Supervise the services until `stop`.
+
+    Raises:
+        Unavailable: the store cannot be started again, or the Ray cluster that holds all replicas has ended.
+    """
     while not stop.wait(_POLL_S):
         fleet.look()
         if store is not None and not store.is_alive:
@@ -110,74 +160,73 @@ def _keep(fleet: Fleet, own_ray: Service | None, store: OwnRedis | EmbeddedRedis
             try:
                 store.start()
             except OSError as error:
-                raise ChildFailed(f"{Unavailable.code} {Unavailable.default_reason}: {error}") from error
+                raise Unavailable(str(error)) from error
         if own_ray is not None and not own_ray.is_alive:
-            raise ChildFailed(f"{Unavailable.code} {Unavailable.default_reason}: Ray has ended ({own_ray.ending()})")
+            raise Unavailable(f"Ray has ended ({own_ray.ending()})")
 
 
-def _listen_for_scaling(endpoint: str, fleet: Fleet, stack: contextlib.ExitStack) -> None:
+def _open_control_socket(endpoint: str, system: RunningSystem, stack: contextlib.ExitStack) -> None:
     try:
-        stack.enter_context(ControlSocket(split_address(endpoint)[1], fleet))
+        stack.enter_context(ControlSocket(split_address(endpoint)[1], system))
     except Unavailable as error:
-        tell(f"warning: specdec scale will not work: {error.message}")
+        tell(f"warning: specdec scale, join and down will not find this system: {error.message}")
+    unmark_starting()
 
 
 def _own_store(args: argparse.Namespace, stack: contextlib.ExitStack) -> OwnRedis | EmbeddedRedis | None:
-    """The store that lives as long as this does; None where another one is given."""
+    """Return a store that lives as long as this system; None if `--redis-url` names one."""
     return stack.enter_context(throwaway_redis()) if args.redis_url == "memory://" else None
 
 
 def _own_ray(
-    args: argparse.Namespace,
-    environ: Mapping[str, str],
-    waiting: Waiting,
-    stop: threading.Event,
-    stack: contextlib.ExitStack,
+    args: argparse.Namespace, environ: Mapping[str, str], start: _Start, stack: contextlib.ExitStack
 ) -> Service | None:
-    """The Ray of `--ray-address local`, once it runs. Raises ChildFailed: it does not."""
+    """Return the running Ray cluster of `--ray-address local`, else None. Raises SpecdecError if it does not start."""
     if args.ray_address != "local":
         return None
     ray = Child("ray", "specdec.cluster.own_ray", [], environ)
     stack.callback(ray.stop)
-    _poll([ray], waiting, stop, lambda: ray.has_started)
+    start.poll(lambda: [ray], lambda: ray.has_started)
     ray.relay()
     return ray
 
 
 def _require_devices(args: argparse.Namespace, served: Models) -> None:
-    """What can be told of devices and ranks without loading anything.
+    """Check devices and ranks as far as possible without loading anything.
 
     Raises:
         InvalidRequest, Unsupported: as `require_device`, `require_gpu_each` and `require_supported`.
     """
-    models = [served.target, *(pool.model for pool in served.drafts)]
-    divided = {
-        flag: up_flags.num_ranks(args, role)
-        for role, flag in (("target", "--tensor-parallel"), ("draft", "--tensor-parallel-draft"))
-        if up_flags.num_ranks(args, role) > 1
-    }
-    if divided:
-        device = args.device if args.ray_address else likely_device(args.device)  # nodes have devices of their own
-        require_supported(device=device, dtype=args.dtype, compile_backend=args.compile_backend,
-                          deterministic=args.deterministic)  # fmt: skip
-    # So they do here, and what is simulated needs none.
-    if args.ray_address or all(model.startswith(SIMULATED_PREFIX) for model in models):
-        return
-    require_device(args.device)
-    for flag, num_ranks in divided.items():
-        require_gpu_each(args.device, num_ranks, flag=flag)
+    models = {"target": [served.target], "draft": [pool.model for pool in served.drafts]}
+    flags = {"target": "--tensor-parallel", "draft": "--tensor-parallel-draft"}
+    for role in up_flags.ROLES:
+        device = args.settings.value(role, "device")
+        if up_flags.num_ranks(args, role) > 1:
+            require_supported(
+                device=device if args.ray_address else likely_device(device),  # nodes have devices of their own
+                dtype=args.settings.value(role, "dtype"),
+                compile_backend=current_backend(args.settings.value(role, "compile_backend")),
+                deterministic=args.settings.value(role, "deterministic"),
+            )
+        # Nodes of a cluster check their devices themselves, and simulated models need none.
+        if not args.ray_address and any(not model.startswith(SIMULATED_PREFIX) for model in models[role]):
+            require_device(device)
+            if up_flags.num_ranks(args, role) > 1:
+                require_gpu_each(device, up_flags.num_ranks(args, role), flag=flags[role])
 
 
 def _kv_bytes(args: argparse.Namespace, role: str) -> int | None:
-    given: int | None = up_flags.value(args, f"--kv-cache-bytes-{role}")
+    given: int | None = args.settings.value(role, "kv_cache_bytes")
     return given
 
 
-def _check_models(args: argparse.Namespace, served: Models, waiting: Waiting, stop: threading.Event) -> Models:
-    """What is served, with whose tokens drafts of another tokenizer are to make. Returns at once on `stop`.
+def _check_models(args: argparse.Namespace, served: Models, start: _Start) -> Models:
+    """Check the models' files; return what is served, with the tokenizer of drafts that have another one.
+
+    Returns at once on a stop.
 
     Raises:
-        SpecdecError: what `require_servable_pair` raises, before anything is loaded.
+        SpecdecError: as `require_servable_pair`, before anything is loaded.
     """
     several = len(served.drafts) > 1
     drafts = {f"--draft {pool.name}" if several else "--draft": pool.model for pool in served.drafts}
@@ -198,17 +247,17 @@ def _check_models(args: argparse.Namespace, served: Models, waiting: Waiting, st
         except BaseException as error:
             outcome.set_exception(error)
 
-    # A daemon: Ctrl-C does not wait for the hub, from which the files may come.
+    # A daemon thread: Ctrl-C does not wait for the hub, from which the files may come.
     threading.Thread(target=check, name="check-models", daemon=True).start()
-    while not (stop.is_set() or outcome.done()):
-        waiting.show(f"checking {' and '.join(models.values())}")
+    while not (start.is_stopped or outcome.done()):
+        start.show(f"checking {' and '.join(models.values())}")
         wait([outcome], _POLL_S)
     if not outcome.done():
         return served
     in_common = outcome.result()
-    for flag, told in in_common.items():
-        tell(f"note: {flag} has another tokenizer than --target: {told} are the target's too; it drafts for that")
-    target = args.tokenizer or served.target
+    for flag, shared in in_common.items():
+        tell(f"note: {flag} has another tokenizer than --target: {shared} are the target's too; it drafts for that")
+    target = up_flags.tokenizer(args) or served.target
     pools = [
         replace(pool, for_tokenizer=target if flag in in_common else "")
         for flag, pool in zip(drafts, served.drafts, strict=True)
@@ -217,40 +266,25 @@ def _check_models(args: argparse.Namespace, served: Models, waiting: Waiting, st
 
 
 def _tokens_in_common(models: Mapping[str, str]) -> dict[str, str]:
-    """What each draft with another tokenizer than the target's has in common with it, by flag. Raises as
-    `require_servable_pair`."""
+    """Return, by flag, what each draft with another tokenizer has in common with the target's.
+
+    Raises as `require_servable_pair`.
+    """
     target = {flag: model for flag, model in models.items() if flag == "--target"}
     drafts = [{flag: model} for flag, model in models.items() if flag != "--target"]
-    told = {next(iter(draft)): require_servable_pair(target | draft) for draft in drafts}
+    shared = {next(iter(draft)): require_servable_pair(target | draft) for draft in drafts}
     if not drafts:
         require_servable_pair(target)
-    return {flag: words for flag, words in told.items() if words}
+    return {flag: words for flag, words in shared.items() if words}
 
 
-def _await_ready(fleet: Fleet, endpoint: str, waiting: Waiting, stop: threading.Event) -> None:
-    """Waits until the coordinator serves and knows every replica.
-
-    Raises:
-        ChildFailed: a service ends first, or the coordinator refuses one.
-    """
+def _await_ready(fleet: Fleet, endpoint: str, start: _Start) -> None:
+    """Wait until the coordinator serves and knows every replica. Raises as `_Start.poll`."""
     dialled = endpoint.replace("0.0.0.0:", "127.0.0.1:").replace("[::]:", "[::1]:")
     num_replicas = len(fleet.services) - 1
     with dial_blocking(dialled) as channel, Client(dialled, budgets=Budgets(connect_s=0)) as client:
-        _poll(fleet.services, waiting, stop, lambda: is_serving(channel))
-        _poll(fleet.services, waiting, stop, lambda: _num_replicas(client) >= num_replicas)
-
-
-def _poll(services: list[Service], waiting: Waiting, stop: threading.Event, done: Callable[[], bool]) -> None:
-    coordinator = services[-1]
-    while not (stop.is_set() or done()):
-        for service in services:
-            if not service.is_alive:
-                raise ChildFailed(service.failure())
-            # Other systems may share the registry: what it refuses of theirs keeps nobody from being ready.
-            if service.address in coordinator.refusals:
-                raise ChildFailed(coordinator.refusals[service.address])
-        waiting.show(", ".join(f"{service.name}: {service.stage}" for service in services))
-        stop.wait(_POLL_S)
+        start.poll(lambda: fleet.services, lambda: is_serving(channel))
+        start.poll(lambda: fleet.services, lambda: _num_replicas(client) >= num_replicas)
 
 
 def _num_replicas(client: Client) -> int:

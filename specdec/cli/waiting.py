@@ -1,7 +1,4 @@
-"""What a command shows while it waits: a spinner in a terminal, elsewhere a line at once and then every few seconds.
-
-Not here: what it waits for. Called by `up` and `scale`.
-"""
+"""Shows what a command waits for: a spinner in a terminal, elsewhere a line at once and then one every few seconds."""
 
 from __future__ import annotations
 
@@ -12,12 +9,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-#: Without a terminal, seconds between two lines.
+#: Time between two lines without a terminal.
 LINE_INTERVAL_S = 5.0
 
 
 class Waiting:
-    """Shows, while the context is open, the text it was last given."""
+    """Shows the text of the last `show` while the context is open."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, what: str = "starting") -> None:
         self._clock = clock
@@ -40,20 +37,20 @@ class Waiting:
         self.close()
 
     def close(self) -> None:
-        """Shows nothing any more. Idempotent."""
+        """Stop showing. Idempotent."""
         if self._status is not None:
             self._status.stop()
             self._status = None
 
     def show(self, text: str) -> None:
-        """To be called often: says what is waited for now, and for how long it has been."""
+        """Show what the command waits for now, and for how long it has waited. Call this often."""
         now_s = self._clock()
         line = f"{self._what} ({now_s - self._began_s:.0f} s): {text}"
         if self._status is not None:
             from rich.text import Text
 
-            self._status.update(Text(line))  # a model's path is no markup
+            self._status.update(Text(line))  # a path may contain markup characters
         elif self._last_line_s is None or now_s - self._last_line_s >= LINE_INTERVAL_S:
             self._last_line_s = now_s
-            with contextlib.suppress(OSError):  # a full disk, or a reader who left, keeps nothing from starting
+            with contextlib.suppress(OSError):  # a full disk or a closed pipe must not stop the command
                 print(line, file=sys.stderr, flush=True)

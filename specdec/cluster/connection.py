@@ -1,8 +1,8 @@
-"""A connection to a Ray cluster, and in one line why there is none.
+"""Connects a process to a Ray cluster, or says in one line why it cannot.
 
-Ray itself waits for minutes at an address where nobody answers, and writes to stdout and stderr what its users rarely
-want. So the cluster is asked first whether it lives and which version it is, and a process that connects gives up its
-own outputs. Imports ray when called, never before. Not here: what is placed (`placement`).
+Ray waits for minutes at an address that does not answer, and writes much to stdout and stderr. So this module first
+asks the cluster for its version, and a process that connects gives up its own outputs. Ray is imported when a function
+needs it, never before.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ import os
 from importlib import import_module
 from typing import Any, TextIO
 
-from specdec.errors import InvalidRequest, SpecdecError, Unavailable, Unsupported
+from specdec.errors import InvalidRequest, Unavailable, Unsupported
 from specdec.rpc.channels import dial_blocking
 from specdec.settings.addresses import check_dialable
 
-#: How long a cluster may take to say that it lives.
+#: Time in which the head of a cluster must answer.
 ANSWER_TIMEOUT_S = 5.0
 
 _REFUSALS = {
     "UNAVAILABLE": "no Ray cluster answers there",
     "DEADLINE_EXCEEDED": f"no Ray cluster answered there within {ANSWER_TIMEOUT_S:g} s",
-    "UNAUTHENTICATED": "the cluster wants a token (RAY_AUTH_TOKEN, or ~/.ray/auth_token)",
+    "UNAUTHENTICATED": "the cluster requires a token (RAY_AUTH_TOKEN, or ~/.ray/auth_token)",
 }
 
 
 def seclude() -> TextIO:
-    """Prepares this process for Ray, before that is imported.
+    """Prepare this process for Ray, before Ray is imported.
 
-    It leaves its folder, which Ray would have every worker import from first: in a folder that others may write to, a
-    file named like a module would run as whoever started this.
+    The process changes its working directory, because Ray lets every worker import from there first: in a folder that
+    other users may write to, a file named like a module would run with this user's rights.
 
     Returns:
-        What was stdout, for this process's own lines. Whatever else is written to stdout or stderr is dropped from now
-        on; what Ray has to say of itself is in its own logs, on each node.
+        The former stdout, for this process's own lines. Everything else that is written to stdout or stderr is dropped
+        from now on. Ray's own messages are in its logs on each node.
     """
     os.chdir("/")
     own = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
@@ -45,8 +45,8 @@ def seclude() -> TextIO:
 
 
 def import_ray() -> Any:
-    """The package. Raises Unsupported where it is not installed."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody is told that it is used
+    """Return the package ray. Raises Unsupported if it is not installed."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no usage statistics
     try:
         import ray
     except ImportError as error:
@@ -55,18 +55,18 @@ def import_ray() -> Any:
 
 
 def connect(address: str) -> Any:
-    """Connects this process to a cluster as one of its jobs, in which the names of actors are its own.
+    """Connect this process to a cluster as a job of its own, with its own namespace of actor names.
 
     Args:
-        address: HOST:PORT of its head, or auto: the one that runs on this machine.
+        address: HOST:PORT of the cluster's head, or auto for the cluster of this machine.
 
     Returns:
-        The package, connected.
+        The package ray, connected.
 
     Raises:
-        InvalidRequest: that is no address.
+        InvalidRequest: the address is malformed or unknown.
         Unsupported: Ray is not installed, or the cluster has another version.
-        Unavailable: nobody answers there in time, or this machine is none of its nodes.
+        Unavailable: the head does not answer in time, or this machine is not a node of the cluster.
     """
     if address != "auto":
         try:
@@ -78,13 +78,13 @@ def connect(address: str) -> Any:
     _require_answer(resolved, ray.__version__, told=f"--ray-address {address}")
     try:
         ray.init(address=resolved, log_to_driver=False, configure_logging=False)
-    except Exception as error:  # Ray raises whatever it likes
+    except Exception as error:  # Ray documents no exception types
         raise Unavailable(f"--ray-address {address}: {first_sentence(error)}") from error
     return ray
 
 
 def first_sentence(error: BaseException) -> str:
-    """Of an error of Ray's, whose messages are pages."""
+    """Return the first sentence of an exception of Ray, whose messages can fill pages."""
     words = " ".join(str(error).split())
     return words.partition(". ")[0][:300].rstrip(".") or type(error).__name__
 
@@ -96,12 +96,12 @@ def _resolve(address: str) -> str:
         return str(canonicalize_bootstrap_address_or_die(address))
     except ConnectionError as error:
         raise Unavailable(f"--ray-address {address}: no Ray runs on this machine") from error
-    except (ValueError, OSError) as error:  # a name that nobody knows
+    except (ValueError, OSError) as error:  # an unknown host name
         raise InvalidRequest(f"--ray-address {address}: {first_sentence(error)}", field="ray_address") from error
 
 
 def _require_answer(address: str, version: str, told: str) -> None:
-    """Raises Unavailable where no cluster's head answers, Unsupported where one of another version does."""
+    """Raises Unavailable if no head of a cluster answers, Unsupported if its version is another one."""
     import grpc
     from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
@@ -116,8 +116,3 @@ def _require_answer(address: str, version: str, told: str) -> None:
             raise Unavailable(f"{told}: {_REFUSALS.get(error.code().name, error.details())}") from error
     if reply.ray_version != version:
         raise Unsupported(f"{told}: its Ray is {reply.ray_version}, ours {version}")
-
-
-def error_line(error: SpecdecError) -> str:
-    """As a service's last line says why it ended."""
-    return f"error: {error.code} {error.reason}: {' '.join(error.message.split())}"

@@ -1,8 +1,7 @@
-"""A Ray of our own on this machine, for as long as `specdec up --ray-address local` runs.
+"""Runs a Ray cluster on this machine while `specdec up --ray-address local` runs.
 
-`python -m specdec.cluster.own_ray` says where it is and waits for SIGTERM. Its files lie in a folder of their own,
-which goes with it. It has no dashboard: a cluster that is to have one is started with `ray start`. Not here: anything
-that runs on it.
+`python -m specdec.cluster.own_ray` logs the address of the cluster and waits for SIGTERM. The files of the cluster lie
+in a folder of their own, which is removed at the end. It has no dashboard; `ray start` starts clusters with one.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ import sys
 import tempfile
 import threading
 
-from specdec.cluster.connection import error_line, first_sentence, import_ray, seclude
-from specdec.errors import SpecdecError, Unavailable
+from specdec.cluster.connection import first_sentence, import_ray, seclude
+from specdec.errors import SpecdecError, Unavailable, error_line
 
-#: Sockets lie some sixty characters below it, and their paths are short everywhere.
+#: Parent of the cluster's folder. Paths of sockets have a low limit, and Ray's add sixty characters to it.
 _FOLDER = "/tmp"
 
 
 def main() -> int:
-    """Runs until SIGTERM; returns the exit code."""
+    """Run until SIGTERM; return the exit code."""
     say = seclude()
     folder = tempfile.mkdtemp(prefix="specdec-ray-", dir=_FOLDER)
     try:
@@ -42,8 +41,8 @@ def main() -> int:
     except SpecdecError as error:
         print(error_line(error), file=say)
         return 1
-    except Exception as error:  # Ray raises whatever it likes
-        print(error_line(Unavailable(f"no Ray can be started here: {first_sentence(error)}")), file=say)
+    except Exception as error:  # Ray documents no exception types
+        print(error_line(Unavailable(f"cannot start Ray on this machine: {first_sentence(error)}")), file=say)
         return 1
     finally:
         shutil.rmtree(folder, ignore_errors=True)

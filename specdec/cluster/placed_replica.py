@@ -1,11 +1,11 @@
-"""One life of a replica on a Ray cluster: `python -m specdec.cluster.placed_replica --name target-0 ... -- FLAGS`.
+"""Runs one replica on a Ray cluster, from start to end.
 
-The process that `specdec up` keeps for a replica whose ranks are elsewhere. It is a job of the cluster's: it places the
-ranks' actors, passes on what the first rank says, drains on SIGTERM, and ends when a rank does, with an exit code and a
-last line as a service's own. Its end, however it comes about, ends the actors too. Starting the replica again, perhaps
-on another node, is its keeper's matter: a group of ranks restarts as a whole (docs/adr/0010-replicas-on-ray.md).
+    python -m specdec.cluster.placed_replica --name target-0 ... -- FLAGS
 
-Not here: connecting (`connection`), placing (`placement`), what a rank is (`rank_host`).
+`specdec up` keeps this process for a replica whose ranks run on other nodes. The process is a job of the cluster: it
+places the ranks' actors, passes on the lines of the first rank, drains on SIGTERM, and ends when a rank ends, with the
+exit code and last line of a service. When the job ends for any reason, Ray ends its actors. `specdec up` starts the
+replica again, perhaps on another node; a group of ranks restarts as a whole (docs/adr/0010-replicas-on-ray.md).
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
 
-from specdec.cluster.connection import connect, error_line, first_sentence, seclude
+from specdec.cluster.connection import connect, first_sentence, seclude
 from specdec.cluster.placement import PLACE_TIMEOUT_S, Needs, Placement
 from specdec.cluster.rank_host import CALLER_VARIABLES, only
-from specdec.errors import Internal, SpecdecError, Unavailable
+from specdec.errors import Internal, SpecdecError, Unavailable, error_line
 from specdec.settings.addresses import join_address
 
-#: After another rank has ended: how long the first may take to fail its calls and leave the registry.
+#: Time that the first rank gets, after another rank has ended, to fail its calls and leave the registry.
 _LEAVE_S = 5.0
 
-#: What a first rank says to whoever starts the others, and once it serves; it says so in its log, too.
+#: Beginnings of lines that a first rank writes: its store's port, for those who start the other ranks, and that it
+#: serves, which its log says too.
 _STORE_LINE, _SERVING_LINE = "store ", "serving"
-#: All ranks are on one node, so what they say to each other needs no other interface.
+#: All ranks are on one node, so their messages need no other interface.
 _LOOPBACK, _LOOPBACK_INTERFACE = "127.0.0.1", Path("/sys/class/net/lo")
 
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """Something that a rank said, or how it ended; without a rank: SIGTERM."""
+    """A line of a rank, or how it ended; without a rank, a SIGTERM of this process."""
 
     rank: int | None = None
     words: str = ""
@@ -47,7 +48,7 @@ class _Event:
 
 
 class _Replica:
-    """The ranks, from their start to their end."""
+    """The ranks of the replica, from their start to their end."""
 
     def __init__(self, ray: Any, args: argparse.Namespace, flags: Sequence[str], placement: Placement) -> None:
         self._ray, self._args, self._placement = ray, args, placement
@@ -61,7 +62,7 @@ class _Replica:
         self._events: SimpleQueue[_Event] = SimpleQueue()
 
     def run(self, say: TextIO) -> int:
-        """Returns the first rank's exit code; raises Unavailable where it is lost, or said nothing of its end."""
+        """Return the first rank's exit code. Raises Unavailable if the rank is lost or did not report its end."""
         signal.signal(signal.SIGTERM, lambda *_: self._events.put(_Event()))
         self._start(0)
         ended = self._pass_on(say)
@@ -72,7 +73,7 @@ class _Replica:
         raise Unavailable(f"{self._args.name} ended on node {self._placement.address} ({ended.words})")
 
     def _pass_on(self, say: TextIO) -> _Event:
-        """Until a rank ends."""
+        """Process events until a rank ends; return that event."""
         while not (event := self._events.get()).has_ended:
             if event.rank is None:
                 self._placement.hosts[0].ask_to_stop.remote()
@@ -84,13 +85,13 @@ class _Replica:
         return event
 
     def _is_told(self, event: _Event) -> bool:
-        """All that the only rank says; of several their logs, and what else the first one says."""
+        """Return whether to pass a line on: all lines of a lone rank; of several, their logs and the first's lines."""
         if self._args.ranks == 1 or event.words.startswith("{"):
             return True
         return event.rank == 0 and event.words != _SERVING_LINE
 
     def _await_first(self, say: TextIO, ended: _Event) -> _Event:
-        """The first rank's end, if it comes in time; else `ended`."""
+        """Return the first rank's end if it comes within `_LEAVE_S`, else `ended`."""
         timer = threading.Timer(_LEAVE_S, lambda: self._events.put(ended))
         timer.daemon = True
         timer.start()
@@ -103,7 +104,7 @@ class _Replica:
         if self._args.ranks == 1:
             module, arguments = f"{role}_service", self._flags
         else:
-            # Each rank's actor has a GPU of its own, and sees no other.
+            # The actor of each rank has one GPU and sees no other.
             own = ["--rank", str(rank), "--world-size", str(self._args.ranks), "--local-rank", "0"]
             own += ["--store-host", _LOOPBACK, "--store-port", store_port]
             module, arguments = "specdec.service.rank", [role, *own, "--", *self._flags]
@@ -114,12 +115,12 @@ class _Replica:
             host = self._placement.hosts[rank]
             for answer in host.run.options(num_returns="streaming").remote(module, arguments, self._environ):
                 self._events.put(_Event(rank, *self._ray.get(answer)))
-        except Exception as error:  # its actor or node is gone, or cannot be reached: the same to us
+        except Exception as error:  # actor or node are gone or cannot be reached; the consequence is the same
             self._events.put(_Event(rank, f"lost: {first_sentence(error)}", has_ended=True))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs until the replica has ended; returns the exit code."""
+    """Run until the replica has ended; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m specdec.cluster.placed_replica", allow_abbrev=False)
     parser.add_argument("--ray-address", required=True)
     parser.add_argument("--name", required=True)
@@ -137,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(args, flags, say)
     except SpecdecError as error:
         print(error_line(error), file=say)
-    except Exception as error:  # a fault of ours; nothing else of this process's is heard
+    except Exception as error:  # an internal error; this process has no other output
         print(error_line(Internal(f"{args.name}: {error!r}")), file=say)
     return 1
 

@@ -1,9 +1,8 @@
-"""The actors of one replica: what they ask of the cluster, on which nodes they come to be, and that they go together.
+"""Places the actors of one replica on a node of a Ray cluster, and removes them together.
 
-A replica is a placement group on one node: what its ranks say to each other in every layer must not cross a network.
-That is the node with fewest of its role that has room, if Ray agrees, so that no node's loss takes all of a role: Ray's
-own SPREAD goes round within a job, and every replica is a job. Not here: what runs in the actors (`rank_host`), how
-long (`placed_replica`).
+A replica is a placement group on one node, because its ranks exchange messages in every layer, which must not cross a
+network. This module prefers the node with room that has the fewest replicas of the same role, so that the loss of one
+node does not take all replicas of a role. Ray's own SPREAD works within one job only, and every replica is a job.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from specdec.cluster.connection import first_sentence
 from specdec.cluster.rank_host import RankHost
 from specdec.errors import ResourceExhausted, Unavailable
 
-#: What was taken by a replica that has just ended may take a moment to be free again.
+#: Time to wait for room: the resources of a replica that has just ended are free a little later.
 PLACE_TIMEOUT_S = 20.0
 
-#: For a node to start the actors' processes, once there is room.
+#: Time in which a node must start the actors' processes, once it has room.
 _START_S = 120.0
-#: For actors that can still be reached to end their processes.
+#: Time that reachable actors get to end their processes.
 _END_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What each rank asks of its node."""
+    """The resources that each rank requests from its node."""
 
     num_ranks: int
     num_cpus: float
@@ -36,7 +35,7 @@ class Needs:
 
     @property
     def totals(self) -> tuple[float, float]:
-        """CPUs and GPUs of all ranks."""
+        """CPUs and GPUs of all ranks together."""
         return self.num_cpus * self.num_ranks, self.num_gpus * self.num_ranks
 
     def __str__(self) -> str:
@@ -45,27 +44,27 @@ class Needs:
 
 
 class Placement:
-    """The actors of one life of a replica. Use it by `with`; they are placed once entered, and gone at the end."""
+    """The actors of a replica: entering the context places them, leaving it removes them."""
 
     def __init__(self, ray: Any, name: str, needs: Needs, timeout_s: float = PLACE_TIMEOUT_S) -> None:
         """
         Args:
-            ray: connected.
-            name: of the replica, its role and a number; dashboards show it.
-            needs: of each rank.
-            timeout_s: how long there may be no room.
+            ray: the package ray, connected.
+            name: name of the replica, ROLE-NUMBER; dashboards show it.
+            needs: resources of each rank.
+            timeout_s: time to wait for room.
         """
         self._ray, self._name, self._needs, self._timeout_s = ray, name, needs, timeout_s
         self._group: Any = None
         self.hosts: list[Any] = []
         """Handles of `RankHost`, by rank."""
         self.address = ""
-        """Of the node of the first rank, and so of all."""
+        """Address of the node, which is the same for all ranks."""
         self.free_port = 0
-        """On that node, a moment ago."""
+        """Port that was free on that node when the first actor started."""
 
     def __enter__(self) -> Placement:
-        """Raises ResourceExhausted where the cluster has no room, Unavailable where an actor cannot start."""
+        """Raises ResourceExhausted if the cluster has no room, Unavailable if an actor cannot start."""
         try:
             self._place()
         except BaseException:
@@ -77,8 +76,8 @@ class Placement:
         self.close()
 
     def close(self) -> None:
-        """Ends every actor and gives back what they took. Idempotent."""
-        with contextlib.suppress(Exception):  # gone already, or Ray is
+        """End every actor and release its resources. Idempotent."""
+        with contextlib.suppress(Exception):  # the actors or Ray have ended already
             self._ray.wait([host.end.remote() for host in self.hosts], num_returns=len(self.hosts), timeout=_END_S)
         for host in self.hosts:
             with contextlib.suppress(Exception):
@@ -120,7 +119,7 @@ class Placement:
         return host.remote()
 
     def _best_node(self) -> str | None:
-        """Of the nodes that have room, one with fewest replicas of the role; None where none has."""
+        """Return the id of a node with room that has the fewest replicas of the role; None if no node has room."""
         from ray._private import state
 
         role, _, number = self._name.rpartition("-")
@@ -130,11 +129,11 @@ class Placement:
         free = state.available_resources_per_node()
         nodes = sorted(node for node, has in free.items() if has.get("CPU", 0) >= cpus and has.get("GPU", 0) >= gpus)
         fewest = [node for node in nodes if held[node] == min(held[other] for other in nodes)]
-        # Replicas that are placed in the same moment do not see each other.
+        # Replicas that are placed at the same time do not see each other, so their numbers spread them.
         return fewest[int(number) % len(fewest)] if fewest else None
 
     def _require_possible(self) -> None:
-        """Raises ResourceExhausted where even an empty cluster could not take the ranks: no wait is worth it."""
+        """Raises ResourceExhausted if even an empty cluster could not hold the ranks, so that waiting is useless."""
         sizes = [(node["Resources"].get("CPU", 0), node["Resources"].get("GPU", 0)) for node in self._ray.nodes()
                  if node["Alive"]]  # fmt: skip
         cpus, gpus = self._needs.totals

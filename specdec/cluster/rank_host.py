@@ -1,8 +1,7 @@
-"""The actor around one rank of a replica: on the node where Ray has put it, it keeps the rank's process.
+"""The Ray actor that keeps the process of one rank of a replica, on the node where Ray has placed the actor.
 
-The rank is a child process, because a service needs a main thread and signals of its own; its stdin is a pipe that this
-actor holds, so it never outlives the actor, however that ends. Not here: where actors are placed and what starts when
-(`placement`, `placed_replica`), what a rank does.
+The rank is a child process, because a service needs a main thread and signals of its own. Its stdin is a pipe that the
+actor holds, so the rank never outlives the actor.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from specdec.supervision.service_process import outcome_of, start_service
 
-#: Of a node's environment, and of the caller's, all that a rank gets to see: launchers of other people's process groups
-#: leave variables that torch and transformers would believe, and Ray has some of its own.
+#: Variables that a rank gets from its node's environment and from the caller's. All others are left out: launchers of
+#: other process groups, and Ray itself, leave variables that torch and transformers would follow.
 NODE_VARIABLES = (
     *("PATH", "HOME", "USER", "LANG", "LC_", "TZ", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "XDG_CACHE_HOME"),
     *(
@@ -36,7 +35,7 @@ CALLER_VARIABLES = ("HF_", "SPECDEC_", "TOKENIZERS_", "OMP_", "GOMP_", "KMP_", "
 
 
 def only(environ: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """The variables that have one of `names`, or begin with one that ends in an underscore."""
+    """Return the variables that have one of `names`, or begin with one that ends in an underscore."""
     return {
         name: value
         for name, value in environ.items()
@@ -45,14 +44,14 @@ def only(environ: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
 
 
 class RankHost:
-    """Runs as a Ray actor with several threads: it is asked to stop while it hands out lines."""
+    """A Ray actor with several threads, so that it can be asked to stop while it yields lines."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._is_stopping = False
 
     def place(self) -> tuple[str, int]:
-        """The address of the node that this is on, and a port that was free there a moment ago."""
+        """Return the address of this node and a free port on it."""
         import ray
 
         address = str(ray.util.get_node_ip_address())
@@ -61,24 +60,24 @@ class RankHost:
             return address, int(probe.getsockname()[1])
 
     def run(self, module: str, arguments: Sequence[str], environ: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
-        """Starts the rank; each line that it writes, and with True how it ended. Once."""
+        """Start the rank; yield each line that it writes with False, then how it ended with True. Call it once."""
         own = {**only(os.environ, NODE_VARIABLES), **environ}
         self._process = start_service(module, arguments, own)
         if self._is_stopping:
             self._process.terminate()
-        assert self._process.stdout is not None  # start_service has opened it
+        assert self._process.stdout is not None  # start_service opens it
         for line in self._process.stdout:
             yield line.rstrip("\n"), False
         yield outcome_of(self._process.wait()), True
 
     def ask_to_stop(self) -> None:
-        """Drain and end."""
+        """Ask the rank to drain and end. Returns at once."""
         self._is_stopping = True
         if self._process is not None:
             self._process.terminate()
 
     def end(self) -> None:
-        """Ends the process at once, a stopped one too."""
+        """Kill the process, which works for a stopped one too."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -1,8 +1,8 @@
-"""Block verification: the draft tokens accepted together, which never accepts fewer than token by token.
+"""Block verification: draft tokens are accepted together, which never accepts fewer than token-wise rejection.
 
 Sun et al. 2024 (arXiv:2403.10444), algorithm 2, on the sparse wire of docs/protocol.md section 3, in float64 over the
-same integers. The decision goes back to `coordinator/round/runner`, as one of `rejection` does. Looks at acceptance
-draws it then discards: only with draws keyed by the round's start is the next round free of them.
+same integers. The decision goes back to `coordinator/round/runner`, like one of `rejection`. Acceptance draws are read
+and then discarded; the next round does not depend on them, because draws are keyed by the round's start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specdec.types import WEIGHT_TOTAL, DistributionRow, Support, TokenIds
 def acceptance_levels(
     draft_token_ids: TokenIds | Sequence[int], supports: Sequence[Support], rows: Sequence[DistributionRow]
 ) -> tuple[list[float], list[float]]:
-    """c_0..c_L and h_1..h_L along the drafted path.
+    """Return c_0..c_L and h_1..h_L along the drafted path.
 
     c_i = min(1, c_{i-1} P_i(x_i) / Q_i(x_i)) is the share of the path's draft mass that p covers; h_i the probability
     with which a prefix of i tokens is accepted on its own. 0 <= c_i, h_i <= 1.
@@ -43,7 +43,7 @@ def acceptance_levels(
 
 
 def block_residual_weights(share: float, support: Support, row: DistributionRow) -> NDArray[np.float64]:
-    """max(0, c P - Q) over the support, then c times the rest: float64 [S + 1], unnormalised."""
+    """Return max(0, c P - Q) over the support, then c times the tail mass: float64 [S + 1], unnormalised."""
     weights = row.weights * (share / WEIGHT_TOTAL)
     weights[:-1] -= support.weights / int(support.weights.sum(dtype=np.int64))
     positive: NDArray[np.float64] = np.maximum(weights, 0.0)
@@ -56,12 +56,12 @@ def verify_block(
     rows: Sequence[DistributionRow],
     key: DrawKey,
 ) -> Decision:
-    """Accepts the longest prefix whose draw allows it, then draws the corrected or bonus token.
+    """Accept the longest prefix whose draw permits it, then draw the corrected or bonus token.
 
     Args:
         draft_token_ids: L tokens, each drawn from its support.
         supports: L supports.
-        rows: L + 1 law rows, the last with an empty support.
+        rows: L + 1 distribution rows, the last with an empty support.
         key: the round's draw key.
 
     Raises:
@@ -77,7 +77,7 @@ def verify_block(
     if num_accepted == num_drafted:
         return decision_of(draft_token_ids, supports, rows, num_accepted, 0)
     weights = block_residual_weights(shares[num_accepted], supports[num_accepted], rows[num_accepted])
-    if not weights.any():  # only rounding leads here: such a prefix is rejected with probability 0
+    if not weights.any():  # possible by rounding only: such a prefix is rejected with probability 0
         weights = rows[num_accepted].weights.astype(np.float64)
     entry = index_at_uniform(weights, key.uniform(num_accepted, Stream.RESIDUAL))
     return decision_of(draft_token_ids, supports, rows, num_accepted, entry)

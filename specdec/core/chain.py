@@ -1,9 +1,9 @@
-"""Chain hashes: what a replica holds at a position, in 16 bytes.
+"""Chain hashes: 16 bytes that identify the token prefix whose KV a replica holds.
 
-The hash of a token prefix is chained block by block (`BLOCK_TOKENS` tokens each), the partial last block on top of the
-last full one, so the hash at every block boundary also names that KV block, salted by its tenant. Not a store of KV,
-nor an index of it. Called by the coordinator (what it believes) and by both engines (what they hold); docs/protocol.md
-section 5.
+The hash of a token prefix is chained block by block (`BLOCK_TOKENS` tokens each), the partial last block after the last
+full one, so the hash at a block boundary also identifies that KV block; its published name is salted by the tenant. The
+coordinator hashes what it assumes that a replica holds, and both engines hash what they hold; docs/protocol.md section
+5.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from specdec.tenant import DEFAULT_TENANT
 from specdec.types import BLOCK_TOKENS, TokenIds
 
-#: Bytes of every chain hash, and of every block's name.
+#: Length of a chain hash and of a block's name.
 HASH_BYTES = 16
 
 _BLOCK_BYTES = BLOCK_TOKENS * 4
@@ -30,10 +30,10 @@ _EMPTY = _link(b"", b"")
 
 
 def block_name(tenant: str, chain_hash: bytes) -> bytes:
-    """The name, 16 bytes, that a replica publishes a full block under: no two tenants find each other's.
+    """Return the name, 16 bytes, under which a replica publishes a full block; it differs between tenants.
 
-    Who waits for a prefix that another tenant has sent would see by the time that it is there. What both ends of a link
-    agree on is the chain hash itself.
+    With common names a tenant could tell from response times that another tenant had sent the same prefix. The two ends
+    of a link compare the chain hash itself.
     """
     if tenant == DEFAULT_TENANT:
         return chain_hash
@@ -42,10 +42,10 @@ def block_name(tenant: str, chain_hash: bytes) -> bytes:
 
 
 class ChainHasher:
-    """A token sequence that knows its chain hash at every length. Not thread-safe.
+    """A token sequence with its chain hash at every length. Not thread-safe.
 
     Args:
-        token_ids: uint32 ids to begin with.
+        token_ids: initial uint32 ids.
     """
 
     def __init__(self, token_ids: TokenIds | Sequence[int] = ()) -> None:
@@ -57,21 +57,21 @@ class ChainHasher:
         return len(self._packed) // 4
 
     def extend(self, token_ids: TokenIds | Sequence[int]) -> None:
-        """Appends tokens."""
+        """Append tokens."""
         self._packed += np.asarray(token_ids, dtype="<u4").tobytes()
         for block_index in range(len(self._block_hashes), len(self._packed) // _BLOCK_BYTES):
             start = block_index * _BLOCK_BYTES
             self._block_hashes.append(_link(self._before(block_index), self._packed[start : start + _BLOCK_BYTES]))
 
     def truncate(self, length: int) -> None:
-        """Forgets the tokens from position `length` on; a no-op where there are none."""
+        """Remove the tokens from position `length` on; without effect if there are none."""
         if length < 0:
             raise ValueError(f"length {length} is negative")
         del self._packed[length * 4 :]
         del self._block_hashes[length // BLOCK_TOKENS :]
 
     def at(self, length: int) -> bytes:
-        """Chain hash of the first `length` tokens, 16 bytes.
+        """Return the chain hash of the first `length` tokens, 16 bytes.
 
         Raises:
             ValueError: `length` is negative or beyond the sequence.
@@ -86,7 +86,7 @@ class ChainHasher:
         return _link(before, self._packed[start : start + num_left * 4])
 
     def block_hash(self, block_index: int) -> bytes:
-        """Chain hash of tokens[0 : (block_index + 1) * BLOCK_TOKENS]; the block must be full."""
+        """Return the chain hash of tokens[0 : (block_index + 1) * BLOCK_TOKENS]; the block must be full."""
         return self._block_hashes[block_index]
 
     def _before(self, block_index: int) -> bytes:

@@ -1,9 +1,9 @@
-"""Coupled and greedy rounds: both sides choose by themselves, and the target's choice is always what is emitted.
+"""Coupled and greedy rounds: draft and target choose independently, and the target's choices are emitted.
 
-Gumbel coupling (Daliri, Musco, Ramesh 2024, arXiv:2408.07978): draft and target take argmax(log law + noise) with noise
-keyed by seed, turn, absolute position and token id, so similar laws choose alike, and the output depends on seed and
-target alone. Greedy is the same with one-hot laws. No q travels. The decision (`verify_choices`) goes back to
-`coordinator/round/runner`; engines choose with the torch twin of `coupled_choice`.
+Gumbel coupling (Daliri, Musco, Ramesh 2024, arXiv:2408.07978): draft and target take argmax(log distribution + noise)
+with noise keyed by seed, turn, absolute position and token id, so similar distributions choose the same token, and the
+output depends on seed and target alone. Greedy is the same with one-hot distributions. No q travels. The decision
+(`verify_choices`) goes back to `coordinator/round/runner`; engines choose with the torch version of `coupled_choice`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def verify_choices(
     choice_token_ids: TokenIds | Sequence[int],
     choice_probabilities: NDArray[np.float64] | Sequence[float],
 ) -> Decision:
-    """Accepts draft tokens while they equal the target's own choices, and ends with the target's.
+    """Accept draft tokens while they equal the target's choices; the last token is the target's choice.
 
     Args:
         draft_token_ids: L tokens.

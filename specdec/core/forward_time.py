@@ -1,52 +1,52 @@
-"""Forward times fitted online: seconds = fixed + per token + per context, the past fading.
+"""Forward times fitted online, with fading weights: seconds = fixed + per token + per context token.
 
-Arithmetic on observations alone, no clock; only means are fitted, because expected time is what a rate divides by: a
-wait that is short after a branch hit and long after a miss enters as their mean. Called by `coordinator.round.gamma`,
-per round, and by `specdec.engine.schedule.step_times`, per step.
+The module computes on observations alone and reads no clock. It fits means, because a rate divides by the expected
+time: a wait that is short after a branch hit and long after a miss enters as the mean of both. Called by
+`coordinator.round.gamma` in every round, and by `specdec.engine.schedule.step_times` in every step.
 """
 
 from __future__ import annotations
 
-#: Share of a record that is left one observation later.
+#: Weight that a past observation keeps when another one is added.
 KEEP = 0.97
 
-#: However long nothing was observed, this much of the record is left beside the next observation.
+#: Lower bound of that weight, however many rounds passed without an observation.
 LEAST_KEPT = 0.25
 
-#: A slope is taken from the observations once their squared distances from their mean, in tokens, add up to several
-#: times this: the number of tokens changes from round to round, the context slowly.
+#: A slope follows the observations once the sum of their squared distances from their mean, in tokens, is several times
+#: this value. The number of tokens changes from round to round, the context slowly.
 PRIOR_SPREAD = 4.0
 PRIOR_CONTEXT_SPREAD = 256.0**2
 
-#: A token's own way through a model takes at least as long as its attention to so many others. Of a model of width H it
-#: has 12 H^2 multiplications a layer or more, and 2 H for each token attended to: as many as for 6 H of them, and H is
-#: hundreds; the rest is for attention that is less well computed.
+#: Lower bound, in context tokens, of the cost of one token apart from attention. In a model of width H a token takes at
+#: least 12 H^2 multiplications a layer, and 2 H for each attended token: the cost of 6 H context tokens, with H in the
+#: hundreds. The bound is far lower because attention is computed less efficiently.
 LEAST_CONTEXT_PER_TOKEN = 64.0
 
 
 def keep_after(keep: float, elapsed: int) -> float:
-    """Share of a record that is left `elapsed` rounds later."""
+    """Return the weight that past observations keep after `elapsed` rounds."""
     return max(LEAST_KEPT, keep**elapsed) if elapsed > 1 else keep
 
 
 class RunningMean:
-    """A mean whose past fades; 0 before the first observation."""
+    """A mean in which past observations fade; 0 before the first observation."""
 
     def __init__(self) -> None:
         self._weight = 0.0
         self.value = 0.0
 
     def observe(self, value: float, keep: float = KEEP) -> None:
-        """`keep`: share of the record that is left beside it."""
+        """Add an observation; `keep`: the weight that past observations keep."""
         self._weight = self._weight * keep + 1.0
         self.value += (value - self.value) / self._weight
 
 
 class ForwardTime:
-    """Least squares on (tokens, context) with fading weights. Never predicts less for more, nor less than 0."""
+    """Least squares on (tokens, context) with fading weights. Predictions never fall with more tokens, nor below 0."""
 
     def __init__(self, *, is_fixed: bool) -> None:
-        """`is_fixed`: whether time counts as fixed, not as per token, while all observations had equal tokens."""
+        """`is_fixed`: while all observations have equal tokens, whether time counts as fixed instead of per token."""
         self._is_fixed = is_fixed
         self._weight = 0.0
         # Weighted means and centred second moments: tokens (x), context (c), seconds (y).
@@ -63,35 +63,36 @@ class ForwardTime:
         return self._fitted()[1]
 
     def observe(self, tokens: float, context: float, seconds: float, elapsed: int = 1) -> None:
-        """Adds an observation, made `elapsed` rounds after the one before it.
+        """Add an observation, made `elapsed` rounds after the previous one.
 
         Source: West 1979, "Updating mean and variance estimates", with fading weights.
         """
         kept = self._weight * keep_after(KEEP, elapsed)
         fade = kept / self._weight if self._weight else 0.0
         self._weight = kept + 1.0
-        share, rest = 1.0 / self._weight, kept / self._weight
+        share, past_share = 1.0 / self._weight, kept / self._weight
         dx, dc, dy = tokens - self._x, context - self._c, seconds - self._y
-        self._xx = self._xx * fade + rest * dx * dx
-        self._cc = self._cc * fade + rest * dc * dc
-        self._xc = self._xc * fade + rest * dx * dc
-        self._xy = self._xy * fade + rest * dx * dy
-        self._cy = self._cy * fade + rest * dc * dy
+        self._xx = self._xx * fade + past_share * dx * dx
+        self._cc = self._cc * fade + past_share * dc * dc
+        self._xc = self._xc * fade + past_share * dx * dc
+        self._xy = self._xy * fade + past_share * dx * dy
+        self._cy = self._cy * fade + past_share * dc * dy
         self._x += share * dx
         self._c += share * dc
         self._y += share * dy
         self._fit = None
 
     def predict(self, tokens: float, context: float) -> float:
-        """Seconds."""
+        """Return the predicted time in seconds."""
         fixed, per_token, per_context = self._fitted()
         return fixed + per_token * tokens + per_context * context
 
     def scaled(self, tokens: float, context: float) -> float:
-        """Seconds at most, where no time grows faster than in proportion: the mean observation scaled up, never down.
+        """Return an upper bound of the time in seconds: the mean observation scaled up in proportion, never down.
 
-        What `predict` takes for the slope of something that hardly changed so far may be 0. Context beyond what the
-        observations had for as many tokens is charged at most as their tokens were (`LEAST_CONTEXT_PER_TOKEN`).
+        It holds if no time grows faster than in proportion. `predict` may take a slope of 0 for a quantity that has not
+        varied much yet. Context beyond that of the observations is charged at most at the rate of their tokens
+        (`LEAST_CONTEXT_PER_TOKEN`).
         """
         seen_tokens = max(1.0, self._x)
         growth = max(1.0, tokens / seen_tokens)
@@ -104,16 +105,16 @@ class ForwardTime:
         return self._fit
 
     def _solve(self) -> tuple[float, float, float]:
-        """fixed, per token, per context: none below 0, and through the mean."""
+        """Return the times fixed, per token and per context token: none below 0; the fit passes through the mean."""
         usual = 0.0 if self._is_fixed or not self._x else self._y / self._x
-        # The prior holds the slope at its usual value until tokens have really differed.
+        # The prior holds the slope at its usual value until the observations differ enough in tokens.
         xx, xy = self._xx + PRIOR_SPREAD, self._xy + PRIOR_SPREAD * usual
-        left = self._cc - self._xc * self._xc / xx  # spread of context that tokens do not explain
+        unexplained = self._cc - self._xc * self._xc / xx  # spread of context that is not explained by tokens
         per_context = 0.0
-        if left > 1e-9 * self._cc:
-            per_context = max(0.0, (self._cy - self._xc * xy / xx) / (left + PRIOR_CONTEXT_SPREAD))
+        if unexplained > 1e-9 * self._cc:
+            per_context = max(0.0, (self._cy - self._xc * xy / xx) / (unexplained + PRIOR_CONTEXT_SPREAD))
         per_token = max(0.0, (xy - self._xc * per_context) / xx)
-        # What the slopes explain at the mean cannot be more than the mean itself.
+        # The slopes cannot explain more of the mean than the mean itself.
         explained = per_token * self._x + per_context * self._c
         scale = min(1.0, self._y / explained) if explained > 0 else 0.0
         return self._y - scale * explained, scale * per_token, scale * per_context

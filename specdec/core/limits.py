@@ -1,7 +1,7 @@
-"""The range of every number of a law, and of token ids: what no replica of a vocabulary could run is refused by name.
+"""Range checks of sampling filters and token ids that hold for every replica of a vocabulary.
 
-Not here: what a client may ask of a whole request (the coordinator), the rest of a round (`specdec.rpc.rounds`,
-`specdec.engine.sessions.request_checks`, which call this: a replica's wire and its engine refuse the same).
+`specdec.rpc.rounds` and `specdec.engine.sessions.request_checks` call them, so a replica's wire and its engine refuse
+the same values. The limits of a client's request are checked by the coordinator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _FEW = 32
 
 
 def check_filters(filters: SamplingFilters, vocabulary_size: int) -> None:
-    """Refuses a law out of range.
+    """Refuse filters with a value out of range.
 
     Raises:
         InvalidRequest: naming the field, as `round.law.…`, and its limit.
@@ -37,7 +37,7 @@ def check_filters(filters: SamplingFilters, vocabulary_size: int) -> None:
     )
     for name, value, holds, limit in limits:
         if not holds:
-            raise InvalidRequest(f"round.law.{name} is {value}, it must be {limit}", field=f"round.law.{name}")
+            raise InvalidRequest(f"round.law.{name} is {value}; it must be {limit}", field=f"round.law.{name}")
     for token_id, bias in filters.logit_bias.items():
         if not (0 <= token_id < vocabulary_size and math.isfinite(bias)):
             raise InvalidRequest(
@@ -52,14 +52,16 @@ def check_filters(filters: SamplingFilters, vocabulary_size: int) -> None:
 
 
 def check_token_ids(token_ids: TokenIds, vocabulary_size: int, field: str) -> None:
-    """Refuses token ids outside the vocabulary.
+    """Refuse token ids outside the vocabulary.
 
     Raises:
         InvalidRequest: naming `field`.
     """
     if not len(token_ids):
         return
-    # A round's few tokens are compared sooner as ints than an array's reduction is set up.
+    # For the few tokens of a round, comparing ints is faster than an array reduction.
     largest = int(token_ids.max()) if len(token_ids) > _FEW else max(token_ids.tolist())
     if largest >= vocabulary_size:
-        raise InvalidRequest(f"{field} holds token id {largest}, the vocabulary has {vocabulary_size}", field=field)
+        raise InvalidRequest(
+            f"{field} holds token id {largest}; the vocabulary has {vocabulary_size} tokens", field=field
+        )

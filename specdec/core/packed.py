@@ -1,7 +1,7 @@
-"""The supports and law rows of a round, each as one array: a round is decided without an object per position.
+"""The supports and distribution rows of a round, each in one array, so that a decision needs no object per position.
 
-As sequences they give the `Support` and `DistributionRow` of each position. Not the wire (`specdec.rpc.replies` makes
-them of whole frames), not the decision (`rejection`, `block`). Called by those and by the coordinator.
+Used as sequences they return the `Support` and `DistributionRow` of each position. `specdec.rpc.proposals` and
+`specdec.rpc.verifications` make them from whole frames; `rejection` and `block` decide on them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from specdec.errors import Internal
 from specdec.types import WEIGHT_TOTAL, DistributionRow, Support, TokenIds
 
-#: The bonus position's row: its support is empty, so all of it is the rest.
+#: The bonus position's row: its support is empty, so all mass is tail mass.
 _BONUS_WEIGHTS = np.array([WEIGHT_TOTAL], dtype=np.uint32)
 _BONUS_WEIGHTS.setflags(write=False)
 
@@ -55,7 +55,7 @@ class PackedIds(Sequence[TokenIds]):
 
 
 class PackedSupports(Sequence[Support]):
-    """L supports, and what a decision needs of the token that was drawn from each."""
+    """L supports, with the weights and places of the tokens drawn from them that a decision needs."""
 
     __slots__ = ("ids", "row_entries", "totals", "weights", "weights_drawn")
 
@@ -69,9 +69,9 @@ class PackedSupports(Sequence[Support]):
     ) -> None:
         """
         Args:
-            ids: of the L supports.
-            weights: uint16 [sum of sizes], beside the ids.
-            row_entries: int64 [L], where in the concatenated rows over these supports each draft token is. A row has
+            ids: ids of the L supports.
+            weights: uint16 [sum of sizes], parallel to the ids.
+            row_entries: int64 [L], index of each draft token in the concatenated rows over these supports. A row has
                 one number more than its support, so entry e of support i is i places further than in `ids.token_ids`.
             weights_drawn: [L], w of each draft token.
             totals: [L], W of each support.
@@ -97,7 +97,7 @@ class PackedSupports(Sequence[Support]):
 
 
 class PackedRows(Sequence[DistributionRow]):
-    """L + 1 law rows, the bonus position's last."""
+    """L + 1 distribution rows, the bonus position's last."""
 
     __slots__ = ("sizes", "starts", "tail_probabilities", "tail_token_ids", "weights")
 
@@ -111,9 +111,9 @@ class PackedRows(Sequence[DistributionRow]):
         """
         Args:
             weights: uint32 [sum(sizes)], the rows of the L draft positions one after the other.
-            sizes: numbers of each of those, the rest's included.
-            tail_token_ids: [L + 1], -1 where a row has no rest.
-            tail_probabilities: [L + 1], beside those.
+            sizes: length of each of those rows, including the tail mass.
+            tail_token_ids: [L + 1], -1 for a row without tail mass.
+            tail_probabilities: [L + 1], probability of each tail token.
         """
         self.weights = weights
         self.sizes = sizes
@@ -135,7 +135,7 @@ class PackedRows(Sequence[DistributionRow]):
         return DistributionRow(self.row_weights(index), self.tail_token_ids[index], self.tail_probabilities[index])
 
     def row_weights(self, index: int) -> NDArray[np.uint32]:
-        """uint32 [S + 1] of one position, 0..L."""
+        """Return the weights of one position, 0..L: uint32 [S + 1]."""
         if index == len(self.sizes):
             return _BONUS_WEIGHTS
         start = self.starts[index]
@@ -145,13 +145,13 @@ class PackedRows(Sequence[DistributionRow]):
 def locate_drawn(
     drawn: Sequence[int], token_ids: NDArray[Any], starts: Sequence[int], sizes: Sequence[int]
 ) -> NDArray[np.int64]:
-    """Where each drawn token is in the concatenated ids of the supports: int64 [L].
+    """Return the index of each drawn token in the concatenated ids of the supports: int64 [L].
 
     Raises:
-        Internal: a draft token is outside its support, so the proposal is not what was sampled.
+        Internal: a draft token is outside its support, so the proposal does not describe what was sampled.
     """
     entries: NDArray[np.int64] = (token_ids == np.array(drawn, dtype=token_ids.dtype).repeat(sizes)).nonzero()[0]
-    # Ids ascend within a support, so each has at most one place; too few places mean that one is missing.
+    # Ids ascend within a support, so each token occurs at most once; too few entries mean that one is missing.
     if len(entries) != len(drawn):
         for token_id, start, size in zip(drawn, starts, sizes, strict=True):
             if token_id not in token_ids[start : start + size]:
@@ -160,7 +160,7 @@ def locate_drawn(
 
 
 def pack_supports(draft_token_ids: Sequence[int], supports: Sequence[Support]) -> PackedSupports:
-    """The same supports packed; those that are already come back as they are.
+    """Return supports in packed form; packed ones are returned unchanged.
 
     Raises:
         Internal: a draft token is outside its support.
@@ -181,7 +181,7 @@ def pack_supports(draft_token_ids: Sequence[int], supports: Sequence[Support]) -
 
 
 def pack_rows(rows: Sequence[DistributionRow]) -> PackedRows:
-    """The same rows packed; those that are already come back as they are."""
+    """Return rows in packed form; packed ones are returned unchanged."""
     if isinstance(rows, PackedRows):
         return rows
     drafted = rows[:-1]

@@ -1,8 +1,8 @@
-"""Counter-based randomness: every draw is a function of its key, nothing else (docs/protocol.md section 4).
+"""Counter-based random numbers: every draw is a function of its key alone (docs/protocol.md section 4).
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), key = request seed, counter = (turn,
-committed length at the round's start, index in the round, stream). Not a generator: there is no state to share, save or
-lose. Called wherever a token is drawn; `specdec.engine.logits.rows` runs the same rounds on int64 tensors.
+committed length at the round's start, index in the round, stream). No generator state has to be shared, saved or lost.
+Called wherever a token is drawn; `specdec.engine.logits.rows` runs the same computation on int64 tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ UNIFORM_BITS = 52
 
 
 class Stream(IntEnum):
-    """What a draw is for: the last counter word, so that no two purposes ever share a random number."""
+    """Purpose of a draw. It is the last counter word, so two purposes never share a random number."""
 
     PROPOSE = 0
     """The draft's tokens."""
@@ -35,7 +35,7 @@ class Stream(IntEnum):
     RESIDUAL = 2
     """The corrected token."""
     TAIL = 3
-    """z, the target's draw outside the support."""
+    """The tail token: the target's draw outside the support."""
     BONUS = 4
     """The bonus token."""
     COUPLED = 5
@@ -43,16 +43,16 @@ class Stream(IntEnum):
 
 
 def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
-    """Ten rounds of Philox4x32.
+    """Return the result of ten rounds of Philox4x32.
 
-    Works alike on int, uint64 arrays and int64 tensors (whose products wrap, which the masks undo), also mixed.
+    Works on int, uint64 arrays and int64 tensors (whose products wrap, which the masks undo), also mixed.
 
     Args:
         counter: four 32-bit words.
         key: two 32-bit words.
 
     Returns:
-        Four random 32-bit words, of the widest type and shape that went in.
+        Four random 32-bit words, of the widest type and shape of the arguments.
 
     Source: Salmon et al. 2011, section 3.3; constants and known answers from Random123.
     """
@@ -73,26 +73,26 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tupl
 
 
 def seed_words(seed: int) -> tuple[int, int]:
-    """A 64-bit seed as Philox key words, low word first."""
+    """Return a 64-bit seed as Philox key words, low word first."""
     return seed & _MASK, (seed >> 32) & _MASK
 
 
 @lru_cache(maxsize=4096)
 def _key_schedule(seed: int) -> tuple[tuple[int, int], ...]:
-    """The key words of the ten rounds, which every draw of a request shares."""
+    """Return the key words of the ten rounds, which all draws of a request share."""
     k0, k1 = seed_words(seed)
     return tuple(((k0 + step * _KEY_STEPS[0]) & _MASK, (k1 + step * _KEY_STEPS[1]) & _MASK) for step in range(10))
 
 
 @lru_cache(maxsize=256)
 def _lanes(num_lanes: int) -> tuple[int, int]:
-    """1 in each lane of 64 bits, and each lane's own index."""
+    """Return two wide integers: 1 in each 64-bit lane, and the index of each lane in that lane."""
     return sum(1 << 64 * lane for lane in range(num_lanes)), sum(lane << 64 * lane for lane in range(num_lanes))
 
 
 @lru_cache(maxsize=4096)
 def _lane_keys(seed: int, num_lanes: int) -> tuple[tuple[int, int], ...]:
-    """The key words of the ten rounds in every lane."""
+    """Return the key words of the ten rounds, repeated in every lane."""
     ones, _ = _lanes(num_lanes)
     return tuple((ones * k0, ones * k1) for k0, k1 in _key_schedule(seed))
 
@@ -101,8 +101,8 @@ def _lane_keys(seed: int, num_lanes: int) -> tuple[tuple[int, int], ...]:
 class DrawKey:
     """The key of one round's draws.
 
-    The round's start belongs in it: block verification looks at draws it then discards, and meeting them again at the
-    same position of the next round would condition the future on a rejection.
+    The round's start is part of it, because block verification reads draws and then discards them: the same draws at
+    the same position of the next round would make that round depend on a rejection.
     """
 
     seed: int
@@ -113,7 +113,7 @@ class DrawKey:
     """Committed tokens when the round starts."""
 
     def _words(self, index: int, stream: Stream) -> tuple[int, int, int, int]:
-        """As `philox4x32` on ints; the multipliers' products need no mask after their shift."""
+        """Return `philox4x32` on ints; the products need no mask after their shift."""
         c0, c1, c2, c3 = self.turn, self.committed_len, index, int(stream)
         multiplier0, multiplier1 = _MULTIPLIERS
         for k0, k1 in _key_schedule(self.seed):
@@ -122,14 +122,15 @@ class DrawKey:
         return c0, c1, c2, c3
 
     def uniform(self, index: int, stream: Stream) -> float:
-        """A uniform in the open interval (0, 1), on a grid of 2^52 points."""
+        """Return a uniform in the open interval (0, 1), on a grid of 2^52 points."""
         high, low, _, _ = self._words(index, stream)
         return float(((high << 20) | (low >> 12)) + 0.5) * 2.0**-UNIFORM_BITS
 
     def uint31s(self, num_draws: int, stream: Stream) -> list[int]:
-        """Uniform integers below 2^31, of the indices 0 to `num_draws` - 1; the first ones are the same for any count.
+        """Return uniform integers below 2^31 for the indices 0 to `num_draws` - 1; each is the same for any count.
 
-        All in one pass: the draws lie side by side in wide integers, 64 bits each, where products of 32-bit words fit.
+        They are computed in one pass: the draws are 64-bit lanes of wide integers, in which products of 32-bit words
+        fit.
         """
         ones, indices = _lanes(num_draws)
         words = ones * _MASK
@@ -146,20 +147,20 @@ class DrawKey:
         return [draw >> 1 for draw in np.frombuffer(c0.to_bytes(8 * num_draws, "little"), dtype="<u8").tolist()]
 
     def below(self, n: int, index: int, stream: Stream) -> int:
-        """A uniform integer below `n`, 1 <= n <= 2^62; any range of outcomes is off by at most 2^-64."""
+        """Return a uniform integer below `n`, 1 <= n <= 2^62; the probability of any range is off by at most 2^-64."""
         high, low, _, _ = self._words(index, stream)
         return int((((high << 32) | low) * n) >> 64)
 
     def tail_uniforms(self, num_draft_tokens: int) -> list[float]:
-        """The uniforms of a round's L + 1 law rows: z at the draft positions, then the bonus token."""
+        """Return the uniforms of a round's L + 1 distribution rows: tail tokens of the drafts, then the bonus token."""
         tails = [self.uniform(index, Stream.TAIL) for index in range(num_draft_tokens)]
         return [*tails, self.uniform(num_draft_tokens, Stream.BONUS)]
 
 
 def gumbel_noise(seed: int, turn: int, position: int, token_ids: TokenIds) -> NDArray[np.float64]:
-    """Standard Gumbel noise keyed by (seed, turn, absolute position, token id).
+    """Return standard Gumbel noise keyed by (seed, turn, absolute position, token id).
 
-    One Philox block serves two neighbouring ids: words 0 and 1 the even one, 2 and 3 the odd one.
+    One Philox block serves two adjacent ids: words 0 and 1 the even id, words 2 and 3 the odd one.
 
     Returns:
         float64 [n], finite.
@@ -176,20 +177,20 @@ def gumbel_noise(seed: int, turn: int, position: int, token_ids: TokenIds) -> ND
 
 
 def index_at(weights: NDArray[np.integer[Any]], point: int) -> int:
-    """The outcome that an integer point falls on: outcome i owns `weights[i]` of the integers below the sum."""
+    """Return the outcome of an integer point: outcome i has `weights[i]` of the integers below the sum."""
     return int(np.searchsorted(np.cumsum(weights, dtype=np.int64), point, side="right"))
 
 
 def index_at_mass(weights: NDArray[np.float64], point: float) -> int:
-    """The outcome that a point in [0, sum of weights) falls on; never one of weight 0, whatever was rounded."""
+    """Return the outcome of a point in [0, sum of weights); despite rounding never one of weight 0."""
     reach = np.cumsum(weights, dtype=np.float64)
     return int(np.searchsorted(reach, min(point, np.nextafter(reach[-1], 0.0)), side="right"))
 
 
 def locate_uniform(weights: NDArray[np.float64], uniform: float) -> tuple[int, float]:
-    """The outcome that a uniform falls on, in proportion to float64 weights, and how far into its weight it lies.
+    """Return the outcome of a uniform, in proportion to float64 weights, and the point's distance into its weight.
 
-    The weights must be non-negative with a positive sum; an outcome of weight 0 is never the answer.
+    The weights must be non-negative with a positive sum; an outcome of weight 0 is never returned.
     """
     reach = np.cumsum(weights, dtype=np.float64)
     point = uniform * float(reach[-1])
@@ -198,5 +199,5 @@ def locate_uniform(weights: NDArray[np.float64], uniform: float) -> tuple[int, f
 
 
 def index_at_uniform(weights: NDArray[np.float64], uniform: float) -> int:
-    """The outcome alone of `locate_uniform`."""
+    """Return the outcome of `locate_uniform`."""
     return locate_uniform(weights, uniform)[0]

@@ -1,10 +1,10 @@
-"""Reference maths: one position at a time, in float64, slow and plain. Nothing that serves calls it.
+"""Reference maths: one position at a time, in float64, slow and simple. No service calls it.
 
-What the engines compute in batches (`specdec.engine.logits`) and the rounds decide on is held against these by tests:
-logits to p or q (docs/protocol.md section 2: bias, penalties, masks, temperature, top-k, top-p, min-p; order and
-meaning are Hugging Face's, presence and frequency penalties are OpenAI's), the cut to a support, p seen through one,
-the coupled choice, the chain hash of a whole sequence. Where values tie, the lower id goes first, so top-k keeps
-exactly k tokens.
+Tests compare the batched computations of the engines (`specdec.engine.logits`) and the values that rounds decide on
+with these functions: logits to p or q (docs/protocol.md section 2: bias, penalties, masks, temperature, top-k, top-p,
+min-p; order and meaning are those of Hugging Face, presence and frequency penalties those of OpenAI), the cut to a
+support, p over a support, the coupled choice, and the chain hash of a whole sequence. Among equal values the lower id
+comes first, so top-k keeps exactly k tokens.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from specdec.types import DistributionRow, SamplingFilters, Support, TokenIds
 def filtered_distribution(
     logits: NDArray[np.floating[Any]], filters: SamplingFilters, history: TokenIds | Sequence[int], output_start: int
 ) -> NDArray[np.float64]:
-    """The law of the token at one position.
+    """Return the distribution of the token at one position.
 
     Args:
-        logits: float [V], fp32 or wider; -inf where an id is masked.
-        law: the request's filters.
+        logits: float [V], fp32 or wider; -inf for a masked id.
+        filters: the request's filters.
         history: all session tokens before the position, draft tokens included.
         output_start: position of this turn's first output token.
 
@@ -50,7 +50,7 @@ def filtered_distribution(
         mass_before = np.concatenate(([0.0], np.cumsum(top_first)[:-1]))
         weights[order[mass_before >= filters.top_p * top_first.sum()]] = 0.0
     if filters.min_p > 0.0:
-        weights[weights < filters.min_p] = 0.0  # the likeliest token's weight is exactly 1
+        weights[weights < filters.min_p] = 0.0  # the top token's weight is exactly 1
     normalised: NDArray[np.float64] = weights / weights.sum()
     return normalised
 
@@ -58,9 +58,9 @@ def filtered_distribution(
 def processed_logits(
     logits: NDArray[np.floating[Any]], filters: SamplingFilters, history: TokenIds | Sequence[int], output_start: int
 ) -> NDArray[np.float64]:
-    """Logits after bias, penalties and the min_new_tokens mask, float64 [V]; arguments as in `filtered_distribution`.
+    """Return logits after bias, penalties and the min_new_tokens mask: float64 [V].
 
-    A mask that would leave no token at all is not applied.
+    Arguments are as in `filtered_distribution`. A mask that would leave no token is not applied.
     """
     scores = np.array(logits, dtype=np.float64)
     for token_id, bias in filters.logit_bias.items():
@@ -81,50 +81,58 @@ def processed_logits(
     return scores
 
 
-def cut_support(law: NDArray[np.float64], s_max: int, coverage: float = DEFAULT_COVERAGE) -> tuple[Support, float]:
-    """Cuts a law to the fewest likeliest tokens that cover `coverage`, at most `s_max`, in integer weights.
+def cut_support(
+    distribution: NDArray[np.float64], s_max: int, coverage: float = DEFAULT_COVERAGE
+) -> tuple[Support, float]:
+    """Cut a distribution to the fewest top tokens that cover `coverage`, at most `s_max`, in integer weights.
 
-    Looks at the law only, so it is exact whatever is drawn afterwards. Ties go to the lower id.
+    The cut depends on the distribution alone, so it is exact for any later draw. Among equal values the lower id comes
+    first.
 
     Args:
-        law: float64 [V], sums to 1.
+        distribution: float64 [V], sums to 1.
         s_max: 1..MAX_SUPPORT.
         coverage: (0, 1].
 
     Returns:
-        The support, and the law mass outside it (0..1).
+        The support, and the probability mass outside it (0..1).
     """
-    likeliest = np.argsort(-law, kind="stable")[:s_max]
-    return support_of_top(likeliest, law[likeliest], coverage)
+    top = np.argsort(-distribution, kind="stable")[:s_max]
+    return support_of_top(top, distribution[top], coverage)
 
 
 def distribution_row(
-    law: NDArray[np.float64], support_ids: TokenIds | Sequence[int], tail_uniform: float
+    distribution: NDArray[np.float64], support_ids: TokenIds | Sequence[int], tail_uniform: float
 ) -> DistributionRow:
-    """p seen through a support: integer weights on it, the rest, and one token drawn from the rest.
+    """Return p over a support: integer weights on it, the tail mass, and one token drawn from the tail.
 
     Args:
-        law: float64 [V], sums to 1.
-        support_ids: ascending ids of S; empty at the bonus position, where z is a draw of p itself.
-        tail_uniform: (0, 1), decides z.
+        distribution: float64 [V], sums to 1.
+        support_ids: ascending ids of S; empty at the bonus position, where the tail token is a draw of p itself.
+        tail_uniform: (0, 1), chooses the tail token.
     """
     ids = np.asarray(support_ids, dtype=np.int64)
-    outside = law.copy()
+    outside = distribution.copy()
     outside[ids] = 0.0
-    weights = integer_weights(law[ids], float(outside.sum()))
+    weights = integer_weights(distribution[ids], float(outside.sum()))
     if weights[-1] == 0:
         return DistributionRow(weights=weights, tail_token_id=-1, tail_probability=0.0)
     tail_token_id = index_at_uniform(outside, tail_uniform)
-    return DistributionRow(weights=weights, tail_token_id=tail_token_id, tail_probability=float(law[tail_token_id]))
+    return DistributionRow(
+        weights=weights, tail_token_id=tail_token_id, tail_probability=float(distribution[tail_token_id])
+    )
 
 
-def coupled_choice(law: NDArray[np.float64], seed: int, turn: int, position: int) -> int:
-    """The token that a law (float64 [V]) chooses at an absolute position; distributed as the law over seeds."""
-    support = np.flatnonzero(law)
-    scores = np.log(law[support]) + gumbel_noise(seed, turn, position, support.astype(np.uint32))
+def coupled_choice(distribution: NDArray[np.float64], seed: int, turn: int, position: int) -> int:
+    """Return the token that a distribution (float64 [V]) chooses at an absolute position.
+
+    Over random seeds the token is distributed as `distribution`.
+    """
+    support = np.flatnonzero(distribution)
+    scores = np.log(distribution[support]) + gumbel_noise(seed, turn, position, support.astype(np.uint32))
     return int(support[np.argmax(scores)])
 
 
 def chain_hash(token_ids: TokenIds | Sequence[int]) -> bytes:
-    """Chain hash of a whole token sequence, 16 bytes; equals `ChainHasher(token_ids).at(len(token_ids))`."""
+    """Return the chain hash of a whole token sequence, 16 bytes; equals `ChainHasher(token_ids).at(len(token_ids))`."""
     return ChainHasher(token_ids).at(len(token_ids))

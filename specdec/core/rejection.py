@@ -1,9 +1,10 @@
-"""Token-wise rejection sampling on the sparse wire, in integers, and what every decision looks like.
+"""Token-wise rejection sampling on the sparse wire, in integers, and the type of every decision.
 
-Leviathan, Kalman, Matias 2023 (arXiv:2211.17192), algorithm 1, with p = target and q = draft, on laws cut and rounded
-as docs/protocol.md section 3 says: exact for any q because q is what was sampled. A round's draft and its verification
-come from `coordinator/round/runner`, and its decision goes back there. Works on packed laws. Laws (`acceptance_bound`,
-`residual_weights`) and draws are apart so that a round's law can be enumerated.
+Leviathan, Kalman, Matias 2023 (arXiv:2211.17192), algorithm 1, with p = target and q = draft, on distributions that are
+cut and rounded as in docs/protocol.md section 3. It is exact for any q, because q is the distribution that was sampled.
+A round's draft and its verification come from `coordinator/round/runner`, and its decision goes back there. The
+probabilities (`acceptance_bound`, `residual_weights`) are separate from the draws, so that the distribution of a
+round's output can be enumerated.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from specdec.types import WEIGHT_TOTAL, DistributionRow, Support, TokenIds, Toke
 
 
 class Decision(NamedTuple):
-    """What one round emits."""
+    """The tokens that one round emits."""
 
     num_accepted: int
     """Accepted draft tokens, 0..L."""
@@ -31,14 +32,14 @@ class Decision(NamedTuple):
     p: tuple[float, ...]
     """Target probability of each token after filters."""
     q: tuple[float, ...]
-    """Probability each accepted token was drafted with; 0 for the final token, and where q never travelled."""
+    """Probability with which each accepted token was drafted; 0 for the final token, and if q did not travel."""
 
 
 def entry_of(token_id: int, support: Support) -> int:
-    """Index of a draft token in its support.
+    """Return the index of a draft token in its support.
 
     Raises:
-        Internal: it is not there, so the proposal is not what was sampled.
+        Internal: it is not there, so the proposal does not describe what was sampled.
     """
     entry = int(support.token_ids.searchsorted(token_id))
     if entry == len(support.token_ids) or int(support.token_ids[entry]) != token_id:
@@ -47,7 +48,7 @@ def entry_of(token_id: int, support: Support) -> int:
 
 
 def acceptance_bound(entry: int, support: Support, row: DistributionRow) -> int:
-    """The draft token is accepted iff U, uniform below 2^31, is below this; 0..2^31.
+    """Return the bound, 0..2^31: the draft token is accepted iff U, uniform below 2^31, is below it.
 
     `U * w < P * W` solved for U, so the acceptance probability is min(1, p/q) to within 2^-31.
     """
@@ -55,20 +56,20 @@ def acceptance_bound(entry: int, support: Support, row: DistributionRow) -> int:
 
 
 def _bound(target: int, total: int, weight: int) -> int:
-    """From P of the draft token, W and w."""
+    """Return the bound for P of the draft token, W and w."""
     return min(WEIGHT_TOTAL, -(-target * total // weight))
 
 
 def residual_weights(support: Support, row: DistributionRow) -> NDArray[np.int64]:
-    """Weights of the corrected token, int64 [S + 1]: max(0, p - q) on the support, then the rest, which stands for z.
+    """Return the weights of the corrected token, int64 [S + 1]: max(0, p - q) on the support, then the tail mass.
 
-    Their sum is at most 2^62. Where p = q on all of it, p itself.
+    The last entry stands for the tail token. The sum is at most 2^62. If p = q everywhere, the weights are p itself.
     """
     return _residual(support.weights, _total(support), row.weights)
 
 
 def _residual(drafting: NDArray[np.uint16], total: int, target: NDArray[np.uint32]) -> NDArray[np.int64]:
-    """From the support's weights, their sum W, and the row's."""
+    """Return the residual from the support's weights, their sum W, and the row's weights."""
     residual = target.astype(np.int64)
     residual *= total
     residual[:-1] -= drafting.astype(np.int64) * WEIGHT_TOTAL
@@ -77,7 +78,7 @@ def _residual(drafting: NDArray[np.uint16], total: int, target: NDArray[np.uint3
 
 
 def _total(support: Support) -> int:
-    """W; `np.add.reduce` is what `sum` calls after looking at its arguments."""
+    """Return W; `np.add.reduce` is faster than `sum`, which calls it after checking its arguments."""
     return int(np.add.reduce(support.weights, dtype=np.int64))
 
 
@@ -87,12 +88,12 @@ def verify_rejection(
     rows: Sequence[DistributionRow],
     key: DrawKey,
 ) -> Decision:
-    """Accepts draft tokens one by one, then draws the corrected or bonus token.
+    """Accept draft tokens one by one, then draw the corrected or bonus token.
 
     Args:
         draft_token_ids: L tokens, each drawn from its support.
         supports: L supports.
-        rows: L + 1 law rows, the last with an empty support.
+        rows: L + 1 distribution rows, the last with an empty support.
         key: the round's draw key.
 
     Raises:
@@ -121,14 +122,14 @@ def decision_of(
     num_accepted: int,
     final_entry: int,
 ) -> Decision:
-    """The decision that keeps the first draft tokens and ends with one entry of the next row.
+    """Return the decision that keeps the first draft tokens and ends with one entry of the next row.
 
     Args:
         draft_token_ids: as in `verify_rejection`, like `supports` and `rows`.
         supports: see above.
         rows: see above.
         num_accepted: draft tokens kept.
-        final_entry: entry of the row after those: an index into its support, or the size of it for z.
+        final_entry: entry of the row after those: an index into its support, or the support's size for the tail token.
     """
     drafted = list(map(int, draft_token_ids))
     packed, targets = pack_supports(drafted, supports), pack_rows(rows)
@@ -144,7 +145,7 @@ def _decision(
     num_accepted: int,
     final_entry: int,
 ) -> Decision:
-    """`on_drafts`: P of each draft token."""
+    """Return the decision; `on_drafts`: P of each draft token."""
     weights = rows.row_weights(num_accepted)
     if final_entry == len(weights) - 1:
         token_id, probability = rows.tail_token_ids[num_accepted], rows.tail_probabilities[num_accepted]
@@ -162,7 +163,7 @@ def _decision(
 
 
 def sources_of(num_drafted: int, num_accepted: int) -> tuple[TokenSource, ...]:
-    """Sources of a round's num_accepted + 1 tokens."""
+    """Return the sources of a round's num_accepted + 1 tokens."""
     if num_drafted == 0:
         return (TokenSource.TARGET,)
     final = TokenSource.BONUS if num_accepted == num_drafted else TokenSource.CORRECTED

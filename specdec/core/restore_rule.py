@@ -1,8 +1,8 @@
-"""When KV is worth fetching instead of computing again: n·b/W + L < n/F, with W, L and F as measured.
+"""The choice between fetching KV and computing it again: fetch if n·b/W + L < n/F, with W, L and F as measured.
 
-n tokens of b bytes each come at W bytes a second, L seconds after they were asked for; a forward pass makes F tokens a
-second. Arithmetic on what it is told, no clock and no I/O; the right side comes from the caller, who knows what a
-prefill costs there (`specdec.engine.schedule.step_times`). Called by `specdec.state.kv_tier`.
+n tokens of b bytes each arrive at W bytes a second, L seconds after the request; a forward pass computes F tokens a
+second. The module computes on observations alone, without clock and I/O. The right side comes from the caller, which
+knows the cost of a prefill (`specdec.engine.schedule.step_times`). Called by `specdec.state.kv_tier`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-#: What counts of the past: a store that others begin to use is noticed at the third fetch, a moment in which this
-#: machine was busy otherwise is not believed.
+#: Number of observations in a median. A store that becomes slower is noticed at the third fetch; a single delay by
+#: other work on this machine is ignored.
 NUM_REMEMBERED = 5
 
 
@@ -38,39 +38,39 @@ class RestoreRule:
 
     @property
     def latency_s(self) -> float:
-        """L; 0 before it was measured."""
+        """L; 0 before it is measured."""
         return self._latency_s.value
 
     @property
     def bytes_per_s(self) -> float:
-        """W, from the store into KV blocks; 0 before it was measured."""
+        """W, from the store into KV blocks; 0 before it is measured."""
         return 1 / self._byte_s if self._transfer_s.value else 0.0
 
     def observe_latency(self, seconds: float) -> None:
-        """An answer without a payload took this long."""
+        """Record how long an answer without a payload took."""
         self._latency_s.observe(seconds)
 
     def observe_transfer(self, num_bytes: int, seconds: float) -> None:
-        """A payload was fetched and checked."""
+        """Record that a payload was fetched and checked."""
         self._transfer_s.observe(seconds / num_bytes)
 
     def observe_copy(self, num_bytes: int, seconds: float) -> None:
-        """A payload was copied into KV blocks."""
+        """Record that a payload was copied into KV blocks."""
         self._copy_s.observe(seconds / num_bytes)
 
     def restore_s(self, num_bytes: int) -> float:
-        """n·b/W + L, in seconds; infinite before anything was measured."""
+        """Return n·b/W + L, in seconds; infinite before the first measurement."""
         if not self._transfer_s.value:
             return float("inf")
         return num_bytes * self._byte_s + self.latency_s
 
     def num_worth(self, replay_s: Sequence[float], payload_bytes: int, queued_bytes: int = 0) -> int:
-        """How many payloads to fetch: as many as save the most time, 0 where none does.
+        """Return the number of payloads to fetch that saves the most time; 0 if no fetch saves any.
 
         Args:
-            replay_s: seconds that computing what the first 1, 2, ... payloads hold takes.
-            payload_bytes: of each payload.
-            queued_bytes: asked for by others before.
+            replay_s: seconds to compute the contents of the first 1, 2, ... payloads again.
+            payload_bytes: size of each payload.
+            queued_bytes: bytes that other requests wait for.
         """
         saved_s = [
             seconds - self.restore_s(queued_bytes + count * payload_bytes) for count, seconds in enumerate(replay_s, 1)

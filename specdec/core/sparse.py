@@ -1,9 +1,9 @@
-"""The sparse wire: laws as integers over a small support (docs/protocol.md section 3).
+"""The sparse wire: distributions as integers over a small support (docs/protocol.md section 3).
 
-The draft cuts its law to a support of uint16 weights and draws from exactly those; the target answers p over that
-support and "the rest" as uint32 weights that sum to 2^31, with one token drawn from outside. Not the encoding (that is
-`specdec.rpc.codec`) and not the decision (`rejection`, `block`). `support_of_top` and `integer_weights` are
-shared with the torch twins; the rest is the reference.
+The draft cuts its distribution to a support of uint16 weights and draws from exactly those weights. The target answers
+p over that support and the tail mass as uint32 weights that sum to 2^31, with one token drawn from the tail.
+`rejection` and `block` decide on these integers; `specdec.rpc` encodes them. `specdec.engine.logits` computes the same
+in torch and shares `support_of_top` and `integer_weights`.
 """
 
 from __future__ import annotations
@@ -12,33 +12,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.core.random import DrawKey, Stream, index_at
-from specdec.types import WEIGHT_TOTAL, Support
-
-#: Vocabularies up to this size may send their whole law: cutting costs them acceptance, and bytes are few.
-#: It also bounds W below 2^31, so that every product of the integer rule fits 62 bits.
-MAX_SUPPORT = 1 << 15
+from specdec.types import MAX_SUPPORT, WEIGHT_TOTAL, Support
 
 #: Support entries of larger vocabularies.
 LARGE_VOCABULARY_SUPPORT = 64
 
-#: Law mass a support should cover.
+#: Probability mass that a support should cover.
 DEFAULT_COVERAGE = 0.99
 
-#: Of a support's likeliest token.
+#: Weight of a support's top token.
 MAX_WEIGHT = (1 << 16) - 1
 
 
 def default_s_max(vocabulary_size: int) -> int:
-    """Most entries of a support for a vocabulary of this size."""
+    """Return the largest number of support entries for a vocabulary of this size."""
     return LARGE_VOCABULARY_SUPPORT if vocabulary_size > MAX_SUPPORT else vocabulary_size
 
 
 def support_of_top(token_ids: NDArray[np.int64], masses: NDArray[np.float64], coverage: float) -> tuple[Support, float]:
-    """The support among candidates given likeliest first; `masses` float64 [K] beside `token_ids` int64 [K]."""
+    """Return the support among candidates in descending order, and the mass outside it.
+
+    `masses` is float64 [K], parallel to `token_ids`, int64 [K].
+    """
     size = int(np.searchsorted(np.cumsum(masses), coverage)) + 1
     masses = masses[:size]
     weights = integer_shares(masses, masses[0])
-    # The candidates descend, so those that rounded to 0 are the last.
+    # The candidates descend, so those that round to 0 are the last.
     kept = int(np.count_nonzero(weights))
     ascending = np.argsort(token_ids[:kept])
     support = Support(token_ids=token_ids[ascending].astype(np.uint32), weights=weights[ascending])
@@ -46,29 +45,30 @@ def support_of_top(token_ids: NDArray[np.int64], masses: NDArray[np.float64], co
 
 
 def integer_shares(masses: NDArray[np.float64], largest: float) -> NDArray[np.uint16]:
-    """The weights of a support's masses: shares of the largest one, uint16 beside `masses`; 0 for what is too small."""
+    """Return the weights of a support's masses, as shares of the largest: uint16, parallel to `masses`; 0 if too
+    small."""
     return np.rint(masses / largest * MAX_WEIGHT).astype(np.uint16)
 
 
 def draw_from_support(support: Support, key: DrawKey, index: int) -> int:
-    """Draws the draft token at `index` of the round, from exactly the weights that will travel."""
+    """Draw the draft token at `index` of the round from exactly the weights that travel."""
     point = key.below(int(support.weights.sum(dtype=np.int64)), index, Stream.PROPOSE)
     return int(support.token_ids[index_at(support.weights, point)])
 
 
 def probability(token_id: int, support: Support) -> float:
-    """What a token is drawn from a support with, 0..1."""
+    """Return the probability, 0..1, with which a token is drawn from a support."""
     entry = int(support.token_ids.searchsorted(token_id))
     if entry == len(support.token_ids) or int(support.token_ids[entry]) != token_id:
         return 0.0
     return int(support.weights[entry]) / int(support.weights.sum(dtype=np.int64))
 
 
-def integer_weights(on_support: NDArray[np.float64], rest: float) -> NDArray[np.uint32]:
-    """Masses on a support (float64 [S]) and outside it as uint32 [S + 1] that sum to exactly 2^31.
+def integer_weights(on_support: NDArray[np.float64], tail_mass: float) -> NDArray[np.uint32]:
+    """Return masses on a support (float64 [S]) and outside it as uint32 [S + 1] that sum to exactly 2^31.
 
-    Each is rounded to nearest and the remainder goes to the largest, so a rest of exactly 0 stays exactly 0.
+    Each is rounded to nearest and the remainder goes to the largest, so a tail mass of exactly 0 stays exactly 0.
     """
-    weights = np.rint(np.append(on_support, rest) * WEIGHT_TOTAL).astype(np.int64)
+    weights = np.rint(np.append(on_support, tail_mass) * WEIGHT_TOTAL).astype(np.int64)
     weights[np.argmax(weights)] += WEIGHT_TOTAL - weights.sum()
     return np.asarray(weights, dtype=np.uint32)

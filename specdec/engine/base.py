@@ -127,7 +127,7 @@ class Worker(Protocol):
     """Runs steps on a model with its paged KV cache. Called from one thread, one step at a time."""
 
     shape: ModelShape
-    draft_runs: MultiStepDrafts = MultiStepDrafts.NONE
+    multi_step_drafts: MultiStepDrafts = MultiStepDrafts.NONE
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
         """Run one step.

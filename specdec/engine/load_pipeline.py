@@ -34,7 +34,7 @@ from specdec.engine.model.kv_cache import KvCache, LayerShape, block_bytes
 from specdec.engine.model.layer_probe import ProbedLayer, probe_layers, refusing_failures, register_probe
 from specdec.engine.model.model_runner import ForwardPass, GraphSource, ModelRunner, tapped_layers
 from specdec.engine.model.self_check import Arithmetic, Reference, require_same, take_reference
-from specdec.engine.options import AUTO, CAPTURED, EAGER, Agreement, CompileOptions, LoadRequest, require_backend
+from specdec.engine.options import AUTO, CUDA_GRAPHS, EAGER, Agreement, CompileOptions, LoadRequest, require_backend
 from specdec.engine.torch_compile import compile_steps
 from specdec.errors import Unsupported
 from specdec.types import BLOCK_TOKENS
@@ -186,16 +186,15 @@ class _Load:
         self._uses_cuda_graphs = part.wants_cuda_graphs(options)
         if self._request.local_drafts and options.uses_torch_compile:
             raise Unsupported(
-                f"local drafts run in native, captured and eager steps, not with --compile-backend {options.backend}; "
-                "use --compile-backend auto",
+                f"local drafts do not run with --compile-backend {options.backend}; use --compile-backend auto",
                 field="local_draft",
             )
         self._require_keepable(is_native=part.may_be_native(options))
         if self._by_rows:
             require_kernel(FIELD if options.is_deterministic else "dtype")
-            if options.backend not in (AUTO, CAPTURED, EAGER):
+            if options.backend not in (AUTO, CUDA_GRAPHS, EAGER):
                 raise Unsupported(
-                    f"dtype {dtype} on {part.device.type} runs in captured and eager steps only",
+                    f"dtype {dtype} on {part.device.type} runs in CUDA graphs and eager steps only",
                     field="compile_backend",
                 )
 

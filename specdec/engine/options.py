@@ -20,7 +20,7 @@ EAGER = "eager"
 #: Our own CPU kernels (`engine.native`).
 NATIVE = "native"
 #: CUDA graphs of small steps (`engine.cuda_graphs.steps`).
-CAPTURED = "captured"
+CUDA_GRAPHS = "cuda-graphs"
 #: Native kernels on a CPU and CUDA graphs on a GPU where they support the model, eager steps elsewhere.
 AUTO = "auto"
 
@@ -29,7 +29,7 @@ PAGED = "paged"
 #: The same by PyTorch's kernel, over copies of whole contexts.
 GATHERED = "gathered"
 
-_BUILT_IN = (AUTO, NATIVE, CAPTURED, EAGER)
+_BUILT_IN = (AUTO, NATIVE, CUDA_GRAPHS, EAGER)
 
 # Rows of the graphs: a draft step has 1 or 2, a verification gamma + 1.
 _ROW_COUNTS = (1, 2, 3, 5, 9, 17)

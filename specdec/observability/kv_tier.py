@@ -1,7 +1,4 @@
-"""The cold tier's counts and estimates as Prometheus series, read when scraped.
-
-Not here: the counting (`specdec.state.kv_tier`). Called by `metrics`.
-"""
+"""The cold tier's counts and estimates as Prometheus series, read from `specdec.state.kv_tier` when scraped."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from specdec.core.restore_rule import RestoreRule
 
 
 class _Tally(Protocol):
-    """`specdec.state.kv_tally.KvTally`, as it is read here."""
+    """The part of `specdec.state.kv_tally.KvTally` that is read here."""
 
     @property
     def choices(self) -> Mapping[str, int]: ...
@@ -41,7 +38,7 @@ class KvTier(Protocol):
 
 
 class KvTierCollector(Collector):
-    """Of one replica's tier."""
+    """Collects the series of one replica's tier."""
 
     def __init__(self, tier: KvTier, labels: Mapping[str, str]) -> None:
         self._tier = tier

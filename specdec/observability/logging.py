@@ -1,8 +1,8 @@
-"""Logs: JSON lines or plain text on stderr, each with the ids of what was being done.
+"""Logs on stderr, as JSON lines or plain text, with the ids of the current request, session, replica and round.
 
-Ids come from context variables, so a coroutine binds them once (`with bind(session_id=…)`) and everything it calls logs
-them. Prompts and tokens are logged at DEBUG only. Not here: deciding to log; metrics. `configure_logging` is called
-where a service starts and nowhere else; importing this module changes nothing.
+Ids come from context variables: a coroutine binds them once (`with bind(session_id=…)`), and every record of the
+functions it calls has them. Prompts and tokens are logged at DEBUG only. `configure_logging` is called only when a
+service starts; importing this module changes nothing.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Literal, TextIO
 
-#: The ids a record may carry, in the order they are printed.
+#: Ids that a record may have, in the order in which they are printed.
 ID_NAMES = ("request_id", "session_id", "replica_id", "epoch", "round_id")
 
 _NO_IDS: Mapping[str, str | int] = MappingProxyType({})
 _ids: ContextVar[Mapping[str, str | int]] = ContextVar("specdec_log_ids", default=_NO_IDS)
 
-# What every LogRecord has; the rest came in through `extra`.
+# Attributes of every LogRecord; others come from `extra`.
 _STANDARD_FIELDS = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "ids"}
 
 
 @contextmanager
 def bind(**ids: str | int) -> Iterator[None]:
-    """Adds ids to every record of this context, and of the tasks started in it, until the block ends.
+    """Add ids to every record of this context, and of the tasks started in it, until the block ends.
 
     Raises:
-        ValueError: a name that is not in `ID_NAMES`.
+        ValueError: a name is not in `ID_NAMES`.
     """
     for name in ids:
         if name not in ID_NAMES:
@@ -48,35 +48,35 @@ def bind(**ids: str | int) -> Iterator[None]:
 def configure_logging(
     log_format: Literal["json", "text"], level: str, *, service: str, stream: TextIO | None = None
 ) -> None:
-    """Sends this process's log records to `stream` (stderr), replacing what was configured before.
+    """Send this process's log records to `stream` (stderr), replacing any earlier configuration.
 
     Args:
-        log_format: one JSON object a line, or text for people.
-        level: least severe level written: debug, info, warning or error.
+        log_format: one JSON object a line, or text.
+        level: lowest level that is written: debug, info, warning or error.
         service: the process's role (`draft`, `target`, `coordinator`), a field of every JSON record.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.addFilter(_attach_ids)
     handler.setFormatter(_JsonFormatter(service) if log_format == "json" else _TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # Other libraries' chatter (one line per HTTP request, per compiled graph) is not ours to print below WARNING.
+    # Other libraries log one line per HTTP request or per compiled graph; only their warnings are shown.
     for name in ("httpx", "urllib3", "huggingface_hub", "transformers", "asyncio", "grpc"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
-    # Two more write to stderr past `logging`; each looks at its variable when first used. gRPC's C core tells of every
-    # connection that a peer closed, and the Hugging Face libraries draw progress bars.
+    # Two libraries write to stderr without `logging` and read these variables at their first use: gRPC's C core reports
+    # every connection that a peer closed, and the Hugging Face libraries draw progress bars.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def _attach_ids(record: logging.LogRecord) -> bool:
-    record.ids = _ids.get()  # the context of the code that logs, not of a writer thread
+    record.ids = _ids.get()  # read here, in the context of the code that logs
     return True
 
 
 def _extra(record: logging.LogRecord) -> dict[str, object]:
     ids: Mapping[str, str | int] = getattr(record, "ids", _NO_IDS)
     fields: dict[str, object] = {name: ids[name] for name in ID_NAMES if name in ids}
-    # What begins with an underscore is a library's own: Ray stamps every record of a process that has loaded it.
+    # Names with an underscore are private to a library: Ray adds one to every record of a process that has loaded it.
     fields.update(
         (key, value)
         for key, value in record.__dict__.items()

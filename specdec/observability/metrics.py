@@ -1,8 +1,8 @@
 """Prometheus metrics of the services, under vLLM's names where vLLM has one (`specdec:` instead of `vllm:`).
 
-Each service builds one object with its own registry; importing this module registers nothing. Every series carries
-`model_name`, as vLLM's do. Counters are named without `_total`, which the exposition adds. Not here: deciding what to
-observe (the coordinator's round loop, the servicers). Served by `start_metrics_server`, from `__main__`.
+Each service builds one object with its own registry; importing this module registers nothing. Every series has the
+label `model_name`, as in vLLM. Counters are named without `_total`, which the exposition adds. The coordinator's round
+loop and the servicers observe; `__main__` serves with `start_metrics_server`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_0
 
 
 class CoordinatorMetrics:
-    """What the coordinator observes: requests, latencies as clients see them, and speculation."""
+    """Metrics of the coordinator: requests, latencies as clients see them, and speculation."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -37,6 +37,7 @@ class CoordinatorMetrics:
         self._waiting = self._gauge("num_requests_waiting", "Requests admitted but not started.")
         self._success = self._counter("request_success", "Requests that finished, by reason.", "finished_reason")
         self._failures = self._counter("request_failures", "Requests that failed, by error reason.", "reason")
+        self._cancelled = self._counter("request_cancellations", "Requests that their clients ended early.", "cause")
         self._target_changes = self._counter(
             "target_changes", "Turns on another target model than their session's turn before."
         )
@@ -58,22 +59,19 @@ class CoordinatorMetrics:
         self._wire_bytes = self._counter_tally("wire_bytes", "Serialised messages of both links, both directions.")
 
     def request_waiting(self, change: int) -> None:
-        """`change` +1 when a request is admitted, -1 when it starts or is given up."""
+        """Add `change`: +1 when a request is admitted, -1 when it starts or is cancelled."""
         self._waiting.inc(change)
 
     def request_running(self, change: int) -> None:
-        """`change` +1 when a request starts, -1 when it ends in any way."""
+        """Add `change`: +1 when a request starts, -1 when it ends in any way."""
         self._running.inc(change)
 
     def observe_target_change(self) -> None:
-        """A turn began on another target model than its session's turn before."""
+        """Count a turn that began on another target model than the session's previous turn."""
         self._target_changes.inc()
 
     def observe_tokens(self, num_tokens: int, since_last_s: float | None) -> None:
-        """A chunk was emitted, `since_last_s` after the one before it (None for the first).
-
-        As in vLLM a chunk of several tokens is one interval.
-        """
+        """Record an emitted chunk, one interval as in vLLM, `since_last_s` after the previous one (None: the first)."""
         self._output_tokens.inc(num_tokens)
         if since_last_s is not None:
             self._itl_s.observe(since_last_s)
@@ -84,19 +82,19 @@ class CoordinatorMetrics:
     def observe_round(
         self, *, draft_pool: str, num_draft_tokens: int, num_accepted: int, wire_bytes: int, verify_s: float
     ) -> None:
-        """A round with at least one draft token was decided."""
+        """Record a decided round with at least one draft token."""
         self._speculation(draft_pool).observe(num_draft_tokens, num_accepted)
         self._wire_bytes.inc(wire_bytes)
         self._verify_s.observe(verify_s)
 
     def observe_target_only_step(self, *, cause: str, wire_bytes: int, verify_s: float) -> None:
-        """A round without a draft token was decided; `cause` is a short fixed word (off, late, unavailable, ...)."""
+        """Record a decided round without a draft token; `cause` is a fixed word (off, late, unavailable, ...)."""
         self._target_only.labels(self._model_name, cause).inc()
         self._wire_bytes.inc(wire_bytes)
         self._verify_s.observe(verify_s)
 
     def observe_draft(self, draft_s: float) -> None:
-        """A Propose call was answered in time."""
+        """Record a Propose call that was answered in time."""
         self._draft_s.observe(draft_s)
 
     def observe_finished(
@@ -109,7 +107,7 @@ class CoordinatorMetrics:
         ttft_s: float,
         e2el_s: float,
     ) -> None:
-        """A request ended well; `finish_reason` is stop, length or stop_string."""
+        """Record a request that succeeded; `finish_reason` is stop, length or stop_string."""
         self._success.labels(self._model_name, finish_reason).inc()
         self._prompt_tokens.inc(num_prompt_tokens)
         self._cached_tokens.inc(num_cached_prompt_tokens)
@@ -119,15 +117,19 @@ class CoordinatorMetrics:
             self._tpot_s.observe((e2el_s - ttft_s) / (num_output_tokens - 1))
 
     def observe_logged(self, outcome: str, num_tokens: int) -> None:
-        """Output tokens were written to the learning log, dropped or failed (`outcome`). From any thread."""
+        """Count output tokens that were written to the learning log, dropped or failed (`outcome`). From any thread."""
         self._logged.labels(self._model_name, outcome).inc(num_tokens)
 
     def observe_failed(self, reason: str) -> None:
-        """A request ended with an error of this reason (`SpecdecError.reason`), or was cancelled (`CANCELLED`)."""
+        """A request ended with an error of this reason (`SpecdecError.reason`)."""
         self._failures.labels(self._model_name, reason).inc()
 
+    def observe_cancelled(self, cause: str) -> None:
+        """A client ended its request early; `cause` is client_left or session_deleted."""
+        self._cancelled.labels(self._model_name, cause).inc()
+
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        """A counter; without further labels, its only series, so that counting does not look it up."""
+        """Return a counter, or its only series if it has no further labels, so that counting needs no look-up."""
         counter = _counter(self.registry, name, text, *labels)
         return counter if labels else counter.labels(self._model_name)
 
@@ -174,7 +176,7 @@ class _SpeculationSeries:
 
 @dataclass(frozen=True, slots=True)
 class _PoolSeries:
-    """One pool's series, looked up once."""
+    """The series of one pool, kept so that they are looked up once."""
 
     drafts: Count
     draft_tokens: Count
@@ -207,10 +209,10 @@ class _Load(Protocol):
 
 
 class EngineMetrics:
-    """What a draft or target replica observes: its calls, its steps and its KV cache."""
+    """Metrics of a draft or target replica: its calls, its steps and its KV cache."""
 
     def __init__(self, model_name: str, *, role: str) -> None:
-        """`role` is draft or target, a label of every series."""
+        """`role`, draft or target, is a label of every series."""
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "role": role}
         self._running = self._bound(Gauge, "num_requests_running", "Calls being answered.")
@@ -224,7 +226,6 @@ class EngineMetrics:
         self._failures = Counter(
             "specdec:call_failures", "Calls that failed, by reason.", (*self._labels, "reason"), registry=self.registry
         )
-
         self._predraft_rounds = Counter(
             "specdec:predraft_rounds",
             "Answered rounds with branches, by what the next call made of them: hit, extended, miss or unasked.",
@@ -236,16 +237,16 @@ class EngineMetrics:
         self._branch_tokens = self._bound(Counter, "predraft_tokens", "Draft tokens made in branches, wanted or not.")
 
     def watch_load(self, load: Callable[[], _Load]) -> None:
-        """Reads KV usage and session count from `load` whenever metrics are scraped."""
+        """Read KV usage and session count from `load` at every scrape."""
         self.registry.register(_LoadCollector(load, self._labels))
 
     def watch_kv_tier(self, tier: KvTier) -> None:
-        """Reads the cold tier's counts and estimates whenever metrics are scraped."""
+        """Read the cold tier's counts and estimates at every scrape."""
         self.registry.register(KvTierCollector(tier, self._labels))
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Around one call: counts it as running, and by its reason if it fails."""
+        """Count a call as running inside the context, and by its reason if it fails."""
         self._running.inc()
         try:
             yield
@@ -258,26 +259,26 @@ class EngineMetrics:
     def observe_call(
         self, *, duration_s: float, num_committed_tokens: int, num_cached_tokens: int, num_draft_tokens: int
     ) -> None:
-        """A call was answered."""
+        """Record an answered call."""
         self._call_s.observe(duration_s)
         self._asked_tokens.inc(num_committed_tokens)
         self._cached_tokens.inc(num_cached_tokens)
         self._draft_tokens.inc(num_draft_tokens)
 
     def observe_step(self, *, num_sequences: int, num_tokens: int, seconds: float) -> None:
-        """A step was run, in `seconds`. Callable from any thread."""
+        """Record a step that took `seconds`. From any thread."""
         self._step_sequences.observe(num_sequences)
         self._step_tokens.observe(num_tokens)
         self._busy_s.inc(seconds)
 
     def observe_predraft(self, *, outcome: str, num_branches: int, num_wasted: int, num_tokens: int) -> None:
-        """The branches of an answered round ended. Callable from any thread.
+        """Record the end of an answered round's branches. From any thread.
 
         Args:
-            outcome: hit, extended (a hit drafted further), miss or unasked.
-            num_branches: how many there were.
-            num_wasted: how many of them no call wanted.
-            num_tokens: draft tokens they made.
+            outcome: hit, extended (a hit that was drafted further), miss or unasked.
+            num_branches: number of branches.
+            num_wasted: number of branches that no call used.
+            num_tokens: draft tokens made in the branches.
         """
         self._predraft_rounds.labels(**self._labels, outcome=outcome).inc()
         self._branches.inc(num_branches)
@@ -291,7 +292,7 @@ class EngineMetrics:
 
 
 class _LoadCollector(Collector):
-    """Gauges that are read when scraped, so that nobody has to keep them up to date."""
+    """Gauges that are read at every scrape and need no updates in between."""
 
     def __init__(self, load: Callable[[], _Load], labels: dict[str, str]) -> None:
         self._load = load
@@ -315,10 +316,10 @@ class _LoadCollector(Collector):
 
 
 def start_metrics_server(registry: CollectorRegistry, host: str, port: int) -> Callable[[], None]:
-    """Serves `/metrics` from a thread of its own; returns what stops it.
+    """Serve `/metrics` from a thread of its own; return a function that stops it.
 
     Raises:
-        Unavailable: the address cannot be listened on.
+        Unavailable: the address cannot be bound.
     """
     try:
         server, thread = start_http_server(port, addr=host or "0.0.0.0", registry=registry)

@@ -1,6 +1,6 @@
-"""Counters and histograms of what happens every round: counted in one thread without a lock, read when scraped.
+"""Counters and histograms of frequent events, updated in one thread without a lock and read when scraped.
 
-The series are those that `prometheus_client`'s own would give. Not for what several threads count. Called by `metrics`.
+The series equal those of `prometheus_client`'s own classes, which several threads may update. Called by `metrics`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CounterTally(Collector):
         registry.register(self)
 
     def labels(self, *values: str) -> Count:
-        """The series of these label values, from 0 on; look it up once."""
+        """Return the series of these label values, which starts at 0; callers keep it."""
         return self._series.setdefault(values, Count())
 
     def collect(self) -> list[Metric]:

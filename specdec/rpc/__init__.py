@@ -1,1 +1,1 @@
-"""gRPC between the services: channels, links, the wire's codec, error statuses and the server every service runs."""
+"""Calls between the services: channels, links, encoding of messages, error statuses and the server of a service."""

@@ -1,9 +1,7 @@
-"""How many fields a message may hold: counted in its bytes, before any of them is decoded.
+"""A limit on the number of fields in a message, checked on its bytes before anything is decoded.
 
-Two bytes can stand for an object of sixty, so that a message within the limit of bytes may still be millions of
-objects. Not here: that limit (gRPC's own), how many items a frame may have (`framing`), what fields say (`codec`,
-`replies`, the coordinator's validation). Called where messages are read: `interceptors` for requests, `client` for
-replies.
+Two bytes can encode an object of sixty bytes, so a message within gRPC's size limit could still become millions of
+objects. Called where messages are read: by `interceptors` for requests and by `client` for replies.
 """
 
 from __future__ import annotations
@@ -15,20 +13,20 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 
-#: Fields of a message and of all messages in it; an entry of a map is one. Logit biases are what there is most of: at
-#: nine bytes and more each, a link's frame of one megabyte stays below.
+#: Limit of the fields of a message and of all messages in it; a map entry counts as one field. Logit biases are the
+#: most numerous: they take nine bytes or more each, so a link's frame of one megabyte stays below the limit.
 MAX_FIELDS = 1 << 17
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _GROUP_START, _GROUP_END, _FIXED32 = range(6)
 
 
 def check_num_fields(content: bytes, message_type: type[Message]) -> None:
-    """Refuses a message of more than MAX_FIELDS fields. Whether it is one at all is left to protobuf's parser.
+    """Refuse a message of more than MAX_FIELDS fields. Bytes that are not a message are left to protobuf's parser.
 
     Raises:
-        DecodeError: it has more.
+        DecodeError: it has more fields.
     """
-    # A field takes two bytes or more, so that hardly any message has to be gone through.
+    # A field takes two bytes or more, so nearly all messages pass without being scanned.
     if len(content) <= 2 * MAX_FIELDS:
         return
     descriptor: Any = message_type.DESCRIPTOR
@@ -37,12 +35,12 @@ def check_num_fields(content: bytes, message_type: type[Message]) -> None:
 
 
 def _room_left(content: bytes, position: int, end: int, descriptor: Descriptor, room: int) -> int:
-    """`room` less the fields from `position` to `end`; below 0 as soon as they are too many.
+    """Return `room` less the fields from `position` to `end`; below 0 as soon as there are too many.
 
-    Stops at what is no field, as the parser does.
+    Stops at bytes that are not a field, as the parser does.
     """
     messages = _message_fields(descriptor)
-    # Keys and lengths of one byte, which nearly all are, are read in place: twice as fast.
+    # Keys and lengths of one byte, which are the usual case, are read in place, which is twice as fast.
     try:
         while position < end:
             room -= 1
@@ -69,7 +67,7 @@ def _room_left(content: bytes, position: int, end: int, descriptor: Descriptor, 
                 position += 4
             elif kind == _FIXED64:
                 position += 8
-            elif kind not in (_GROUP_START, _GROUP_END):  # what is in a group counts as if it were beside it
+            elif kind not in (_GROUP_START, _GROUP_END):  # fields in a group count like fields beside it
                 break
     except IndexError:
         pass
@@ -77,7 +75,7 @@ def _room_left(content: bytes, position: int, end: int, descriptor: Descriptor, 
 
 
 def _varint(content: bytes, position: int) -> tuple[int, int]:
-    """The number at `position` and where it ends. Raises IndexError where there is none."""
+    """Return the number at `position` and the position after it. Raises IndexError if there is none."""
     byte = content[position]
     position += 1
     value = byte & 0x7F
@@ -94,7 +92,7 @@ def _varint(content: bytes, position: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def _message_fields(descriptor: Descriptor) -> Mapping[int, Descriptor]:
-    """The fields that are messages, by number."""
+    """Return the types of the fields that are messages, by field number."""
     return {
         field.number: field.message_type
         for field in descriptor.fields

@@ -1,6 +1,6 @@
-"""The calls of one stream by their ids: those that wait for an answer, and those given up that are still owed one.
+"""The calls of one stream by id: those that wait for an answer, and cancelled ones whose answer is still to come.
 
-Not here: sending and decoding (`link_stream`, which holds one of these for each stream).
+Each `specdec.rpc.replica_stream.ReplicaStream` holds one `OpenCalls`.
 """
 
 from __future__ import annotations
@@ -13,74 +13,76 @@ from specdec.errors import Unavailable
 
 _CALL_ID_MODULUS = 1 << 32
 
-#: Answers that a peer may owe to calls given up after they were sent; one that owes more answers nobody.
+#: Limit of outstanding answers to calls that were cancelled after they were sent; a peer beyond it answers nothing.
 MAX_OWED = 4096
 
 
 @dataclass(slots=True)
 class WireStats:
-    """What calls cost on the wire, whatever became of them."""
+    """Bytes and times of calls on the wire, however the calls ended."""
 
     num_bytes: int = 0
     """Serialised request items sent and reply items received."""
     sent_s: float = 0.0
-    """When the frame of the last call that left was given to its stream, by `time.monotonic`; 0: none did."""
+    """Time at which the frame of the last sent call was given to its stream, by `time.monotonic`; 0: none was sent."""
     heard_s: float = 0.0
-    """When the frame of the last answer had been read; 0: there was none."""
+    """Time at which the frame of the last answer had been read; 0: none was received."""
 
 
 @dataclass(slots=True)
 class CallTimeout:
-    """How long a call waits for its answer."""
+    """Time limits of a call's answer."""
 
     silence_s: float
-    """Since it was asked, or since the replica last answered anybody on the stream, whichever came later."""
+    """Longest time since the call began or the replica last answered any call of the stream, whichever is later."""
     total_s: float
-    """Since it was asked, whoever is answered meanwhile."""
+    """Longest time since the call began, also if the replica answers other calls meanwhile."""
 
 
 @dataclass(slots=True)
 class PendingCall:
-    """A call that somebody waits for."""
+    """A call whose caller waits."""
 
     request: Any
     item: bytes
-    """The request, encoded."""
+    """The encoded request."""
     wire: WireStats
     answer: asyncio.Future[Any]
-    asked_at: float
-    """By the event loop's clock."""
+    started_at: float
+    """Time at which the call began, by the event loop's clock."""
     timer: asyncio.TimerHandle | None = None
-    """Of the caller's patience."""
+    """Timer of the call's `CallTimeout`."""
     is_given_more: bool = False
-    """Because the event loop stood still while it waited."""
+    """Set once the timeout was extended because the event loop stalled while the call waited."""
     is_sent: bool = False
     is_answered: bool = False
 
 
 class UnexpectedReply(Exception):
-    """The peer answered a call that nobody asked, or one for the second time."""
+    """The peer answered a call that was never made, or answered a call twice."""
 
 
 class OpenCalls:
-    """Use from one event loop."""
+    """The bookkeeping of one stream's call ids. Use from one event loop."""
 
     def __init__(self) -> None:
         self._pending: dict[int, PendingCall] = {}
         self._owed: set[int] = set()
+        """Ids of cancelled calls that were sent and not answered yet."""
         self._next_id = 0
 
     @property
     def owes_too_many(self) -> bool:
+        """Return whether the peer leaves more calls unanswered than is allowed."""
         return len(self._owed) > MAX_OWED
 
     @property
     def oldest(self) -> PendingCall | None:
-        """The call that has waited longest."""
+        """The call that has waited longest, or None."""
         return next(iter(self._pending.values()), None)
 
     def next_id(self) -> int:
-        """An id that no answer may still come for."""
+        """Return an id for which no answer can still arrive."""
         while True:
             self._next_id = (self._next_id + 1) % _CALL_ID_MODULUS
             if self._next_id not in self._pending and self._next_id not in self._owed:
@@ -90,28 +92,28 @@ class OpenCalls:
         self._pending[call_id] = call
 
     def forget(self, call_id: int) -> None:
-        """Nobody waits any more. Unsent, the call never leaves; sent, its answer is dropped on arrival. Idempotent."""
+        """Note that the caller no longer waits: an unsent call is never sent, a late answer is dropped. Idempotent."""
         call = self._pending.pop(call_id, None)
         if call is not None and call.is_sent and not call.is_answered:
             self._owed.add(call_id)
 
     def take(self, call_id: int) -> PendingCall | None:
-        """The call that an answer is for; None where it was given up.
+        """Return the call that an answer belongs to, or None if the call was cancelled.
 
         Raises:
-            UnexpectedReply: there is no such call, or it has been answered before.
+            UnexpectedReply: the call does not exist, or it has been answered before.
         """
         call = self._pending.get(call_id)
         if call is None or call.is_answered:
             if call_id not in self._owed:
-                raise UnexpectedReply(f"answered call {call_id}, which nobody waits for")
+                raise UnexpectedReply(f"answered call {call_id}, which is not waiting for an answer")
             self._owed.discard(call_id)
             return None
         call.is_answered = True
         return None if call.answer.done() else call
 
     def fail_all(self, reason: str) -> None:
-        """Ends every call with Unavailable."""
+        """End every call with Unavailable."""
         for call in self._pending.values():
             if not call.answer.done():
                 call.answer.set_exception(Unavailable(reason))

@@ -1,35 +1,61 @@
-"""How an address is dialled and how a port is opened: in plaintext, everywhere.
+"""Channels and ports: every address is dialled and bound here, in plaintext.
 
-The one place that decides it, so that credentials have one place to come to. Not here: what a connection is tuned for
-(the options of each caller), what is served or asked on it. Called by links, the server, the client SDK and the
-command line.
+Every connection of the product goes through these functions, so transport security has one place. Called by links, the
+server, the client and the command line; it loads gRPC and nothing heavier.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from typing import Any
 
 import grpc
+
+from specdec.errors import Unavailable
+from specdec.settings.addresses import split_address
 
 Options = Sequence[tuple[str, Any]]
 """gRPC channel arguments: name and value."""
 
 
 def dial(address: str, options: Options = ()) -> grpc.aio.Channel:
-    """A channel for the running event loop; it connects at the first call. `address` is HOST:PORT or a gRPC target."""
+    """Return a channel for the running event loop; it connects at the first call.
+
+    Args:
+        address: HOST:PORT or a gRPC target.
+        options: channel arguments of the caller.
+    """
     return grpc.aio.insecure_channel(address, options=options)
 
 
 def dial_blocking(address: str, options: Options = ()) -> grpc.Channel:
-    """As `dial`, for threads."""
+    """Return a channel for threads; otherwise as `dial`."""
     return grpc.insecure_channel(address, options=options)
 
 
 def open_port(server: grpc.aio.Server, address: str) -> int:
-    """Lets a server that has not started listen on HOST:PORT; returns the port, which is a free one for port 0.
+    """Bind HOST:PORT for a server that has not started; return the port, which is a free one for port 0.
 
     Raises:
-        RuntimeError: it cannot.
+        RuntimeError: the port cannot be bound.
     """
     return server.add_insecure_port(address)
+
+
+def require_free(address: str) -> None:
+    """Check that `address` can be bound, before work that takes long.
+
+    Raises:
+        Unavailable: it cannot; the message states the reason.
+    """
+    host, port = split_address(address)
+    try:
+        resolved = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, where = resolved[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As gRPC binds: connections of a previous process in TIME_WAIT do not count.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except OSError as error:
+        raise Unavailable(f"cannot listen on {address}: {error.strerror or error}") from error

@@ -1,8 +1,8 @@
-"""Requests of both links and the replicas' identity: protobuf messages <-> the dataclasses of `specdec.types`.
+"""Requests of both links and replica descriptions: protobuf messages <-> the dataclasses of `specdec.types`.
 
-The coordinator's link (`client`) encodes a request here; the replica's `servicer` decodes it here and hands it on. What
-arrives is checked against the replica's limits: InvalidRequest names the field. Not here: replies (`replies`), streams
-(`link_stream`, `frames`), statuses (`status`).
+The coordinator's link (`client`) encodes a request here; the replica's `servicer` decodes it here and hands it on.
+Received values are checked against the replica's limits; InvalidRequest names the field. Replies are in `proposals` and
+`verifications`.
 
 Wire format: protos/specdec/v1/{common,draft,target}.proto. Numbers in `bytes` fields are little-endian.
 """
@@ -21,6 +21,7 @@ from specdec.rpc.arrays import ReceivedIds, decode_supports, encode_supports, fr
 from specdec.rpc.rounds import decode_round, encode_round, require, require_context
 from specdec.types import (
     MAX_SCORED_TOKENS,
+    WIRE_NAMES,
     EngineInfo,
     LocalDraft,
     ProposeRequest,
@@ -35,14 +36,15 @@ _MAX_LOGPROBS = 1024
 
 
 def encode_propose_request(request: ProposeRequest, call_id: int) -> draft_pb2.ProposeRequest:
-    """One item of a ProposeFrame."""
+    """Return one item of a ProposeFrame."""
     message = draft_pb2.ProposeRequest(call_id=call_id, gamma=request.gamma)
     encode_round(request.position, message.round)
     return message
 
 
 def decode_propose_request(message: draft_pb2.ProposeRequest, limits: EngineInfo) -> ProposeRequest:
-    """Reads and checks one item against the replica's vocabulary and gamma; where its context ends, the draft ends.
+    """Read an item and check it against the replica's vocabulary and gamma. A draft ends at the context's end, so its
+    length is not checked against the context.
 
     Raises:
         InvalidRequest: naming the field and its limit.
@@ -53,14 +55,14 @@ def decode_propose_request(message: draft_pb2.ProposeRequest, limits: EngineInfo
 
 
 def encode_score_request(request: ScoreRequest) -> common_pb2.ScoreRequest:
-    """A message of its own."""
+    """Return the message of a Score call."""
     message = common_pb2.ScoreRequest(token_ids=request.token_ids.tolist(), local_pool=request.local_pool)
     encode_round(request.position, message.round)
     return message
 
 
 def decode_score_request(message: common_pb2.ScoreRequest, limits: EngineInfo) -> ScoreRequest:
-    """Reads it and checks it against the replica's vocabulary; its engine checks the rest.
+    """Read a Score call and check it against the replica's vocabulary; the engine checks the other limits.
 
     Raises:
         InvalidRequest: naming the field and its limit.
@@ -71,7 +73,7 @@ def decode_score_request(message: common_pb2.ScoreRequest, limits: EngineInfo) -
 
 
 def encode_score(score: Score) -> common_pb2.ScoreResponse:
-    """The answer to one."""
+    """Return the answer to a Score call."""
     return common_pb2.ScoreResponse(
         q=to_bytes([np.array(score.q)], "<f4"),
         forward_s=score.forward_s,
@@ -81,26 +83,26 @@ def encode_score(score: Score) -> common_pb2.ScoreResponse:
 
 
 def decode_score(message: common_pb2.ScoreResponse, num_scored: int) -> Score:
-    """The inverse. Raises ValueError: it does not answer a request for so many tokens."""
+    """Return the score in an answer. Raises ValueError if it does not fit a request for `num_scored` tokens."""
     lengths = tuple(message.round_lengths)
     if lengths and (
         len(lengths) != num_scored or any(length > num_scored - start for start, length in enumerate(lengths))
     ):
-        raise ValueError("rounds that do not fit the scored tokens")
+        raise ValueError(f"round_lengths {list(lengths)} do not fit {num_scored} scored tokens")
     q = from_bytes(message.q, "<f4", sum(lengths) if lengths else num_scored, "q")
     if not (np.all((q >= 0.0) & (q <= 1.0)) and 0.0 <= message.step_s < inf and 0.0 <= message.forward_s < inf):
-        raise ValueError("q outside 0..1, or a time that is none")
+        raise ValueError("q is outside 0..1, or a time is negative or not finite")
     return Score(tuple(q.tolist()), message.forward_s, message.step_s, lengths)
 
 
 def encode_verify_request(request: VerifyRequest, call_id: int) -> target_pb2.VerifyRequest:
-    """One item of a VerifyFrame."""
+    """Return one item of a VerifyFrame."""
     message = target_pb2.VerifyRequest(
         call_id=call_id, draft_token_ids=request.draft_token_ids.tolist(), num_logprobs=request.num_logprobs
     )
     encode_round(request.position, message.round)
     if request.support_ids:
-        # As the draft's reply brought them, where they came in one.
+        # Supports from a draft's reply are sent on in the message that they came in.
         received = request.support_ids.message if isinstance(request.support_ids, ReceivedIds) else None
         message.supports.CopyFrom(received or encode_supports(request.support_ids))
     if request.local_draft is not None:
@@ -109,7 +111,7 @@ def encode_verify_request(request: VerifyRequest, call_id: int) -> target_pb2.Ve
 
 
 def decode_verify_request(message: target_pb2.VerifyRequest, limits: EngineInfo) -> VerifyRequest:
-    """Reads and checks one item against the replica's vocabulary, context and gamma.
+    """Read an item and check it against the replica's vocabulary, context and gamma.
 
     Raises:
         InvalidRequest: naming the field and its limit.
@@ -141,25 +143,27 @@ def decode_verify_request(message: target_pb2.VerifyRequest, limits: EngineInfo)
 
 
 def _decode_local(message: target_pb2.VerifyRequest) -> LocalDraft | None:
-    """What to draft with; a gamma above the replica's limit is cut there, not refused."""
+    """Return the local draft that a request asks for. The engine cuts a gamma above the replica's limit."""
     if not message.HasField("local_draft"):
         return None
     pool, gamma = message.local_draft.pool, message.local_draft.gamma
     require(gamma >= 1, "local_draft.gamma", "must be at least 1")
-    require(not message.draft_token_ids, "local_draft", "goes without draft_token_ids")
+    require(not message.draft_token_ids, "local_draft", "cannot be combined with draft_token_ids")
     return LocalDraft(pool, gamma)
 
 
 def encode_engine_info(engine_info: EngineInfo) -> common_pb2.EngineInfo:
-    """Field by field: the names are the same on both sides."""
-    return common_pb2.EngineInfo(**{name: getattr(engine_info, name) for name in _ENGINE_INFO_FIELDS})
+    """Return the message, field by field."""
+    return common_pb2.EngineInfo(
+        **{wire_name: getattr(engine_info, name) for name, wire_name in _ENGINE_INFO_FIELDS.items()}
+    )
 
 
 def decode_engine_info(message: common_pb2.EngineInfo) -> EngineInfo:
-    """The inverse of `encode_engine_info`."""
-    values: dict[str, Any] = {name: getattr(message, name) for name in _ENGINE_INFO_FIELDS}
+    """Return the description that a message holds."""
+    values: dict[str, Any] = {name: getattr(message, wire_name) for name, wire_name in _ENGINE_INFO_FIELDS.items()}
     lists = {name: tuple(values[name]) for name in ("eos_token_ids", "local_drafts", "local_gammas")}
     return EngineInfo(**{**values, **lists})
 
 
-_ENGINE_INFO_FIELDS = tuple(EngineInfo.__dataclass_fields__)
+_ENGINE_INFO_FIELDS = {name: WIRE_NAMES.get(name, name) for name in EngineInfo.__dataclass_fields__}

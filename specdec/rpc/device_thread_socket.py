@@ -1,9 +1,10 @@
-"""A replica's second lane, which the device's own thread reads: no other one is woken for a call, or for its answer.
+"""A replica's second Unix socket, which the engine's device thread reads: a call and its answer wake no other thread.
 
-Callers are taken, and hung up on, by the service's own event loop, and spoken with in the device thread's, which stands
-still while a step runs: what comes meanwhile would wait for the device anyhow. One that hangs stands still for long, so
-that its callers are hung up on, and find out over the other lane what is wrong. Not here: when a caller uses it
-(`client`), what a lane does (`lane_server`). Used by `servicer`.
+The service's event loop accepts and aborts connections; the device thread's event loop reads and writes them. That loop
+stands still while a step runs, which delays nothing, because a call that arrives meanwhile would wait for the device
+anyway. While the device hangs, the socket is closed and its callers are disconnected, so that they learn the reason
+over the other socket. `specdec.rpc.transport_selector` decides when a caller uses it; connections are served by
+`specdec.rpc.unix_socket_server`. Opened by `servicer`.
 """
 
 from __future__ import annotations
@@ -13,66 +14,84 @@ import concurrent.futures
 import contextlib
 import logging
 import socket
+from typing import Protocol, runtime_checkable
 
 from specdec.engine_api import Engine
-from specdec.rpc.unix_socket_server import MAX_UNIX_SOCKETS, UnixSocketConnection, UnixSocketHost
+from specdec.rpc.unix_socket_server import MAX_CONNECTIONS, UnixSocketConnection, UnixSocketHost
 from specdec.rpc.unix_sockets import new_name, socket_path
 
-#: Between two looks at whether the device hangs.
-LOOK_S = 0.25
+#: Interval of the checks whether the device hangs.
+CHECK_INTERVAL_S = 0.25
 
 _log = logging.getLogger(__name__)
 
 
+@runtime_checkable
+class DeviceThreadEngine(Protocol):
+    """An engine whose device thread can take calls in an event loop of its own."""
+
+    def share_event_loop(self) -> asyncio.AbstractEventLoop | None:
+        """Return the event loop of the device thread, or None if calls cannot be made in it.
+
+        It stands still while a step runs, and is closed when the engine is closed.
+        """
+        ...
+
+
 class DeviceThreadSocket:
-    """The lane of a device thread, under another name after each hang. Use from the service's event loop."""
+    """The socket of a device thread; it has another name after each hang. Use from the service's event loop."""
 
     def __init__(self, engine: Engine, device_loop: asyncio.AbstractEventLoop, host: UnixSocketHost) -> None:
-        """`device_loop`: of the engine's device thread; `host`: of its lanes."""
+        """
+        Args:
+            engine: tells whether its device hangs, and when it ends.
+            device_loop: the event loop of the engine's device thread.
+            host: shared state of the connections in that loop.
+        """
         self._engine = engine
         self._device_loop = device_loop
         self._host = host
         self.name = ""
-        """As it is told; "" while there is none."""
-        self._taker: asyncio.Task[None] | None = None
-        self._follower: asyncio.Task[None] | None = None
-        self._callers: dict[socket.socket, concurrent.futures.Future[None]] = {}
-        """By their sockets: done when one is gone, or hung up on."""
+        """The socket's name; "" while none is open."""
+        self._accepting: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._connections: dict[socket.socket, concurrent.futures.Future[None]] = {}
+        """Future per connection, done once the connection has ended or was aborted."""
         self._is_closing = False
         self._has_failed = False
 
     def open(self) -> None:
-        """Takes callers until `close`, but for times in which the device hangs."""
+        """Accept connections until `close`, except while the device hangs."""
         self._listen()
-        self._follower = asyncio.create_task(self._follow(), name="device lane")
+        self._watching = asyncio.create_task(self._watch_device(), name="device-thread socket")
 
     async def close(self, grace_s: float) -> None:
-        """Takes no more callers, gives those of a draining service so long to end, hangs up on the rest. Idempotent."""
+        """Accept no more connections, give open ones of a draining service `grace_s`, abort the others. Idempotent."""
         self._is_closing = True
         self._stop_listening()
-        callers = [asyncio.wrap_future(gone) for gone in list(self._callers.values())]
-        if callers and grace_s > 0.0:
-            await asyncio.wait(callers, timeout=grace_s)
-        if self._follower is not None:
-            self._follower.cancel()
-        self._hang_up()
+        open_ones = [asyncio.wrap_future(ended) for ended in list(self._connections.values())]
+        if open_ones and grace_s > 0.0:
+            await asyncio.wait(open_ones, timeout=grace_s)
+        if self._watching is not None:
+            self._watching.cancel()
+        self._abort_connections()
 
-    async def _follow(self) -> None:
-        """There is a lane while the device moves."""
+    async def _watch_device(self) -> None:
+        """Keep the socket open while the device works, and closed while it hangs."""
         ended = asyncio.create_task(self._engine.wait_ended())
         try:
             while not ended.done():
-                await asyncio.wait({ended}, timeout=LOOK_S)
+                await asyncio.wait({ended}, timeout=CHECK_INTERVAL_S)
                 if ended.done() or self._engine.is_stalled:
                     self._stop_listening()
-                    self._hang_up()
+                    self._abort_connections()
                 elif not (self.name or self._is_closing):
                     self._listen()
         finally:
             ended.cancel()
             await asyncio.wait({ended})
             if not ended.cancelled():
-                ended.exception()  # somebody else's to tell
+                ended.exception()  # `specdec.service.lifecycle` reports it
 
     def _listen(self) -> None:
         name = new_name()
@@ -81,59 +100,60 @@ class DeviceThreadSocket:
         try:
             listener = _listener(name)
         except OSError as error:
-            self._note_failure(error)
+            self._log_failure(error)
             return
         self.name = name
-        self._taker = asyncio.create_task(self._take_callers(listener))
+        self._accepting = asyncio.create_task(self._accept(listener))
 
     def _stop_listening(self) -> None:
-        """Who waits to be taken is hung up on."""
+        """Close the listening socket; connections that were not accepted yet are closed with it."""
         self.name = ""
-        if self._taker is not None:
-            self._taker.cancel()
+        if self._accepting is not None:
+            self._accepting.cancel()
 
-    async def _take_callers(self, listener: socket.socket) -> None:
+    async def _accept(self, listener: socket.socket) -> None:
         with listener:
             try:
                 while True:
-                    caller, _ = await asyncio.get_running_loop().sock_accept(listener)
-                    self._take(caller)
+                    connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+                    self._hand_over(connection)
             except OSError as error:
-                self.name = ""  # until the next look
-                self._note_failure(error)
+                self.name = ""  # `_watch_device` opens another one
+                self._log_failure(error)
 
-    def _note_failure(self, error: OSError) -> None:
+    def _log_failure(self, error: OSError) -> None:
         if not self._has_failed:
             self._has_failed = True
-            _log.warning("no device lane: %s", error)
+            _log.warning("cannot open the device-thread socket: %s", error)
 
-    def _take(self, caller: socket.socket) -> None:
-        if len(self._callers) >= MAX_UNIX_SOCKETS:
-            caller.close()
+    def _hand_over(self, connection: socket.socket) -> None:
+        """Let the device thread's event loop serve a connection."""
+        if len(self._connections) >= MAX_CONNECTIONS:
+            connection.close()
             return
-        gone: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._callers[caller] = gone
-        gone.add_done_callback(lambda _: self._callers.pop(caller, None))
+        ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._connections[connection] = ended
+        ended.add_done_callback(lambda _: self._connections.pop(connection, None))
 
-        def speak() -> UnixSocketConnection:
-            lane = UnixSocketConnection(self._host)
-            lane.over.add_done_callback(lambda _: _note_gone(gone))
-            return lane
+        def serve() -> UnixSocketConnection:
+            served = UnixSocketConnection(self._host)
+            served.over.add_done_callback(lambda _: _set_done(ended))
+            return served
 
-        speaking = self._device_loop.connect_accepted_socket(speak, caller)
+        serving = self._device_loop.connect_accepted_socket(serve, connection)
         try:
-            asyncio.run_coroutine_threadsafe(speaking, self._device_loop)
-        except RuntimeError:  # the device's thread has ended
-            speaking.close()
-            caller.close()
-            _note_gone(gone)
+            asyncio.run_coroutine_threadsafe(serving, self._device_loop)
+        except RuntimeError:  # the device thread has ended
+            serving.close()
+            connection.close()
+            _set_done(ended)
 
-    def _hang_up(self) -> None:
-        """From here, whatever the device's thread does; it finds its ends closed."""
-        for caller, gone in list(self._callers.items()):
-            with contextlib.suppress(OSError):  # the other end was quicker
-                caller.shutdown(socket.SHUT_RDWR)
-            _note_gone(gone)
+    def _abort_connections(self) -> None:
+        """Shut the sockets down from this thread, even if the device thread hangs; it then finds them closed."""
+        for connection, ended in list(self._connections.items()):
+            with contextlib.suppress(OSError):  # the other end has closed it already
+                connection.shutdown(socket.SHUT_RDWR)
+            _set_done(ended)
 
 
 def _listener(name: str) -> socket.socket:
@@ -147,6 +167,6 @@ def _listener(name: str) -> socket.socket:
     return listener
 
 
-def _note_gone(gone: concurrent.futures.Future[None]) -> None:
-    with contextlib.suppress(concurrent.futures.InvalidStateError):  # both threads may see it
-        gone.set_result(None)
+def _set_done(ended: concurrent.futures.Future[None]) -> None:
+    with contextlib.suppress(concurrent.futures.InvalidStateError):  # both threads may set it
+        ended.set_result(None)

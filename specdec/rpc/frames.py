@@ -1,9 +1,9 @@
 """The replica's end of a link: answers the items of bidirectional frame streams.
 
-Every item runs in its own task, so a slow session never holds up another; replies that are ready in the same turn of
-the event loop share a frame. An item that fails becomes an `ItemStatus`, never the end of the stream. From here an item
-goes to `specdec.rpc.servicer`, and its reply, in a frame, to the coordinator's link (`specdec.rpc.client`). Not here:
-what an item means (the servicers). Called by the draft and target servicers.
+Every item runs in its own task, so a slow session does not delay another; replies that are ready in the same turn of
+the event loop share a frame. An item that fails is answered with an `ItemStatus` and does not end the stream. From here
+an item goes to `specdec.rpc.servicer`, and its reply returns in a frame to the coordinator's link
+(`specdec.rpc.client`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from specdec.rpc.framing import FRAME_BYTES, MAX_FRAME_ITEMS
 from specdec.rpc.interceptors import internal_error, new_request_id
 from specdec.rpc.stages import note_sent
 
-#: Items of one stream that are in work or whose reply waits to be written; beyond, the peer is not read until one left.
+#: Limit of a stream's items in work or with an unwritten reply. At the limit the peer is not read until one has left.
 MAX_OPEN_ITEMS = 4096
 
-#: Items of a frame that begin in one turn of the event loop, which other streams wait for.
+#: Number of a frame's items that start in one turn of the event loop; other streams wait for the end of the turn.
 _ITEMS_A_TURN = 128
 
 
 class FrameServer:
-    """Answers items on any number of streams of one service: gRPC's, on the service's event loop, and lanes'."""
+    """Answers the items of any number of streams of one service, over gRPC and over Unix sockets."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class FrameServer:
     ) -> None:
         """
         Args:
-            items_of: the request items of a frame.
-            answer: turns a request item, and when its frame had been read by `time.monotonic`, into a reply item;
-                raises SpecdecError for the item alone.
-            reply_type: builds a reply item from `call_id` and `status`, for items that failed.
+            items_of: returns the request items of a frame.
+            answer: turns a request item and the time at which its frame had been read (`time.monotonic`) into a reply
+                item; raises SpecdecError for the item alone.
+            reply_type: builds a reply item from `call_id` and `status`, for an item that failed.
             frame_of: packs reply items into a frame.
         """
         self._items_of = items_of
@@ -55,9 +55,9 @@ class FrameServer:
         self.draining = False
 
     async def serve(self, frames: AsyncIterator[Any], write: Callable[[Any], Awaitable[None]]) -> None:
-        """Serves one stream until the caller half-closes it or the service drains, all that is in flight answered.
+        """Serve one stream until the caller half-closes it or the service drains, and every item is answered.
 
-        Cancelling it (the peer is gone) cancels what is in flight.
+        Cancelling this coroutine, as gRPC does when the peer is gone, cancels the items in flight.
 
         Raises:
             InvalidRequest: a frame of more than MAX_FRAME_ITEMS items.
@@ -70,28 +70,28 @@ class FrameServer:
             self.forget_drain(stream.wake.set)
 
     def watch_drain(self, tell: Callable[[], None]) -> None:
-        """`tell` is called, on the service's event loop, when the service begins to drain."""
+        """Call `tell` on the service's event loop when the service begins to drain."""
         self._drain_watchers.add(tell)
 
     def forget_drain(self, tell: Callable[[], None]) -> None:
-        """Idempotent."""
+        """Undo `watch_drain`. Idempotent."""
         self._drain_watchers.discard(tell)
 
     def drain(self) -> None:
-        """Refuses new items with DRAINING and ends every stream once its items in flight are answered. Idempotent."""
+        """Refuse new items with DRAINING and end every stream once its items in flight are answered. Idempotent."""
         self.draining = True
         for wake in list(self._drain_watchers):
             wake()
 
     async def reply_to(self, item: Any, received_s: float) -> Any:
-        """Answers one item; an error becomes its status."""
+        """Answer one item; an error becomes the status of its reply."""
         with bind(session_id=item.round.session_id, epoch=item.round.epoch, round_id=item.round.round_id):
             try:
                 if self.draining:
                     raise Unavailable("the replica is draining", reason="DRAINING")
                 return await self._answer(item, received_s)
             except SpecdecError as error:
-                failure = error.with_traceback(None)  # its frames hold the item, and this one holds it: a cycle
+                failure = error.with_traceback(None)  # it holds this frame, which holds the error
             except Exception as error:
                 failure = internal_error(error, new_request_id())
         return self._reply_type(call_id=item.call_id, status=status.to_item_status(failure))
@@ -104,7 +104,7 @@ class FrameServer:
 
 
 class _ServedStream:
-    """One stream: a reading task, a task per item, and the writing that `run` does itself."""
+    """One stream: a task that reads, a task per item, and `run`, which writes."""
 
     def __init__(
         self, server: FrameServer, frames: AsyncIterator[Any], write: Callable[[Any], Awaitable[None]]
@@ -114,7 +114,7 @@ class _ServedStream:
         self._write = write
         self._in_flight: set[asyncio.Task[None]] = set()
         self._replies: deque[tuple[Any, float]] = deque()
-        """With the time at which the frame of their item had been read."""
+        """Reply items, each with the time at which the frame of its request had been read."""
         self._room = asyncio.Semaphore(MAX_OPEN_ITEMS)
         self._half_closed = False
         self.wake = asyncio.Event()
@@ -137,7 +137,7 @@ class _ServedStream:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            del reader, tasks  # what they raised has this frame in its traceback, and the frame them
+            del reader, tasks  # their exceptions hold this frame, which holds them: a cycle
 
     def _finished(self) -> bool:
         return (self._half_closed or self._server.draining) and not self._in_flight and not self._replies
@@ -152,7 +152,7 @@ class _ServedStream:
                 for index, item in enumerate(items, 1):
                     if index % _ITEMS_A_TURN == 0:
                         await asyncio.sleep(0)
-                    await self._room.acquire()  # a peer that asks without end fills its own buffers, not ours
+                    await self._room.acquire()  # a peer that sends without limit fills its own buffers
                     task = asyncio.create_task(self._reply(item, received_s))
                     self._in_flight.add(task)
                     task.add_done_callback(self._settle)
@@ -170,7 +170,7 @@ class _ServedStream:
 
 
 def take_replies(waiting: deque[tuple[Any, float]]) -> list[Any]:
-    """Takes the replies of the next frame from those that wait, each with the time at which its item had been read."""
+    """Take the replies of the next frame from the waiting ones, which stand beside the time their request was read."""
     now_s = time.monotonic()
     replies: list[Any] = []
     size = 0

@@ -1,8 +1,7 @@
-"""Frames as bytes: an item is encoded and measured once, and a frame is put together of items without another copy.
+"""Frames as bytes: each item is encoded once, and a frame is joined from encoded items.
 
-A frame message (protos/specdec/v1/{draft,target}.proto) is one repeated field of items, number 1, so that its bytes are
-those of its items, each behind a tag and its length. Not here: what an item says (`codec`, `replies`). Called by links;
-both ends keep to MAX_FRAME_ITEMS and FRAME_BYTES.
+A frame message (protos/specdec/v1/{draft,target}.proto) has one repeated field of items, number 1, so its bytes are
+those of its items, each after a tag and its length. Both ends keep to MAX_FRAME_ITEMS and FRAME_BYTES.
 """
 
 from __future__ import annotations
@@ -10,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-#: Items of a frame. What is beyond waits for the next one; a longer frame is refused before its items are looked at.
+#: Limit of items in a frame. Further items wait for the next frame; a longer frame is refused before its items are
+#: read.
 MAX_FRAME_ITEMS = 1024
 
-#: A frame stops taking items at this size, so that one big item never drags the others past the peer's limit.
+#: Size at which a frame takes no more items, so that one big item does not push the others over the peer's limit.
 FRAME_BYTES = 1 << 20
 
 #: Field 1, length-delimited.
@@ -21,13 +21,13 @@ _ITEM_TAG = 0x0A
 
 
 def join_items(items: Sequence[bytes]) -> bytes:
-    """The frame of these items."""
+    """Return the frame of these items."""
     return b"".join([part for item in items for part in (_header(len(item)), item)])
 
 
 @lru_cache(maxsize=4096)
 def _header(length: int) -> bytes:
-    """Tag and length: seven bits a byte, the lowest first, the high bit where more follow."""
+    """Return tag and length: seven bits a byte, lowest first; the high bit marks that more bytes follow."""
     header = bytearray([_ITEM_TAG])
     while length > 0x7F:
         header.append(0x80 | length & 0x7F)
@@ -37,7 +37,7 @@ def _header(length: int) -> bytes:
 
 
 def split_items(frame: bytes) -> list[bytes] | None:
-    """The items of a frame; None where it is not items alone: then protobuf's own parser says what it is."""
+    """Return the items of a frame, or None if it has other parts too; protobuf's own parser reads it then."""
     items = []
     position, end = 0, len(frame)
     while position < end:

@@ -1,9 +1,9 @@
-"""Which model a stream is meant for, and which process answers it: stated once a stream, in both directions' metadata.
+"""The handshake of a stream: which model it is meant for, and which process answers it.
 
-A stream lives and dies with one process, and a process serves one model, so that what is agreed on when a stream opens
-holds for every call on it: the replica refuses a stream that was meant for another model before it reads a call, and
-the link takes no answer from a replica that did not say that it serves the model meant. Not here: what a caller does
-about it (`link_stream` fails the calls, the coordinator looks again). Called by links and by the replicas' servicers.
+Both sides state it once per stream, in gRPC metadata or in the first message on a Unix socket. A stream ends with its
+process, and a process serves one model, so the handshake holds for every call on the stream. The replica refuses a
+stream that is meant for another model before it reads a call; the link takes no answer from a replica that did not
+state the model that was meant.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from specdec.errors import Unavailable
 from specdec.types import EngineInfo
 
 MODEL_KEY = "specdec-model"
-"""A model's fingerprint: the one meant, and the one that answers."""
+"""Fingerprint of the model that is meant, or of the one that answers."""
 INCARNATION_KEY = "specdec-incarnation"
-"""Of the process that answers."""
+"""Incarnation of the process that answers."""
 
-#: More of a name is not told to anybody.
+#: Longest part of a received fingerprint that is repeated in a message.
 _MAX_NAME_CHARACTERS = 128
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
 
 def meant_for(model: str) -> tuple[tuple[str, str], ...]:
-    """What a caller says when it opens a stream. An empty fingerprint means whichever model is there."""
+    """Return the caller's metadata of a stream; an empty fingerprint accepts any model."""
     return ((MODEL_KEY, model),) if model else ()
 
 
 async def shake_hands_with_caller(context: Any, info: EngineInfo) -> None:
-    """The replica's side: says who it is, unless another model is meant.
+    """Send the replica's metadata to a caller that means this model.
 
     Raises:
         Unavailable: the stream is meant for another model.
@@ -43,21 +43,23 @@ async def shake_hands_with_caller(context: Any, info: EngineInfo) -> None:
 
 
 def require_meant(model: str, info: EngineInfo) -> None:
-    """Raises Unavailable: a caller means another model."""
+    """Raise Unavailable if a caller means another model."""
     meant = model[:_MAX_NAME_CHARACTERS]
     if meant and meant != info.model_fingerprint:
-        raise Unavailable(f"replica {info.replica_id} serves model {info.model_fingerprint}, {meant} was meant")
+        raise Unavailable(
+            f"replica {info.replica_id} serves model {info.model_fingerprint}, the call is meant for model {meant}"
+        )
 
 
 def check_answering(metadata: Metadata | None, model: str) -> str:
-    """The link's side: returns the incarnation of the process that answers a stream.
+    """Return the incarnation of the process that answers a stream, from its metadata.
 
     Raises:
-        Unavailable: a model is meant, and it is not that which answers.
+        Unavailable: `model` is not "" and another model answers.
     """
     answering = _value(metadata, MODEL_KEY)
     if model and answering != model:
-        raise Unavailable(f"model {answering or 'of no name'} answers, {model} was meant")
+        raise Unavailable(f"model {answering or '(not stated)'} answers, the call is meant for model {model}")
     return _value(metadata, INCARNATION_KEY)
 
 

@@ -1,9 +1,9 @@
-"""The one place where an exception becomes a gRPC status.
+"""The interceptor that turns a handler's exception into a gRPC status.
 
-A `SpecdecError` keeps its code, reason and details; anything else becomes INTERNAL with a request id, and its traceback
-goes to the log under that id. Requests are read here too: bytes that are no message are INVALID_ARGUMENT, and a line in
-the log, but one a second for each peer. Cancellation passes through untouched. Not here: errors of single items in a
-frame (`frames`). Installed by `server`.
+A `SpecdecError` keeps its code, reason and details. Any other exception becomes INTERNAL with a request id, and its
+traceback is logged under that id. Requests are parsed here too: malformed bytes become INVALID_ARGUMENT and are logged,
+at most once a second per peer. Cancellation passes through unchanged. Errors of single items in a frame are handled by
+`frames`. Installed by `server`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from specdec.rpc.bounds import check_num_fields
 
 _log = logging.getLogger(__name__)
 
-#: Metadata key under which a caller may name its request in our logs.
+#: Metadata key with which a caller may set the request id of the logs.
 REQUEST_ID_KEY = "x-request-id"
 
-#: Between two lines in the log about a peer whose messages are none.
-COMPLAINT_INTERVAL_S = 1.0
+#: Shortest interval between two log lines about the malformed messages of one peer.
+LOG_INTERVAL_S = 1.0
 
 _MAX_REQUEST_ID_CHARACTERS = 128
 
@@ -47,43 +47,43 @@ _FACTORIES = {
 
 
 def internal_error(error: BaseException, request_id: str) -> Internal:
-    """Logs an unexpected error with its traceback and returns what the caller may know of it."""
+    """Log an unexpected error with its traceback and return an error for the caller that names only the request id."""
     _log.error("unexpected %s", type(error).__name__, exc_info=error, extra={"failed_request_id": request_id})
     error.__traceback__ = None  # as in `_abort`
-    return Internal(f"internal error; the log has it under request id {request_id}")
+    return Internal(f"internal error; see the server's log for request id {request_id}")
 
 
 class _Malformed(InvalidRequest):
-    """What came is no message of the call's type."""
+    """The received bytes are not a message of the call's type."""
 
 
-class _Complaints:
-    """The log's lines about malformed messages: one a second for each peer, whatever its connections."""
+class _MalformedLog:
+    """Logs malformed messages, at most once a second per peer host."""
 
     def __init__(self) -> None:
         self._last_s: dict[str, float] = {}
 
     def note(self, peer: str, error: _Malformed) -> None:
-        """`peer` as gRPC writes it, with the port."""
+        """Log an error, unless the same host's last log line is too recent; `peer` is gRPC's text, with the port."""
         host, now_s = peer.rpartition(":")[0], time.monotonic()
-        if now_s - self._last_s.get(host, float("-inf")) < COMPLAINT_INTERVAL_S:
+        if now_s - self._last_s.get(host, float("-inf")) < LOG_INTERVAL_S:
             return
         if len(self._last_s) >= _MAX_REMEMBERED_PEERS:
             self._last_s.clear()
         self._last_s[host] = now_s
-        _log.warning("refused a message of %s: %s", peer, error)
+        _log.warning("refused a message from %s: %s", peer, error)
 
 
-_complaints = _Complaints()
+_malformed_log = _MalformedLog()
 
 
 def new_request_id() -> str:
-    """A fresh id for matching an answer with the log."""
+    """Return a new id that links an error answer with the log."""
     return uuid.uuid4().hex
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps what a handler raises to a status, for coroutine and async generator handlers of every kind."""
+    """Maps the exceptions of coroutine and async generator handlers to statuses."""
 
     async def intercept_service(
         self,
@@ -103,14 +103,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return handler
         deserializer: Any = handler.request_deserializer
         read = _reader(deserializer)
-        if handler.request_streaming:  # what reading a message raises, the handler meets when it asks for the next
+        if handler.request_streaming:  # a parse error is raised where the handler asks for the next message
             return factory(wrap(behaviour, lambda messages: messages), read, handler.response_serializer)
-        # gRPC would read the only message before it calls the handler, and make UNKNOWN of any error.
+        # gRPC would parse the message before it calls the handler, and turn any error into UNKNOWN.
         return factory(wrap(behaviour, read), None, handler.response_serializer)
 
 
 def _reader(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """What reads a request, raising _Malformed."""
+    """Return a function that parses a request and raises _Malformed."""
     message_type = _message_type(deserializer)
 
     def read(content: bytes) -> Any:
@@ -119,15 +119,15 @@ def _reader(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             return deserializer(content)
         except DecodeError as error:
             reason = str(error)
-        del content  # the error's traceback would keep it
-        raise _Malformed(f"the request is no {message_type.DESCRIPTOR.full_name}: {reason}")
+        del content  # the traceback would keep it alive
+        raise _Malformed(f"the request is not a valid {message_type.DESCRIPTOR.full_name}: {reason}")
 
     return read
 
 
 @lru_cache(maxsize=256)
 def _message_type(deserializer: Callable[[bytes], Any]) -> type[Message]:
-    """Of what it reads."""
+    """Return the type of message that a deserializer returns."""
     return type(deserializer(b""))
 
 
@@ -149,7 +149,7 @@ def _wrap_generator(
     behaviour: Callable[[Any, Any], AsyncGenerator[Any, None]], read: Callable[[Any], Any]
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     # A coroutine that writes, instead of a generator around a generator: when the call is cancelled, the handler is
-    # closed here and now, in its own task, and not when the garbage collector finds it.
+    # closed at once in its own task, and not when the garbage collector finds it.
     async def handle(request: Any, context: Any) -> None:
         async with _MappedErrors(context):
             try:
@@ -164,7 +164,7 @@ def _wrap_generator(
 
 
 class _MappedErrors:
-    """Whatever is raised inside ends the call with its status."""
+    """Ends the call with the status of an exception that is raised inside the context."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -180,10 +180,10 @@ class _MappedErrors:
         del trace  # as in `_abort`
         try:
             if isinstance(error, _Malformed):
-                _complaints.note(self._context.peer(), error)
+                _malformed_log.note(self._context.peer(), error)
             if isinstance(error, SpecdecError):
                 await _abort(self._context, error, self._request_id)
-            # Cancellation is none, and what has ended the call already has a status.
+            # Cancellation is not an Exception, and an AbortError has already ended the call with a status.
             elif isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
                 await _abort(self._context, internal_error(error, self._request_id), self._request_id)
         finally:
@@ -199,8 +199,8 @@ def _request_id(context: Any) -> str:
 
 async def _abort(context: Any, error: SpecdecError, request_id: str) -> None:
     rpc_status = status.to_status(error, request_id=request_id)
-    # gRPC keeps what ends a call, with its frames, until the collector comes, which may take thousands of calls. What
-    # was asked, megabytes maybe, does not wait for that.
+    # gRPC keeps the exception that ends a call, with its frames, until the garbage collector runs, which may take
+    # thousands of calls. Without the traceback the request, which may have megabytes, is freed now.
     error.__traceback__ = None
     await context.abort(
         grpc.StatusCode[error.code], error.message, trailing_metadata=status.trailing_metadata(rpc_status)

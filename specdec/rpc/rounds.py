@@ -1,6 +1,6 @@
-"""The `Round` and `LawParams` messages that both links share, and the checks of what arrives in them.
+"""The `Round` and `LawParams` messages that both links share, and the checks of received ones.
 
-A value out of range is InvalidRequest naming the field and its limit. Called by `codec` and `replies`.
+A value out of range raises InvalidRequest, which names the field and its limit. Called by `codec`.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from specdec.v1 import common_pb2
 
 _MAX_SESSION_ID_BYTES = 256
 
-
-#: Requests, and distributions, that are remembered: those that run.
-_MAX_REMEMBERED = 4096
-_REMEMBERED_LAW_BYTES = 512
+#: Limit of cached requests and of cached filters; it exceeds the number that run at once.
+_MAX_CACHED = 4096
+#: Longest `LawParams` that is cached. Long lists of biases are rare.
+_MAX_CACHED_FILTERS_BYTES = 512
 
 _encoded_requests: dict[tuple[str, str, int, int, int, int, int, int], tuple[SamplingFilters, bytes]] = {}
-"""What all rounds of a request say, by its fields and the `id` of its distribution; holding the distribution itself
-keeps that id from meaning another one."""
+"""Encoded fields that all rounds of a request share, by these fields and the `id` of its filters. The filters are kept
+beside them, so that their `id` is not used again."""
 
-_decoded_laws: dict[tuple[bytes, int], SamplingFilters] = {}
-"""By their bytes and the vocabulary they were checked against."""
+_decoded_filters: dict[tuple[bytes, int], SamplingFilters] = {}
+"""Decoded filters by their bytes and the vocabulary size that they were checked against."""
 
 
 def encode_round(round_: SessionPosition, message: common_pb2.Round) -> None:
-    """Fills an empty message."""
+    """Fill an empty message."""
     message.MergeFromString(_encode_request(round_))
     message.round_id = round_.round_id
     message.start = round_.start
@@ -40,7 +40,7 @@ def encode_round(round_: SessionPosition, message: common_pb2.Round) -> None:
 
 
 def _encode_request(round_: SessionPosition) -> bytes:
-    """The fields that are the same in all rounds of a request, as a message's bytes, which are made once."""
+    """Return the encoded fields that are the same in all rounds of a request; they are encoded once."""
     filters = round_.filters
     key = (
         round_.tenant,
@@ -54,12 +54,12 @@ def _encode_request(round_: SessionPosition) -> bytes:
     )
     known = _encoded_requests.get(key)
     if known is None:
-        if len(_encoded_requests) >= _MAX_REMEMBERED:
+        if len(_encoded_requests) >= _MAX_CACHED:
             _encoded_requests.clear()
         message = common_pb2.Round(
             session_id=round_.session_id,
             epoch=round_.epoch,
-            law=_law_message(filters),
+            law=_filters_message(filters),
             seed=round_.seed,
             turn=round_.turn,
             output_start=round_.output_start,
@@ -70,10 +70,10 @@ def _encode_request(round_: SessionPosition) -> bytes:
     return known[1]
 
 
-def _law_message(filters: SamplingFilters) -> common_pb2.LawParams:
+def _filters_message(filters: SamplingFilters) -> common_pb2.LawParams:
     return common_pb2.LawParams(
         temperature=filters.temperature,
-        top_p=filters.top_p if filters.top_p != 1.0 else 0.0,  # 1 is off, and off is the wire's zero
+        top_p=filters.top_p if filters.top_p != 1.0 else 0.0,  # 1 is off, which is 0 on the wire
         top_k=filters.top_k,
         min_p=filters.min_p,
         repetition_penalty=filters.repetition_penalty if filters.repetition_penalty != 1.0 else 0.0,
@@ -86,16 +86,21 @@ def _law_message(filters: SamplingFilters) -> common_pb2.LawParams:
 
 
 def tenant_on_wire(tenant: str) -> str:
-    """What a message says of its tenant: nothing of the default one."""
+    """Return the tenant as messages state it: "" for the default tenant."""
     return "" if tenant == DEFAULT_TENANT else tenant
 
 
 def tenant_of(tenant_on_wire: str, *, field: str) -> str:
-    """The inverse. Raises InvalidRequest."""
+    """Return the tenant that a message states. Raises InvalidRequest."""
     return check_tenant(tenant_on_wire or DEFAULT_TENANT, field=field)
 
 
 def decode_round(message: common_pb2.Round, limits: EngineInfo) -> SessionPosition:
+    """Read a round and check it against the replica's vocabulary.
+
+    Raises:
+        InvalidRequest: naming the field and its limit.
+    """
     tenant = tenant_of(message.tenant, field="round.tenant")
     session_id_bytes = len(message.session_id.encode())
     require(
@@ -103,7 +108,7 @@ def decode_round(message: common_pb2.Round, limits: EngineInfo) -> SessionPositi
         "round.session_id",
         f"must be 1 to {_MAX_SESSION_ID_BYTES} bytes, not {session_id_bytes}",
     )
-    # An empty prefix needs no hash.
+    # An empty prefix has an empty hash.
     require(
         len(message.prefix_hash) == HASH_BYTES or (message.start == 0 and not message.prefix_hash),
         "round.prefix_hash",
@@ -128,7 +133,7 @@ def decode_round(message: common_pb2.Round, limits: EngineInfo) -> SessionPositi
         start=message.start,
         prefix_hash=message.prefix_hash,
         token_ids=committed,
-        filters=_decode_law(message.law, limits),
+        filters=_decode_filters(message.law, limits),
         seed=message.seed,
         turn=message.turn,
         output_start=message.output_start,
@@ -138,21 +143,21 @@ def decode_round(message: common_pb2.Round, limits: EngineInfo) -> SessionPositi
     )
 
 
-def _decode_law(message: common_pb2.LawParams, limits: EngineInfo) -> SamplingFilters:
-    """A request sends one distribution with all its rounds, so that it is read and checked once."""
+def _decode_filters(message: common_pb2.LawParams, limits: EngineInfo) -> SamplingFilters:
+    """Return checked filters. All rounds of a request carry the same ones, so they are read and checked once."""
     key = message.SerializeToString(), limits.vocabulary_size
-    filters = _decoded_laws.get(key)
+    filters = _decoded_filters.get(key)
     if filters is None:
-        filters = _read_law(message, limits)
-        if len(key[0]) <= _REMEMBERED_LAW_BYTES:  # long lists of biases are few
-            if len(_decoded_laws) >= _MAX_REMEMBERED:
-                _decoded_laws.clear()
-            _decoded_laws[key] = filters
+        filters = _read_filters(message, limits)
+        if len(key[0]) <= _MAX_CACHED_FILTERS_BYTES:
+            if len(_decoded_filters) >= _MAX_CACHED:
+                _decoded_filters.clear()
+            _decoded_filters[key] = filters
     return filters
 
 
-def _read_law(message: common_pb2.LawParams, limits: EngineInfo) -> SamplingFilters:
-    # Counted before they are gone through.
+def _read_filters(message: common_pb2.LawParams, limits: EngineInfo) -> SamplingFilters:
+    # Counted before they are read.
     for name in ("logit_bias", "end_token_ids"):
         count, most = len(getattr(message, name)), limits.vocabulary_size
         require(count <= most, f"round.law.{name}", f"holds {count} entries, the vocabulary {most} tokens")
@@ -173,14 +178,16 @@ def _read_law(message: common_pb2.LawParams, limits: EngineInfo) -> SamplingFilt
 
 
 def require(holds: bool, field: str, message: str, *, reason: str = "") -> None:
+    """Raise InvalidRequest with the field's name and a message unless a condition holds."""
     if not holds:
         raise InvalidRequest(f"{field}: {message}", field=field, reason=reason)
 
 
 def require_context(num_tokens: int, limits: EngineInfo) -> None:
+    """Raise InvalidRequest (CONTEXT_TOO_LONG) unless a number of tokens fits the replica's context."""
     require(
         num_tokens <= limits.max_context_tokens,
         "round.token_ids",
-        f"{num_tokens} tokens are more than the context of {limits.max_context_tokens}",
+        f"{num_tokens} tokens exceed the context of {limits.max_context_tokens}",
         reason="CONTEXT_TOO_LONG",
     )

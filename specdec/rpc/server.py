@@ -1,20 +1,19 @@
-"""The gRPC server every service runs: error mapping, health, reflection, limits, and an orderly end.
+"""The gRPC server of every service: error mapping, health, reflection, limits and an orderly shutdown.
 
     server = ServiceServer("0.0.0.0:50061", service_names=(DRAFT_SERVICE,))
     servicer.add_to(server.grpc_server)
-    await server.start()          # bound; health says NOT_SERVING
+    await server.start()          # the port is bound; health is NOT_SERVING
     ...                           # warm up
     await server.set_serving()
     ...
-    await server.stop(grace_s)    # NOT_SERVING, no new calls, calls in flight finish
+    await server.stop(grace_s)    # NOT_SERVING; new calls are refused, calls in flight finish
 
-Not here: what is served, signals, when to drain (`specdec.service`, the coordinator's `__main__`).
+Signals and draining are handled by `specdec.service` and the coordinator's `__main__`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from specdec.errors import Unavailable
-from specdec.rpc.channels import open_port
+from specdec.rpc.channels import open_port, require_free
 from specdec.rpc.interceptors import ErrorInterceptor
 from specdec.settings.addresses import join_address, split_address
 
@@ -33,9 +32,9 @@ COORDINATOR_SERVICE = "specdec.v1.CoordinatorService"
 
 
 class ServiceServer:
-    """One service's gRPC server, its health, and the optional second port with health alone.
+    """A service's gRPC server with its health service, and optionally a second port with health alone.
 
-    Build it inside a running event loop and use it from that loop.
+    Construct it inside a running event loop and use it from that loop.
     """
 
     def __init__(
@@ -48,10 +47,10 @@ class ServiceServer:
     ) -> None:
         """
         Args:
-            listen: HOST:PORT; port 0 takes a free one.
+            listen: HOST:PORT; port 0 chooses a free port.
             service_names: full protobuf names, for health and reflection.
-            health_address: HOST:PORT of a plaintext port with nothing but health, or "".
-            max_message_bytes: a larger message is refused by gRPC itself (RESOURCE_EXHAUSTED) and never decoded.
+            health_address: HOST:PORT of a plaintext port that serves health alone, or "".
+            max_message_bytes: gRPC itself refuses a larger message (RESOURCE_EXHAUSTED) before it is decoded.
         """
         self._listen = listen
         self._health_address = health_address
@@ -61,30 +60,30 @@ class ServiceServer:
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", -1),
-            # A session is its coordinator's until its reader is known to be gone.
+            # A coordinator keeps a session until its reader is known to be gone, so a dead peer must be detected soon.
             ("grpc.keepalive_time_ms", 5_000),
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.http2.ping_timeout_ms", 5_000),
             ("grpc.http2.max_pings_without_data", 0),
-            # Links ping every few seconds, also while nothing is asked.
+            # Links ping every few seconds, also without calls.
             ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
             ("grpc.keepalive_permit_without_calls", 1),
         )
         self.grpc_server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
         self._health_server: grpc.aio.Server | None = None
         self.port = 0
-        """The bound port, once started."""
+        """The bound port; 0 before `start`."""
 
     @property
     def address(self) -> str:
-        """HOST:PORT really listened on, once started."""
+        """HOST:PORT that the server listens on, after `start`."""
         return join_address(split_address(self._listen)[0], self.port)
 
     async def start(self) -> None:
-        """Binds and accepts calls; health says NOT_SERVING until `set_serving`.
+        """Bind the port and accept calls; health is NOT_SERVING until `set_serving`.
 
         Raises:
-            Unavailable: an address cannot be listened on; one sentence says which and why.
+            Unavailable: an address cannot be bound; the message names the address and the reason.
         """
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
         names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -101,15 +100,15 @@ class ServiceServer:
             await self._health_server.start()
 
     async def set_serving(self) -> None:
-        """Health says SERVING, for every service and for the server as a whole."""
+        """Set health to SERVING, for every service and for the server as a whole."""
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def set_not_serving(self) -> None:
-        """Health says NOT_SERVING; calls are still taken."""
+        """Set health to NOT_SERVING; calls are still accepted."""
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Says NOT_SERVING for good, refuses new calls, gives calls in flight `grace_s`, then cancels them."""
+        """Set NOT_SERVING permanently, refuse new calls, wait `grace_s` for calls in flight, then cancel them."""
         await self._health.enter_graceful_shutdown()
         self._health.end_watches()
         await self.grpc_server.stop(grace_s)
@@ -122,7 +121,7 @@ class ServiceServer:
 
 
 class _EndingHealthServicer(health.aio.HealthServicer):  # type: ignore[misc]
-    """Health whose watchers are sent away when the server stops, instead of holding it up for the whole grace."""
+    """A health service that ends its Watch calls when the server stops; they would last for the whole grace period."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,26 +142,8 @@ class _EndingHealthServicer(health.aio.HealthServicer):  # type: ignore[misc]
         self._ended.set()
 
 
-def require_free(address: str) -> None:
-    """Finds out whether `address` can be listened on, before anything expensive is done.
-
-    Raises:
-        Unavailable: it cannot; one sentence says why.
-    """
-    host, port = split_address(address)
-    try:
-        resolved = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, where = resolved[0]
-        with socket.socket(family, kind, protocol) as probe:
-            # As gRPC binds: connections of a predecessor in TIME_WAIT do not matter.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)
-    except OSError as error:
-        raise Unavailable(f"cannot listen on {address}: {error.strerror or error}") from error
-
-
 def _bind(server: grpc.aio.Server, address: str) -> int:
-    require_free(address)  # gRPC itself would print several lines of its own and not say why
+    require_free(address)  # gRPC itself would print several lines without the reason
     try:
         return open_port(server, address)
     except RuntimeError as error:

@@ -1,9 +1,7 @@
-"""What the draft and the target servicer have in common: streams, scores, release, identity, drain, metrics.
+"""The common part of the draft and the target servicer: streams, scores, release, identity, drain and metrics.
 
 A round's item comes here from a frame (`specdec.rpc.frames`), goes through the service's own `servicer` into its engine
-(`specdec.engine_api`), a proposer or a verifier, and the reply the same way back.
-
-Not here: which messages travel and what the engine is asked (a service's `servicer`, which builds on this).
+(`specdec.engine_api`), a proposer or a verifier, and the reply returns the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from specdec.engine_api import Engine
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc import codec
-from specdec.rpc.device_thread_socket import DeviceThreadSocket
+from specdec.rpc.device_thread_socket import DeviceThreadEngine, DeviceThreadSocket
 from specdec.rpc.frames import FrameServer
 from specdec.rpc.identity import shake_hands_with_caller
 from specdec.rpc.rounds import tenant_of
@@ -32,24 +30,24 @@ from specdec.tenant import session_on_replica
 from specdec.types import EngineInfo, Stages
 from specdec.v1 import common_pb2
 
-#: Sessions that one call may free.
+#: Limit of sessions in one Release call.
 MAX_RELEASED_SESSIONS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A reply item, and what its call is counted by."""
+    """A reply item, with the numbers that the metrics count its call by."""
 
     message: Any
     num_committed_tokens: int
     num_cached_tokens: int
     num_draft_tokens: int
     decoded_s: float
-    """When its request had been read and checked, by `time.monotonic`."""
+    """Time at which the request had been decoded and checked, by `time.monotonic`."""
     answered_s: float
-    """When the engine had answered."""
+    """Time at which the engine had answered."""
     stages: Stages | None
-    """What the engine says of when it did what, by the same clock; None where nobody asked."""
+    """The engine's times by the same clock; None if the request did not ask for them."""
 
 
 class ReplicaServicer:
@@ -65,7 +63,15 @@ class ReplicaServicer:
         reply_type: Callable[..., Any],
         frame_of: Callable[[list[Any]], Any],
     ) -> None:
-        """`request_type`: of a frame of requests. The others are as `FrameServer` takes them."""
+        """
+        Args:
+            engine: answers the calls.
+            metrics: counts them.
+            items_of: as for `FrameServer`, like `reply_type` and `frame_of`.
+            request_type: message type of a frame of requests.
+            reply_type: see above.
+            frame_of: see above.
+        """
         self._served = engine
         self._metrics = metrics
         self._limits = engine.info()
@@ -78,39 +84,39 @@ class ReplicaServicer:
         self._device_thread_socket: DeviceThreadSocket | None = None
 
     def info(self) -> EngineInfo:
-        """What the replica is now; draining from `drain` on."""
+        """Return the replica's current description; it says draining after `drain`."""
         engine_info = self._served.info()
         draining = engine_info.draining or self._frames.draining
         return replace(
             engine_info,
             draining=draining,
             incarnation=self._incarnation,
-            lane="" if self._unix_socket is None else self._unix_socket.name,
-            device_lane="" if self._device_thread_socket is None else self._device_thread_socket.name,
+            unix_socket="" if self._unix_socket is None else self._unix_socket.name,
+            device_thread_socket="" if self._device_thread_socket is None else self._device_thread_socket.name,
         )
 
     def drain(self) -> None:
-        """Refuses new calls with DRAINING; streams end once what is in flight is answered."""
+        """Refuse new calls with DRAINING; streams end once their calls in flight are answered."""
         self._frames.drain()
 
     async def open_unix_sockets(self, max_frame_bytes: int) -> None:
-        """Takes frames over Unix sockets, too, which `info` names from now on."""
+        """Serve frames over Unix sockets as well; `info` names the sockets from now on."""
         make_host = partial(UnixSocketHost, self._frames, self._request_type, self.info, max_frame_bytes)
         self._unix_socket = UnixSocketServer(make_host())
         await self._unix_socket.start()
-        device_loop = self._served.share_event_loop()
+        engine = self._served
+        device_loop = engine.share_event_loop() if isinstance(engine, DeviceThreadEngine) else None
         if device_loop is not None:
-            self._device_thread_socket = DeviceThreadSocket(self._served, device_loop, make_host())
+            self._device_thread_socket = DeviceThreadSocket(engine, device_loop, make_host())
             self._device_thread_socket.open()
 
     async def close_unix_sockets(self, grace_s: float) -> None:
-        """Ends what `open_unix_sockets` began; calls in flight have so long to end. Idempotent."""
-        await asyncio.gather(
-            *(lane.close(grace_s) for lane in (self._unix_socket, self._device_thread_socket) if lane is not None)
-        )
+        """Close both sockets; calls in flight have `grace_s` seconds to end. Idempotent."""
+        sockets = (self._unix_socket, self._device_thread_socket)
+        await asyncio.gather(*(opened.close(grace_s) for opened in sockets if opened is not None))
 
     async def serve(self, frames: AsyncIterator[Any], context: Any) -> None:
-        """Serves one stream of calls, unless it was meant for another model than this replica's."""
+        """Serve one gRPC stream of frames. Raises Unavailable if the stream is meant for another model."""
         await shake_hands_with_caller(context, self.info())
         await self._frames.serve(frames, context.write)
 
@@ -131,12 +137,12 @@ class ReplicaServicer:
 
     async def GetEngineInfo(self, request: common_pb2.GetEngineInfoRequest, context: Any) -> common_pb2.EngineInfo:  # noqa: N802
         if self._served.is_stalled:
-            # Whoever asks would take an answer for a sign that calls are answered too.
+            # A caller would take an answer as a sign that calls are answered too.
             raise Unavailable("the device of this replica hangs")
         return codec.encode_engine_info(self.info())
 
     async def answer(self, item: Any) -> Answered:
-        """Asks the engine what a request item asks. Raises SpecdecError for the item alone."""
+        """Let the engine answer a request item. Raises SpecdecError for this item alone."""
         raise NotImplementedError
 
     async def _count_answer(self, item: Any, received_s: float) -> Any:

@@ -1,8 +1,8 @@
-"""When a replica did what for a call (`specdec.types.Stages`), as a reply says it.
+"""The stages of a call (`specdec.types.Stages`) in a reply.
 
-A replica tells microseconds since it had read the frame that brought the call: its clock is its own. Written by
-`specdec.rpc.servicer` and, last, by `specdec.rpc.frames`; read by `specdec.rpc.replies`. Not here: where they lie among
-the coordinator's own times (`coordinator.round.timeline`).
+Clocks of two machines differ, so a replica states microseconds since it had read the frame with the call. Written by
+`specdec.rpc.servicer` and, for the last stage, by `specdec.rpc.frames`; read by `specdec.rpc.proposals` and
+`specdec.rpc.verifications`. `coordinator.round.timeline` places them between the coordinator's own times.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _MOST_US = (1 << 32) - 1
 
 
 def encode_stages(stages: Stages, message: common_pb2.Stages) -> None:
-    """Fills an empty message, but for what only the frame's writer knows.
+    """Fill an empty message, except for the time of sending, which `note_sent` adds.
 
-    What was done for a repeated call was done before it was received, which counts as then.
+    A stage that ended before the frame was received, as for a repeated call, counts as ended at that moment.
     """
     at_us = 0
     for field, at_s in (
@@ -35,13 +35,13 @@ def encode_stages(stages: Stages, message: common_pb2.Stages) -> None:
 
 
 def note_sent(reply: Any, seconds: float) -> None:
-    """Completes what a reply that leaves `seconds` after its call came tells, if it tells anything."""
+    """Add the time of sending, `seconds` after the call was received, to a reply that states its stages."""
     if reply.HasField("stages"):
         reply.stages.sent_us = max(reply.stages.encoded_us, _microseconds(seconds))
 
 
 def decode_stages(message: common_pb2.Stages) -> Stages:
-    """On a clock that began when the frame had been read."""
+    """Return the stages on a clock that began when the frame had been read."""
     return Stages(
         admitted_s=message.admitted_us * _MICROSECOND_S,
         step_began_s=message.step_began_us * _MICROSECOND_S,

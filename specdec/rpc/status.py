@@ -1,8 +1,7 @@
 """The error tree on the wire: SpecdecError <-> google.rpc.Status with details <-> per-item `ItemStatus`.
 
 Details follow the Google API guide (AIP-193): ErrorInfo (reason, domain `specdec`), BadRequest for the field at fault,
-RetryInfo where retrying helps. Not here: deciding what is an error. Called by interceptors, links, servicers and the
-client SDK.
+RetryInfo if retrying helps. Called by interceptors, links, servicers and the client. It loads gRPC and nothing heavier.
 """
 
 from __future__ import annotations
@@ -21,34 +20,6 @@ from specdec.v1 import common_pb2
 #: Trailing metadata key of the serialised google.rpc.Status.
 DETAILS_KEY = "grpc-status-details-bin"
 
-_BY_REASON: dict[str, type[SpecdecError]] = {
-    "INVALID_REQUEST": errors.InvalidRequest,
-    "CONTEXT_TOO_LONG": errors.InvalidRequest,
-    "NO_CHAT_TEMPLATE": errors.InvalidRequest,
-    "SESSION_NOT_FOUND": errors.NotFound,
-    "POOL_NOT_FOUND": errors.NotFound,
-    "SESSION_BUSY": errors.SessionBusy,
-    "VOCABULARY_MISMATCH": errors.VocabularyMismatch,
-    "KV_MISS": errors.KvMiss,
-    "SESSION_LOST": errors.SessionLost,
-    "STALE_EPOCH": errors.StaleEpoch,
-    "LEASE_LOST": errors.LeaseLost,
-    "QUEUE_FULL": errors.ResourceExhausted,
-    "KV_EXHAUSTED": errors.ResourceExhausted,
-    "QUOTA_EXCEEDED": errors.ResourceExhausted,
-    "REPLICA_BUSY": errors.ResourceExhausted,
-    "REPLICA_UNAVAILABLE": errors.Unavailable,
-    "STORE_UNAVAILABLE": errors.Unavailable,
-    "DRAINING": errors.Unavailable,
-    "COORDINATOR_UNAVAILABLE": errors.Unavailable,
-    "DEADLINE_EXCEEDED": errors.DeadlineExceeded,
-    "CLIENT_CLOSED": errors.ClientClosed,
-    "UNAUTHENTICATED": errors.Unauthenticated,
-    "FORBIDDEN": errors.Forbidden,
-    "UNSUPPORTED": errors.Unsupported,
-    "INTERNAL": errors.Internal,
-}
-
 # Statuses that carry no ErrorInfo come from gRPC itself or from a proxy.
 _BY_CODE: dict[str, type[SpecdecError]] = {
     "INVALID_ARGUMENT": errors.InvalidRequest,
@@ -64,12 +35,12 @@ _BY_CODE: dict[str, type[SpecdecError]] = {
     "DATA_LOSS": errors.SessionLost,
 }
 
-# In gRPC's words, which begin with who found it too long.
+# gRPC's message, which begins with the side that found the message too large.
 _OVERSIZED = re.compile(r"(?P<by_us>CLIENT: )?\w+ message larger than max \((?P<size>\d+) vs\. (?P<limit>\d+)\)")
 
 
 def to_status(error: SpecdecError, *, request_id: str = "") -> status_pb2.Status:
-    """Builds the status with all its details; `request_id` is told to the caller for matching logs."""
+    """Return the status with all its details; `request_id` lets the caller find the error in the server's log."""
     metadata = {"request_id": request_id} if request_id else {}
     if isinstance(error, errors.KvMiss):
         metadata["have"] = str(error.have)
@@ -90,7 +61,7 @@ def to_status(error: SpecdecError, *, request_id: str = "") -> status_pb2.Status
 
 
 def from_status(status: status_pb2.Status) -> SpecdecError:
-    """Rebuilds the error that `to_status` was given; a status of foreign origin is mapped by its code."""
+    """Return the error that `to_status` was given; a status from another source is mapped by its code."""
     reason, field, retry_after_s, have = "", "", None, 0
     for detail in status.details:
         if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
@@ -107,7 +78,7 @@ def from_status(status: status_pb2.Status) -> SpecdecError:
 
 
 def from_rpc_error(error: grpc.RpcError, *, peer: str = "") -> SpecdecError:
-    """Maps what a gRPC call raised back to the tree; `peer` is named in errors that gRPC itself made."""
+    """Return the error of the tree for an exception of a gRPC call; errors made by gRPC itself name `peer`."""
     if not isinstance(error, grpc.aio.AioRpcError | grpc.Call):
         return errors.Internal(str(error))
     status = _carried_status(error)
@@ -121,12 +92,12 @@ def from_rpc_error(error: grpc.RpcError, *, peer: str = "") -> SpecdecError:
 
 
 def _oversized_message(found: re.Match[str], peer: str) -> SpecdecError:
-    """gRPC refuses such a message before our code sees it: RESOURCE_EXHAUSTED, but no retry can help."""
+    """Return the error for a message that gRPC refused by its size: RESOURCE_EXHAUSTED, but no retry can help."""
     peer, size, limit = peer or "the server", found["size"], found["limit"]
     if found["by_us"]:
-        return errors.Internal(f"the answer of {peer} has {size} bytes; we take {limit} at most")
+        return errors.Internal(f"the answer of {peer} has {size} bytes; the limit is {limit}")
     return errors.InvalidRequest(
-        f"the request has {size} bytes; {peer} takes {limit} at most (its --max-message-bytes)"
+        f"the request has {size} bytes; the limit of {peer} is {limit} (its --max-message-bytes)"
     )
 
 
@@ -138,26 +109,26 @@ def _carried_status(error: grpc.aio.AioRpcError | grpc.Call) -> status_pb2.Statu
 
 
 def trailing_metadata(status: status_pb2.Status) -> tuple[tuple[str, bytes], ...]:
-    """The metadata that carries a status's details to the caller."""
+    """Return the metadata that carries a status's details to the caller."""
     return tuple(rpc_status.to_status(status).trailing_metadata)
 
 
 def to_item_status(error: SpecdecError) -> common_pb2.ItemStatus:
-    """The error of one item of a frame."""
+    """Return the error of one item of a frame."""
     have = error.have if isinstance(error, errors.KvMiss) else 0
     code = code_pb2.Code.Value(error.code)
     return common_pb2.ItemStatus(code=code, reason=error.reason, message=error.message, have=have)
 
 
 def from_item_status(status: common_pb2.ItemStatus) -> SpecdecError:
-    """The inverse of `to_item_status`; an unknown reason becomes the code's class."""
+    """Return the error in an item's status; an unknown reason becomes the class of its code."""
     return _build(status.code, status.reason, status.message, have=status.have)
 
 
 def _build(
     code: int, reason: str, message: str, *, field: str = "", retry_after_s: float | None = None, have: int = 0
 ) -> SpecdecError:
-    known = _BY_REASON.get(reason)
+    known = errors.type_of_reason(reason)
     if known is errors.KvMiss:
         return errors.KvMiss(message, have=have)
     name = code_pb2.Code.Name(code) if code in code_pb2.Code.values() else "INTERNAL"

@@ -1,7 +1,7 @@
-"""The replica's end of lanes: answers items of frames that come over a Unix socket, as `frames` does over gRPC.
+"""The replica's side of Unix sockets: answers items of frames that arrive over a socket, as `frames` does over gRPC.
 
-Not here: what an item means (the servicers), how its answer is made and counted (`frames`), the socket's words
-(`lanes`). Started and stopped by `specdec.service.lifecycle`.
+Items are answered and counted by `specdec.rpc.frames`; names, handshake and framing are in `specdec.rpc.unix_sockets`.
+Started and stopped by `specdec.service.lifecycle` through the servicer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from specdec.rpc.bounds import check_num_fields
 from specdec.rpc.frames import MAX_OPEN_ITEMS, FrameServer, take_replies
 from specdec.rpc.framing import MAX_FRAME_ITEMS
 from specdec.rpc.identity import require_meant
-from specdec.rpc.interceptors import COMPLAINT_INTERVAL_S
+from specdec.rpc.interceptors import LOG_INTERVAL_S
 from specdec.rpc.unix_sockets import (
-    MAX_HELLO_BYTES,
+    MAX_HANDSHAKE_BYTES,
     FrameReader,
     handshake,
     is_of_this_user,
@@ -34,51 +34,51 @@ from specdec.rpc.unix_sockets import (
 )
 from specdec.types import EngineInfo
 
-#: Lanes at once; a coordinator has one for each model.
-MAX_UNIX_SOCKETS = 256
+#: Limit of open connections; a coordinator has one for each model.
+MAX_CONNECTIONS = 256
 
 _log = logging.getLogger(__name__)
 
 
 class UnixSocketHost:
-    """What the lanes of one event loop have in common."""
+    """State that the connections of one event loop share."""
 
     def __init__(
         self, frames: FrameServer, frame_type: type[Message], info: Callable[[], EngineInfo], max_frame_bytes: int
     ) -> None:
         """
         Args:
-            frames: answers items, and knows whether the service drains.
-            frame_type: of requests.
-            info: says who answers.
-            max_frame_bytes: of a request; who sends a longer frame is hung up on.
+            frames: answers items and knows whether the service drains.
+            frame_type: message type of a frame of requests.
+            info: returns the replica's description.
+            max_frame_bytes: limit of a frame of requests; a peer that sends a longer one is disconnected.
         """
         self.frames = frames
         self.frame_type = frame_type
         self.info = info
         self.max_frame_bytes = max_frame_bytes
-        self.lanes: set[UnixSocketConnection] = set()
-        self._complained_s = float("-inf")
+        self.connections: set[UnixSocketConnection] = set()
+        self._logged_s = float("-inf")
 
-    def complain(self, error: Exception) -> None:
-        """A line in the log about who sends no frames, one a second at most: all are processes of this user."""
+    def log_bad_peer(self, error: Exception) -> None:
+        """Log that a peer sent something else than frames, at most once a second: all peers run as this user."""
         now_s = time.monotonic()
-        if now_s - self._complained_s >= COMPLAINT_INTERVAL_S:
-            self._complained_s = now_s
-            _log.warning("a lane is closed: %s", error)
+        if now_s - self._logged_s >= LOG_INTERVAL_S:
+            self._logged_s = now_s
+            _log.warning("closed a Unix-socket connection: %s", error)
 
 
 class UnixSocketServer:
-    """Takes callers on a Unix socket, and serves them in the same event loop."""
+    """Accepts connections on a Unix socket and serves them in the same event loop."""
 
     def __init__(self, host: UnixSocketHost) -> None:
         self._host = host
         self.name = ""
-        """Of the lane, as it is told; "" where none is open."""
+        """The socket's name; "" while none is open."""
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Opens the socket. Where there can be none, the service goes without."""
+        """Open the socket. If the system does not permit one, the service runs without it."""
         name = new_name()
         if not name:
             return
@@ -87,59 +87,60 @@ class UnixSocketServer:
                 lambda: UnixSocketConnection(self._host), socket_path(name)
             )
         except OSError as error:
-            _log.warning("no lane beside gRPC: %s", error)
+            _log.warning("cannot open a Unix socket, serving over gRPC alone: %s", error)
         else:
             self.name = name
 
     async def close(self, grace_s: float) -> None:
-        """Takes no more lanes, gives those of a draining service so long to end, hangs up on the rest. Idempotent."""
+        """Accept no more connections, give open ones of a draining service `grace_s`, abort the others. Idempotent."""
         if self._server is not None:
             self._server.close()
-        if self._host.lanes and grace_s > 0.0:
-            await asyncio.wait([lane.over for lane in self._host.lanes], timeout=grace_s)
-        for lane in list(self._host.lanes):
-            lane.hang_up()
+        if self._host.connections and grace_s > 0.0:
+            await asyncio.wait([connection.over for connection in self._host.connections], timeout=grace_s)
+        for connection in list(self._host.connections):
+            connection.abort()
 
 
 class UnixSocketConnection(asyncio.Protocol):
-    """One caller's."""
+    """One connection of a coordinator."""
 
     def __init__(self, host: UnixSocketHost) -> None:
         self._host = host
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._reader = FrameReader(MAX_HELLO_BYTES)
-        self._has_met = False
+        self._reader = FrameReader(MAX_HANDSHAKE_BYTES)
+        self._has_shaken_hands = False
         self._in_flight: set[asyncio.Task[None]] = set()
         self._replies: deque[tuple[Any, float]] = deque()
         self._is_flushing = False
         self._is_full = False
-        """Whether the caller does not read what it is written."""
+        """Set while the peer does not read what is sent to it."""
         self.over: asyncio.Future[None] = self._loop.create_future()
+        """Done once the connection has ended."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         if not is_of_this_user(transport.get_extra_info("socket")):
-            self._refuse("this lane is another user's")
+            self._refuse("this Unix socket belongs to another user")
             return
-        if len(self._host.lanes) >= MAX_UNIX_SOCKETS:
-            self._refuse(f"{MAX_UNIX_SOCKETS} lanes are open")
+        if len(self._host.connections) >= MAX_CONNECTIONS:
+            self._refuse(f"{MAX_CONNECTIONS} connections are open, which is the limit")
             return
-        self._host.lanes.add(self)
+        self._host.connections.add(self)
         self._host.frames.watch_drain(self._note_drain)
-        if self._host.frames.draining:  # since before it was taken, while a step ran
+        if self._host.frames.draining:  # it began to drain before this connection was accepted, while a step ran
             self._kick()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._host.lanes.discard(self)
+        self._host.connections.discard(self)
         self._host.frames.forget_drain(self._note_drain)
         for task in self._in_flight:
             task.cancel()
         self.over.set_result(None)
 
     def _note_drain(self) -> None:
-        """The service drains, in whichever thread."""
+        """Note that the service drains; called from any thread."""
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(self._kick)
 
@@ -152,7 +153,7 @@ class UnixSocketConnection(asyncio.Protocol):
         self._control_reading()
         self._kick()
 
-    def hang_up(self) -> None:
+    def abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
 
@@ -162,8 +163,8 @@ class UnixSocketConnection(asyncio.Protocol):
             for frame in self._reader.frames(data):
                 self._take_frame(frame, received_s)
         except (DecodeError, InvalidRequest) as error:
-            self._host.complain(error)
-            self.hang_up()
+            self._host.log_bad_peer(error)
+            self.abort()
         except Unavailable as error:
             self._refuse(error.message)
 
@@ -173,7 +174,7 @@ class UnixSocketConnection(asyncio.Protocol):
         self._transport.close()
 
     def _take_frame(self, frame: bytes, received_s: float) -> None:
-        if not self._has_met:
+        if not self._has_shaken_hands:
             self._shake_hands(received_handshake(frame))
             return
         check_num_fields(frame, self._host.frame_type)
@@ -186,17 +187,17 @@ class UnixSocketConnection(asyncio.Protocol):
             task.add_done_callback(self._settle)
         self._control_reading()
 
-    def _shake_hands(self, words: list[str]) -> None:
+    def _shake_hands(self, lines: list[str]) -> None:
         info = self._host.info()
-        require_meant(words[0], info)
+        require_meant(lines[0], info)
         assert self._transport is not None
         self._transport.write(handshake(info.model_fingerprint, info.incarnation))
-        self._has_met = True
+        self._has_shaken_hands = True
         self._reader.max_frame_bytes = self._host.max_frame_bytes
 
     async def _reply(self, item: Any, received_s: float) -> None:
         self._replies.append((await self._host.frames.reply_to(item, received_s), received_s))
-        if len(self._in_flight) == 1:  # nothing to share a frame with
+        if len(self._in_flight) == 1:  # no other reply can share the frame
             self._flush()
         else:
             self._kick()
@@ -208,7 +209,7 @@ class UnixSocketConnection(asyncio.Protocol):
             self._kick()
 
     def _control_reading(self) -> None:
-        """A caller that asks without end, or does not read, fills its own buffers, not ours."""
+        """Stop reading from a peer that sends without limit or does not read, so that its own buffers fill up."""
         if self._transport is None or self._transport.is_closing():
             return
         if self._is_full or len(self._in_flight) + len(self._replies) >= MAX_OPEN_ITEMS:

@@ -1,7 +1,7 @@
-"""The life of a replica process: warm up, say SERVING, register, and on request drain and leave in order.
+"""The life cycle of a replica process: warm up, set SERVING, register, and on request drain and shut down.
 
-Draft and target services differ in their engine and servicer alone; this is everything around those. Not here: building
-the parts and reading the environment (`replica_main`, the coordinator's `__main__`).
+Draft and target services differ only in engine and servicer; this module runs the common part. `replica_main` and the
+coordinator's `__main__` build the parts and read the environment.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from typing import Any, NoReturn, Protocol
 import grpc
 
 from specdec.engine_api import Engine
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, error_line
 from specdec.observability.metrics import EngineMetrics, start_metrics_server
-from specdec.rpc.server import ServiceServer, require_free
+from specdec.rpc.channels import require_free
+from specdec.rpc.server import ServiceServer
 from specdec.settings.addresses import advertised_address, split_address
 from specdec.settings.base import ReplicaSettings, ServiceSettings
 from specdec.types import EngineInfo
 
-#: Between two looks at whether the device hangs.
-_DEVICE_LOOK_S = 0.25
+#: Interval of the checks whether the device hangs.
+_DEVICE_CHECK_INTERVAL_S = 0.25
 
 _log = logging.getLogger(__name__)
 
 
 class Servicer(Protocol):
-    """A gRPC face in front of an engine."""
+    """The gRPC service in front of an engine."""
 
     def add_to(self, server: grpc.aio.Server) -> None: ...
 
     def info(self) -> EngineInfo:
-        """What the replica is, `draining` included."""
+        """Return the replica's description, with `draining`."""
         ...
 
     def drain(self) -> None: ...
@@ -59,16 +60,16 @@ class Registration(Protocol):
 
 
 class Register(Protocol):
-    """Makes the registration of an address, not yet started."""
+    """Returns the registration of an address, not started yet."""
 
     def __call__(self, *, address: str) -> Registration: ...
 
 
 def require_addresses(settings: ServiceSettings) -> None:
-    """Finds out before anything expensive whether every address of the settings can be listened on.
+    """Check, before work that takes long, that every address of the settings can be bound.
 
     Raises:
-        Unavailable: one cannot.
+        Unavailable: an address cannot be bound.
     """
     for address in (settings.listen, settings.health, settings.metrics):
         if address:
@@ -86,24 +87,24 @@ async def run_replica(
     stop: asyncio.Event,
     note_serving: Callable[[], None] | None = None,
 ) -> None:
-    """Serves until `stop` is set, then finishes what is in flight within `settings.drain_grace_s`.
+    """Serve until `stop` is set, then finish the calls in flight within `settings.drain_grace_s`.
 
-    An engine that breaks down ends the replica at once: a process that can answer nothing is better restarted. One
-    whose device hangs may go on: until then health says NOT_SERVING.
+    An engine that fails ends the replica at once, because a process that can answer nothing should be restarted. While
+    the device hangs, health is NOT_SERVING; the process stays, because the device may continue.
 
     Args:
         settings: the process's settings.
         service_name: full protobuf name of the service.
-        engine: closed on return, however that comes about.
+        engine: closed on every return, also after an error.
         servicer: the service in front of `engine`.
         metrics: served over HTTP where the settings ask for it.
-        register: None for a replica that nobody looks up.
+        register: None for a replica that is not in a registry.
         stop: set by a signal handler.
-        note_serving: called once the replica takes calls.
+        note_serving: called once the replica accepts calls.
 
     Raises:
-        Unavailable: the address is taken.
-        Internal: the engine broke down.
+        Unavailable: the address is in use.
+        Internal: the engine failed.
     """
     server = ServiceServer(
         settings.listen,
@@ -121,7 +122,7 @@ async def run_replica(
         ending.push_async_callback(server.stop, 0.0)
         _log.info("warming up")
         await engine.warm_up()
-        if settings.lane == "on":
+        if settings.unix_socket == "on":
             await servicer.open_unix_sockets(settings.max_message_bytes)
             ending.push_async_callback(servicer.close_unix_sockets, 0.0)
         address = advertised_address(settings.advertise, settings.listen, server.port)
@@ -133,12 +134,12 @@ async def run_replica(
         _log.info("listening", extra={"address": server.address, "advertised": address})
         if note_serving is not None:
             note_serving()
-        follower = asyncio.create_task(_follow_device(engine, server, registration))
+        device_watch = asyncio.create_task(_watch_device(engine, server, registration))
         try:
             await _until(stop, engine)
         finally:
-            follower.cancel()
-            await asyncio.wait({follower})
+            device_watch.cancel()
+            await asyncio.wait({device_watch})
             await server.set_not_serving()
         _log.info("draining", extra={"grace_s": settings.drain_grace_s})
         servicer.drain()
@@ -148,7 +149,7 @@ async def run_replica(
 
 
 async def _until(stop: asyncio.Event, engine: Engine) -> None:
-    """Waits for `stop`. Raises Internal when the engine breaks down first."""
+    """Wait for `stop`. Raises Internal if the engine fails first."""
     stopper, watcher = asyncio.create_task(stop.wait()), asyncio.create_task(engine.wait_ended())
     try:
         done, _ = await asyncio.wait({stopper, watcher}, return_when=asyncio.FIRST_COMPLETED)
@@ -160,11 +161,11 @@ async def _until(stop: asyncio.Event, engine: Engine) -> None:
         await asyncio.wait({stopper, watcher})
 
 
-async def _follow_device(engine: Engine, server: ServiceServer, registration: Registration | None) -> None:
-    """Says NOT_SERVING while the engine's device hangs, and SERVING again; until cancelled."""
+async def _watch_device(engine: Engine, server: ServiceServer, registration: Registration | None) -> None:
+    """Set NOT_SERVING while the engine's device hangs and SERVING afterwards, until cancelled."""
     was_stalled = False
     while True:
-        await asyncio.sleep(_DEVICE_LOOK_S)
+        await asyncio.sleep(_DEVICE_CHECK_INTERVAL_S)
         if engine.is_stalled != was_stalled:
             was_stalled = not was_stalled
             await (server.set_not_serving() if was_stalled else server.set_serving())
@@ -172,16 +173,16 @@ async def _follow_device(engine: Engine, server: ServiceServer, registration: Re
 
 
 async def _announce(registration: Registration | None) -> None:
-    """Tells coordinators whether to choose this replica, now rather than at the next heartbeat."""
+    """Publish the replica's state at once, so that coordinators do not wait for the next heartbeat."""
     if registration is not None:
         try:
             await registration.beat()
         except SpecdecError as error:
-            _log.warning("could not announce the replica's state: %s", error)
+            _log.warning("cannot publish the replica's state, trying again at the next heartbeat: %s", error)
 
 
 def stop_on_signals() -> asyncio.Event:
-    """The event that SIGTERM and SIGINT set from now on, instead of ending the process. Call it in the event loop."""
+    """Return an event that SIGTERM and SIGINT set instead of ending the process. Call it in the event loop."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -189,14 +190,14 @@ def stop_on_signals() -> asyncio.Event:
 
 
 def run_to_exit_code(service: Coroutine[Any, Any, None]) -> int:
-    """Runs a service's coroutine in a new event loop; returns the process's exit code.
+    """Run a service's coroutine in a new event loop; return the process's exit code.
 
     An error of the tree is one line on stderr and code 1; an interrupt before the service handles signals is 130.
     """
     try:
         asyncio.run(service)
     except SpecdecError as error:
-        print(f"error: {error.code} {error.reason}: {' '.join(error.message.split())}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -204,12 +205,12 @@ def run_to_exit_code(service: Coroutine[Any, Any, None]) -> int:
 
 
 def end_process(exit_code: int) -> NoReturn:
-    """Ends the process at once, once a service has returned: everything is closed by then.
+    """End the process at once after a service has returned and closed everything.
 
-    An orderly end of an interpreter that holds torch takes seconds, in which a supervisor waits for nothing.
+    The regular end of an interpreter that has loaded torch takes seconds, for which a supervisor would wait.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # the reader is gone
             stream.flush()
     os._exit(exit_code)

@@ -9,15 +9,15 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-#: The collector looks for garbage among the youngest once this many more container objects were made than freed.
+#: Number of container objects, allocated minus freed, after which the collector scans the youngest generation.
 _GC_ALLOCATIONS = 50_000
 
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Stop the collector during imports that take seconds, a third of which it would take by walking all modules again.
+    """Switch the cyclic garbage collector off during long imports, of which it takes a third of the time.
 
-    It never looks at objects that exist by the end.
+    The objects that exist at the end are never scanned afterwards.
     """
     gc.disable()
     try:
@@ -28,9 +28,9 @@ def collector_at_rest() -> Iterator[None]:
 
 
 def settle() -> None:
-    """Keep the collector from walking what lives as long as the process, and from running many times a second.
+    """Exclude the objects that exist now from the collector, and let it run rarely from now on.
 
-    Services make hardly any cyclic objects: references free what a round made. Call it once all is loaded.
+    Services make very few cyclic objects; reference counts free those of a round. Call it once everything is loaded.
     """
     gc.collect()
     gc.freeze()

@@ -26,7 +26,8 @@ from specdec.observability.logging import configure_logging
 from specdec.service import memory
 from specdec.service.lifecycle import end_process, run_to_exit_code
 from specdec.service.replica_main import load_request, on_its_own_thread, open_kv_tier, serve_replica
-from specdec.settings.base import ReplicaSettings, parse_settings
+from specdec.settings.base import ReplicaSettings
+from specdec.settings.reading import parse_settings
 
 if TYPE_CHECKING:  # torch takes seconds to import, and the first rank checks before whether it can serve
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""From a command line to a replica that serves: what `python -m draft_service` and `python -m target_service` both do.
+"""The common main program of `python -m draft_service` and `python -m target_service`.
 
-What can be wrong and is cheap to find out comes first, then the model is loaded, then the replica lives
-(`lifecycle.run_replica`). Not here: in what the two services differ (`ReplicaKind`, which each `__main__` fills in).
+Cheap checks run first, then the model is loaded, then `lifecycle.run_replica` serves. Each service's `__main__` states
+in a `ReplicaKind` how it differs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specdec.checkpoints.preflight import require_servable
 from specdec.engine.schedule.scheduler import Scheduler
 from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
 from specdec.engine.simulated.pair import simulated_pair
-from specdec.engine_api import SIMULATED_PREFIX, Engine
+from specdec.engine_api import Engine
 from specdec.errors import InvalidRequest
 from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics import EngineMetrics
@@ -40,11 +40,13 @@ from specdec.service.lifecycle import (
     stop_on_signals,
 )
 from specdec.service.rank_group import run_ranks
-from specdec.settings.base import ReplicaSettings, parse_settings
+from specdec.settings.base import ReplicaSettings
 from specdec.settings.devices import require_device
 from specdec.settings.draft_specs import LocalDraftSpec
+from specdec.settings.reading import parse_settings
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
+from specdec.types import SIMULATED_PREFIX
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from specdec.engine.base import ModelShape, Worker
@@ -59,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaKind(Generic[SettingsT]):
-    """All in which one kind of replica differs from the other."""
+    """The differences between a draft and a target replica."""
 
     role: str
     """draft | target; the service is `python -m ROLE_service`."""
@@ -67,25 +69,26 @@ class ReplicaKind(Generic[SettingsT]):
     """Full protobuf name."""
     settings_type: type[SettingsT]
     num_decode_rows: Callable[[SettingsT], int]
-    """Most tokens of a session in a step that prefills nothing: steps of up to so many are compiled or captured."""
+    """Largest number of tokens of a session in a step without prefill; steps up to that size are compiled or
+    recorded as CUDA graphs."""
     simulated_engine: type[SimulatedDraft] | type[SimulatedTarget]
     build_engine: Callable[[Worker, ReplicaOptions, SettingsT, EngineMetrics], Engine]
-    """Makes the engine of a worker, which it alone uses from then on. Called once torch is loaded; may import it."""
+    """Returns the engine of a worker, which then belongs to the engine. Called after torch is loaded; may import it."""
     build_servicer: Callable[[Any, EngineMetrics], Servicer]
-    """Puts a servicer in front of either engine."""
+    """Returns the servicer in front of an engine, simulated or not."""
     check: Callable[[SettingsT], None] = lambda settings: None
-    """Refuses what is its own and cheap to find wrong, before the model is loaded."""
+    """Checks the service's own settings before the model is loaded."""
     local_drafts: Callable[[SettingsT], tuple[LocalDraftSpec, ...]] = lambda settings: ()
+    """Returns the drafts inside a target's worker."""
     is_shadow: Callable[[SettingsT], bool] = lambda settings: False
-    """What the worker is to draft with by itself."""
 
 
 def run_service(kind: ReplicaKind[SettingsT], argv: Sequence[str] | None = None) -> int:
-    """Reads the settings, loads the model and serves until SIGTERM or Ctrl-C; returns the exit code.
+    """Read the settings, load the model and serve until SIGTERM or Ctrl-C; return the exit code.
 
     Args:
-        kind: of the replica.
-        argv: the flags; None for this process's own.
+        kind: the kind of replica.
+        argv: the flags; None for those of this process.
     """
     settings = parse_settings(
         kind.settings_type, prog=f"python -m {kind.role}_service", argv=sys.argv[1:] if argv is None else argv
@@ -102,23 +105,23 @@ async def serve_replica(
     load: Callable[[int], Worker],
     note_serving: Callable[[], None] | None = None,
 ) -> None:
-    """Serves until SIGTERM or Ctrl-C.
+    """Serve until SIGTERM or Ctrl-C.
 
     Args:
-        kind: of the replica.
-        settings: its own.
-        load: loads the model, in a thread of its own; gets the most tokens of a session in a step that prefills
-            nothing. Not called for simulated models.
-        note_serving: called once the replica takes calls.
+        kind: the kind of replica.
+        settings: its settings.
+        load: loads the model, in a thread of its own, given the result of `ReplicaKind.num_decode_rows`. Not called for
+            simulated models.
+        note_serving: called once the replica accepts calls.
 
     Raises:
-        SpecdecError: it cannot serve, or no more.
+        SpecdecError: the replica cannot start, or its engine failed.
     """
     replica_id = settings.replica_id or f"{kind.role}-{secrets.token_hex(6)}"
     metrics = EngineMetrics(settings.model, role=kind.role)
     async with AsyncExitStack() as ending:
         ending.enter_context(bind(replica_id=replica_id))
-        # What can be wrong and is cheap to find out comes before the model is loaded.
+        # Cheap checks come before the model is loaded.
         require_addresses(settings)
         registry = None if settings.redis_url.startswith("memory:") else open_registry(settings.redis_url)
         if registry is not None:
@@ -137,7 +140,7 @@ async def serve_replica(
             servicer=servicer,
             metrics=metrics,
             register=register,
-            stop=stop_on_signals(),  # until here signals have their defaults and end the process at once
+            stop=stop_on_signals(),  # until here signals end the process at once
             note_serving=note_serving,
         )
 
@@ -153,11 +156,13 @@ def _load_engine(
     prefill_budget_s = settings.prefill_budget_ms / 1e3
     if settings.model.startswith(SIMULATED_PREFIX):
         if settings.max_context_tokens is not None:
-            raise InvalidRequest("simulated replicas have a context of their own", field="max_context_tokens")
+            raise InvalidRequest(
+                "a simulated replica has a fixed context; remove --max-context-tokens", field="max_context_tokens"
+            )
         if settings.kv_tier_url:
-            raise InvalidRequest("simulated replicas have no KV to keep", field="kv_tier_url")
+            raise InvalidRequest("a simulated replica has no KV; remove --kv-tier-url", field="kv_tier_url")
         if kind.local_drafts(settings):
-            raise InvalidRequest("simulated replicas have no layers to draft with", field="local_draft")
+            raise InvalidRequest("a simulated replica has no local drafts; remove --local-draft", field="local_draft")
         return kind.simulated_engine(
             simulated_pair(settings.model),
             replica_id=replica_id,
@@ -172,7 +177,7 @@ def _load_engine(
     locate_checkpoint(settings.model)
     kind.check(settings)
     _log.info("loading %s", settings.model)
-    with memory.collector_at_rest():  # torch takes seconds to import: not before the settings are known to be right
+    with memory.collector_at_rest():  # torch takes seconds to import, so settings are checked before
         from specdec.engine.loop.replica import ReplicaOptions
 
     worker = on_its_own_thread(partial(load, kind.num_decode_rows(settings)), Future())
@@ -194,7 +199,7 @@ def _load_engine(
 
 
 def open_kv_tier(settings: ReplicaSettings, shape: ModelShape) -> KvTier | None:
-    """The cold tier of a worker's KV, or of a rank's part of it, where one is asked for."""
+    """Return the cold tier of the KV of a worker or rank, or None if the settings name none."""
     layout = shape.kv_layout
     if not settings.kv_tier_url or layout is None:
         return None
@@ -213,14 +218,14 @@ def open_kv_tier(settings: ReplicaSettings, shape: ModelShape) -> KvTier | None:
 
 
 def on_its_own_thread(load: Callable[[], Worker], outcome: Future[Worker]) -> Worker:
-    """Returns what `load` does, which runs in a thread that is gone afterwards; or fails as soon as `outcome` does.
+    """Run `load` in a thread that ends afterwards and return its result, or raise as soon as `outcome` has an error.
 
-    OpenMP keeps the helpers of a thread as long as that lives, and where there are more of them than cores they all
-    spin less, those of the engine's thread too. The wait ends with the process: an interrupt is not held up.
+    OpenMP keeps the helper threads of a thread while it lives. If there are more helpers than cores, all of them spin
+    less, including those of the engine's thread. The thread is a daemon, so an interrupt ends the process at once.
     """
 
     def run() -> None:
-        with contextlib.suppress(InvalidStateError):  # somebody else has failed it
+        with contextlib.suppress(InvalidStateError):  # another thread has set an error
             try:
                 outcome.set_result(load())
             except BaseException as error:
@@ -236,7 +241,7 @@ def load_request(
     """Return what a replica, or one of its ranks, loads. Imports torch.
 
     Args:
-        settings: of the replica.
+        settings: settings of the replica.
         num_decode_rows: see `ReplicaKind.num_decode_rows`.
         local_drafts: drafts that the worker computes itself.
     """

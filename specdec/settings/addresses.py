@@ -1,8 +1,4 @@
-"""Addresses that services listen at and are called at: HOST:PORT, or [ADDRESS]:PORT for IPv6.
-
-Not here: which flags hold one (`specdec.settings.base`), what a client's user may name (`specdec.client.endpoints`),
-dialling (`specdec.rpc.channels`).
-"""
+"""Reads, checks and joins addresses of services: HOST:PORT, or [ADDRESS]:PORT for IPv6."""
 
 from __future__ import annotations
 
@@ -11,22 +7,22 @@ import socket
 from ipaddress import IPv6Address
 
 WILDCARD_HOSTS = ("0.0.0.0", "::", "")
-# Underscores are no part of a host's name, but container networks give them.
+# The standard forbids underscores in host names, but container networks use them.
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
 _MAX_ADDRESS_CHARACTERS = 300
 _MAX_SHOWN_CHARACTERS = 64
 
-#: What gRPC takes for another way of finding a peer, a socket file for one, where a port stands behind it.
+#: Host names that gRPC reads as a scheme, such as unix:1 for a socket file.
 _SCHEMES = frozenset(
     ("dns", "google-c2p", "google-c2p-experimental", "ipv4", "ipv6", "unix", "unix-abstract", "vsock", "xds")
 )
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Splits `HOST:PORT` (`[::1]:50051` for IPv6) into host, without brackets, and port.
+    """Split `HOST:PORT` (`[::1]:50051` for IPv6) into the host without brackets and the port.
 
     Raises:
-        ValueError: not of that form, or the port is outside 0..65535.
+        ValueError: the address has another form, or its port is outside 0..65535.
     """
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -36,11 +32,11 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def check_dialable(address: str) -> str:
-    """Returns `address` if other machines may make sense of it; more than `split_address` asks.
+    """Return `address` if other machines can dial it, which is stricter than `split_address`.
 
     Raises:
-        ValueError: it is not HOST:PORT with the name or the address of a host and a port of 1 to 65535, or gRPC would
-            not take it for that.
+        ValueError: it is not HOST:PORT with a host's name or address and a port of 1 to 65535, or gRPC would read it
+            differently.
     """
     shown = ascii(address[:_MAX_SHOWN_CHARACTERS])
     if not address.isascii() or len(address) > _MAX_ADDRESS_CHARACTERS:
@@ -56,14 +52,14 @@ def check_dialable(address: str) -> str:
 
 
 def join_address(host: str, port: int) -> str:
-    """The inverse of `split_address`."""
+    """Return HOST:PORT; the inverse of `split_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def advertised_address(advertise: str, listen: str, bound_port: int) -> str:
-    """The address other processes should dial: `advertise` if set, else `listen` with the port really bound.
+    """Return the address that other processes should dial: `advertise` if set, else `listen` with the bound port.
 
-    A wildcard host is replaced by this machine's own address, which is right inside a container or a pod.
+    A wildcard host is replaced by this machine's own address, which other containers or pods can reach.
     """
     host, port = split_address(advertise or listen)
     if not advertise and host in WILDCARD_HOSTS:

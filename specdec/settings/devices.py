@@ -1,7 +1,7 @@
-"""Whether the devices that settings name are on this machine, without torch, which takes seconds to import.
+"""Checks that the devices of the settings are on this machine, without torch, which takes seconds to import.
 
-Not the last word: torch may have been built for another device than the machine's (`specdec.engine.model`). Called by
-`specdec up` and where a replica starts, before anything is loaded.
+`specdec up` and each replica call this before anything is loaded. `specdec.engine.model` checks again with torch, which
+may be built for another kind of device.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _NAME = re.compile(r"(?P<kind>cpu|cuda)(:(?P<index>\d{1,4}))?")
 
 
 def require_device(name: str) -> None:
-    """Looks at a `--device`.
+    """Check a `--device`.
 
     Raises:
-        InvalidRequest: it is unknown, or not here.
+        InvalidRequest: the device is unknown, or not on this machine.
     """
     if name == "auto":
         return
     device = _NAME.fullmatch(name)
     if device is None:
-        raise InvalidRequest(f"--device: {name[:64]!r} is none of auto, cpu, cuda and cuda:N", field="device")
+        raise InvalidRequest(f"--device: {name[:64]!r} must be auto, cpu, cuda or cuda:N", field="device")
     if device["kind"] == "cuda" and (count := num_gpus()) is not None and int(device["index"] or 0) >= count:
         raise InvalidRequest(
             f"--device: device {name!r} is not present on this machine, which has {_gpus(count)}", field="device"
@@ -34,10 +34,10 @@ def require_device(name: str) -> None:
 
 
 def require_gpu_each(name: str, num_ranks: int, *, flag: str) -> None:
-    """Looks at a `--device` that is here and that ranks of one replica are to share out: a GPU each.
+    """Check that a `--device` has a GPU for each rank of one replica.
 
     Raises:
-        InvalidRequest: there are fewer GPUs than ranks; the message begins with `flag`.
+        InvalidRequest: this machine has fewer GPUs than ranks; the message begins with `flag`.
     """
     if name == "cpu" or (count := num_gpus()) is None or (name == "auto" and not count):  # the ranks get the CPU
         return
@@ -49,13 +49,13 @@ def require_gpu_each(name: str, num_ranks: int, *, flag: str) -> None:
 
 
 def likely_device(name: str) -> str:
-    """What a `--device` comes to on this machine, as far as can be told: `cpu` where `auto` finds no GPU."""
+    """Return the device that a `--device` selects on this machine: `cpu` if `auto` finds no GPU, else the name."""
     return "cpu" if name == "auto" and num_gpus() == 0 else name
 
 
 def num_gpus() -> int | None:
-    """GPUs that CUDA gives this process, `CUDA_VISIBLE_DEVICES` obeyed; None where only torch can tell."""
-    if sys.platform != "linux" or os.path.exists("/dev/kfd"):  # torch calls AMD's cuda, too
+    """Return the GPUs that CUDA gives this process (see `CUDA_VISIBLE_DEVICES`); None if only torch can tell."""
+    if sys.platform != "linux" or os.path.exists("/dev/kfd"):  # torch calls AMD's GPUs cuda, too
         return None
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -1,7 +1,6 @@
-"""What a pool of replicas may be called: its name is shown in terminals, counted by in metrics and kept for good.
+"""Checks names of replica pools, which terminals show, metrics use as labels, and the store keeps.
 
-Not here: which pools there are (the coordinator's `replicas/pool`), names of local drafts
-(`specdec.settings.draft_specs`), which may be less. No torch: settings read this.
+Names of in-target drafts are stricter (`specdec.settings.draft_specs`).
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ MAX_POOL_NAME_CHARS = 64
 
 
 def is_pool_name(name: str) -> bool:
-    """Whether `name` is 1 to `MAX_POOL_NAME_CHARS` printable characters."""
+    """Return whether `name` has 1 to `MAX_POOL_NAME_CHARS` printable characters."""
     return 0 < len(name) <= MAX_POOL_NAME_CHARS and name.isprintable()
 
 
 def check_pool_name(name: str) -> str:
-    """Returns `name`.
+    """Return `name`.
 
     Raises:
-        ValueError: it is no name of a pool; one sentence says what is expected.
+        ValueError: a pool cannot have this name; the message says what is expected.
     """
     if not is_pool_name(name):
         shown = ascii(name[: MAX_POOL_NAME_CHARS + 1])
-        raise ValueError(f"{shown} is no name of a pool: 1 to {MAX_POOL_NAME_CHARS} printable characters")
+        raise ValueError(f"the name of a pool must be 1 to {MAX_POOL_NAME_CHARS} printable characters, not {shown}")
     return name
 
 
@@ -38,4 +37,4 @@ PoolName = Annotated[str, AfterValidator(check_pool_name)]
 """1 to `MAX_POOL_NAME_CHARS` printable characters."""
 
 OptionalPoolName = Annotated[str, AfterValidator(_check_if_any)]
-"""The same, or "" for none."""
+"""1 to `MAX_POOL_NAME_CHARS` printable characters, or "" if unset."""

@@ -1,8 +1,8 @@
-"""One Redis connection pool with its Lua scripts, and Redis's failures as the error tree.
+"""A Redis connection pool that runs Lua scripts and maps Redis's failures to the error tree.
 
-Scripts asked for in one turn of the event loop travel in one pipeline; each stays its own atomic step. Not here: what
-is stored. A `memory://` URL is an in-process `fakeredis`, one shared instance per process and name.
-Called by `redis_store` and `registry`; nothing else talks to Redis.
+Scripts that start in one turn of the event loop travel in one pipeline; each stays an atomic step of its own. A
+`memory://` URL is an in-process `fakeredis`, one shared instance per process and name. Used by `redis_store`,
+`prefix_directory` and `promotions`; the cold tier has connections of its own (`kv_link`).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from specdec.errors import InvalidRequest, Unavailable, Unsupported
 
 SCHEMES = ("redis", "rediss", "unix", "memory")
 
-#: Seconds a connection attempt, one reply, and the wait for a free connection may take.
+#: Time limits of a connection attempt, of a reply, and of the wait for a free connection.
 CONNECT_TIMEOUT_S = 2.0
 REPLY_TIMEOUT_S = 2.0
 POOL_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 64
-#: Most scripts in one pipeline: its last reply waits for all of them.
+#: Limit of scripts in one pipeline; its last reply waits for all of them.
 MAX_BATCH = 256
-#: Every script is idempotent, so a lost reply is asked for again; a dead server is given up after this many tries more.
+#: Every script is idempotent, so it is sent again when its reply is lost, at most this many times.
 NUM_RETRIES = 3
 RETRY_BASE_S = 0.02
 RETRY_CAP_S = 0.3
 
-#: The Redis that the scripts are written for; the in-memory store behaves as this one.
+#: Redis version that the scripts are written for; the in-memory store emulates it.
 REDIS_VERSION = (7, 0)
 
 
@@ -51,10 +51,10 @@ class RedisConnection:
     """Runs specdec's scripts and a few plain commands. Safe for any number of tasks of one event loop."""
 
     def __init__(self, url: str) -> None:
-        """Connects lazily, at the first command.
+        """Open no connection yet; the first command connects.
 
         Args:
-            url: redis://, rediss://, unix:// or memory://NAME (the name may be left out).
+            url: redis://, rediss://, unix:// or memory://NAME (the name is optional).
 
         Raises:
             InvalidRequest: the URL has another form.
@@ -64,10 +64,10 @@ class RedisConnection:
         self._scripts = _ScriptRunner(self._client)
 
     async def run_script(self, name: str, keys: Sequence[str], args: Sequence[str | bytes | int] = ()) -> Any:
-        """Runs `scripts/<name>.lua`, one atomic step.
+        """Run `scripts/<name>.lua` as one atomic step.
 
         Raises:
-            Unavailable: STORE_UNAVAILABLE, within the bounds of this module's timeouts and retries.
+            Unavailable: STORE_UNAVAILABLE, after at most this module's timeouts and retries.
         """
         try:
             (answer,) = await self._scripts.run(name, [(keys, args)])
@@ -78,7 +78,7 @@ class RedisConnection:
         return answer
 
     async def run_scripts(self, name: str, calls: Sequence[ScriptCall]) -> list[Any]:
-        """As `run_script` for each (keys, args), sent together; what one would raise is its answer alone."""
+        """Run a script for each (keys, args), sent together; the error of a call stands in place of its answer."""
         try:
             answers = await self._scripts.run(name, calls)
         except (RedisError, OSError) as error:
@@ -86,25 +86,25 @@ class RedisConnection:
         return [self._unavailable(answer) if isinstance(answer, Exception) else answer for answer in answers]
 
     async def run_command(self, *parts: str | bytes | int) -> Any:
-        """Runs one plain command. Raises Unavailable as `run_script` does."""
+        """Run one plain command. Raises Unavailable as `run_script` does."""
         try:
             return await self._client.execute_command(*parts)
         except (RedisError, OSError) as error:
             raise self._unavailable(error) from error
 
     async def close(self) -> None:
-        """Closes every connection; scripts under way fail. Idempotent."""
+        """Close every connection; running scripts fail. Idempotent."""
         await self._scripts.close()
         await self._client.aclose()
 
     def _unavailable(self, error: Exception) -> Unavailable:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        return Unavailable(f"the store at {self._place} cannot serve: {reason}", reason="STORE_UNAVAILABLE")
+        return Unavailable(f"the store at {self._place} is not available: {reason}", reason="STORE_UNAVAILABLE")
 
 
 @dataclass(slots=True)
 class _Request:
-    """One script for any number of sessions."""
+    """A script with its calls for any number of sessions."""
 
     name: str
     calls: Sequence[ScriptCall]
@@ -112,19 +112,19 @@ class _Request:
 
 
 class _ScriptRunner:
-    """Sends scripts in pipelines, one at a time: those asked for while one is under way go with the next."""
+    """Sends scripts in pipelines, one pipeline at a time; scripts that arrive meanwhile go with the next one."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
         self._waiting: deque[_Request] = deque()
         self._loaded: set[str] = set()
-        """Scripts the server was told. One that has restarted since says NOSCRIPT."""
+        """Scripts that were loaded into the server; a server that has restarted since answers NOSCRIPT."""
         self._sender: asyncio.Task[None] | None = None
 
     async def run(self, name: str, calls: Sequence[ScriptCall]) -> list[Any]:
-        """For each call the script's answer, or the exception it met alone.
+        """Return the script's answer for each call, or the exception of that call.
 
-        Cancelling drops calls that were not sent yet. Raises what redis-py does when the server cannot be reached.
+        Cancelling drops calls that were not sent yet. If the server cannot be reached, redis-py's error is raised.
         """
         request = _Request(name, calls, asyncio.get_running_loop().create_future())
         self._waiting.append(request)
@@ -133,7 +133,7 @@ class _ScriptRunner:
         return await request.answers
 
     async def close(self) -> None:
-        """Fails what waits or is under way."""
+        """Fail scripts that wait or run."""
         if self._sender is not None:
             self._sender.cancel()
             await asyncio.wait([self._sender])
@@ -165,11 +165,11 @@ class _ScriptRunner:
     async def _send(self, batch: list[_Request]) -> None:
         commands = [(request.name, call) for request in batch for call in request.calls]
         try:
-            # Beforehand: a script that the server does not know costs the pipeline a second round trip.
+            # Loaded first, because an unknown script costs the pipeline a second round trip.
             await self._load({request.name for request in batch} - self._loaded)
             answers = await self._run_pipeline(commands)
             if unknown := [command for command, answer in zip(commands, answers, strict=True) if _is_unknown(answer)]:
-                # A server that has just started knows no script; those that did not run are asked for again.
+                # A server that has just started knows no script; those that did not run are sent again.
                 await self._load({name for name, _ in unknown})
                 answered = iter(await self._run_pipeline(unknown))
                 answers = [next(answered) if _is_unknown(answer) else answer for answer in answers]
@@ -177,7 +177,7 @@ class _ScriptRunner:
             self._loaded.clear()
             _fail(batch, error)
             if isinstance(error, ConnectionError | TimeoutError | OSError):
-                # What has come meanwhile would wait as long again for a server that is not there.
+                # Requests that arrived meanwhile would wait for the same time-out again.
                 _fail(self._waiting, error)
                 self._waiting.clear()
             return
@@ -194,7 +194,7 @@ class _ScriptRunner:
             self._loaded.add(name)
 
     async def _run_pipeline(self, commands: Sequence[tuple[str, ScriptCall]]) -> list[Any]:
-        """An answer for each script: what it returned, or the exception it met alone."""
+        """Return an answer for each script: its result, or its exception."""
         async with self._client.pipeline(transaction=False) as pipeline:
             for name, (keys, args) in commands:
                 pipeline.execute_command("EVALSHA", _script_sha(name), len(keys), *keys, *args)
@@ -229,7 +229,7 @@ def _open_client(url: str) -> Any:
             socket_timeout=REPLY_TIMEOUT_S,
             retry=Retry(ExponentialBackoff(cap=RETRY_CAP_S, base=RETRY_BASE_S), NUM_RETRIES),
             retry_on_error=[ConnectionError, TimeoutError, BusyLoadingError],
-            # One dialect for every client version the package admits.
+            # The same protocol for every supported version of redis-py.
             protocol=2,
         )
     except ValueError as error:
@@ -238,7 +238,7 @@ def _open_client(url: str) -> Any:
 
 
 def _open_in_memory(name: str) -> Any:
-    # Only this store and the tests need the fake; a service on a real Redis never loads it.
+    # Imported here, because a service on a real Redis does not need it.
     require_fakeredis("a memory:// store", "give --redis-url redis://HOST:PORT")
     from fakeredis import FakeAsyncRedis
 
@@ -246,11 +246,11 @@ def _open_in_memory(name: str) -> Any:
 
 
 def require_fakeredis(store: str, instead: str) -> None:
-    """Raise Unsupported where the package of the embedded stores is not installed.
+    """Raise Unsupported if the package of the embedded stores is not installed.
 
     Args:
-        store: what needs it.
-        instead: what to do rather than install it.
+        store: the store that needs it, for the message.
+        instead: the alternative to an installation, for the message.
     """
     if find_spec("fakeredis") is None:
         raise Unsupported(
@@ -274,11 +274,11 @@ def _script_text(name: str) -> str:
 
 @cache
 def _script_sha(name: str) -> str:
-    """The name Redis gives a script."""
+    """Return Redis's name of a script."""
     return hashlib.sha1(_script_text(name).encode(), usedforsecurity=False).hexdigest()
 
 
 def describe_url(url: str) -> str:
-    """The URL without user and password, which must not reach logs or clients."""
+    """Return the URL without user and password, which must not reach logs or clients."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -1,8 +1,8 @@
-"""A Redis that needs no installation: `fakeredis` behind a Unix socket, in a thread of the caller's process.
+"""A Redis without installation: `fakeredis` behind a Unix socket, in a thread of the caller's process.
 
-For `specdec up` and tests, where several processes of one user share one throwaway store: the socket lies in a folder
-that nobody else may enter. Not a database: nothing outlives the process, and one Python thread answers each connection.
-Not here: what clients may ask (`embedded_server`). Called by the command line.
+`specdec up` and tests use it for several processes of one user; the socket lies in a folder that only this user may
+enter. The data ends with the process, and one Python thread answers each connection. `embedded_server` decides which
+commands clients may send.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """unix://PATH of the open context."""
+        """Return unix://PATH of the open context."""
         if self._path is None:
             raise RuntimeError("the embedded Redis is not running")
         return f"unix://{self._path}"
@@ -39,11 +39,11 @@ class EmbeddedRedis:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
-        """Raises OSError: its thread is this process's, and does not end before it."""
+        """Raise OSError: the store's thread cannot be started a second time in this process."""
         raise OSError("the embedded store has ended")
 
     def __enter__(self) -> Self:
-        """Raises Unsupported: its package is not installed."""
+        """Start the store. Raises Unsupported if its package is not installed."""
         from specdec.state.connection import REDIS_VERSION, require_fakeredis
 
         wanted = f"redis-server {REDIS_VERSION[0]} or later"

@@ -1,10 +1,9 @@
-"""The server of the embedded store: `fakeredis` on a Unix socket, with our scripts and plain commands and nothing else.
+"""The server of the embedded store: `fakeredis` on a Unix socket, limited to specdec's scripts and plain commands.
 
-`fakeredis` is made for tests and trusts its clients: its Lua can call into Python, RESTORE unpickles, ACL SAVE writes
-where it is told to. So every command is read and judged here before it sees one, and what is not on the list is
-refused. Its Lua is then stripped to what our scripts call, should one of them ever be led astray.
-
-Not here: where the socket lies and who may reach it (`embedded`, which alone imports this).
+`fakeredis` is made for tests and trusts its clients: its Lua can call into Python, RESTORE unpickles, and ACL SAVE
+writes to any path. Every command is therefore checked here before `fakeredis` sees it, and commands that are not on the
+list are refused. As a second defence its Lua interpreter keeps only the functions that specdec's scripts call.
+`embedded` creates the socket.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from redis.exceptions import RedisError, ResponseError
 
 from specdec.state.connection import REDIS_VERSION
 
-#: Commands that touch keys and nothing else, and what clients say when they connect. No command that blocks, subscribes
-#: or queues: each is answered before the next is read.
+#: Commands that only touch keys, and those that clients send when they connect. None of them blocks, subscribes or
+#: queues: each is answered before the next is read.
 _COMMANDS = frozenset(
     b"ping echo hello select dbsize flushall flushdb time evalsha exists type ttl pttl expire pexpire persist del "
     b"unlink keys scan get set append strlen getrange setrange hget hset hsetnx hmget hdel hlen hkeys hgetall "
@@ -37,7 +36,7 @@ _SUBCOMMANDS = {
     b"script": frozenset((b"load", b"exists", b"flush")),
 }
 
-#: A prompt of the longest context is a few MB.
+#: Limits of one command; a prompt of the longest context has a few MB.
 _MAX_FIELDS = 1 << 16
 _MAX_FIELD_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 32
@@ -63,24 +62,24 @@ end
 
 
 class EmbeddedServer(TcpFakeServer):
-    """Listens from construction, answers within `serve_forever`, one thread a connection."""
+    """Listens from construction on and answers within `serve_forever`, with one thread per connection."""
 
     address_family = socket.AF_UNIX
-    #: Connections not accepted yet. A Unix socket refuses the next one, where TCP would have it wait.
+    #: Limit of connections that wait to be accepted. A Unix socket refuses further ones, whereas TCP lets them wait.
     request_queue_size = 1024
 
     def __init__(self, path: Path) -> None:
-        """Listens on a Unix socket that this makes.
+        """Create a Unix socket and listen on it.
 
         Raises:
-            OSError: it cannot be made there.
+            OSError: the socket cannot be created there.
         """
         self._ids = count(1)
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         super().__init__(str(path), server_version=REDIS_VERSION)  # type: ignore[arg-type]
         self.RequestHandlerClass = _Connection
-        # A client that never hangs up must not keep the process alive.
+        # A client that never disconnects must not keep the process alive.
         self.daemon_threads = True
         _strip_lua(self.fake_server)
 
@@ -88,7 +87,7 @@ class EmbeddedServer(TcpFakeServer):
         connection, _ = super().get_request()
         with self._lock:
             self._open.add(connection)
-        # Clients of a Unix socket have no address, and fakeredis tells its clients apart by theirs.
+        # fakeredis distinguishes clients by their address, and clients of a Unix socket have none.
         return connection, ("unix", next(self._ids))
 
     def shutdown_request(self, request: Any) -> None:
@@ -97,7 +96,7 @@ class EmbeddedServer(TcpFakeServer):
         super().shutdown_request(request)
 
     def shutdown(self) -> None:
-        """Ends `serve_forever` and every connection."""
+        """End `serve_forever` and every connection."""
         super().shutdown()
         with self._lock:
             for connection in self._open:
@@ -106,7 +105,7 @@ class EmbeddedServer(TcpFakeServer):
 
 
 class _Malformed(Exception):
-    """What a client sent is not a command; nothing after it can be read either."""
+    """A client sent bytes that are not a command; nothing after them can be read."""
 
 
 class _Connection(TCPFakeRequestHandler):
@@ -114,7 +113,7 @@ class _Connection(TCPFakeRequestHandler):
 
     def handle(self) -> None:
         self.connection.setblocking(True)
-        # The client has left, or the server ends.
+        # An OSError means that the client has disconnected or the server ends.
         with suppress(OSError):
             try:
                 while (command := _read_command(self.rfile)) is not None:
@@ -123,8 +122,8 @@ class _Connection(TCPFakeRequestHandler):
                 self.writer.dump(ResponseError(f"Protocol error: {error}"))
 
     def _send(self, answer: Any) -> None:
-        """Long texts with their length before them: fakeredis ends them with a line's end, for which readers look only
-        so far."""
+        """Send an answer. Long texts are sent with their length, because fakeredis would send them as lines, and
+        readers limit the length of a line."""
         if isinstance(answer, bytes) and len(answer) > _MAX_LINE_BYTES:
             self.writer.write(b"$%d\r\n%b\r\n" % (len(answer), answer))
             self.wfile.flush()
@@ -143,36 +142,36 @@ class _Connection(TCPFakeRequestHandler):
 
 
 def _refusal(command: list[bytes]) -> str | None:
-    """Why a command is not run; None for one that is."""
+    """Return why a command is refused, or None if it may run."""
     name = command[0].lower()
     subcommand = command[1].lower() if len(command) > 1 else b""
     if name not in _COMMANDS and subcommand not in _SUBCOMMANDS.get(name, ()):
-        return "this store runs no such command"
+        return "this store does not run this command"
     if (name, subcommand) == (b"script", b"load") and not own_scripts().issuperset(command[2:]):
-        return "this store runs scripts of its own only"
+        return "this store runs only specdec's own scripts"
     return None
 
 
 @cache
 def own_scripts() -> frozenset[bytes]:
-    """The text of every script in `scripts/`."""
+    """Return the text of every script in `scripts/`."""
     folder = resources.files("specdec.state") / "scripts"
     return frozenset(entry.read_bytes() for entry in folder.iterdir() if entry.name.endswith(".lua"))
 
 
 def _strip_lua(fake_server: Any) -> None:
-    """Takes from the interpreter of every script to come what leads out of it. Raises where there is none to strip."""
+    """Remove from the Lua interpreter everything that leads out of it. Raises if the interpreter does not exist."""
     with FakeRedis(server=fake_server, protocol=2) as client:
-        client.eval("return 1", 0)  # makes the interpreter
+        client.eval("return 1", 0)  # creates the interpreter
         client.script_flush()
     fake_server._lua_runtime.execute(_STRIP_LUA)
 
 
 def _read_command(file: BufferedIOBase) -> list[bytes] | None:
-    """The next command's fields, at least one; None at the end.
+    """Return the fields of the next command, at least one; None at the end of the connection.
 
     Raises:
-        _Malformed: it is none, or larger than any of ours.
+        _Malformed: the bytes are not a command, or exceed the limits.
     """
     fields: list[bytes] = []
     while not fields:

@@ -1,7 +1,4 @@
-"""Names of everything specdec keeps in Redis, and the packing of token ids.
-
-Not here: reading or writing. Called by `redis_store` and `prefix_directory`.
-"""
+"""Names of all keys that specdec keeps in Redis, and the packing of token ids."""
 
 from __future__ import annotations
 
@@ -14,19 +11,19 @@ import numpy as np
 from specdec.errors import InvalidRequest
 from specdec.types import TokenIds
 
-#: Token ids on the wire to Redis: unsigned, 32 bits, little-endian, nothing between them.
+#: Token ids in Redis: unsigned, 32 bits, little-endian, without separators.
 PACKED_TOKEN = np.dtype("<u4")
 TOKEN_BYTES = PACKED_TOKEN.itemsize
 
 MAX_SESSION_ID_CHARS = 256
 
-# Braces delimit the cluster's hash tag; a session id with one would scatter its keys over slots.
+# Braces delimit the cluster's hash tag; a session id with a brace would spread its keys over slots.
 _SESSION_ID = re.compile(rf"[^{{}}\x00-\x1f\x7f\ud800-\udfff]{{1,{MAX_SESSION_ID_CHARS}}}")
 
 
 @lru_cache(maxsize=4096)
 def session_keys(tenant: str, session_id: str) -> tuple[str, str, str, str]:
-    """Keys of one session, all in one cluster slot: meta, tokens, lease, and what tells that it was deleted.
+    """Return the keys of one session, all in one cluster slot: meta, tokens, lease and deletion mark.
 
     Raises:
         InvalidRequest: the id is empty, longer than 256 characters or holds braces or control characters.
@@ -41,28 +38,28 @@ def session_keys(tenant: str, session_id: str) -> tuple[str, str, str, str]:
 
 
 def replica_keys(role: str) -> list[str]:
-    """Keys of one role's replicas, both in one cluster slot: records, expiry."""
+    """Return the keys of one role's replicas, both in one cluster slot: records, expiry."""
     stem = f"specdec:replicas:{{{role}}}"
     return [f"{stem}:records", f"{stem}:expiry"]
 
 
 def prefix_keys(tenant: str, chain_hashes: Sequence[bytes]) -> list[str]:
-    """Keys of one chain's prefixes, all in the slot of the first: the same first one means the same slot."""
+    """Return the keys of one chain's prefixes, all in one cluster slot, which the first prefix chooses."""
     stem = f"specdec:{tenant}:prefix:{{{chain_hashes[0].hex()}}}"
     return [f"{stem}:{chain_hash.hex()}" for chain_hash in chain_hashes]
 
 
 def promotion_key(tenant: str) -> str:
-    """Key of the tenant's promotion of a draft pool."""
+    """Return the key of the tenant's promotion of a draft pool."""
     return f"specdec:{tenant}:promotion"
 
 
 def pack_tokens(token_ids: TokenIds) -> bytes:
-    """Packs token ids, uint32 [n], into 4n bytes."""
+    """Pack token ids, uint32 [n], into 4n bytes."""
     return np.ascontiguousarray(token_ids, dtype=PACKED_TOKEN).tobytes()
 
 
 def unpack_tokens(packed: bytes) -> TokenIds:
-    """Unpacks 4n bytes into uint32 [n]; bytes of a torn last token are dropped."""
+    """Unpack 4n bytes into uint32 [n]; the bytes of an incomplete last token are dropped."""
     whole = len(packed) - len(packed) % TOKEN_BYTES
     return np.frombuffer(packed[:whole], dtype=PACKED_TOKEN).astype(np.uint32)

@@ -1,7 +1,7 @@
-"""Connections to the cold tier's Redis, and whether it is any use to ask it now.
+"""Connections to the cold tier's Redis, and its current state.
 
-A Redis that failed or did not answer in time is left alone for a while, with one warning until it answers again. Not
-here: what is asked (`kv_writer`, `kv_reader`). Any thread may call; a connection belongs to one.
+A Redis that failed or did not answer in time is not used for a while; one warning is logged until it answers again.
+`kv_writer` and `kv_reader` send the commands. Any thread may call; a connection belongs to one thread.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from redis.retry import Retry
 from specdec.errors import InvalidRequest
 from specdec.state.connection import describe_url
 
-#: For an answer, or a part of one. Whoever wanted it has gone on long before.
+#: Time limit of an answer, or of a part of one. The caller continues without it much earlier.
 SOCKET_TIMEOUT_S = 1.0
-#: How long a Redis that failed is left alone: at first, doubled each time, and at most.
+#: Time for which a Redis that failed is not used: first value, which doubles each time, and upper bound.
 FIRST_RETRY_S, MAX_RETRY_S = 1.0, 30.0
-#: Read of a socket at once: values have megabytes.
+#: Bytes per read of a socket; values have megabytes.
 _READ_BYTES = 1 << 18
 
 _log = logging.getLogger(__name__)
 
 
 class KvLink:
-    """One tier's Redis."""
+    """The Redis of one tier."""
 
     def __init__(self, url: str) -> None:
-        """Connects to nothing yet.
+        """Open no connection yet.
 
         Args:
             url: redis://, rediss:// or unix://.
         """
         self.is_up = False
-        """Whether it answered last."""
+        """Set while Redis answers."""
         self.retry_s = FIRST_RETRY_S
-        """While it is not up: how long to leave it alone."""
+        """While it is not up: time until it is tried again."""
         self.when_down: Callable[[], None] = lambda: None
-        """Called whenever it failed."""
+        """Called after every failure."""
         self._url = url
         self._place = describe_url(url)
         self._is_closed = False
         self._has_warned = False
 
-    def connect(self, *, patience: float = 1.0) -> Any:
-        """A client of its own, which connects at its first command.
+    def connect(self, *, send_factor: float = 1.0) -> Any:
+        """Return a new client, which connects at its first command.
 
         Args:
-            patience: how many times as long as an answer a command may take to send.
+            send_factor: time limit for sending a command, as a multiple of the time limit of an answer.
 
         Raises:
             InvalidRequest: the URL has another form.
@@ -60,11 +60,11 @@ class KvLink:
         try:
             return Redis.from_url(
                 self._url,
-                socket_timeout=patience * SOCKET_TIMEOUT_S,
+                socket_timeout=send_factor * SOCKET_TIMEOUT_S,
                 socket_connect_timeout=SOCKET_TIMEOUT_S,
                 socket_read_size=_READ_BYTES,
                 retry=Retry(NoBackoff(), 0),
-                # One dialect for every client version the package admits.
+                # The same protocol for every supported version of redis-py.
                 protocol=2,
             )
         except ValueError as error:
@@ -72,13 +72,13 @@ class KvLink:
             raise InvalidRequest(message, field="kv_tier_url") from error
 
     def note_up(self) -> None:
-        """It answered."""
+        """Note that Redis answered."""
         if not self.is_up and self._has_warned:
             _log.warning("the KV tier at %s answers again", self._place)
         self.is_up, self._has_warned, self.retry_s = True, False, FIRST_RETRY_S
 
     def fail(self, reason: str) -> None:
-        """It is to be left alone for a while."""
+        """Note a failure; Redis is not used for a while."""
         if self._is_closed:
             return
         self.retry_s = FIRST_RETRY_S if self.is_up else min(MAX_RETRY_S, 2 * self.retry_s)
@@ -87,30 +87,30 @@ class KvLink:
         self.when_down()
 
     def fail_by(self, error: Exception) -> None:
-        """As `fail`, whatever `error` is."""
+        """Note a failure with an exception as its reason; unexpected types are logged with a traceback."""
         if not isinstance(error, RedisError | OSError):
             _log.error("the KV tier failed", exc_info=error)
         self.fail(" ".join(str(error).split()).rstrip(".") or type(error).__name__)
 
     def warn_once(self, reason: str) -> None:
-        """Until it answers again."""
+        """Log a warning, once until Redis answers again."""
         if not self._has_warned:
             self._has_warned = True
-            _log.warning("serving without the KV tier at %s for now: %s", self._place, reason)
+            _log.warning("KV tier at %s not available, serving without it: %s", self._place, reason)
 
     def warn_of_growth(self) -> None:
-        """It would not forget by itself."""
+        """Log that Redis would never evict values."""
         _log.warning(
-            "the KV tier at %s grows without bound: give it a maxmemory and maxmemory-policy allkeys-lru", self._place
+            "the KV tier at %s grows without bound: set its maxmemory, and maxmemory-policy allkeys-lru", self._place
         )
 
     def close(self) -> None:
-        """Failures are none from now on."""
+        """Ignore failures from now on."""
         self._is_closed = True
 
 
 def touch(client: Any, keys: Sequence[str]) -> list[bool]:
-    """Which keys are there; they count as used."""
+    """Return which keys exist; Redis counts them as used."""
     with client.pipeline(transaction=False) as pipeline:
         for key in keys:
             pipeline.touch(key)

@@ -1,10 +1,11 @@
-"""Fetches runs of KV from the cold tier, in a thread of its own, where that beats prefill; measures what it takes.
+"""Fetches runs of KV from the cold tier in a thread of its own if that is faster than prefill, and measures the
+fetches.
 
-    asked ─▶ worth it if all is there? ─▶ queued ─▶ what is there, is that worth it? ─▶ told run by run ─▶ told the end
-               │ no: at once                           │ no: told the end
+    request ─▶ faster if all runs exist? ─▶ queue ─▶ faster for those that exist? ─▶ runs, one by one ─▶ end
+                  │ no: refused at once                  │ no: end
 
-While nothing is asked of it, it measures by a value of its own now and then, and finds out when a Redis that failed
-answers again. Not here: the rule (`specdec.core.restore_rule`), what a value is (`kv_values`). Built by `kv_tier`.
+Without requests it measures with a test value from time to time, and detects when a Redis that failed answers again.
+The rule is `specdec.core.restore_rule`; `kv_values` defines values. Built by `kv_tier`.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from specdec.state.kv_link import KvLink, touch
 from specdec.state.kv_tally import KvTally
 from specdec.state.kv_values import VERSION, KvSpace, Payload, checksum
 
-#: Runs fetched ahead of those that are in KV blocks.
+#: Limit of runs that are fetched and not yet copied into KV blocks.
 MAX_AHEAD = 2
-#: A fetch may take this many times its prediction, and so much more, or what computing takes if that is less, before
-#: its caller goes on without it.
+#: Time limit of a fetch, after which its caller continues without it: PATIENCE_FACTOR times the predicted time, plus
+#: PATIENCE_S or the time of computing the runs, whichever is less.
 PATIENCE_FACTOR = 2.0
 PATIENCE_S = 0.25
-#: What a trip takes is measured anew when nothing was asked for so long; and so much sooner when it made somebody
-#: compute instead, which measures nothing.
+#: Time without requests after which the store is measured again; the shorter one holds after a request was refused by
+#: the rule, because a refused request measures nothing.
 PROBE_INTERVAL_S = 30.0
 DOUBT_S = 5.0
 MAX_PROBE_BYTES = 1 << 20
@@ -67,18 +68,18 @@ class KvFetch:
             self._reader.note_late()
 
     def wait_for_room(self) -> bool:
-        """Waits until few enough runs are fetched and not copied in; False: nobody wants more."""
+        """Wait until a further run may be fetched; return False if no more are wanted."""
         self._room.acquire(timeout=self.patience_s)
         return not self.is_over
 
 
 class KvReader:
-    """Of one tier."""
+    """The reading side of one tier."""
 
     def __init__(
         self, link: KvLink, space: KvSpace, tally: KvTally, rule: RestoreRule, forget: Callable[[bytes], None]
     ) -> None:
-        """Starts the thread. `forget` is told of runs that turn out not to be there."""
+        """Start the thread; `forget` is called with the names of runs that do not exist."""
         self._link = link
         self._space = space
         self._tally = tally
@@ -89,9 +90,9 @@ class KvReader:
         self._queued_bytes = 0  # changed under _lock
         self._lock = threading.Lock()
         self._is_closed = False
-        self._has_looked = False
+        self._has_checked_policy = False
         self._measured_s = float("-inf")
-        # The thread sleeps as long as for a Redis that is well.
+        # Wakes the thread, which sleeps for the interval of a Redis that works.
         link.when_down = lambda: self._fetches.put(None)
         self._thread = threading.Thread(target=self._run, name="kv-tier-read", daemon=True)
         self._thread.start()
@@ -117,16 +118,16 @@ class KvReader:
         return fetch
 
     def note_copied(self, num_bytes: int, seconds: float) -> None:
-        """A run that was fetched is in KV blocks."""
+        """Note that a fetched run was copied into KV blocks."""
         self._rule.observe_copy(num_bytes, seconds)
         self._tally.num_restored += 1
 
     def note_late(self) -> None:
-        """A fetch was not told to its end in time. Slow is not gone: what it takes is measured, and for the rule."""
+        """Count a fetch that did not end in time. The store stays in use; the rule learns from the measured times."""
         self._tally.choices["late"] += 1
 
     def close(self, patience_s: float) -> None:
-        """Ends the thread; who is still told nothing by then will not be."""
+        """End the thread; fetches that have not begun by then get no answer."""
         self._is_closed = True
         self._fetches.put(None)
         self._thread.join(patience_s)
@@ -187,7 +188,7 @@ class KvReader:
         return payload
 
     def _probe(self) -> None:
-        """Finds out whether Redis answers, and measures it by a value of its own."""
+        """Check whether Redis answers, and measure it with a test value."""
         num_bytes = min(self._space.payload_bytes, MAX_PROBE_BYTES)
         key = f"specdec-kv:{VERSION}:probe:{num_bytes}"
         try:
@@ -203,20 +204,20 @@ class KvReader:
                     self._rule.observe_transfer(len(value), time.monotonic() - answered_s)
                 self._rule.observe_latency(answered_s - began_s)
             self._measured_s = time.monotonic()
-            self._look_at_policy()
+            self._check_policy()
         except Exception as error:
             self._link.fail_by(error)
         else:
             self._link.note_up()
 
-    def _look_at_policy(self) -> None:
-        """Warns, once, of a Redis that would not forget by itself."""
-        if self._has_looked:
+    def _check_policy(self) -> None:
+        """Warn, once, about a Redis that would never evict values."""
+        if self._has_checked_policy:
             return
-        self._has_looked = True
+        self._has_checked_policy = True
         try:
             memory = self._client.info("memory")
-        except RedisError:  # some hosts do not tell
+        except RedisError:  # some hosts do not permit INFO
             return
         if not memory.get("maxmemory") or not str(memory.get("maxmemory_policy")).startswith("allkeys"):
             self._link.warn_of_growth()

@@ -1,11 +1,9 @@
-"""The cold tier of KV: runs of full blocks in a Redis of their own, written behind, fetched where that beats prefill.
+"""The cold tier of KV: runs of full blocks in a Redis of their own, written in the background.
 
-Two threads, each with a connection: one writes what was offered, one fetches what was asked for and measures both. No
-caller ever waits for Redis: an offer is dropped where the queue is full, a fetch is told run by run, and its caller
-goes on without it once its patience ends. Everything here may be lost at any time: it is what an `allkeys-lru` Redis
-keeps.
-
-Not here: when the engine offers and asks (`specdec.engine.loop`). Built by `specdec.service`.
+Runs are fetched if that is faster than prefill. Two threads have a connection each: one writes offered runs, the other
+fetches requested ones and measures both. No caller waits for Redis: an offer is dropped if the queue is full, a fetch
+delivers run by run, and its caller continues without it after a time limit. Every value may disappear at any time,
+because an `allkeys-lru` Redis evicts. `specdec.engine.loop` offers and fetches; `specdec.service` builds the tier.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from specdec.state.kv_tally import KvTally
 from specdec.state.kv_values import KvSpace
 from specdec.state.kv_writer import KvWriter, Read
 
-#: What is queued when the tier is closed is still written, for as long.
+#: Time for which queued runs are still written when the tier is closed.
 CLOSE_S = 2.0
 
 
@@ -27,11 +25,11 @@ class KvTier:
     """Implements `engine.cold_tier.ColdTier`. Call it from any thread; close it when done."""
 
     def __init__(self, url: str, space: KvSpace) -> None:
-        """Starts the threads, which connect by themselves.
+        """Start the threads, which connect on their own.
 
         Args:
             url: redis://, rediss:// or unix://.
-            space: whose KV is kept.
+            space: identity of the KV: model, type and rank.
 
         Raises:
             InvalidRequest: the URL has another form.
@@ -46,7 +44,7 @@ class KvTier:
 
     @property
     def is_up(self) -> bool:
-        """Whether Redis answered last."""
+        """Return whether Redis answered the last command."""
         return self._link.is_up
 
     def offer(self, name: bytes, _block_ids: Sequence[int], read: Read) -> None:
@@ -58,7 +56,7 @@ class KvTier:
         return self._reader.fetch(names, replay_s, tell)
 
     def close(self) -> None:
-        """Writes what is queued, for a while, and ends the threads. Idempotent."""
+        """Write queued runs for at most CLOSE_S and end the threads. Idempotent."""
         self._writer.close(CLOSE_S)
         self._link.close()
         self._reader.close(CLOSE_S)

@@ -1,11 +1,11 @@
 """A run of KV blocks as a value of the cold tier, and its key.
 
-    key    specdec-kv:VERSION:SPACE:NAME      NAME: the published hash of the run's last block, which names every token
-                                              before its end (and the tenant); SPACE: whose numbers those are
+    key    specdec-kv:VERSION:SPACE:NAME      NAME: the published hash of the run's last block, which identifies every
+                                              token before its end (and the tenant); SPACE: model, type and rank
     value  magic · version · length · digest of key and layout · checksum · the blocks
 
-A value is written once and never changed. Whatever is not exactly the value of its key is a miss: a header that differs
-in any byte, another length, a checksum that does not fit. Not here: Redis (`kv_tier`, which alone calls this).
+A value is written once and never changed. A value that does not match its key exactly is a miss: a header that differs
+in any byte, another length, or a wrong checksum. `kv_writer` and `kv_reader` store and fetch values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-#: Of keys and values; another one for whatever a reader of this one would take for something else.
+#: Version of keys and values; it must change with any change that a reader of this version would misread.
 VERSION = 1
 
 _MAGIC = b"specdeKV"
@@ -32,32 +32,32 @@ Payload = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class KvSpace:
-    """Whose KV it is. Replicas exchange values only where all of this is equal."""
+    """Identity of KV values. Replicas share values only if all fields are equal."""
 
     model_fingerprint: str
     dtype: str
-    """Of the numbers."""
+    """Type of the numbers."""
     rank: str
-    """Which part of the model computed them: `tpN.R` is rank R of N."""
+    """Part of the model that computed them: `tpN.R` is rank R of N."""
     layer_bytes: Sequence[int]
-    """Bytes of one block in each layer."""
+    """Size of one block in each layer."""
     run_blocks: int
-    """Blocks of one value."""
+    """Number of blocks in one value."""
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of a run."""
+        """Return the size of a run."""
         return sum(self.layer_bytes) * self.run_blocks
 
     def key(self, name: bytes) -> str:
-        """The key of the run whose last block is published as `name`."""
+        """Return the key of the run whose last block is published as `name`."""
         return f"specdec-kv:{VERSION}:{self.model_fingerprint}:{self.dtype}:{self.rank}:{name.hex()}"
 
     def encode(self, name: bytes, payload: Payload) -> bytearray:
-        """The value of a run.
+        """Return the value of a run.
 
         Args:
-            name: of its last block.
+            name: published name of its last block.
             payload: uint8 [payload_bytes], any shape.
         """
         value = bytearray(_OVERHEAD_BYTES + self.payload_bytes)
@@ -67,8 +67,10 @@ class KvSpace:
         return value
 
     def decode(self, name: bytes, value: bytes) -> Payload | None:
-        """The blocks in a value, uint8 [run_blocks, bytes of a block], without a copy; None, a miss, if it is not what
-        `encode` makes of this run."""
+        """Return the blocks in a value, uint8 [run_blocks, bytes of a block], without a copy.
+
+        None, a miss, if `encode` would not make this value for this run.
+        """
         view = memoryview(value)
         if len(view) != _OVERHEAD_BYTES + self.payload_bytes or view[: _HEADER.size] != self._header(name):
             return None
@@ -83,6 +85,9 @@ class KvSpace:
 
 
 def checksum(payload: bytes | memoryview) -> bytes:
-    """Of a value's blocks. Against accidents: whoever can write to the store can write a checksum as well, and one that
-    could not be forged would take as long as the transfer."""
+    """Return the checksum of a value's blocks.
+
+    It detects accidents only: a program that can write to the store can also write a checksum, and a checksum that
+    cannot be forged would take as long as the transfer.
+    """
     return zlib.crc32(payload).to_bytes(_CHECKSUM_BYTES, "little")

@@ -1,7 +1,7 @@
-"""Writes offered runs of KV to the cold tier, behind, in a thread of its own.
+"""Writes offered runs of KV to the cold tier in a thread of its own.
 
-An offer is a name and a way to get the bytes; it waits in a bounded queue and is dropped where that is full. What is
-there already is neither read nor sent. Not here: what a value is (`kv_values`). Built by `kv_tier`.
+An offer is a name and a function that reads the bytes. It waits in a bounded queue and is dropped if the queue is full.
+Runs that exist already are neither read nor sent. `kv_values` defines values. Built by `kv_tier`.
 """
 
 from __future__ import annotations
@@ -18,59 +18,59 @@ from specdec.state.kv_link import KvLink, touch
 from specdec.state.kv_tally import KvTally
 from specdec.state.kv_values import KvSpace, Payload
 
-#: Offers that wait; they are names, not bytes.
+#: Limit of waiting offers; they hold names, not bytes.
 MAX_OFFERS = 256
-#: Offers that are looked up in one trip.
+#: Limit of offers that are looked up in one round trip.
 MAX_BATCH = 32
-#: Runs that are known to be there, and for how long that is believed: the tier forgets as it likes.
+#: Limit of runs that are known to exist, and time for which that is assumed; Redis may evict any of them.
 MAX_KNOWN = 65_536
 KNOWN_S = 600.0
 
-#: A run has to be sent whole within so many times the time of an answer; nobody waits for it.
-SEND_PATIENCE = 10.0
+#: Time limit for sending a whole run, as a multiple of the time limit of an answer; no caller waits for it.
+SEND_FACTOR = 10.0
 
 Read = Callable[[], Payload | None]
 _Offer = tuple[bytes, Read]
 
 
 class KvWriter:
-    """Of one tier."""
+    """The writing side of one tier."""
 
     def __init__(self, link: KvLink, space: KvSpace, tally: KvTally) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self._link = link
         self._space = space
         self._tally = tally
-        self._client = link.connect(patience=SEND_PATIENCE)
-        self._known: OrderedDict[bytes, float] = OrderedDict()  # until when it is believed; changed under _lock
+        self._client = link.connect(send_factor=SEND_FACTOR)
+        self._known: OrderedDict[bytes, float] = OrderedDict()  # time until which it is assumed; changed under _lock
         self._lock = threading.Lock()
-        self._tier_writer: queue.Queue[_Offer | None] = queue.Queue(MAX_OFFERS)
-        self._is_closed = False  # of the thread: what was offered before the end has been taken
+        self._offers: queue.Queue[_Offer | None] = queue.Queue(MAX_OFFERS)
+        self._is_closed = False  # set by the thread after the last offer
         self._thread = threading.Thread(target=self._run, name="kv-tier-write", daemon=True)
         self._thread.start()
 
     def offer(self, name: bytes, read: Read) -> None:
-        """Keeps a run, some time, if it is not there yet (`ColdTier.offer`). From any thread; never waits."""
+        """Write a run later if it does not exist yet (`ColdTier.offer`). From any thread; never waits."""
         if self._is_known(name):
             return
         if not self._link.is_up:
             self._tally.dropped["unavailable"] += 1
             return
         try:
-            self._tier_writer.put_nowait((name, read))
+            self._offers.put_nowait((name, read))
         except queue.Full:
             self._tally.dropped["queue_full"] += 1
 
     def forget(self, name: bytes) -> None:
-        """The run turned out not to be there."""
+        """Note that a run does not exist."""
         with self._lock:
             self._known.pop(name, None)
 
     def close(self, patience_s: float) -> None:
-        """Writes what is queued, for so long, and ends the thread."""
+        """Write queued runs for at most `patience_s` and end the thread."""
         end_s = time.monotonic() + patience_s
         try:
-            self._tier_writer.put(None, timeout=patience_s)
+            self._offers.put(None, timeout=patience_s)
         except queue.Full:
             return
         self._thread.join(max(0.0, end_s - time.monotonic()))
@@ -85,10 +85,10 @@ class KvWriter:
                 self._link.fail_by(error)
 
     def _next_writes(self) -> list[_Offer]:
-        """Those that wait, or the next; empty once the tier is closed."""
+        """Return the waiting offers, or wait for the next one; empty once the tier is closed."""
         batch: list[_Offer] = []
-        while not self._is_closed and len(batch) < MAX_BATCH and (not batch or not self._tier_writer.empty()):
-            offer = self._tier_writer.get()
+        while not self._is_closed and len(batch) < MAX_BATCH and (not batch or not self._offers.empty()):
+            offer = self._offers.get()
             if offer is None:
                 self._is_closed = True
             else:

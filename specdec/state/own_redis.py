@@ -1,12 +1,12 @@
-"""A throwaway Redis of this process's own: `redis-server`, where one is installed, on a Unix socket.
+"""A temporary Redis of this process: an installed `redis-server` on a Unix socket.
 
     with throwaway_redis() as redis:
         start_children(redis.url)
 
-For `specdec up`. It keeps nothing on disk, and ends with this process, however that ends. Where no redis-server of
-MIN_VERSION or later is installed, or it does not start, the store is `embedded`, an extra of the package: the same
-answers, for a millisecond of processor time a round. Not here: the folder of the
-socket (`socket_folder`), what is stored.
+Used by `specdec up`. It keeps nothing on disk, and ends with this process, also if the process is killed. If no
+redis-server of MIN_VERSION or later is installed, or it does not start, the store is `embedded`, an extra of the
+package, which gives the same answers for a millisecond of processor time a round. `socket_folder` makes the socket's
+folder.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from specdec.state.socket_folder import is_answered, make_socket_path, remove_so
 MIN_VERSION = 7
 
 _START_S = 5.0
-_LOOK_S = 0.01
+_CHECK_INTERVAL_S = 0.01
 
-#: Runs its arguments, and kills them once its own standard input ends: with whoever holds the other end of that.
+#: Runs its arguments and kills them when its standard input ends, that is, with the process at the other end.
 _KEEPER = """
 exec 3<&0
 "$@" </dev/null &
@@ -52,7 +52,7 @@ class OwnRedis:
 
     @property
     def url(self) -> str:
-        """unix://PATH of the open context."""
+        """Return unix://PATH of the open context."""
         if self._path is None:
             raise RuntimeError("the Redis is not running")
         return f"unix://{self._path}"
@@ -62,17 +62,17 @@ class OwnRedis:
         return self._keeper is not None and self._keeper.poll() is None
 
     def start(self) -> None:
-        """Starts it, for the first time or after it has ended: with nothing in it, at the same address.
+        """Start the server, for the first time or after it has ended: empty, at the same address.
 
         Raises:
-            OSError: it does not serve within seconds.
+            OSError: it does not answer within a few seconds.
         """
         assert self._path is not None
         self._end()
         self._path.unlink(missing_ok=True)
         server = [self._program, "--port", "0", "--unixsocket", str(self._path), "--unixsocketperm", "700",
                   "--save", "", "--appendonly", "no", "--dir", str(self._path.parent)]  # fmt: skip
-        # A session of its own: a Ctrl-C at the terminal would end it before those who still write to it.
+        # A session of its own, because Ctrl-C at the terminal would end it before the services that still write to it.
         self._keeper = subprocess.Popen(
             ["/bin/sh", "-c", _KEEPER, "redis", *server],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
@@ -81,8 +81,8 @@ class OwnRedis:
         while not is_answered(self._path):
             if not self.is_alive or time.monotonic() > deadline_s:
                 self._end()
-                raise OSError(f"{self._program} does not start")
-            time.sleep(_LOOK_S)
+                raise OSError(f"{self._program} did not start within {_START_S:g} s")
+            time.sleep(_CHECK_INTERVAL_S)
 
     def __enter__(self) -> Self:
         self._path = make_socket_path()
@@ -110,7 +110,7 @@ class OwnRedis:
 
 
 def installed_redis() -> str | None:
-    """Path of a redis-server that will do."""
+    """Return the path of an installed redis-server of MIN_VERSION or later, or None."""
     program = shutil.which("redis-server")
     if program is None:
         return None
@@ -124,7 +124,11 @@ def installed_redis() -> str | None:
 
 @contextmanager
 def throwaway_redis() -> Iterator[OwnRedis | EmbeddedRedis]:
-    """The better of the two that can be had, while the context is open. Raises Unsupported: neither can."""
+    """Run an installed redis-server while the context is open, or the embedded store if there is none.
+
+    Raises:
+        Unsupported: neither is installed.
+    """
     with ExitStack() as stack:
         store: OwnRedis | EmbeddedRedis | None = None
         program = installed_redis()

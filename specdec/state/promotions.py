@@ -1,9 +1,9 @@
-"""The promotion of a draft pool on Redis: one small record a tenant, shared by its coordinators and kept beyond them.
+"""The promotion of a draft pool on Redis: one small record per tenant, which its coordinators share.
 
     specdec:TENANT:promotion   string: JSON
 
-Not here: what is decided (the coordinator's `routing/promotion`), sessions (`redis_store`, whose connections this
-shares). Called by the coordinator.
+The record outlives the coordinators. Their `routing/promotion` decides about it; the connections are those of
+`redis_store`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specdec.state.store import Promotion, PromotionStatus
 
 _ANY, _NONE = "*", ""
 
-#: Of a record; ours have less, whatever characters their pool's name is of.
+#: Longest record that is read; specdec's own records are shorter for every pool name.
 _MAX_BYTES = 1024
 
 
@@ -51,18 +51,19 @@ def _write(promotion: Promotion | None) -> str:
 
 
 def _read(value: bytes | None) -> Promotion | None:
-    """Raises Internal for what is no record of ours: the store is shared with others."""
+    """Return the promotion in a record. Raises Internal for an invalid record, which another program may have
+    written."""
     if not value:
         return None
     try:
         fields = json.loads(value) if len(value) <= _MAX_BYTES else {}
         if not isinstance(fields["pool"], str):
-            raise TypeError("a pool's name is text")
+            raise TypeError("the pool's name is not text")
         promotion = Promotion(
             fields["pool"], float(fields["share"]), float(fields["most"]), PromotionStatus(fields["status"])
         )
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        raise Internal("the store's promotion of a draft pool cannot be read; promote one anew") from error
+        raise Internal("the promotion record in the store cannot be read; promote a draft pool again") from error
     if not (is_pool_name(promotion.pool) and 0.0 < promotion.share <= promotion.most <= 1.0):
-        raise Internal("the store's promotion of a draft pool is out of its range; promote one anew")
+        raise Internal("the promotion record in the store has a value out of range; promote a draft pool again")
     return promotion

@@ -1,7 +1,7 @@
 """The session store and the replica registry on Redis 7 or the embedded `fakeredis`, one Lua script per atomic step.
 
-Not here: the contracts and their meaning (`store`), key names (`keys`), retries and failures (`connection`), when a
-replica publishes itself (`registry`). Called by the coordinator and, for the registry, by every service.
+`store` defines the contracts, `keys` the key names, and `connection` retries and maps failures. Called by the
+coordinator and, for the registry, by every service.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ DEFAULT_SESSION_TTL_S = 3600.0
 
 ROLES = ("draft", "target")
 
-#: How long it is known that a session was deleted: for whoever still writes it, and finds out with its next commit.
+#: Lifetime of a deletion mark, from which a coordinator that still writes the session learns of the deletion.
 _DELETION_TTL_S = 600.0
 
-#: `finish_reason` of a request that runs.
+#: `finish_reason` of a running request.
 _RUNNING = 0
 
-#: Replicas that are named as holding a session's KV, a target and a draft; and digits of a number of tokens.
-_MAX_HOMES = 2
+#: Limits of a session's stored KV locations: their number, a target and a draft, and the digits of a token count.
+_MAX_LOCATIONS = 2
 _MAX_COUNT_DIGITS = 9
 
 _log = logging.getLogger(__name__)
@@ -48,20 +48,20 @@ _log = logging.getLogger(__name__)
 class RedisSessionStore:
     """`SessionStore` on Redis. Safe for any number of tasks of one event loop.
 
-    A call that is cancelled may or may not have taken effect; every step may be repeated. A session is forgotten
-    `session_ttl_s` after its last acquire, renewal, begin, commit, repair or release; reading does not prolong it.
+    A cancelled call may or may not have taken effect; every step may be repeated. A session expires `session_ttl_s`
+    after its last acquire, renewal, begin, commit, repair or release; reading does not prolong it.
     """
 
     def __init__(self, url: str, *, tenant: str = DEFAULT_TENANT, session_ttl_s: float = DEFAULT_SESSION_TTL_S) -> None:
-        """Connects lazily.
+        """Open no connection yet.
 
         Args:
             url: redis://, rediss://, unix:// or memory://.
-            tenant: whose sessions these are; sessions of two tenants never meet.
+            tenant: owner of the sessions; tenants share no session.
             session_ttl_s: above 0.
 
         Raises:
-            InvalidRequest: the URL or the tenant has another form.
+            InvalidRequest: the URL or the tenant is malformed.
         """
         self._url = url
         self._tenant = check_tenant(tenant)
@@ -76,7 +76,7 @@ class RedisSessionStore:
         if answer[0] == b"BUSY":
             raise SessionBusy(f"session {session_id!r} is running another request", field="session_id")
         if answer[0] == b"NOT_FOUND":
-            raise NotFound(f"there is no session {session_id!r}", field="session_id")
+            raise NotFound(f"session {session_id!r} does not exist", field="session_id")
         return Lease(session_id, owner, int(answer[1]), ttl_s, was_left=answer[2] == b"1")
 
     async def renew(self, lease: Lease) -> None:
@@ -91,8 +91,8 @@ class RedisSessionStore:
         answers = await self._connection.run_scripts("renew", calls)
         return [_loss(answer, lease) for answer, lease in zip(answers, leases, strict=True)]
 
-    async def release(self, lease: Lease, *, left: bool = True, homes: Sequence[KvLocation] = ()) -> None:
-        await self._run("release", lease.session_id, [*self._fence(lease), int(left), _write_homes(homes)])
+    async def release(self, lease: Lease, *, left: bool = True, locations: Sequence[KvLocation] = ()) -> None:
+        await self._run("release", lease.session_id, [*self._fence(lease), int(left), _write_locations(locations)])
 
     async def begin_request(self, lease: Lease, request: RequestRecord, *, keep: int, token_ids: TokenIds) -> None:
         args = [*self._fence(lease), keep, pack_tokens(token_ids), *_request_fields(request)]
@@ -143,11 +143,11 @@ class RedisSessionStore:
             owner=owner.decode(),
             expires_in_s=max(0, expires_in_ms) / 1000,
             was_left=meta.get("left") == meta["epoch"],
-            homes=_read_homes(meta.get("homes", "")),
+            locations=_read_locations(meta.get("homes", "")),
         )
 
     async def read_tokens(self, session_id: str, start: int = 0) -> TokenIds:
-        """See `SessionStore.read_tokens`. Empty beyond the log's end, and for a session there is none of."""
+        """See `SessionStore.read_tokens`. Empty beyond the log's end, and for a session that does not exist."""
         tokens_key = session_keys(self._tenant, session_id)[1]
         return unpack_tokens(await self._connection.run_command("GETRANGE", tokens_key, start * TOKEN_BYTES, -1))
 
@@ -161,12 +161,11 @@ class RedisSessionStore:
         await self._connection.run_command("PING")
 
     def prefixes(self) -> RedisPrefixDirectory:
-        """The tenant's directory of prefixes. What is asked of it in one turn of the event loop travels with what is
-        asked of the store."""
+        """Return the tenant's directory of prefixes; its scripts travel in the store's pipelines."""
         return RedisPrefixDirectory(self._connection, self._tenant)
 
     def promotions(self) -> RedisPromotions:
-        """The tenant's promotion of a draft pool."""
+        """Return the tenant's promotion of a draft pool."""
         return RedisPromotions(self._connection, self._tenant)
 
     def reopen(self) -> RedisSessionStore:
@@ -182,29 +181,29 @@ class RedisSessionStore:
         return session_keys(self._tenant, session_id)
 
     def _fence(self, lease: Lease, *between: int) -> list[str | bytes | int]:
-        """The arguments that every fenced script begins with."""
+        """Return the first arguments of every fenced script."""
         return [lease.owner, lease.epoch, *between, self._session_ttl_ms]
 
 
 def open_store(
     url: str, *, tenant: str = DEFAULT_TENANT, session_ttl_s: float = DEFAULT_SESSION_TTL_S
 ) -> RedisSessionStore:
-    """Opens the session store behind a URL; connects lazily, so `ping` tells whether it is there.
+    """Return the session store at a URL. It connects at the first command; `ping` checks that it is available.
 
     Raises:
-        InvalidRequest: the URL or the tenant has another form than `RedisSessionStore` takes.
+        InvalidRequest: the URL or the tenant is malformed.
     """
     return RedisSessionStore(url, tenant=tenant, session_ttl_s=session_ttl_s)
 
 
 class RedisReplicaRegistry:
-    """`ReplicaRegistry` on Redis. Expiry is by the server's clock; reading cleans up what has expired."""
+    """`ReplicaRegistry` on Redis. Entries expire by the server's clock; reading removes expired ones."""
 
     def __init__(self, url: str) -> None:
-        """Connects lazily. Raises InvalidRequest when the URL is not redis://, rediss://, unix:// or memory://."""
+        """Open no connection yet. Raises InvalidRequest unless the URL is redis://, rediss://, unix:// or memory://."""
         self._connection = RedisConnection(url)
-        self._told: dict[str, dict[bytes, str]] = {}
-        """By role: which records were left out when it was last read, and why."""
+        self._skipped: dict[str, dict[bytes, str]] = {}
+        """Records that were skipped at the last read, with the reasons, by role."""
 
     async def publish(self, record: ReplicaRecord, *, ttl_s: float) -> None:
         engine = record.engine
@@ -216,19 +215,19 @@ class RedisReplicaRegistry:
             await self._connection.run_script("remove", replica_keys(role), [replica_id])
 
     async def replicas(self, role: str) -> list[ReplicaRecord]:
-        """See `ReplicaRegistry.replicas`. A record that this version cannot read is left out, and logged once."""
+        """See `ReplicaRegistry.replicas`. A record that this version cannot read is skipped and logged once."""
         limits = [MAX_RECORD_BYTES, MAX_REPLICA_ID_BYTES]
         answer = await self._connection.run_script("replicas", replica_keys(role), limits)
         records = []
-        left_out: dict[bytes, str] = {}
+        skipped: dict[bytes, str] = {}
         for replica_id, text in zip(answer[::2], answer[1::2], strict=True):
             try:
                 records.append(decode_record(text))
             except ValueError as error:
-                left_out[replica_id] = str(error)
-                if left_out[replica_id] != self._told.get(role, {}).get(replica_id):
-                    _log.warning("left out the unreadable %s replica %s: %s", role, ascii(replica_id)[1:], error)
-        self._told[role] = left_out
+                skipped[replica_id] = str(error)
+                if skipped[replica_id] != self._skipped.get(role, {}).get(replica_id):
+                    _log.warning("skipped unreadable record of %s replica %s: %s", role, ascii(replica_id)[1:], error)
+        self._skipped[role] = skipped
         return records
 
     async def close(self) -> None:
@@ -236,7 +235,7 @@ class RedisReplicaRegistry:
 
 
 def open_registry(url: str) -> ReplicaRegistry:
-    """Opens the registry behind a URL; connects lazily. Raises InvalidRequest when the URL has another form."""
+    """Return the registry at a URL; it connects at the first command. Raises InvalidRequest for a malformed URL."""
     return RedisReplicaRegistry(url)
 
 
@@ -267,13 +266,13 @@ def _read_request(meta: dict[str, str]) -> RequestRecord | None:
     )
 
 
-def _write_homes(homes: Sequence[KvLocation]) -> str:
-    return " ".join(f"{home.incarnation}:{home.num_tokens}" for home in homes)
+def _write_locations(locations: Sequence[KvLocation]) -> str:
+    return " ".join(f"{location.incarnation}:{location.num_tokens}" for location in locations)
 
 
-def _read_homes(text: str) -> tuple[KvLocation, ...]:
-    """What is no home is left out: they are hints."""
-    parts = (part.rpartition(":") for part in text.split(" ")[:_MAX_HOMES])
+def _read_locations(text: str) -> tuple[KvLocation, ...]:
+    """Return the locations in a stored text; invalid parts are skipped, because locations are hints."""
+    parts = (part.rpartition(":") for part in text.split(" ")[:_MAX_LOCATIONS])
     return tuple(
         KvLocation(incarnation, int(count))
         for incarnation, _, count in parts
@@ -282,7 +281,7 @@ def _read_homes(text: str) -> tuple[KvLocation, ...]:
 
 
 def _refusal(answer: Any, lease: Lease, commit: Commit) -> SpecdecError:
-    """What a commit that was not done is refused with."""
+    """Return the error for a commit that was refused."""
     try:
         if isinstance(answer, SpecdecError):
             raise answer
@@ -294,7 +293,7 @@ def _refusal(answer: Any, lease: Lease, commit: Commit) -> SpecdecError:
 
 
 def _loss(answer: Any, lease: Lease) -> SpecdecError | None:
-    """What a renewal that was not done is refused with."""
+    """Return the error for a renewal that was refused, or None."""
     if isinstance(answer, SpecdecError):
         return answer
     try:
@@ -309,7 +308,7 @@ def _check_owned(answer: Any, lease: Lease) -> None:
         deleted_epoch = answer[1] if len(answer) > 1 else None
         if deleted_epoch is not None and lease.epoch <= int(deleted_epoch):
             raise NotFound(f"session {lease.session_id!r} was deleted", field="session_id")
-        raise LeaseLost(f"the lease of session {lease.session_id!r} at epoch {lease.epoch} is not ours any more")
+        raise LeaseLost(f"the lease of session {lease.session_id!r} at epoch {lease.epoch} is lost")
 
 
 def _check_log(answer: Any, lease: Lease, expected: int) -> None:

@@ -1,8 +1,4 @@
-"""The heartbeat by which a replica stays in the registry.
-
-Not here: the registry (`redis_store`), choosing a replica (the coordinator's pools). Called by draft and target
-services.
-"""
+"""The heartbeat that keeps a draft or target replica in the registry (`redis_store`)."""
 
 from __future__ import annotations
 
@@ -24,9 +20,9 @@ _log = logging.getLogger(__name__)
 class Heartbeat:
     """Keeps one replica in the registry while the context is open.
 
-    Publishes at once on entry, then every third of the TTL; a registry that cannot be reached is tried again until it
-    answers, so a Redis restart costs at most a third of the TTL. A replica that has spent minutes on loading its model
-    is not given up for one that is away just then. On exit the replica is taken out of the registry.
+    It publishes the replica on entry and then every third of the TTL. If the registry cannot be reached, it tries again
+    until it can, so a Redis restart costs at most a third of the TTL, and a replica that has loaded its model for
+    minutes does not end because Redis is away at that moment. On exit the replica is removed from the registry.
     """
 
     def __init__(
@@ -39,10 +35,10 @@ class Heartbeat:
     ) -> None:
         """
         Args:
-            registry: stays the caller's, who closes it after this.
-            address: host:port other services dial.
-            describe: called for every beat, so that load and draining are as of then.
-            ttl_s: how long the registry believes one beat.
+            registry: the caller closes it after this.
+            address: host:port that other services dial.
+            describe: called for every beat, so that load and draining are current.
+            ttl_s: time after a beat at which the entry expires.
         """
         self._registry = registry
         self._address = address
@@ -60,23 +56,23 @@ class Heartbeat:
         await self.close()
 
     async def start(self) -> None:
-        """Publishes the first beat, if that can be now, and begins the rest.
+        """Publish the first beat and start the others; an unavailable registry is tried again later.
 
         Raises:
-            InvalidRequest: the address is none that others can dial.
+            InvalidRequest: other services cannot dial the address.
         """
         try:
             await self.beat()
         except Unavailable as error:
-            _log.warning("not in the registry yet: %s", error)
+            _log.warning("cannot register yet, trying again: %s", error)
         self._task = asyncio.create_task(self._run(), name=f"heartbeat {self._address}")
 
     async def beat(self) -> None:
-        """Publishes now, for a change that should not wait (draining). Raises Unavailable."""
+        """Publish at once, for an urgent change such as draining. Raises Unavailable."""
         await self._registry.publish(ReplicaRecord(self._address, self._describe()), ttl_s=self._ttl_s)
 
     async def close(self) -> None:
-        """Stops beating and leaves the registry, which forgets by TTL if it cannot be reached. Idempotent."""
+        """Stop beating and remove the replica; if the registry is unavailable, the entry expires. Idempotent."""
         if self._task is None:
             return
         self._task.cancel()
@@ -85,7 +81,7 @@ class Heartbeat:
         try:
             await self._registry.remove(self._describe().replica_id)
         except Unavailable as error:
-            _log.warning("could not leave the registry: %s", error)
+            _log.warning("cannot remove this replica from the registry, its entry will expire: %s", error)
 
     async def _run(self) -> None:
         while True:
@@ -95,5 +91,5 @@ class Heartbeat:
             except Unavailable as error:
                 _log.warning("missed a heartbeat: %s", error)
             except Exception:
-                # A replica that serves must not vanish from the registry over a fault that may pass.
+                # An error that may be temporary must not remove a serving replica from the registry.
                 _log.exception("missed a heartbeat")

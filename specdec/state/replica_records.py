@@ -1,7 +1,6 @@
-"""A replica's record as the registry holds it: JSON, bounded and checked on the way in and on the way out.
+"""A replica's record in the registry: JSON, bounded, and checked when it is written and when it is read.
 
-Whoever can write to Redis can put anything there, and one record must not stop those who read the others. Not here:
-where records lie and for how long (`redis_store`, which alone calls this).
+Other programs can write to Redis, and one bad record must not stop the reading of the others. Called by `redis_store`.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from typing import Any, get_type_hints
 from specdec.errors import InvalidRequest
 from specdec.settings.addresses import check_dialable
 from specdec.state.store import ReplicaRecord
-from specdec.types import EngineInfo
+from specdec.types import WIRE_NAMES, EngineInfo
 
 MAX_RECORD_BYTES = 32 << 10
 MAX_REPLICA_ID_BYTES = 256
-#: Of any other name: a model may be a long path.
+#: Longest other name; a model may be a long path.
 _MAX_NAME_CHARACTERS = 4096
 _MAX_EOS_TOKEN_IDS = 1024
 _MAX_NAMES = 64
@@ -29,13 +28,14 @@ _MAX_REASON_CHARACTERS = 200
 
 
 def encode_record(record: ReplicaRecord) -> str:
-    """The record as JSON.
+    """Return the record as JSON.
 
     Raises:
-        InvalidRequest: readers would leave it out; one sentence says why.
+        InvalidRequest: readers would skip it; the message states why.
     """
     try:
-        values = {"address": _address(record.address), "engine": asdict(record.engine)}
+        engine = {WIRE_NAMES.get(name, name): value for name, value in asdict(record.engine).items()}
+        values = {"address": _address(record.address), "engine": engine}
         text = json.dumps(values, separators=(",", ":"), allow_nan=False)
         _check_size(len(text.encode()), len(record.engine.replica_id.encode()))
         decode_record(text.encode())
@@ -45,17 +45,20 @@ def encode_record(record: ReplicaRecord) -> str:
 
 
 def decode_record(text: bytes) -> ReplicaRecord:
-    """Reads a record of this or a newer version: fields it does not know are left out.
+    """Read a record of this or a newer version; unknown fields are ignored.
 
     Raises:
-        ValueError: it is none; one short line of plain characters says why.
+        ValueError: the record is invalid; the message is one short line of ASCII.
     """
     _check_size(len(text), 0)
     try:
         record = json.loads(text)
         address, engine = record["address"], record["engine"]
-        kinds = _engine_fields()
-        values = {name: kinds[name](name, value) for name, value in engine.items() if name in kinds}
+        values = {
+            field: read(wire_name, engine[wire_name])
+            for field, (wire_name, read) in _engine_fields().items()
+            if wire_name in engine
+        }
         return ReplicaRecord(_address(address), EngineInfo(**values))
     except ValueError as error:
         raise ValueError(_plain(str(error))) from error
@@ -79,22 +82,25 @@ def _address(value: Any) -> str:
 def _check_size(num_bytes: int, id_bytes: int) -> None:
     if num_bytes > MAX_RECORD_BYTES or id_bytes > MAX_REPLICA_ID_BYTES:
         raise ValueError(
-            f"a record may have {MAX_RECORD_BYTES} bytes and a replica id {MAX_REPLICA_ID_BYTES}, "
+            f"a record is limited to {MAX_RECORD_BYTES} bytes and a replica id to {MAX_REPLICA_ID_BYTES}, "
             f"not {num_bytes} and {id_bytes}"
         )
 
 
 @cache
-def _engine_fields() -> Mapping[str, Callable[[str, Any], Any]]:
-    """What reads each field of `EngineInfo`, by the type it is declared with."""
+def _engine_fields() -> Mapping[str, tuple[str, Callable[[str, Any], Any]]]:
+    """Return the stored name and the reader of each field of `EngineInfo`; the declared type chooses the reader."""
     hints = get_type_hints(EngineInfo)
-    return {field.name: _READERS[hints[field.name]] for field in fields(EngineInfo)}
+    return {
+        field.name: (WIRE_NAMES.get(field.name, field.name), _READERS[hints[field.name]])
+        for field in fields(EngineInfo)
+    }
 
 
 def _name(field: str, value: Any) -> str:
     if not isinstance(value, str) or len(value) > _MAX_NAME_CHARACTERS:
         raise ValueError(f"{field} is not a text of at most {_MAX_NAME_CHARACTERS} characters")
-    value.encode()  # a lone surrogate is no text either, and cannot be sent on
+    value.encode()  # raises for a lone surrogate, which cannot be encoded
     return value
 
 

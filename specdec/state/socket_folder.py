@@ -1,7 +1,4 @@
-"""Where a throwaway store's socket lies: in a folder that nobody but its user may enter.
-
-Not here: what listens on it (`embedded`, `own_redis`).
-"""
+"""Socket paths of temporary stores, in folders that only their user may enter."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from pathlib import Path
 
 _FOLDER_PREFIX = "specdec-store-"
 _SOCKET_NAME = "redis.sock"
-#: Longest path a socket may have everywhere, and what mkdtemp and the socket's name need of it.
+#: Longest path of a socket on every system, and the part of it that mkdtemp and the socket's name take.
 _MAX_SOCKET_PATH_BYTES = 100
 _NAME_BYTES = len(f"/{_FOLDER_PREFIX}12345678/{_SOCKET_NAME}")
 #: A folder this young may belong to a store that does not listen yet.
@@ -23,20 +20,20 @@ _STARTING_S = 60.0
 
 
 def make_socket_path() -> Path:
-    """A path for a socket in a new folder; what stores of this user that were killed have left goes first."""
+    """Return a path for a socket in a new folder; folders of this user's killed stores are removed first."""
     parent = short_temporary_folder(_NAME_BYTES)
     _clean_up_after_killed(parent)
     return Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent)) / _SOCKET_NAME
 
 
 def short_temporary_folder(num_name_bytes: int) -> str:
-    """Where a socket may lie whose path has so many bytes below it: $TMPDIR, or /tmp where that is too long."""
+    """Return a folder for a socket whose path has `num_name_bytes` below it: $TMPDIR, or /tmp if that is too long."""
     folder = tempfile.gettempdir()
     return folder if len(os.fsencode(folder)) + num_name_bytes <= _MAX_SOCKET_PATH_BYTES else "/tmp"
 
 
 def _clean_up_after_killed(parent: str) -> None:
-    """Removes what stores of this user that were killed have left: no process can tidy up after its SIGKILL."""
+    """Remove the folders of this user's stores that were killed, because a process cannot clean up after a SIGKILL."""
     for folder in Path(parent).glob(f"{_FOLDER_PREFIX}*"):
         with suppress(OSError):
             status = folder.lstat()
@@ -46,7 +43,7 @@ def _clean_up_after_killed(parent: str) -> None:
 
 
 def is_answered(path: Path) -> bool:
-    """Whether somebody listens there."""
+    """Return whether a process listens on a socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
@@ -57,7 +54,7 @@ def is_answered(path: Path) -> bool:
 
 
 def remove_socket(path: Path) -> None:
-    """Removes a socket and its folder, unless something else lies there."""
+    """Remove a socket and its folder, unless the folder holds something else."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
         path.parent.rmdir()

@@ -1,9 +1,8 @@
-"""What the coordinator keeps outside itself: the contracts of the session store, the replica registry, the directory of
-prefixes and the promotion of a draft pool.
+"""Contracts of the stores: sessions, the replica registry, the directory of prefixes and the promotion of a draft pool.
 
-Not here: Redis. Implementations: `redis_store`, `prefix_directory` and `promotions` (Redis 7, or the embedded
-`fakeredis`); both pass the conformance tests in `tests/contract`. Called by the coordinator (sessions, discovery) and
-by draft and target services (their own registration).
+`redis_store`, `prefix_directory` and `promotions` implement them on Redis 7 or the embedded `fakeredis`; both pass the
+conformance tests in `tests/contract`. The coordinator uses them for sessions and discovery, draft and target services
+for their registration.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ class Lease:
     epoch: int
     ttl_s: float
     was_left: bool = False
-    """Whether the session was left in order before it was taken (`SessionRecord.was_left`)."""
+    """Set if the previous owner gave the session back in order (`SessionRecord.was_left`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One Generate call, as any coordinator needs it to join, resume or answer it again."""
+    """One Generate call, with the values that a coordinator needs to join, resume or repeat it."""
 
     request_id: str
     request_digest: str
-    """Hash of what was asked: the same request_id with another digest is INVALID_REQUEST."""
+    """Hash of the request: the same request_id with another digest is INVALID_REQUEST."""
     parameters_json: str
-    """Sampling and speculation parameters, seed included, as the coordinator serialises them."""
+    """Sampling and speculation parameters with the seed, as the coordinator serialises them."""
     turn: int
     output_start: int
     """Position of the first output token."""
@@ -49,12 +48,12 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class KvLocation:
-    """Where KV of a session was left: a hint, for the replica may have evicted it or be gone."""
+    """A replica that held KV of a session. It is a hint: the replica may have evicted the KV or have ended."""
 
     incarnation: str
-    """Of the replica's process."""
+    """Incarnation of the replica's process."""
     num_tokens: int
-    """Leading tokens of the session that it held, at least 1."""
+    """Number of leading tokens of the session that it held, at least 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +61,17 @@ class SessionRecord:
     session_id: str
     epoch: int
     round_id: int
-    """Rounds committed in this session, all turns together; the next round's id."""
+    """Rounds committed in all turns of this session; equals the next round's id."""
     num_tokens: int
     request: RequestRecord | None
     """The last request; None before the first."""
     owner: str
-    """Live lease owner, or ""."""
+    """Owner of the live lease, or ""."""
     expires_in_s: float
     was_left: bool = False
-    """Whether the last owner gave it back in order; a dead owner did not, nor one whose last writes the store lost."""
-    homes: tuple[KvLocation, ...] = ()
-    """As the last owner that gave the session back said."""
+    """Set if the last owner gave the session back in order; unset if it died or the store lost its last writes."""
+    locations: tuple[KvLocation, ...] = ()
+    """KV locations that the last owner stated when it gave the session back."""
 
     @property
     def status(self) -> str:
@@ -81,114 +80,117 @@ class SessionRecord:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """One round's outcome. Idempotent: the same (round_id, tokens) again is success, other tokens are LEASE_LOST."""
+    """The outcome of one round. Idempotent: the same (round_id, tokens) succeed again, other tokens are LEASE_LOST."""
 
     round_id: int
     base_len: int
-    """Token-log length the round started from."""
+    """Length of the token log at the round's start."""
     token_ids: TokenIds
-    """uint32 [n], n >= 0 (0 closes a request without a token)."""
+    """uint32 [n], n >= 0; n = 0 ends a request without a token."""
     stats_json: str
     finish_reason: FinishReason | None
-    """Set by the request's last commit."""
+    """Set in the request's last commit."""
 
 
 class SessionStore(Protocol):
-    """Every method but `commit_all` and `renew_all` is one atomic step.
+    """Sessions and their token logs. Every method but `commit_all` and `renew_all` is one atomic step.
 
-    All raise Unavailable (STORE_UNAVAILABLE) when the store cannot be reached. Where LeaseLost is said, NotFound is
-    raised instead when the session was deleted under the lease a short while ago, whatever has been made of it since.
+    All methods raise Unavailable (STORE_UNAVAILABLE) if the store cannot be reached. In place of LeaseLost they raise
+    NotFound if the session was deleted under the lease a short time ago, even if it has been created again since.
     """
 
     async def acquire(self, session_id: str, *, owner: str, ttl_s: float, create: bool) -> Lease:
-        """Takes the session's lease and raises its epoch to max(stored + 1, deleted + 1, server time in µs).
+        """Take the session's lease and raise its epoch to max(stored + 1, deleted + 1, server time in µs).
 
         Raises:
-            NotFound: no such session and not `create`.
+            NotFound: the session does not exist and `create` is false.
             SessionBusy: another owner's lease is alive.
         """
         ...
 
     async def renew(self, lease: Lease) -> None:
-        """Extends the lease. Raises LeaseLost when it is not ours any more."""
+        """Extend the lease. Raises LeaseLost if another owner has it or it has expired."""
         ...
 
     async def renew_all(self, leases: Sequence[Lease]) -> list[SpecdecError | None]:
-        """Renews any number of leases, sent together. Each is its own atomic step.
+        """Renew any number of leases in one message; each renewal is an atomic step of its own.
 
         Returns:
-            For each, None or what `renew` would have raised.
+            For each lease, None or the error that `renew` would raise.
         """
         ...
 
-    async def release(self, lease: Lease, *, left: bool = True, homes: Sequence[KvLocation] = ()) -> None:
-        """Gives the lease back; a lease that is not ours any more is left alone. Idempotent.
+    async def release(self, lease: Lease, *, left: bool = True, locations: Sequence[KvLocation] = ()) -> None:
+        """Give the lease back; without effect on a lease that is lost. Idempotent.
 
         Args:
-            left: the session is in order: nothing that was shown is missing. Who did not write passes `was_left` on.
-            homes: where the session's KV is now; none: what was said before stays.
+            lease: the lease.
+            left: whether the log holds every token that was shown. An owner that wrote nothing passes `was_left` on.
+            locations: replicas that hold the session's KV now; if empty, the stored ones stay.
         """
         ...
 
     async def begin_request(self, lease: Lease, request: RequestRecord, *, keep: int, token_ids: TokenIds) -> None:
-        """Starts a turn: truncates the token log to `keep`, appends the prompt's new tokens, stores the request.
+        """Start a turn: truncate the token log to `keep`, append the prompt's new tokens, store the request.
 
         Raises:
-            LeaseLost: the lease is not ours any more.
+            LeaseLost: the lease is lost.
             SessionLost: the log holds fewer tokens than `keep` (the store lost writes).
         """
         ...
 
     async def commit(self, lease: Lease, commit: Commit) -> None:
-        """Appends a round's tokens. After it returns they may be shown to the client.
+        """Append a round's tokens. After this they may be shown to the client.
 
         Raises:
-            LeaseLost: epoch, owner, round or log length do not fit.
+            LeaseLost: epoch, owner, round or log length do not match.
             SessionLost: the log is shorter than `base_len` (the store lost writes).
         """
         ...
 
     async def commit_all(self, commits: Sequence[tuple[Lease, Commit]]) -> list[SpecdecError | None]:
-        """Commits of any number of sessions, sent together. Each is its own atomic step.
+        """Commit rounds of any number of sessions in one message; each commit is an atomic step of its own.
 
         Returns:
-            For each, None or what `commit` would have raised.
+            For each commit, None or the error that `commit` would raise.
         """
         ...
 
     async def repair(self, lease: Lease, *, base_len: int, token_ids: TokenIds) -> None:
-        """After the store lost writes: a live owner appends its tail again at `base_len`.
+        """Write the end of the log again after the store has lost writes.
 
-        What the log holds beyond `base_len` is replaced; the next commit may name a later round than is stored.
+        The log beyond `base_len` is replaced by `token_ids`. The next commit may name a later round than the stored
+        one.
 
         Raises:
-            LeaseLost: the lease is not ours any more.
+            LeaseLost: the lease is lost.
             SessionLost: the log holds fewer tokens than `base_len`.
         """
         ...
 
     async def load(self, session_id: str) -> SessionRecord | None:
-        """Reads a session's record; None when there is none."""
+        """Return a session's record, or None if the session does not exist."""
         ...
 
     async def read_tokens(self, session_id: str, start: int = 0) -> TokenIds:
-        """Reads the token log from `start` on: uint32 [num_tokens - start]."""
+        """Return the token log from `start` on: uint32 [num_tokens - start]."""
         ...
 
     async def delete(self, session_id: str) -> None:
-        """Forgets the session, whoever holds its lease; its holder is told so. Idempotent."""
+        """Delete the session, even if another owner holds its lease; that owner's next call raises NotFound.
+        Idempotent."""
         ...
 
     async def discard(self, lease: Lease) -> None:
-        """Forgets the session as if it had never been. Raises LeaseLost when the lease is not ours any more."""
+        """Remove the session without a deletion mark. Raises LeaseLost if the lease is lost."""
         ...
 
     async def ping(self) -> None:
-        """Raises Unavailable when the store cannot serve."""
+        """Raise Unavailable if the store is not available."""
         ...
 
     def reopen(self) -> SessionStore:
-        """The same store through connections of its own, for another event loop. Connects lazily; close it."""
+        """Return the same store with new connections, for another event loop. The caller closes it."""
         ...
 
     async def close(self) -> None: ...
@@ -197,84 +199,86 @@ class SessionStore(Protocol):
 @dataclass(frozen=True, slots=True)
 class ReplicaRecord:
     address: str
-    """host:port other services dial."""
+    """host:port that other services dial."""
     engine: EngineInfo
-    """As of the last heartbeat: load, free KV and draining included."""
+    """Description at the last heartbeat, with load, free KV and draining."""
 
 
 class ReplicaRegistry(Protocol):
-    """Who serves. Entries vanish `ttl_s` after their last heartbeat."""
+    """The serving replicas. Entries expire `ttl_s` after their last heartbeat."""
 
     async def publish(self, record: ReplicaRecord, *, ttl_s: float) -> None:
-        """Puts a replica in for `ttl_s`. Raises InvalidRequest for a record that readers would leave out."""
+        """Add a replica for `ttl_s`. Raises InvalidRequest for a record that readers would skip."""
         ...
 
     async def remove(self, replica_id: str) -> None: ...
 
     async def replicas(self, role: str) -> list[ReplicaRecord]:
-        """Live replicas of a role ("draft" or "target"), ordered by replica id."""
+        """Return the live replicas of a role ("draft" or "target"), ordered by replica id."""
         ...
 
     async def close(self) -> None: ...
 
 
 class PrefixDirectory(Protocol):
-    """Which replicas hold the KV of which prefixes, of one tenant. Entries vanish some time after they were last noted.
+    """The replicas that hold the KV of one tenant's prefixes. Entries expire some time after the last note.
 
-    Both raise Unavailable (STORE_UNAVAILABLE) when the directory cannot be reached.
+    Both methods raise Unavailable (STORE_UNAVAILABLE) if the directory cannot be reached.
     """
 
     async def note(self, chain_hashes: Sequence[bytes], num_held: Mapping[str, int]) -> None:
-        """Notes what replicas hold of one chain. Idempotent.
+        """Record which prefixes of one chain replicas hold. Idempotent.
 
         Args:
-            chain_hashes: of prefixes of one chain, shortest first, at least one. The first decides where the chain is
-                kept, so that all callers must begin a chain at the same length.
-            num_held: by the replica's incarnation, how many of those prefixes it holds, from the first on.
+            chain_hashes: hashes of prefixes of one chain, shortest first, at least one. The first one chooses the
+            cluster
+                slot, so all callers must begin a chain at the same length.
+            num_held: by the replica's incarnation, the number of those prefixes that it holds, counted from the first.
         """
         ...
 
     async def holders(self, chain_hashes: Sequence[bytes]) -> list[list[str]]:
-        """The incarnations that hold each of a chain's prefixes, given as for `note`; those noted last come first."""
+        """Return the incarnations that hold each prefix of a chain, given as for `note`; the latest come first."""
         ...
 
 
 class PromotionStatus(StrEnum):
-    """Where a promotion stands."""
+    """State of a promotion."""
 
     RUNNING = "running"
     DONE = "done"
-    """The share asked for is reached, and stays."""
+    """The requested share is reached and stays."""
     ROLLED_BACK = "rolled_back"
-    """It made fewer tokens a second: no session gets it."""
+    """The pool produced fewer tokens a second, so no session uses it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """A draft pool that sessions get instead of the one they would have had."""
+    """A draft pool that replaces the usual pool for a share of the sessions."""
 
     pool: str
     share: float
-    """Of the sessions, above 0, at most `most`."""
+    """Share of the sessions, above 0, at most `most`."""
     most: float
-    """The share that was asked for, at most 1."""
+    """The requested share, at most 1."""
     status: PromotionStatus
 
 
 class Promotions(Protocol):
-    """The promotion of a tenant's coordinators: one at a time, kept until another one takes its place.
+    """The promotion of a tenant's coordinators: one at a time, kept until another one replaces it.
 
-    All raise Unavailable (STORE_UNAVAILABLE) when the store cannot be reached, and Internal for a record that is none.
+    All methods raise Unavailable (STORE_UNAVAILABLE) if the store cannot be reached, and Internal for an invalid
+    record.
     """
 
     async def read(self) -> Promotion | None:
-        """The one there is."""
+        """Return the current promotion, or None."""
         ...
 
     async def put(self, promotion: Promotion | None) -> Promotion | None:
-        """Puts one there, or none, whatever there was; returns it."""
+        """Store a promotion, or remove it with None; return the stored one."""
         ...
 
     async def swap(self, expected: Promotion, wanted: Promotion) -> Promotion | None:
-        """Puts `wanted` in the place of `expected` where that is still there; returns the one that is there then."""
+        """Replace `expected` by `wanted` if it is still stored; return the promotion that is stored afterwards."""
         ...

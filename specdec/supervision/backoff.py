@@ -1,27 +1,24 @@
-"""How long to wait before something that has ended is started again: hardly at first, then ever longer.
-
-Not here: who starts what (`specdec.supervision.supervisor`, `specdec.service.rank_group`).
-"""
+"""Pauses between restarts of a process that keeps ending: one second at first, doubled up to half a minute."""
 
 from __future__ import annotations
 
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
-#: After so long in one piece, what was before is forgotten.
+#: A process that ran for this long starts again with the first pause.
 _HEALTHY_S = 60.0
 
 
 class RestartPauses:
-    """The pauses of one thing that is kept running."""
+    """The pauses of one supervised process."""
 
     def __init__(self) -> None:
         self._pause_s = _FIRST_PAUSE_S
 
     def next_s(self, *, lived_s: float) -> float:
-        """The pause before the next start, in seconds.
+        """Return the pause before the next start, in seconds.
 
         Args:
-            lived_s: from its last start to its end.
+            lived_s: time from the last start to its end.
         """
         if lived_s >= _HEALTHY_S:
             self._pause_s = _FIRST_PAUSE_S

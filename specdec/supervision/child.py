@@ -1,11 +1,10 @@
-"""Runs a service module as a child that never outlives its parent: `python -P -m specdec.supervision.child MODULE
-ARGS...`.
+"""Runs a service module as a child process that never outlives its parent.
 
-The parent holds the other end of this process's stdin. When it ends, however it ends (SIGKILL too), the pipe closes,
-and the child drains as on SIGTERM, then goes. Works wherever pipes do, unlike PR_SET_PDEATHSIG, and needs no code
-between fork and exec, which is unsafe in a parent with threads.
+    python -P -m specdec.supervision.child MODULE ARGS...
 
-Not here: what the service does; it sees its own `sys.argv` and `__main__`.
+The parent holds the other end of this process's stdin. When the parent ends, by SIGKILL too, the pipe closes; then the
+child drains as on SIGTERM and exits. This works wherever pipes do, unlike PR_SET_PDEATHSIG, and needs no code between
+fork and exec, which is unsafe in a parent with threads. The service sees its own `sys.argv` and `__main__`.
 """
 
 from __future__ import annotations

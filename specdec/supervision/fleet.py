@@ -1,11 +1,11 @@
-"""The services of one `specdec up`: started together, kept running, and more or fewer of them when told.
+"""The services of one `specdec up`: starts them together, supervises them, and scales the number of replicas.
 
-A replica that is added belongs to the fleet once it serves; one that ends before is not tried again, and the number
-falls back. Those that leave drain: their sessions move on to the others. The first to leave are those that do not
-serve, then the oldest, and these not before the others have been known to coordinators for a while.
+An added replica counts once it serves. One that ends before that is not started again, and the wanted number falls
+back. Replicas that leave drain, and their sessions move to the others. Replicas that do not serve leave first, then the
+oldest, and these only once every coordinator has had time to find the others.
 
-Not here: what a service is started with (`launching`), how one that ends comes back (`supervision`), who asks for other
-numbers (`control`).
+`specdec.cli.launching` decides what a service is started with, `supervisor` restarts services that end, and
+`specdec.cli.control` receives requests for other numbers.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Protocol
 
-from specdec.errors import InvalidRequest, SpecdecError
+from specdec.errors import InvalidRequest, SpecdecError, StaleEpoch, Unavailable
 from specdec.supervision.services import STOP_GRACE_S, Service
 from specdec.supervision.supervisor import Supervisor
 
-#: Name of the coordinator's service; the other names are ROLE-NUMBER.
+#: Name of the coordinator's service. The other services are called ROLE-NUMBER.
 COORDINATOR = "coordinator"
 
-#: Of a role. Every one is a process with a model.
+#: Most replicas of a role. Each is a process that holds a model.
 MAX_REPLICAS = 256
 
-#: Once a replica has served for so long, every coordinator has found it in the registry.
+#: Time after which every coordinator has found a serving replica in the registry.
 KNOWN_AFTER_S = 2.0
 
 
 def role_of(name: str) -> str:
-    """Of a service that is called ROLE-NUMBER; of a replica of one of several draft pools, draft-POOL."""
+    """Return the role of a service called ROLE-NUMBER; for replicas of one of several draft pools, draft-POOL."""
     return name.rpartition("-")[0]
 
 
@@ -46,51 +46,51 @@ class Launches(Protocol):
     def replica(self, name: str, num_alike: int) -> Service: ...
 
     def join(self, name: str, model: str) -> str:
-        """A further draft model; returns its role. Raises SpecdecError where there can be none."""
+        """Add a draft model; return its role. Raises SpecdecError if it cannot be added."""
         ...
 
     def forget(self, role: str) -> None:
-        """A draft model that joined and never served: another one may have its name."""
+        """Remove a draft model that joined and never served, so that its name is free again."""
         ...
 
     def require_room(self, added: Mapping[str, int]) -> None:
-        """Raises ResourceExhausted where so many more replicas of each role cannot be placed."""
+        """Raises ResourceExhausted if the added replicas of each role do not fit."""
         ...
 
 
 class Scaling:
-    """One request for other numbers, while it is being followed. Read from any thread."""
+    """The progress of one request for other numbers of replicas. May be read from any thread."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
         self.stage = ""
-        """What is waited for."""
-        self.failure = ""
-        """Once it has ended: the "CODE REASON: message" of an error line; "" where the numbers were reached."""
+        """Stage of the request, for people."""
+        self.failure: SpecdecError | None = None
+        """Why the numbers were not reached, once the request has ended; None if they were."""
         self.counts: dict[str, int] = {}
-        """Once it has ended: replicas of each role."""
+        """Replicas of each role, once the request has ended."""
 
-    def end(self, counts: Mapping[str, int], failure: str = "") -> None:
-        """Only the first end counts."""
+    def end(self, counts: Mapping[str, int], failure: SpecdecError | None = None) -> None:
+        """End the request. Only the first call has an effect."""
         if not self.ended.is_set():
             self.counts, self.failure = dict(counts), failure
             self.ended.set()
 
 
 class Fleet:
-    """One coordinator and replicas of each role. Used by one thread, but for `scale`."""
+    """One coordinator and the replicas of each role. One thread uses it; others may call `scale` and `join`."""
 
     def __init__(self, launcher: Launches, clock: Callable[[], float] = time.monotonic) -> None:
         self._launcher = launcher
         self._clock = clock
         self._kept: list[Service] = []
-        """Have served, oldest first; those that ended come back."""
+        """Services that have served, oldest first. The supervisor restarts those that end."""
         self._starting: list[Service] = []
         self._leaving: dict[Service, float] = {}
-        """With when they are made to end."""
+        """Draining services, with the time at which they are killed."""
         self._wanted: dict[str, int] = {}
         self._joining: set[str] = set()
-        """Roles that joined and have not served yet."""
+        """Roles that joined and of which no replica has served yet."""
         self._serving_since: dict[Service, float] = {}
         self._supervisor = Supervisor(self._kept, clock)
         self._scaling: Scaling | None = None
@@ -98,12 +98,12 @@ class Fleet:
 
     @property
     def services(self) -> list[Service]:
-        """All there are, the coordinator last."""
+        """All services, the coordinator last."""
         everyone = [*self._kept, *self._starting, *self._leaving]
         return sorted(everyone, key=lambda service: service.name == COORDINATOR)
 
     def begin(self, counts: Mapping[str, int]) -> None:
-        """Starts so many replicas of each role, and the coordinator."""
+        """Start `counts` replicas of each role, and the coordinator."""
         self._wanted = dict(counts)
         for role, number in counts.items():
             for index in range(number):
@@ -111,21 +111,21 @@ class Fleet:
         self._starting.append(self._launcher.coordinator())
 
     def settle(self) -> None:
-        """All that were started serve; from now on those that end come back."""
+        """Take over the services of `begin`, which all serve by now: from here on, those that end are restarted."""
         for service in self._starting:
             service.relay()
         self._kept += self._starting
         self._starting.clear()
 
     def scale(self, wanted: Mapping[str, int]) -> Scaling:
-        """Asks for other numbers of replicas; what was asked before and is not reached ends as overruled.
+        """Request other numbers of replicas. An earlier request that has not ended fails with STALE_EPOCH.
 
         Args:
-            wanted: by role; a role that is left out keeps its number.
+            wanted: numbers by role. A role that is left out keeps its number.
 
         Raises:
-            InvalidRequest: there are no such roles, or cannot be so many.
-            ResourceExhausted: there is no room for them.
+            InvalidRequest: a role does not exist, or its number is out of range.
+            ResourceExhausted: the added replicas do not fit.
         """
         for role, number in wanted.items():
             self._check(role, number)
@@ -133,12 +133,12 @@ class Fleet:
             return self._begin_scaling(wanted)
 
     def join(self, pool: str, model: str) -> Scaling:
-        """Asks for one replica of a further draft model, which only those get that name it or are promoted to it.
+        """Request one replica of another draft model, which serves requests that name it or are promoted to it.
 
-        One that ends before it serves, or is scaled away before, was never there: its name is free again.
+        If the replica ends or is scaled away before it serves, the pool is removed and its name is free again.
 
         Raises:
-            SpecdecError: there can be no such pool.
+            SpecdecError: the pool cannot be added.
         """
         with self._lock:
             role = self._launcher.join(pool, model)
@@ -151,7 +151,7 @@ class Fleet:
                 raise
 
     def look(self) -> None:
-        """To be called often: starts, drains and restarts what has to be."""
+        """Start, drain and restart services as needed. Call this often."""
         with self._lock:
             self._supervisor.look()
             self._look_at_starting()
@@ -165,10 +165,10 @@ class Fleet:
             self._forget_unserved()
 
     def stop(self) -> None:
-        """Ends the coordinator, then draft and target replicas together."""
+        """End the coordinator, then all replicas together."""
         with self._lock:
             if self._scaling is not None:
-                self._scaling.end(self._wanted, "UNAVAILABLE DRAINING: specdec up is ending")
+                self._scaling.end(self._wanted, Unavailable("specdec up is ending", reason="DRAINING"))
             services = self.services[::-1]
             for service in services[:1]:
                 service.stop()
@@ -178,16 +178,16 @@ class Fleet:
                 service.stop()
 
     def _begin_scaling(self, wanted: Mapping[str, int]) -> Scaling:
-        """Raises ResourceExhausted: there is no room."""
+        """Raises ResourceExhausted if the added replicas do not fit."""
         self._launcher.require_room({role: max(0, number - self._wanted[role]) for role, number in wanted.items()})
         if self._scaling is not None:
-            self._scaling.end(self._wanted, "ABORTED STALE_EPOCH: other numbers were asked for meanwhile")
+            self._scaling.end(self._wanted, StaleEpoch("a later request asked for other numbers of replicas"))
         self._wanted |= wanted
         self._scaling = Scaling()
         return self._scaling
 
     def _forget_unserved(self) -> None:
-        """Roles that joined and have no replica any more before one of them has served."""
+        """Remove roles that joined and lost their last replica before one of them had served."""
         leaving = {role_of(service.name) for service in self._leaving}
         for role in [role for role in self._joining if not self._wanted[role] and role not in leaving]:
             if not self._of(role):
@@ -197,14 +197,14 @@ class Fleet:
 
     def _check(self, role: str, number: int) -> None:
         if role not in self._launcher.roles:
-            there_are = ", ".join(self._launcher.roles)
-            raise InvalidRequest(f"{role}={number}: this system has no {role} model; there are {there_are}", field=role)
+            known = ", ".join(self._launcher.roles)
+            raise InvalidRequest(f"{role}={number}: this system has no {role} model; it has {known}", field=role)
         least = 1 if role == "target" else 0
         if not least <= number <= MAX_REPLICAS:
-            raise InvalidRequest(f"{role}={number}: must be {least} to {MAX_REPLICAS}", field=role)
+            raise InvalidRequest(f"{role}={number}: the number must be {least} to {MAX_REPLICAS}", field=role)
 
     def _of(self, role: str) -> list[Service]:
-        """Those that stay, oldest first."""
+        """Return the services of a role that are not leaving, oldest first."""
         return [service for service in (*self._kept, *self._starting) if role_of(service.name) == role]
 
     def _look_at_starting(self) -> None:
@@ -215,7 +215,7 @@ class Fleet:
                 self._wanted[role] = len(self._of(role))
                 failure = service.failure()
                 service.stop()
-                service.say(f"is not started again: {failure}")
+                service.say(f"ended before it served and is not started again: {failure.message} ({failure.reason})")
                 if self._scaling is not None:
                     self._scaling.end(self._wanted, failure)
             elif service.has_started:
@@ -233,7 +233,7 @@ class Fleet:
                 service.say("gone")
 
     def _approach(self, role: str) -> None:
-        """Takes the next step towards the wanted number."""
+        """Start or drain replicas of a role towards the wanted number."""
         staying = self._of(role)
         for _ in range(self._wanted[role] - len(staying)):
             self._starting.append(self._launcher.replica(self._free_name(role), self._wanted[role]))
@@ -244,7 +244,7 @@ class Fleet:
             service.say("leaving")
 
     def _dispensable(self, staying: list[Service], number: int) -> list[Service]:
-        """Up to `number` that may leave now."""
+        """Return up to `number` services that may leave now."""
         if number <= 0:
             return []
         idle = [service for service in staying if not service.is_serving]
@@ -260,15 +260,15 @@ class Fleet:
         return next(name for index in count() if (name := f"{role}-{index}") not in taken)
 
     def _tell(self) -> None:
-        """Follows the request there is."""
+        """Update the progress of the current request, and end it once its numbers are reached."""
         if self._scaling is None:
             return
-        waited_for = [
+        pending = [
             *(f"{service.name}: {service.stage}" for service in self._starting),
             *(f"{service.name}: leaving" for service in self._leaving),
             *(f"{service.name}: starting again" for service in self._kept if not service.is_serving),
         ]
-        self._scaling.stage = ", ".join(waited_for)
-        if not waited_for and all(len(self._of(role)) == number for role, number in self._wanted.items()):
+        self._scaling.stage = ", ".join(pending)
+        if not pending and all(len(self._of(role)) == number for role, number in self._wanted.items()):
             self._scaling.end(self._wanted)
             self._scaling = None

@@ -1,7 +1,4 @@
-"""Services as child processes of `specdec up`: start, watch, stop. Knows no service by name.
-
-Not here: what becomes of what they say (`services`), how a process is made (`specdec.supervision.service_process`).
-"""
+"""A service as a child process of `specdec up`: start, watch, stop. Independent of which service it is."""
 
 from __future__ import annotations
 
@@ -16,15 +13,15 @@ from collections.abc import Mapping, Sequence
 from specdec.supervision.service_process import outcome_of, start_service
 from specdec.supervision.services import STOP_GRACE_S, Service
 
-#: For the last lines of a child that has ended; a process of its own may hold their pipe for longer.
+#: Time to read the last lines of a child that has ended. A grandchild may hold the pipe open for longer.
 _LAST_LINES_S = 1.0
-#: A service listens seconds after its port is chosen: by then a connection may have one of those that the system gives
-#: out, which begin at 32,768 on Linux and at 49,152 elsewhere.
+#: A service listens seconds after its port was chosen. By then a connection may have taken any port of the system's
+#: ephemeral range, which begins at 32,768 on Linux and at 49,152 elsewhere.
 _PORTS = range(20_000, 30_000)
 
 
 def free_ports(count: int) -> list[int]:
-    """Loopback TCP ports that were free a moment ago, all different, and none that the system gives out by itself."""
+    """Return different free loopback TCP ports outside the system's ephemeral range."""
     ports: list[int] = []
     with contextlib.ExitStack() as stack:
         while len(ports) < count:
@@ -51,7 +48,7 @@ class Child(Service):
         *,
         shown_level: str = "warning",
     ) -> None:
-        """Starts `python -m MODULE ARGUMENTS`; it ends with this process, however that ends."""
+        """Start `python -m MODULE ARGUMENTS`. It ends when this process ends, by SIGKILL too."""
         super().__init__(name, shown_level=shown_level)
         self.arguments = tuple(arguments)
         self._module, self._environ = module, environ
@@ -71,18 +68,18 @@ class Child(Service):
         return Child(self.name, self._module, self.arguments, self._environ, shown_level=self._shown_level)
 
     def ending(self) -> str:
-        """Once it has ended: "signal 9", or its exit code, and why, where it ended before it was relayed."""
+        """Return "signal 9" or the exit code, and the reason if the child ended before `relay()`."""
         outcome = outcome_of(self._process.wait())
-        self._reader.join(_LAST_LINES_S)  # what it said last is told first
+        self._reader.join(_LAST_LINES_S)  # relay its last lines before reporting its end
         return outcome if outcome.startswith("signal") else self._with_reason(outcome)
 
     def last_words(self) -> str:
-        """Once it has ended: the last line that says why, or its exit code."""
+        """Return the last line that says why the child ended, or its exit code."""
         self._reader.join()
         return self._held_words() or f"exit code {self._process.returncode}"
 
     def ask_to_stop(self) -> None:
-        """SIGTERM: drain and end."""
+        """Send SIGTERM: the child drains and ends."""
         self._process.terminate()
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:

@@ -1,56 +1,52 @@
-"""A service that `specdec up` keeps, wherever it runs: what it says, and what its keeper may ask of it.
+"""The base class of a service that `specdec up` supervises: what it writes, and what its supervisor may ask of it.
 
-What a service writes comes here line by line. JSON log records go to stderr at once, while it starts those from info
-up: they say what takes so long; after `relay()` those from `shown_level` up. Plain lines are held back until then, so
-that a failed start can be told in one line; from then on they go to stderr too.
-
-Not here: where it runs, which its kinds know (`processes`: on this machine, `placed`: on a node of a Ray cluster).
+Every line that a service writes arrives here. JSON log records go to stderr at once: while the service starts, those
+of level info and above, because they say what takes so long; after `relay()`, those of `shown_level` and above. Plain
+lines are held back until `relay()`, so that a failed start can be reported in one line; after it they go to stderr too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
 import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Self
 
-from specdec.errors import Unavailable
+from specdec.errors import Internal, SpecdecError, Unavailable, parse_error_line, type_of_reason
 
-#: To drain and end, when asked to.
+#: Time that a service gets to drain and end once it was asked to stop.
 STOP_GRACE_S = 10.0
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
-#: Least severe records that are shown of a start.
+#: Least severe records that are shown while a service starts.
 _START_LEVEL = "info"
-#: Records that are events rather than sentences: their numbers are shown beside the message.
+#: Records of these levels are events rather than sentences: their fields are shown beside the message.
 _DETAILED_LEVELS = {"debug", "info"}
-#: What every record has, and is not shown.
+#: Fields that every record has, and that are not shown.
 _PLAIN_FIELDS = {"time", "level", "service", "logger", "message", "traceback"}
-_ERROR_LINE = re.compile(r"[A-Z_]+ [A-Z_]+: ")
 _LAST_WORD_LEVELS = {"error", "critical"}
 
 
-def tell(words: str) -> None:
-    """Says something to the user. On a full disk, or to a reader who left, it is lost, and the system runs on."""
+def tell(message: str) -> None:
+    """Write a line to stderr. A full disk or a closed pipe loses the line; the system runs on."""
     with contextlib.suppress(OSError):
-        print(words, file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)
 
 
 class Service(ABC):
-    """One service; it has been started when the object is made."""
+    """One service. It has been started by the time the object exists."""
 
     def __init__(self, name: str, *, shown_level: str = "warning") -> None:
         self.name = name
         self.address = ""
-        """HOST:PORT where others dial it; services say so once they serve."""
+        """HOST:PORT at which others dial the service; "" until its log names it, which it does once it serves."""
         self.stage = "starting"
-        """What it last said that it does."""
-        self.refusals: dict[str, str] = {}
-        """Replicas that it said it refuses, by HOST:PORT, each as the "CODE REASON: message" of an error line."""
+        """The service's last log message: what it is doing."""
+        self.refusals: dict[str, SpecdecError] = {}
+        """Replicas that the service has reported to refuse, by HOST:PORT."""
         self._shown_level = shown_level
         self._held: list[str] = []
         self._relaying = False
@@ -59,11 +55,11 @@ class Service(ABC):
     @property
     @abstractmethod
     def is_alive(self) -> bool:
-        """Whether it has not ended yet."""
+        """True until the service has ended."""
 
     @property
     def has_started(self) -> bool:
-        """Whether it has said where it listens, which services do once they serve."""
+        """True once the service has reported its address, which it does when it serves."""
         return bool(self.address)
 
     @property
@@ -72,43 +68,41 @@ class Service(ABC):
 
     @abstractmethod
     def again(self) -> Self:
-        """The same service, started once more. Only for one that has ended."""
+        """Start the same service once more. Call this only after it has ended."""
 
     @abstractmethod
     def ending(self) -> str:
-        """Once it has ended: how, in a few words, and why, where it ended before it was relayed."""
+        """Return how the service ended, in a few words, and why if it ended before `relay()`."""
 
     @abstractmethod
     def last_words(self) -> str:
-        """Once it has ended: the last line that says why, or how it ended."""
+        """Return the last line of the service that says why it ended, or how it ended."""
 
     @abstractmethod
     def ask_to_stop(self) -> None:
-        """Drain and end. Returns at once."""
+        """Ask the service to drain and end. Returns at once."""
 
     @abstractmethod
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Asks it to stop and waits for so long at most, then makes it. Idempotent."""
+        """Ask the service to stop, wait at most `grace_s`, then end it by force. Idempotent."""
 
-    def failure(self) -> str:
-        """Once it has ended before it served: why, as the "CODE REASON: message" of an error line."""
+    def failure(self) -> SpecdecError:
+        """Return why the service ended before it served: its own error line if it wrote one."""
         words = self.last_words()
-        if _ERROR_LINE.match(words):
-            return words
-        return f"{Unavailable.code} {Unavailable.default_reason}: {self.name} did not start: {words}"
+        return parse_error_line(words) or Unavailable(f"{self.name} did not start: {words}")
 
     def relay(self) -> None:
-        """It has started: what it says from now on matters, the chatter of loading (progress bars) does not."""
+        """Show from now on what the service writes, and drop what it wrote while it started (progress bars)."""
         with self._lock:
             self._relaying = True
             self._held.clear()
 
-    def say(self, words: str) -> None:
-        """Says something of this service to the user."""
-        tell(f"[{self.name}] {words}")
+    def say(self, message: str) -> None:
+        """Write a line about this service to stderr."""
+        tell(f"[{self.name}] {message}")
 
     def _hear(self, line: str) -> None:
-        """Takes a line that it wrote."""
+        """Process a line that the service wrote."""
         record = _record(line)
         with self._lock:
             if record is not None:
@@ -119,13 +113,13 @@ class Service(ABC):
                 self._held.append(line.rstrip("\n"))
 
     def _held_words(self) -> str:
-        """What says why it ended: the first error line, else the last line; "" where there is none.
+        """Return the line that says why the service ended: its first error line, else its last line, else "".
 
-        Of several processes the first to fail has the reason: what the others say then is that they have lost it.
+        Of several processes the first to fail has the reason. The others only report that they lost it.
         """
         with self._lock:
             lines = [line.strip().removeprefix("error: ") for line in self._held if line.strip()]
-        return next(filter(_ERROR_LINE.match, lines), lines[-1] if lines else "")
+        return next(filter(parse_error_line, lines), lines[-1] if lines else "")
 
     def _with_reason(self, outcome: str) -> str:
         words = "" if self._relaying else self._held_words()
@@ -136,7 +130,8 @@ class Service(ABC):
         self.stage = text = " ".join(message.split())
         self.address = self.address or str(record.get("advertised", ""))
         if "refused" in record:
-            self.refusals[str(record["refused"])] = f"{record.get('code')} {record.get('reason')}: {text}"
+            error_type = type_of_reason(str(record.get("reason"))) or Internal
+            self.refusals[str(record["refused"])] = error_type(text, reason=str(record.get("reason", "")))
         if _severity(level) >= _severity(self._shown_level if self._relaying else _START_LEVEL):
             self.say(text + _details(record) if self._relaying and level in _DETAILED_LEVELS else text)
         if level in _LAST_WORD_LEVELS:
@@ -144,7 +139,7 @@ class Service(ABC):
 
 
 def _severity(level: str) -> int:
-    """Of a level; one that is unknown is shown."""
+    """Return the rank of a level. An unknown level ranks highest, so that its records are shown."""
     return _LEVELS.index(level) if level in _LEVELS else len(_LEVELS)
 
 
@@ -153,7 +148,7 @@ def _details(record: Mapping[str, Any]) -> str:
 
 
 def _record(line: str) -> dict[str, Any] | None:
-    """A line's log record; None for a line that is none."""
+    """Return the log record that a line holds; None for a plain line."""
     try:
         record = json.loads(line)
     except ValueError:

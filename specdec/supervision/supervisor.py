@@ -1,8 +1,8 @@
-"""Keeps the services of `specdec up` running: one that ends is started again, at once at first, then ever later.
+"""Restarts the services of `specdec up` that end: after one second at first, then after ever longer pauses.
 
-A child process comes back with its own arguments, so at its own addresses: coordinators find a replica again, clients
-their coordinator. One on a Ray cluster may come back on another node, and is found through the registry. Not here: a
-service's first start, at which an end is final (`up`, `fleet`), and what a service is (`services`).
+A child process is restarted with its own arguments and so at its own address, where coordinators find a replica and
+clients find their coordinator. A replica on a Ray cluster may come back on another node and is found through the
+registry. The first start of a service is not supervised here: if that fails, it is final (`cli.up`, `fleet`).
 """
 
 from __future__ import annotations
@@ -17,31 +17,33 @@ from specdec.supervision.services import Service
 
 @dataclass(slots=True)
 class _Watched:
-    """What is remembered of a service."""
+    """State of one supervised service."""
 
     started_s: float
-    """When it was last started."""
+    """Time of its last start."""
     pauses: RestartPauses = field(default_factory=RestartPauses)
-    """Before each restart."""
     restart_at_s: float | None = None
-    """Once it has ended."""
+    """Time of its next start, once it has ended."""
     is_back: bool = True
-    """Whether it has said that it serves."""
+    """True once it has reported, since its last start, that it serves."""
 
 
 class Supervisor:
-    """Looks after services that have started. Not thread-safe."""
+    """Supervises services that have started. Not thread-safe."""
 
     def __init__(self, services: list[Service], clock: Callable[[], float] = time.monotonic) -> None:
-        """Replaces elements of `services`, in place: whoever stops them all finds them there. Others may be added and
-        removed between two looks; their names are all different."""
+        """Supervise the elements of `services`, which have different names.
+
+        A restart replaces the element in place, so the owner of the list can stop every service. The owner may add and
+        remove elements between two calls of `look`.
+        """
         self._services = services
         self._clock = clock
         self._watched: dict[str, _Watched] = {}
         self._take_in()
 
     def look(self) -> None:
-        """To be called often: says who has ended, starts again whose pause is over."""
+        """Report services that have ended, and restart those whose pause is over. Call this often."""
         self._take_in()
         for index, service in enumerate(self._services):
             watched = self._watched[service.name]
@@ -67,6 +69,6 @@ class Supervisor:
 
     def _restart(self, index: int, watched: _Watched) -> None:
         service = self._services[index]
-        service.stop()  # it has ended; this lets go of its pipes
+        service.stop()  # it has ended; this closes its pipes
         self._services[index] = service.again()
         watched.started_s, watched.restart_at_s, watched.is_back = self._clock(), None, False

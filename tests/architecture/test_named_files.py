@@ -26,7 +26,7 @@ def test_the_walk_is_read() -> None:
     assert {"generation/publisher.py", "front/wire.py"} <= set(named_files())
 
 
-WALK = "## A stranger's walk"
+WALK = "## The path of a request"
 REPLICA = "### Inside a replica"
 #: Sentences of a docstring that say where the way does not go on.
 ASIDE = re.compile(r"(Not here|Not an?|Called by|Built by|Made by|Shared by|Read by)\b")
@@ -35,7 +35,7 @@ ASIDE = re.compile(r"(Not here|Not an?|Called by|Built by|Made by|Shared by|Read
 def walked_files() -> list[str]:
     """Paths of the files that the walk names, once each: the coordinator's and the core's, then a replica's."""
     page = (ROOT / "docs" / "architecture.md").read_text()
-    walk, replica = page[page.index(WALK) : page.index("## The rooms")].split(REPLICA)
+    walk, replica = page[page.index(WALK) : page.index("## The packages")].split(REPLICA)
     paths = [
         path
         for part, is_replica in ((walk, False), (replica, True))

@@ -1,4 +1,4 @@
-"""The stores that every contract test runs against (Redis, fakeredis in process and over TCP), and a session in one."""
+"""The stores that every contract test runs against (Redis, fakeredis in process and over a socket), with a session."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def embedded_url() -> Iterator[str]:
 
 @pytest.fixture(params=["redis", "memory", "embedded"])
 def store_url(request: pytest.FixtureRequest) -> str:
-    """Starts only the server that the test is for."""
+    """Start only the server of the test's store."""
     if request.param == "memory":
         return f"memory://{uuid.uuid4().hex}"
     if request.param == "embedded":
@@ -42,7 +42,7 @@ async def store(store_url: str) -> AsyncIterator[SessionStore]:
 
 @pytest.fixture
 async def raw(store_url: str) -> AsyncIterator[RedisConnection]:
-    """The store's own keys, for damage that only a failing Redis does."""
+    """Return a connection to the store's keys, for damage as by a failing Redis."""
     connection = RedisConnection(store_url)
     yield connection
     await connection.close()
@@ -55,7 +55,7 @@ def session_id() -> str:
 
 @pytest.fixture
 async def lease(store: SessionStore, session_id: str) -> Lease:
-    """A session of three prompt tokens whose request runs."""
+    """Return the lease of a session of three prompt tokens with a running request."""
     lease = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=True)
     await store.begin_request(lease, REQUEST, keep=0, token_ids=tokens(1, 2, 3))
     return lease

@@ -1,4 +1,4 @@
-"""Calls of sessions: joined, repeated, superseded, released and waiting alike in every engine that services serve."""
+"""Calls of sessions behave alike in every engine: joined, repeated, superseded, released and waiting."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PATIENCE_S = 60.0
 
 
 class _HeldSteps:
-    """Told of every simulated step as it begins, and holds it up while the gate is closed."""
+    """Observes every simulated step at its start, and blocks it while the gate is closed."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -48,7 +48,7 @@ class _HeldSteps:
 
 
 class EngineRig:
-    """One engine, whatever its role, whose steps a test can hold up and whose clock it can put forward."""
+    """An engine of either role; a test can block its steps and advance its clock."""
 
     def __init__(self, kind: str, num_blocks: int) -> None:
         self._passed_s = 0.0
@@ -82,14 +82,14 @@ class EngineRig:
         return await self.engine.verify(VerifyRequest(position, NO_TOKENS, ()))
 
     async def start(self, position: SessionPosition) -> asyncio.Task[Any]:
-        """Begins a call whose step is then held up."""
+        """Start a call whose step is then blocked."""
         self._held.gate.clear()
         task = asyncio.create_task(self.ask(position))
         assert await asyncio.to_thread(self._held.entered.acquire, True, PATIENCE_S)
         return task
 
     async def queue(self, position: SessionPosition) -> asyncio.Task[Any]:
-        """Begins a call while a step is held up."""
+        """Start a call while a step is blocked."""
         task = asyncio.create_task(self.ask(position))
         await asyncio.sleep(0)
         return task
@@ -99,11 +99,11 @@ class EngineRig:
 
     @property
     def num_steps(self) -> int:
-        """Steps that nobody has waited for yet."""
+        """Number of steps that the test has not waited for yet."""
         return int(self._held.entered._value)
 
     async def miss(self, session_id: str, num_tokens: int) -> None:
-        """Fills `num_tokens` of a session with KV, which a miss then pins."""
+        """Fill `num_tokens` of a session with KV, which a miss then pins."""
         await self.ask(make_round(TOKENS[:num_tokens], session_id=session_id, round_id=1))
         other = [*TOKENS[: num_tokens - 1], 2, 2, 2]
         with pytest.raises(KvMiss):
@@ -129,13 +129,13 @@ async def rig(kind: str) -> AsyncIterator[EngineRig]:
 
 @pytest.fixture
 async def small(kind: str) -> AsyncIterator[EngineRig]:
-    """With room for 64 tokens."""
+    """Return an engine with KV for 64 tokens."""
     rig = EngineRig(kind, num_blocks=4)
     yield rig
     await rig.close()
 
 
-async def test_an_engine_has_every_call_of_the_contract_as_it_is_declared(rig: EngineRig) -> None:
+async def test_an_engine_has_every_method_of_the_contract_as_declared(rig: EngineRig) -> None:
     contract = DraftEngine if rig.engine.info().role == "draft" else TargetEngine
     declared = [name for base in contract.__mro__ for name in vars(base) if not name.startswith("_")]
     assert {"warm_up", "release", "info", "is_stalled", "wait_ended", "close"} < set(declared)
@@ -186,7 +186,7 @@ async def test_a_newer_call_supersedes_the_one_in_flight(rig: EngineRig, key: di
     assert (await second).kv_len == 91
 
 
-async def test_a_call_of_one_round_that_asks_for_something_else_supersedes(rig: EngineRig) -> None:
+async def test_a_call_of_the_same_round_with_another_request_supersedes(rig: EngineRig) -> None:
     first = await rig.start(make_round(TOKENS[:90], round_id=1))
     second = await rig.queue(make_round(TOKENS[:91], round_id=1))
     rig.let_go()
@@ -195,7 +195,7 @@ async def test_a_call_of_one_round_that_asks_for_something_else_supersedes(rig: 
     assert (await second).kv_len == 91
 
 
-async def test_an_answer_is_not_repeated_to_a_call_of_its_round_that_asks_for_something_else(rig: EngineRig) -> None:
+async def test_an_answer_is_not_repeated_to_another_request_of_its_round(rig: EngineRig) -> None:
     await rig.ask(make_round(TOKENS[:20], round_id=1))
     assert (await rig.ask(make_round(TOKENS[:21], round_id=1))).kv_len == 21
 
@@ -224,7 +224,7 @@ async def test_a_call_in_flight_on_a_released_session_misses_and_may_be_sent_aga
     assert (again.kv_len, again.num_cached_tokens) == (90, 0)
 
 
-async def test_the_newest_answers_are_kept_for_repetition_and_older_ones_worked_out_again(kind: str) -> None:
+async def test_the_newest_answers_are_repeated_and_older_ones_computed_again(kind: str) -> None:
     rig = EngineRig(kind, num_blocks=MAX_ANSWERS + 8)
     positions = [make_round(TOKENS[:3], session_id=f"s{index}") for index in range(MAX_ANSWERS + 1)]
     answers = [await rig.ask(position) for position in positions]
@@ -234,7 +234,7 @@ async def test_the_newest_answers_are_kept_for_repetition_and_older_ones_worked_
     await rig.close()
 
 
-async def test_a_session_larger_than_the_pool_is_refused_by_name(small: EngineRig) -> None:
+async def test_a_session_larger_than_the_pool_is_refused_with_the_reason(small: EngineRig) -> None:
     with pytest.raises(ResourceExhausted) as refusal:
         await small.ask(make_round(TOKENS[:65]))
     assert refusal.value.reason == "KV_EXHAUSTED"
@@ -249,25 +249,25 @@ async def test_a_call_waits_for_the_blocks_of_one_that_runs(small: EngineRig) ->
     assert (await second).kv_len == 41
 
 
-async def test_the_resend_that_a_pin_is_for_ends_the_wait_for_it(small: EngineRig) -> None:
+async def test_a_resend_ends_the_wait_for_its_pin(small: EngineRig) -> None:
     await small.miss("a", 50)
     waiting = await small.queue(make_round([9, *TOKENS[:40]], session_id="b"))
-    await small.engine.release([])  # the engine has seen it by now
+    await small.engine.release([])  # after this the engine has seen the call
     assert not waiting.done()
     again = await small.ask(make_round([*TOKENS[:49], 2, 2, 2], session_id="a", round_id=2, start=32))
     assert again.kv_len == 52
     assert (await waiting).kv_len == 41
 
 
-async def test_a_call_that_only_pins_keep_from_running_waits_for_their_end(small: EngineRig) -> None:
+async def test_a_call_that_only_pins_block_waits_for_their_end(small: EngineRig) -> None:
     await small.miss("a", 50)
     small.pass_time(DEFAULT_PIN_TTL_S - 0.3)
-    # Nothing but the end of the pin wakes the engine.
+    # Only the end of the pin wakes the engine.
     answer = await asyncio.wait_for(small.ask(make_round([9, *TOKENS[:40]], session_id="b")), PATIENCE_S)
     assert answer.kv_len == 41
 
 
-async def test_a_call_that_is_cancelled_while_it_waits_for_blocks_keeps_none_from_others(small: EngineRig) -> None:
+async def test_a_call_cancelled_while_waiting_for_blocks_reserves_none(small: EngineRig) -> None:
     first = await small.start(make_round(TOKENS[:50], session_id="a"))
     waiting = await small.queue(make_round([9, *TOKENS[:40]], session_id="b"))
     waiting.cancel()
@@ -276,7 +276,7 @@ async def test_a_call_that_is_cancelled_while_it_waits_for_blocks_keeps_none_fro
     assert (await third).kv_len == 31
     await first
     assert waiting.cancelled()
-    assert small.num_steps == 2  # the second of the first call, and one of the third
+    assert small.num_steps == 2  # the second step of the first call, and the step of the third call
 
 
 async def test_closing_finishes_calls_that_wait_for_blocks_and_refuses_new_ones(small: EngineRig) -> None:

@@ -1,4 +1,4 @@
-"""Three generations with a target that drafts by itself, whose bytes on the wire and draws must not change unnoticed.
+"""Golden recordings: wire bytes and draws of three generations with local drafts must not change unnoticed.
 
 As `test_golden_rounds`, with what only these rounds have: the request's `local_draft` and the answer's `drafted`.
 
@@ -31,7 +31,7 @@ CASES = {
 
 
 async def run_case(case: Case) -> dict[str, Any]:
-    """What travels and what is decided; halfway the target forgets the session."""
+    """Return messages and decisions of a generation; halfway the target forgets the session."""
     verifier = Verifier(TableWorker(local_drafts={"early-exit": 1}))
     link = RecordedLink(verifier, case.num_logprobs)
     driver = RoundDriver("golden", list(PROMPT), None, link, filters=case.filters, mode=case.mode, seed=20_260_101,

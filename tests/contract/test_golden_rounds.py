@@ -1,4 +1,4 @@
-"""Eight generations whose bytes on the wire and draws were written down once, and must not change unnoticed.
+"""Golden recordings: wire bytes and draws of eight generations must not change unnoticed.
 
 Real engines over table models, real encoding and decoding of both links; no sockets. What is compared: every request
 and reply item as bytes, and every decided token with its source, p and q. Times are cleared. Fields that the protos
@@ -19,7 +19,7 @@ import pytest
 from google.protobuf.message import Message
 
 from draft_service.proposer import Proposer
-from specdec.rpc import codec, replies
+from specdec.rpc import codec, proposals, verifications
 from specdec.types import Mode, Proposal, ProposeRequest, SamplingFilters, Verification, VerifyRequest
 from specdec.v1 import draft_pb2, target_pb2
 from target_service.verifier import Verifier
@@ -32,7 +32,7 @@ PROMPT = [5, 6, 7, 8, 9, 10, 3, 4, 5, 6, 7, 8, 2, 3, 4, 5, 6]
 GAMMA = 3
 NUM_TOKENS = 12
 
-#: Fields of a request or a reply, by message, that are younger than the recording.
+#: Fields, by message, that were added after the recording.
 YOUNGER_FIELDS: dict[str, tuple[str, ...]] = {}
 
 
@@ -63,7 +63,7 @@ CASES = {
 
 @dataclass
 class RecordedLink:
-    """An engine of either role behind the codec of its link, which notes what travels."""
+    """An engine of either role behind the codec of its link; every message is recorded."""
 
     engine: Any
     num_logprobs: int | None = None
@@ -72,14 +72,14 @@ class RecordedLink:
     async def propose(self, request: ProposeRequest) -> Proposal:
         asked = self._note(codec.encode_propose_request(request, 1))
         received = codec.decode_propose_request(draft_pb2.ProposeRequest.FromString(asked), self.engine.info())
-        reply = self._note(replies.encode_proposal(await self.engine.propose(received), 1))
+        reply = self._note(proposals.encode_proposal(await self.engine.propose(received), 1))
         return decode_proposal(draft_pb2.Proposal.FromString(reply), request)
 
     async def verify(self, request: VerifyRequest) -> Verification:
         request = replace(request, num_logprobs=self.num_logprobs)
         asked = self._note(codec.encode_verify_request(request, 1))
         received = codec.decode_verify_request(target_pb2.VerifyRequest.FromString(asked), self.engine.info())
-        reply = self._note(replies.encode_verification(await self.engine.verify(received), 1))
+        reply = self._note(verifications.encode_verification(await self.engine.verify(received), 1))
         return decode_verification(target_pb2.Verification.FromString(reply), request)
 
     def _note(self, message: Message) -> bytes:
@@ -96,7 +96,7 @@ class RecordedLink:
 
 
 def decisions_of(driver: RoundDriver) -> list[dict[str, Any]]:
-    """Every decided token with its source, p and q."""
+    """Return every decided token with its source, p and q."""
     return [
         {
             "token_ids": [int(token_id) for token_id in decision.token_ids],
@@ -109,13 +109,13 @@ def decisions_of(driver: RoundDriver) -> list[dict[str, Any]]:
 
 
 async def run_case(case: Case) -> dict[str, Any]:
-    """What travels and what is decided, with every miss and resend on the way."""
+    """Return messages and decisions of a generation, with misses and resends."""
     proposer, verifier = Proposer(TableWorker(salt=1)), Verifier(TableWorker())
     draft, target = RecordedLink(proposer), RecordedLink(verifier, case.num_logprobs)
     driver = RoundDriver("golden", list(PROMPT), draft, target, filters=case.filters, mode=case.mode, seed=20_260_101)
     try:
         await driver.generate(NUM_TOKENS // 2, case.gamma)
-        await proposer.release(["golden"])  # a replica that has forgotten the session: a miss and a resend
+        await proposer.release(["golden"])  # the replica forgets the session, which causes a miss and a resend
         await driver.generate(NUM_TOKENS, case.gamma)
     finally:
         await proposer.close()
@@ -137,7 +137,7 @@ async def test_a_generation_sends_the_recorded_bytes_and_draws_the_recorded_toke
 
 
 async def test_the_recording_notices_another_seed_and_another_support() -> None:
-    """Negative control: what a change of draws would do to the recording."""
+    """Negative control: a change of draws changes the recording."""
     recorded = json.loads(RECORDING.read_text())["rejection at temperature 1"]
     other = await run_case(Case(SamplingFilters(temperature=1.0 + 1e-3)))
     assert other["target_link"] != recorded["target_link"]

@@ -1,4 +1,4 @@
-"""A cold tier that is closed while offers wait: they are written, and nothing of it is left."""
+"""Closing a cold tier with waiting offers: they are written, and its threads end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.tier_rig import RUN_BYTES, space_of, wait_until
 
 
 @pytest.mark.parametrize("num_waiting", [0, 1, 3])
-def test_what_waits_when_a_tier_is_closed_is_written_and_its_threads_end(
+def test_waiting_offers_are_written_when_a_tier_is_closed_and_its_threads_end(
     redis_server: RedisServer, num_waiting: int
 ) -> None:
     before = set(threading.enumerate())

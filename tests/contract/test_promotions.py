@@ -1,4 +1,5 @@
-"""A draft pool on its way to all sessions: share by share, back where it is slower, decided once for all."""
+"""Promotion of a draft pool: its share grows in steps, a slower pool is rolled back, coordinators share the
+decision."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ async def store(store_url: str) -> AsyncIterator[RedisSessionStore]:
 
 
 async def ask(canary: Canary, generator: np.random.Generator, count: int, *, slower: float = 0.0) -> None:
-    """So many requests, of sessions of their own; the pool's make `slower` fewer log tokens a second."""
+    """Run a number of requests in separate sessions; the pool's requests are slower by `slower` in log tokens a
+    second."""
     for _ in range(count):
         pool = canary.pool_of(generator.bytes(8).hex())
         rate = exp(generator.normal(4.0 - (slower if pool else 0.0), SPREAD))
@@ -37,7 +39,7 @@ async def ask(canary: Canary, generator: np.random.Generator, count: int, *, slo
 
 
 async def follow(canary: Canary, generator: np.random.Generator, *, slower: float = 0.0) -> list[tuple[float, str]]:
-    """Shares and states until it is there or back."""
+    """Return shares and states until the promotion is done or rolled back."""
     seen = []
     while canary.promotion is not None:
         state = (canary.promotion.share, canary.promotion.status.value)
@@ -46,7 +48,7 @@ async def follow(canary: Canary, generator: np.random.Generator, *, slower: floa
         if canary.promotion.status is not PromotionStatus.RUNNING:
             return seen
         await ask(canary, generator, 50, slower=slower)
-        await canary.look_at_store()
+        await canary.sync_with_store()
     return seen
 
 
@@ -57,7 +59,7 @@ async def eventually(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_a_pool_that_is_as_good_comes_to_all_sessions_share_by_share(store: RedisSessionStore) -> None:
+async def test_an_equally_fast_pool_reaches_all_sessions_in_steps(store: RedisSessionStore) -> None:
     canary = Canary(store.promotions())
     await canary.promote("new", 1.0)
     assert await follow(canary, np.random.default_rng(1)) == [
@@ -66,14 +68,14 @@ async def test_a_pool_that_is_as_good_comes_to_all_sessions_share_by_share(store
     assert all(canary.pool_of(f"s{index}") == "new" for index in range(50))
 
 
-async def test_a_pool_that_is_slower_goes_back_by_itself(store: RedisSessionStore) -> None:
+async def test_a_slower_pool_is_rolled_back_automatically(store: RedisSessionStore) -> None:
     canary = Canary(store.promotions())
     await canary.promote("new", 1.0)
     assert await follow(canary, np.random.default_rng(1), slower=0.4) == [(0.01, "running"), (0.01, "rolled_back")]
     assert not any(canary.pool_of(f"s{index}") for index in range(1000))
 
 
-async def test_short_requests_and_those_of_a_promotion_before_are_not_compared(store: RedisSessionStore) -> None:
+async def test_short_requests_and_those_of_an_earlier_promotion_are_not_compared(store: RedisSessionStore) -> None:
     canary = Canary(store.promotions())
     await canary.promote("new", 1.0)
     for _ in range(100):
@@ -83,8 +85,8 @@ async def test_short_requests_and_those_of_a_promotion_before_are_not_compared(s
     assert (await follow(canary, np.random.default_rng(1)))[-1] == (1.0, "done")
 
 
-def test_an_equal_pool_goes_back_by_chance_less_often_than_once_in_a_hundred_promotions() -> None:
-    """2,000 promotions of an equal pool: 20 would be one in a hundred, which the limit stays well below."""
+def test_an_equal_pool_is_rolled_back_in_less_than_one_of_a_hundred_promotions() -> None:
+    """Among 2,000 promotions of an equal pool, 20 roll-backs would be one in a hundred; the limit is well below."""
     generator, num_back = np.random.default_rng(5), 0
     for _ in range(2000):
         back = False
@@ -98,32 +100,32 @@ def test_an_equal_pool_goes_back_by_chance_less_often_than_once_in_a_hundred_pro
     assert num_back <= 20
 
 
-async def test_coordinators_share_a_promotion_and_one_that_starts_later_goes_on_with_it(
+async def test_coordinators_share_a_promotion_and_a_later_one_continues_it(
     store: RedisSessionStore,
 ) -> None:
     first, second = Canary(store.promotions()), Canary(store.promotions())
     await first.promote("new", 0.05)
-    await second.look_at_store()
+    await second.sync_with_store()
     assert second.promotion == Promotion("new", 0.01, 0.05, PromotionStatus.RUNNING)
     sessions = [f"s{index}" for index in range(2000)]
     assert [*map(first.pool_of, sessions)] == [*map(second.pool_of, sessions)]
     await follow(second, np.random.default_rng(2))
     await ask(first, np.random.default_rng(3), 4000, slower=0.4)  # what it decides comes too late: it is there
-    await first.look_at_store()
+    await first.sync_with_store()
     later = Canary(store.promotions())
-    await later.look_at_store()
+    await later.sync_with_store()
     assert first.promotion == later.promotion == Promotion("new", 0.05, 0.05, PromotionStatus.DONE)
     await later.promote("new", 0.0)
-    await first.look_at_store()
+    await first.sync_with_store()
     assert first.promotion is None
 
 
 async def write(store: RedisSessionStore, record: bytes) -> None:
-    """Puts there what no coordinator wrote."""
+    """Store a value that no coordinator wrote."""
     await store._connection.run_command("SET", f"specdec:{store._tenant}:promotion", record)
 
 
-async def test_a_record_that_is_none_is_refused_by_name_and_can_be_replaced(store: RedisSessionStore) -> None:
+async def test_an_invalid_record_is_refused_with_the_reason_and_can_be_replaced(store: RedisSessionStore) -> None:
     canary = Canary(store.promotions())
     for record in (
         b"{",
@@ -141,19 +143,19 @@ async def test_a_record_that_is_none_is_refused_by_name_and_can_be_replaced(stor
         b'{"pool": "a", "share": 1, "most": 1, "status": ["done"]}',
     ):
         await write(store, record)
-        with pytest.raises(Internal, match="promote one anew"):
-            await canary.look_at_store()
+        with pytest.raises(Internal, match="promote a draft pool again"):
+            await canary.sync_with_store()
         assert await canary.promote("new", 1.0) is not None
 
 
 async def test_a_pool_of_the_longest_name_is_promoted(store: RedisSessionStore) -> None:
     name, canary = "\N{EVERGREEN TREE}" * MAX_POOL_NAME_CHARS, Canary(store.promotions())
     await Canary(store.promotions()).promote(name, 1.0)
-    await canary.look_at_store()
+    await canary.sync_with_store()
     assert canary.promotion == Promotion(name, 0.01, 1.0, PromotionStatus.RUNNING)
 
 
-async def test_a_record_that_is_none_is_told_once_and_what_follows_it_is_followed(
+async def test_an_invalid_record_is_logged_once_and_later_ones_are_followed(
     store: RedisSessionStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.routing.promotion.POLL_S", 0.01)
@@ -167,18 +169,18 @@ async def test_a_record_that_is_none_is_told_once_and_what_follows_it_is_followe
         await eventually(lambda: canary.promotion is not None)
     await canary.close()
     assert [record.getMessage() for record in caplog.records if "cannot be read" in record.getMessage()] == [
-        "the store's promotion of a draft pool cannot be read; promote one anew"
+        "promotion not synchronised: the promotion record in the store cannot be read; promote a draft pool again"
     ]
 
 
-def test_shares_end_at_what_was_asked_for() -> None:
+def test_shares_end_at_the_requested_share() -> None:
     assert [next_share(share, 1.0) for share in (0.0, 0.01, 0.05, 0.25)] == [0.01, 0.05, 0.25, 1.0]
     assert next_share(0.0, 0.005) == 0.005
     assert next_share(0.01, 0.03) == 0.03
 
 
 @pytest.mark.parametrize("turns", range(0, 40, 3))
-async def test_whatever_it_is_at_it_ends_when_it_is_closed(
+async def test_a_promotion_ends_at_any_point_when_it_is_closed(
     redis_server: RedisServer, turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.routing.promotion.POLL_S", 0.0)
@@ -193,7 +195,7 @@ async def test_whatever_it_is_at_it_ends_when_it_is_closed(
     await store.close()
 
 
-async def test_what_was_decided_while_the_store_stood_still_is_told_once_it_moves(
+async def test_a_decision_made_while_the_store_hung_is_published_afterwards(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.routing.promotion.POLL_S", 0.01)
@@ -207,7 +209,7 @@ async def test_what_was_decided_while_the_store_stood_still_is_told_once_it_move
         for _ in range(20):
             await ask(canary, generator, 500, slower=0.4)
             assert canary.pool_of("s") in ("", "new")
-            await asyncio.sleep(0.15)  # beyond what one command waits for
+            await asyncio.sleep(0.15)  # longer than the time limit of a command
         assert canary.promotion == Promotion("new", 0.01, 1.0, PromotionStatus.RUNNING)
         assert len(asyncio.all_tasks()) <= num_tasks + 3
     finally:
@@ -215,7 +217,7 @@ async def test_what_was_decided_while_the_store_stood_still_is_told_once_it_move
     async with asyncio.timeout(30):
         await eventually(lambda: canary.promotion.status is not PromotionStatus.RUNNING)
     later = Canary(store.promotions())
-    await later.look_at_store()
+    await later.sync_with_store()
     assert canary.promotion == later.promotion == Promotion("new", 0.01, 1.0, PromotionStatus.ROLLED_BACK)
     await canary.close()
     await store.close()

@@ -1,4 +1,4 @@
-"""What every replica registry must do, run against each of them (the contract: `specdec.state.store`)."""
+"""Conformance of every replica registry to the contract in `specdec.state.store`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def raw(store_url: str) -> AsyncIterator[RedisConnection]:
 
 @pytest.fixture
 async def registry(store_url: str, raw: RedisConnection) -> AsyncIterator[ReplicaRegistry]:
-    """An empty registry: replicas of earlier tests share the server's one namespace."""
+    """Return an empty registry; earlier tests use the same names on the server."""
     await raw.run_command("DEL", *replica_keys("draft"))
     await raw.run_command("DEL", *replica_keys("target"))
     registry = open_registry(store_url)
@@ -83,14 +83,14 @@ async def test_a_later_heartbeat_replaces_the_earlier(registry: ReplicaRegistry)
     assert await registry.replicas("draft") == [draining]
 
 
-async def test_a_removed_replica_is_gone_and_removing_it_again_is_fine(registry: ReplicaRegistry) -> None:
+async def test_a_removed_replica_is_gone_and_may_be_removed_again(registry: ReplicaRegistry) -> None:
     await registry.publish(replica("d-1"), ttl_s=LONG_TTL_S)
     for _ in range(2):
         await registry.remove("d-1")
     assert await ids(registry) == []
 
 
-async def test_a_replica_vanishes_after_its_ttl_and_leaves_nothing(
+async def test_a_replica_expires_after_its_ttl_and_leaves_no_keys(
     registry: ReplicaRegistry, raw: RedisConnection
 ) -> None:
     await registry.publish(replica("d-1"), ttl_s=LONG_TTL_S)
@@ -120,14 +120,14 @@ async def test_records_of_newer_and_broken_versions_do_not_hide_the_others(
 
 
 async def hold(raw: RedisConnection, role: str, replica_id: str, text: str) -> None:
-    """Makes this the only record of a role."""
+    """Store this record as the only one of a role."""
     records, expiry = replica_keys(role)
     await raw.run_command("DEL", records, expiry)
     await raw.run_command("HSET", records, replica_id, text)
     await raw.run_command("ZADD", expiry, "+inf", replica_id)
 
 
-async def test_an_unreadable_record_is_told_when_it_comes_and_when_it_changes_and_not_at_every_look(
+async def test_an_unreadable_record_is_logged_when_it_appears_or_changes_and_not_at_every_read(
     registry: ReplicaRegistry, raw: RedisConnection, caplog: pytest.LogCaptureFixture
 ) -> None:
     await registry.publish(replica("d-1"), ttl_s=LONG_TTL_S)
@@ -147,12 +147,13 @@ async def test_an_unreadable_record_is_told_when_it_comes_and_when_it_changes_an
         await hold(raw, role, replica_id, text)
         caplog.clear()
         assert await ids(registry, role) == (["d-1"] if text == readable else [])
-        num_told.append(sum(f"the unreadable {role} replica '{replica_id}'" in message for message in caplog.messages))
+        expected = f"unreadable record of {role} replica '{replica_id}'"
+        num_told.append(sum(expected in message for message in caplog.messages))
         assert len(caplog.messages) == num_told[-1]
     assert num_told == [1, 0, 1, 1, 1, 0, 0, 0, 1]
 
 
-async def test_records_and_ids_may_be_as_long_as_the_limit_and_no_longer(
+async def test_records_and_ids_may_have_exactly_the_maximum_length(
     registry: ReplicaRegistry, raw: RedisConnection, caplog: pytest.LogCaptureFixture
 ) -> None:
     await registry.publish(replica("d-1"), ttl_s=LONG_TTL_S)
@@ -172,7 +173,7 @@ async def test_records_and_ids_may_be_as_long_as_the_limit_and_no_longer(
     await raw.run_command("DEL", records, expiry)
 
 
-async def test_an_id_without_a_record_and_one_that_has_just_expired_are_no_replicas(
+async def test_ids_without_a_record_and_expired_ids_are_not_listed(
     registry: ReplicaRegistry, raw: RedisConnection, caplog: pytest.LogCaptureFixture
 ) -> None:
     await registry.publish(replica("d-1"), ttl_s=LONG_TTL_S)
@@ -180,7 +181,7 @@ async def test_an_id_without_a_record_and_one_that_has_just_expired_are_no_repli
     records, expiry = replica_keys("draft")
     await raw.run_command("HDEL", records, "d-2")
     assert await ids(registry) == ["d-1"]
-    for _ in range(3):  # a whole second of the server's may have just begun
+    for _ in range(3):  # a second of the server's clock may have just begun
         seconds, microseconds = map(int, await raw.run_command("TIME"))
         await raw.run_command("ZADD", expiry, seconds * 1000 + microseconds // 1000, "d-1")
         assert await ids(registry) == []
@@ -189,7 +190,7 @@ async def test_an_id_without_a_record_and_one_that_has_just_expired_are_no_repli
     assert caplog.messages == []
 
 
-async def test_a_removed_replica_is_gone_in_whichever_role_and_leaves_nothing(
+async def test_a_replica_is_removed_from_either_role_and_leaves_no_keys(
     registry: ReplicaRegistry, raw: RedisConnection
 ) -> None:
     for role in ("draft", "target"):
@@ -202,10 +203,10 @@ async def test_a_removed_replica_is_gone_in_whichever_role_and_leaves_nothing(
         assert await raw.run_command("ZCARD", expiry) == 0
 
 
-async def test_a_replica_is_listed_for_as_long_as_its_heartbeat_said(
+async def test_a_replica_is_listed_for_the_ttl_of_its_heartbeat(
     registry: ReplicaRegistry, raw: RedisConnection
 ) -> None:
-    ttl_ms = 200_000_000  # so long that a factor of 1.001 is more than any machine is slow
+    ttl_ms = 200_000_000  # so long that a factor of 1.001 exceeds any delay of a machine
     records, expiry = replica_keys("draft")
     for published_s in (200_000.0, 1e-6):
         await registry.publish(replica("d-1"), ttl_s=published_s)
@@ -223,7 +224,7 @@ async def test_two_registries_share_what_is_published(registry: ReplicaRegistry,
     await other.close()
 
 
-async def test_a_heartbeat_keeps_its_replica_listed_and_takes_it_out_at_the_end(registry: ReplicaRegistry) -> None:
+async def test_a_heartbeat_keeps_its_replica_listed_and_removes_it_at_the_end(registry: ReplicaRegistry) -> None:
     sessions = 0
 
     def describe() -> EngineInfo:
@@ -235,13 +236,13 @@ async def test_a_heartbeat_keeps_its_replica_listed_and_takes_it_out_at_the_end(
         assert [(record.address, record.engine.num_sessions) for record in await registry.replicas("draft")] == [
             ("h:1", 1)
         ]
-        # Five beats are well past the TTL of the first.
+        # Five beats take much longer than the TTL of the first.
         while (await registry.replicas("draft"))[0].engine.num_sessions < 5:
             pass
     assert await ids(registry) == []
 
 
-async def test_a_heartbeat_goes_on_after_a_fault_and_logs_it(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_heartbeat_continues_after_an_error_and_logs_it(caplog: pytest.LogCaptureFixture) -> None:
     registry = open_registry("memory://")
     beats = 0
 
@@ -259,13 +260,13 @@ async def test_a_heartbeat_goes_on_after_a_fault_and_logs_it(caplog: pytest.LogC
     await registry.close()
 
 
-async def test_a_heartbeat_that_begins_while_redis_is_away_says_so_and_is_listed_once_it_is_back(
+async def test_a_heartbeat_that_starts_without_redis_logs_it_and_registers_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = RedisServer(tmp_path)
     registry = open_registry(server.url)
     async with Heartbeat(registry, address="h:1", describe=lambda: ENGINE, ttl_s=0.3), asyncio.timeout(20):
-        assert "not in the registry yet: the store at unix:/" in caplog.text
+        assert "cannot register yet, trying again: the store at unix:/" in caplog.text
         server.start()
         while await ids(registry) != ["d-1"]:
             pass

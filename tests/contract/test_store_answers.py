@@ -1,4 +1,4 @@
-"""What a session store says when it refuses, and how exactly it keeps times (the contract: `specdec.state.store`)."""
+"""Errors and times of every session store (contract: `specdec.state.store`)."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from specdec.state.redis_store import RedisSessionStore, open_store
 from specdec.state.store import Lease, SessionStore
 from tests.support.store_sessions import LONG_TTL_S, REQUEST, a_round, forget_session, held_tokens, lose_tokens, tokens
 
-#: So long that a factor of 1.001 is more than any machine is slow.
+#: So long that a factor of 1.001 exceeds any delay of a machine.
 LEASE_TTL_S = 200_000.0
 SESSION_TTL_S = 1_000_000.0
 SLOW_S = 150.0
 
 
-async def test_a_session_that_cannot_be_had_is_named_and_so_is_the_field(
+async def test_an_error_about_a_session_names_the_session_and_the_field(
     store: SessionStore, session_id: str, lease: Lease
 ) -> None:
     with pytest.raises(SessionBusy, match=f"^session '{session_id}' is running another request$") as busy:
         await store.acquire(session_id, owner="other", ttl_s=LONG_TTL_S, create=True)
     assert busy.value.field == "session_id"
-    with pytest.raises(NotFound, match=f"^there is no session '{session_id}-2'$") as missing:
+    with pytest.raises(NotFound, match=f"^session '{session_id}-2' does not exist$") as missing:
         await store.acquire(f"{session_id}-2", owner="other", ttl_s=LONG_TTL_S, create=False)
     assert missing.value.field == "session_id"
 
 
-async def test_a_lost_lease_is_told_with_its_session_and_its_epoch(
+async def test_a_lost_lease_is_reported_with_its_session_and_epoch(
     store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
 ) -> None:
     await forget_session(raw, session_id)
-    told = f"^the lease of session '{session_id}' at epoch {lease.epoch} is not ours any more$"
+    told = f"^the lease of session '{session_id}' at epoch {lease.epoch} is lost$"
     for call in (
         store.renew(lease),
         store.begin_request(lease, REQUEST, keep=0, token_ids=tokens(1)),
@@ -45,7 +45,7 @@ async def test_a_lost_lease_is_told_with_its_session_and_its_epoch(
             await call
 
 
-async def test_a_lost_session_is_told_with_what_its_log_holds_and_what_it_should(
+async def test_a_lost_session_is_reported_with_both_log_lengths(
     store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
 ) -> None:
     await store.commit(lease, a_round(0, 3, 4))
@@ -62,7 +62,7 @@ async def test_a_lost_session_is_told_with_what_its_log_holds_and_what_it_should
     assert await held_tokens(store, session_id) == [1, 2]
 
 
-async def test_times_are_as_long_as_they_were_asked_for(store_url: str, raw: RedisConnection, session_id: str) -> None:
+async def test_ttls_are_stored_exactly(store_url: str, raw: RedisConnection, session_id: str) -> None:
     store = RedisSessionStore(store_url, session_ttl_s=SESSION_TTL_S)
     lease_key = session_keys("default", session_id)[2]
 
@@ -90,7 +90,7 @@ async def test_a_lease_may_be_shorter_than_a_millisecond(store: SessionStore, se
             pass
 
 
-async def test_a_session_that_was_told_not_to_expire_has_no_time_left(
+async def test_a_session_whose_key_does_not_expire_reports_no_remaining_time(
     store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
 ) -> None:
     await raw.run_command("PERSIST", session_keys("default", session_id)[0])
@@ -99,7 +99,7 @@ async def test_a_session_that_was_told_not_to_expire_has_no_time_left(
     assert record.expires_in_s == 0.0
 
 
-async def test_a_store_that_is_opened_once_more_is_the_same_store(store_url: str, session_id: str) -> None:
+async def test_a_reopened_store_is_the_same_store(store_url: str, session_id: str) -> None:
     store, elsewhere = open_store(store_url, tenant="ours", session_ttl_s=SESSION_TTL_S), open_store(store_url)
     lease = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=True)
     assert await elsewhere.load(session_id) is None
@@ -117,7 +117,7 @@ async def test_a_store_that_is_opened_once_more_is_the_same_store(store_url: str
 
 
 @pytest.mark.parametrize("of_log", [True, False])
-async def test_a_store_whose_keys_are_not_what_they_were_is_unavailable_for_that_session_alone(
+async def test_keys_of_a_wrong_type_make_the_store_unavailable_for_that_session_alone(
     store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease, of_log: bool
 ) -> None:
     other = await store.acquire(f"{session_id}-2", owner="me", ttl_s=LONG_TTL_S, create=True)

@@ -1,4 +1,4 @@
-"""Scripts asked for in one turn of the event loop share a pipeline, and nothing but the pipeline."""
+"""Scripts that start in one turn of the event loop share a pipeline and are otherwise independent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def acquire(store: SessionStore, session_id: str) -> Lease:
     return await store.acquire(session_id, owner="owner", ttl_s=30.0, create=True)
 
 
-async def test_scripts_asked_for_together_take_one_connection(store_url: str, store: SessionStore) -> None:
+async def test_scripts_that_start_together_use_one_connection(store_url: str, store: SessionStore) -> None:
     if not store_url.startswith("unix:"):
         pytest.skip("only a Redis of its own tells who is connected")
     counter = RedisConnection(store_url)
@@ -39,7 +39,7 @@ async def test_every_script_of_a_batch_gets_its_own_answer(store: SessionStore) 
     assert records[-1] is None
 
 
-async def test_a_server_that_forgot_the_scripts_is_told_them_again(store: SessionStore, raw: RedisConnection) -> None:
+async def test_scripts_are_loaded_again_into_a_server_that_lost_them(store: SessionStore, raw: RedisConnection) -> None:
     await acquire(store, SESSIONS[0])
     await raw.run_command("SCRIPT", "FLUSH")
     calls = [acquire(store, session_id) for session_id in SESSIONS[:3]]
@@ -61,10 +61,10 @@ async def test_a_script_that_fails_fails_alone(store: SessionStore, raw: RedisCo
         await raw.run_command("DEL", broken_meta)
 
 
-async def test_a_script_cancelled_before_it_was_sent_is_never_run(store: SessionStore) -> None:
+async def test_a_script_cancelled_before_it_was_sent_never_runs(store: SessionStore) -> None:
     given_up = asyncio.create_task(acquire(store, "batch-cancelled"))
     kept = asyncio.create_task(acquire(store, "batch-kept"))
-    await asyncio.sleep(0)  # both have asked, nothing has left
+    await asyncio.sleep(0)  # both have started, nothing was sent
     given_up.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await given_up
@@ -72,7 +72,7 @@ async def test_a_script_cancelled_before_it_was_sent_is_never_run(store: Session
     assert await store.load("batch-cancelled") is None
 
 
-async def test_closing_fails_what_is_under_way(store_url: str) -> None:
+async def test_closing_fails_running_scripts(store_url: str) -> None:
     store = open_store(store_url)
     under_way = asyncio.create_task(acquire(store, "batch-closing"))
     await asyncio.sleep(0)

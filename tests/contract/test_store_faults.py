@@ -1,4 +1,4 @@
-"""A session store behind which a Redis lost writes, or is not there (the contract: `specdec.state.store`)."""
+"""Session stores whose Redis lost writes or cannot be reached (contract: `specdec.state.store`)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_a_store_that_forgot_rounds_takes_the_owners_next_one_after_a_repa
         await store.commit(lease, a_round(9, 6, 7))
 
 
-async def test_half_a_token_at_the_end_of_a_log_is_none(
+async def test_an_incomplete_token_at_the_end_of_a_log_is_ignored(
     store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
 ) -> None:
     await raw.run_command("SET", session_keys("default", session_id)[1], bytes([1, 0, 0, 0, 2, 0]))
@@ -94,7 +94,7 @@ def test_a_malformed_store_url_is_refused(url: str) -> None:
         open_store(url)
 
 
-async def test_epochs_never_go_back_after_everything_was_lost(tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_epochs_never_decrease_after_the_store_lost_all_data(tmp_path_factory: pytest.TempPathFactory) -> None:
     server = RedisServer(tmp_path_factory.mktemp("lossy"))
     server.start()
     store = open_store(server.url)

@@ -1,4 +1,4 @@
-"""What a session store forgets, and what it keeps apart (the contract: `specdec.state.store`)."""
+"""Deletion, expiry and separation of sessions in every session store (contract: `specdec.state.store`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from specdec.state.store import Lease, SessionStore
 from tests.support.store_sessions import LONG_TTL_S, REQUEST, SHORT_TTL_S, a_round, forget_session, held_tokens, tokens
 
 
-async def test_a_deleted_session_is_gone_whoever_held_it(store: SessionStore, session_id: str, lease: Lease) -> None:
+async def test_a_deleted_session_is_gone_whichever_owner_had_it(
+    store: SessionStore, session_id: str, lease: Lease
+) -> None:
     for _ in range(2):
         await store.delete(session_id)
     assert await store.load(session_id) is None
@@ -23,7 +25,7 @@ async def test_a_deleted_session_is_gone_whoever_held_it(store: SessionStore, se
     await store.release(lease)
 
 
-async def test_whoever_writes_a_session_that_is_deleted_is_told_so_whatever_becomes_of_it(
+async def test_an_owner_of_a_deleted_session_gets_not_found_even_if_it_is_created_again(
     store: SessionStore, session_id: str, lease: Lease
 ) -> None:
     await store.delete(session_id)
@@ -38,13 +40,13 @@ async def test_whoever_writes_a_session_that_is_deleted_is_told_so_whatever_beco
             with pytest.raises(NotFound, match=f"^session '{session_id}' was deleted$") as failure:
                 await call
             assert failure.value.field == "session_id"
-        await store.delete(session_id)  # once more, which takes nothing back
+        await store.delete(session_id)  # a second deletion keeps the mark
         remade = await store.acquire(session_id, owner="other", ttl_s=LONG_TTL_S, create=True)
     assert remade.epoch > lease.epoch
     assert await held_tokens(store, session_id) == []
 
 
-async def test_whoever_writes_a_session_that_the_store_lost_before_it_was_deleted_is_told_too(
+async def test_an_owner_gets_not_found_if_the_store_lost_the_session_before_its_deletion(
     store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
 ) -> None:
     await forget_session(raw, session_id)
@@ -53,7 +55,7 @@ async def test_whoever_writes_a_session_that_the_store_lost_before_it_was_delete
         await store.renew(lease)
 
 
-async def test_who_took_a_session_after_its_deletion_and_loses_it_is_not_told_that_it_was_deleted(
+async def test_an_owner_that_acquired_after_the_deletion_gets_lease_lost(
     store: SessionStore, session_id: str, lease: Lease
 ) -> None:
     await store.delete(session_id)
@@ -65,7 +67,7 @@ async def test_who_took_a_session_after_its_deletion_and_loses_it_is_not_told_th
         await store.renew(lease)
 
 
-async def test_what_was_deleted_under_a_clock_ahead_is_fenced_too(
+async def test_a_session_deleted_under_a_clock_ahead_is_fenced_too(
     store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
 ) -> None:
     ahead = lease.epoch + 10**15
@@ -79,7 +81,7 @@ async def test_what_was_deleted_under_a_clock_ahead_is_fenced_too(
     await store.renew(remade)
 
 
-async def test_a_discarded_session_is_as_if_it_had_never_been(
+async def test_a_discarded_session_leaves_no_trace(
     store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
 ) -> None:
     with pytest.raises(LeaseLost):
@@ -93,7 +95,7 @@ async def test_a_discarded_session_is_as_if_it_had_never_been(
         await store.discard(lease)
 
 
-async def test_a_remade_session_has_a_higher_epoch_and_fences_the_old_owner(
+async def test_a_session_created_again_has_a_higher_epoch_and_fences_the_old_owner(
     store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
 ) -> None:
     await forget_session(raw, session_id)
@@ -123,7 +125,7 @@ async def test_an_unused_session_expires_and_use_prolongs_it(store_url: str, ses
     await lasting.close()
 
 
-async def test_nothing_of_a_session_outlives_it_but_that_it_was_deleted(
+async def test_only_the_deletion_mark_outlives_a_session(
     store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
 ) -> None:
     await store.commit(lease, a_round(0, 3, 4))
@@ -146,7 +148,7 @@ async def test_tenants_do_not_see_each_others_sessions(store_url: str, session_i
 
 
 @pytest.mark.parametrize("session_id", ["", "a{b", "}", "line\nbreak", "x" * 257])
-async def test_a_session_id_that_breaks_keys_is_refused_by_name(store: SessionStore, session_id: str) -> None:
+async def test_a_session_id_that_would_break_keys_is_refused(store: SessionStore, session_id: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         await store.load(session_id)
     assert refusal.value.field == "session_id"

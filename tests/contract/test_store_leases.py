@@ -1,4 +1,4 @@
-"""A session's lease in every session store: who holds it, and who is fenced (the contract: `specdec.state.store`)."""
+"""Leases and fencing in every session store (contract: `specdec.state.store`)."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_an_owner_that_acquires_again_fences_its_own_older_epoch(
     await store.commit(again, a_round(0, 3, 7))
 
 
-async def test_of_fifty_concurrent_acquires_one_wins(store_url: str, session_id: str) -> None:
+async def test_one_of_fifty_concurrent_acquires_succeeds(store_url: str, session_id: str) -> None:
     stores = [open_store(store_url) for _ in range(2)]
     outcomes = await asyncio.gather(
         *(stores[i % 2].acquire(session_id, owner=f"owner-{i}", ttl_s=LONG_TTL_S, create=True) for i in range(50)),
@@ -103,13 +103,13 @@ async def test_of_fifty_concurrent_acquires_one_wins(store_url: str, session_id:
 
 
 async def outlive(raw: RedisConnection, session_id: str, ttl_s: float | None) -> None:
-    """Leaves a session's lease as a clock that jumped back does: it expires much later than it was to."""
+    """Change a session's lease as a clock that jumps back does: it expires much later than intended."""
     key = session_keys("default", session_id)[2]
     await (raw.run_command("PERSIST", key) if ttl_s is None else raw.run_command("PEXPIRE", key, round(ttl_s * 1000)))
 
 
 @pytest.mark.parametrize("outlives_s", [LONG_TTL_S + 1.0, LONG_TTL_S + 3600.0, None])
-async def test_a_lease_that_claims_to_live_longer_than_its_ttl_is_void_and_its_owner_is_fenced(
+async def test_a_lease_that_would_outlive_its_ttl_is_void_and_its_owner_is_fenced(
     store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease, outlives_s: float | None
 ) -> None:
     await outlive(raw, session_id, outlives_s)
@@ -127,7 +127,7 @@ async def test_a_lease_that_claims_to_live_longer_than_its_ttl_is_void_and_its_o
     assert await held_tokens(store, session_id) == [1, 2, 3, 8]
 
 
-async def test_a_lease_lives_as_long_as_its_own_ttl_whatever_the_ttl_of_who_asks(
+async def test_a_lease_lives_for_its_own_ttl_whatever_ttl_another_owner_requests(
     store: SessionStore, session_id: str, lease: Lease
 ) -> None:
     with pytest.raises(SessionBusy):
@@ -137,7 +137,7 @@ async def test_a_lease_lives_as_long_as_its_own_ttl_whatever_the_ttl_of_who_asks
         await store.acquire(session_id, owner="hasty", ttl_s=SHORT_TTL_S, create=False)
 
 
-async def test_a_lease_whose_ttl_nobody_noted_is_alive(
+async def test_a_lease_without_a_stored_ttl_is_alive(
     store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease
 ) -> None:
     await raw.run_command("HDEL", session_keys("default", session_id)[0], "lease_ttl")
@@ -160,7 +160,7 @@ async def test_a_living_owner_renews_its_lease_back_to_its_ttl_after_the_clock_j
     assert record.owner == "me"
 
 
-async def test_a_session_is_left_from_a_release_until_its_next_owner_who_may_pass_it_on_unwritten(
+async def test_a_session_stays_in_order_through_an_owner_that_writes_nothing(
     store: SessionStore, session_id: str, lease: Lease
 ) -> None:
     states = [await store.load(session_id)]
@@ -227,7 +227,7 @@ async def test_a_release_needs_the_owners_name_and_its_newest_epoch(
     ],
     ids=[*OPERATIONS, "acquire", "release"],
 )
-async def test_whatever_is_done_with_a_lease_keeps_the_sessions_record_and_its_log_alike(
+async def test_every_operation_on_a_lease_prolongs_the_record_and_the_log_alike(
     store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease, operation: Operation
 ) -> None:
     keys = session_keys("default", session_id)[:2]
@@ -238,7 +238,7 @@ async def test_whatever_is_done_with_a_lease_keeps_the_sessions_record_and_its_l
         assert await raw.run_command("PTTL", key) > (DEFAULT_SESSION_TTL_S - 60) * 1000
 
 
-async def test_a_lease_tells_whether_its_session_was_left_in_order(store: SessionStore, session_id: str) -> None:
+async def test_a_lease_states_whether_its_session_was_given_back_in_order(store: SessionStore, session_id: str) -> None:
     told = []
     for left in (False, True, True):
         lease = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=True)
@@ -249,8 +249,6 @@ async def test_a_lease_tells_whether_its_session_was_left_in_order(store: Sessio
     assert told == [False, False, True, True, False]
 
 
-async def test_an_epoch_is_the_servers_time_in_microseconds_so_that_it_rises_whatever_is_forgotten(
-    store: SessionStore, session_id: str
-) -> None:
+async def test_an_epoch_is_at_least_the_servers_time_in_microseconds(store: SessionStore, session_id: str) -> None:
     lease = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=True)
-    assert abs(lease.epoch / 1e6 - time.time()) < 60  # the server is of this machine
+    assert abs(lease.epoch / 1e6 - time.time()) < 60  # the server runs on this machine

@@ -1,4 +1,4 @@
-"""Requests and rounds of a session, in every session store (the contract: `specdec.state.store`)."""
+"""Requests and rounds of a session in every session store (contract: `specdec.state.store`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from specdec.types import FinishReason
 from tests.support.store_sessions import LONG_TTL_S, REQUEST, a_round, held_tokens, tokens
 
 
-async def test_a_begun_request_is_read_back_whole(store: SessionStore, session_id: str, lease: Lease) -> None:
+async def test_a_started_request_is_read_back_with_all_fields(
+    store: SessionStore, session_id: str, lease: Lease
+) -> None:
     record = await store.load(session_id)
     assert record is not None
     assert record.request == REQUEST
@@ -26,9 +28,7 @@ async def test_a_begun_request_is_read_back_whole(store: SessionStore, session_i
     assert await held_tokens(store, session_id) == [1, 2, 3]
 
 
-async def test_a_request_that_has_ended_may_be_stored_again_as_it_ended(
-    store: SessionStore, session_id: str, lease: Lease
-) -> None:
+async def test_an_ended_request_may_be_stored_again(store: SessionStore, session_id: str, lease: Lease) -> None:
     ended = replace(REQUEST, finish_reason=FinishReason.STOP, stats_json='{"num_rounds": 7}')
     await store.begin_request(lease, ended, keep=3, token_ids=tokens(4))
     record = await store.load(session_id)
@@ -64,20 +64,20 @@ async def test_a_long_log_is_read_whole_and_from_any_position(
 
 
 @pytest.mark.parametrize("keep", [0, 1, 2, 3])
-async def test_a_new_turn_keeps_a_beginning_of_the_log(
+async def test_a_new_turn_keeps_the_requested_prefix_of_the_log(
     store: SessionStore, session_id: str, lease: Lease, keep: int
 ) -> None:
     await store.begin_request(lease, replace(REQUEST, turn=1), keep=keep, token_ids=tokens(8, 9))
     assert await held_tokens(store, session_id) == [*[1, 2, 3][:keep], 8, 9]
 
 
-async def test_beginning_a_request_again_changes_nothing(store: SessionStore, session_id: str, lease: Lease) -> None:
+async def test_starting_a_request_again_changes_nothing(store: SessionStore, session_id: str, lease: Lease) -> None:
     for _ in range(2):
         await store.begin_request(lease, replace(REQUEST, turn=1), keep=2, token_ids=tokens(8, 9))
     assert await held_tokens(store, session_id) == [1, 2, 8, 9]
 
 
-async def test_keeping_more_than_the_log_holds_is_a_lost_session(
+async def test_keeping_more_tokens_than_the_log_holds_is_a_lost_session(
     store: SessionStore, session_id: str, lease: Lease
 ) -> None:
     with pytest.raises(SessionLost, match="3 tokens where 4"):
@@ -128,7 +128,7 @@ async def test_a_round_that_does_not_follow_fails(
     assert await held_tokens(store, session_id) == [1, 2, 3, 4]
 
 
-async def test_a_round_from_before_a_new_turn_is_not_answered_again(
+async def test_a_round_of_the_previous_turn_is_not_committed_again(
     store: SessionStore, session_id: str, lease: Lease
 ) -> None:
     await store.commit(lease, a_round(0, 3, 4, finish_reason=FinishReason.STOP))
@@ -153,7 +153,7 @@ async def test_one_store_serves_many_sessions_at_once(store: SessionStore, sessi
     assert logs == [[number, *range(number, number + 5)] for number in range(20)]
 
 
-async def test_commits_sent_together_succeed_and_fail_each_by_itself(store: SessionStore, session_id: str) -> None:
+async def test_commits_sent_together_succeed_and_fail_independently(store: SessionStore, session_id: str) -> None:
     mine = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=True)
     other = f"{session_id}-other"
     lost = await store.acquire(other, owner="me", ttl_s=LONG_TTL_S, create=True)

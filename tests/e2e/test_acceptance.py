@@ -1,4 +1,4 @@
-"""How often drafts are accepted: a silent loss of acceptance is a fault that no text would show.
+"""Acceptance rates of drafts: a loss of acceptance is a fault that no text would show.
 
 Draft = target must accept everything, greedy and coupled; at T = 1 exactly the mass its supports cover. Also after the
 draft service was restarted in the middle, which must not leave a hole in its KV, with pre-drafting, and with int8

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from specdec.cli.speedup import GAIN
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -17,12 +19,17 @@ def test_the_demo_streams_a_text_makes_it_in_every_way_and_leaves_nothing_behind
         [sys.executable, "examples/demo.py"], capture_output=True, text=True, cwd=ROOT, env=environ, check=False
     )
     assert result.returncode == 0, result.stderr
-    rows = re.findall(r"^(\S+) +([\d.]+) +(\d+) +([\d.]+)x ", result.stdout, re.MULTILINE)
-    assert [name for name, *_ in rows] == ["target-only", "code", "eagle3", "suffix"], result.stdout
+    rows = re.findall(r"^(\S+) +([\d.]+) +[\d.]+ +(\d+) +([\d.]+)x ", result.stdout, re.MULTILINE)
+    assert [name for name, *_ in rows] == ["target-only", "eagle3", "suffix", "code"], result.stdout
     tokens_a_round = {name: float(tokens) for name, tokens, *_ in rows}
     assert tokens_a_round.pop("target-only") == 1.0
     assert min(tokens_a_round.values()) > 2.0
     assert all(int(rate) > 0 for _, _, rate, _ in rows)
+    for name, _, _, speedup in rows[1:]:  # what does not gain on this machine says why
+        reason = re.search(
+            rf"^{name}: no gain: a round emits [\d.]+ tokens .+ and takes as long as ", result.stdout, re.M
+        )
+        assert (float(speedup) < GAIN) == (reason is not None) or abs(float(speedup) - GAIN) < 0.01, result.stdout
     assert "All texts are the same, token for token." in result.stdout
     assert "\x1b[" not in result.stdout, "colour was asked not to be used"
     assert not processes_marked(f"SPECDEC_DEMO_RUN={os.getpid()}")

@@ -1,7 +1,7 @@
-"""The demo target's own heads through running services: rounds are as long as the heads are good, and no longer.
+"""The demo target's heads emit as many tokens per round through running services as they should.
 
-A head that is run wrongly is exact all the same and says nothing; only its rounds are short. So lengths are what is
-tested: greedy, seeded by nothing, equal from run to run.
+A head that is computed wrongly still gives exact text; only its rounds are short. So these tests check the length of
+rounds, which is the same in every run of a greedy output.
 """
 
 from __future__ import annotations

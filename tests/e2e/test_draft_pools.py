@@ -73,7 +73,7 @@ def test_status_shows_every_pool_and_scale_counts_each_of_them(endpoint: str) ->
     assert replicas(endpoint)["good"] == 2
     refused = specdec("scale", "draft=2", "--endpoint", endpoint)
     assert refused.returncode == 1
-    assert "there are target, draft-good, draft-8b-0.6b-alpha-0.0" in refused.stderr
+    assert "it has target, draft-good, draft-8b-0.6b-alpha-0.0" in refused.stderr
 
 
 def test_each_kind_of_requests_gets_the_pool_that_is_good_at_it_and_pools_shows_it(routed: str) -> None:
@@ -120,9 +120,9 @@ def test_a_long_text_leaves_in_mid_stream_the_pool_that_it_began_with_and_is_bad
     assert set(pools[first:]) == {"b-even"}
 
 
-def test_promote_says_how_it_stands_and_refuses_what_is_no_pool(routed: str) -> None:
+def test_promote_prints_its_state_and_refuses_an_unknown_pool(routed: str) -> None:
     promoted = specdec("promote", "b-even", "--to", "0.05", "--endpoint", routed)
-    assert promoted.stdout == "b-even: 1% of the sessions, to come to 5%, on its way\n", promoted.stderr
+    assert promoted.stdout == "b-even: 1% of the sessions, to reach 5%, in progress\n", promoted.stderr
     assert specdec("pools", "--endpoint", routed).stdout.startswith("b-even: 1% of the sessions")
     assert specdec("promote", "b-even", "--to", "0", "--endpoint", routed).stdout == "nothing is promoted\n"
     for wrong, words in (("better", "is not a draft pool; there are"), ("suffix", "is not a draft pool; there are")):

@@ -153,7 +153,7 @@ async def test_greedy_output_is_hugging_faces_over_twenty_prompts_of_128_tokens(
 async def test_greedy_output_is_hugging_faces_whatever_computes_the_steps(
     case: str, backend: str, tmp_path: Path
 ) -> None:
-    """Those that the native kernels compute elsewhere."""
+    """Models that the native kernels compute in the other tests."""
     compiling = CompileOptions(backend, row_counts=(1, 5))
     await check_parity(case, tmp_path, LONG if backend == "eager" else QUICK, compiling=compiling)
 

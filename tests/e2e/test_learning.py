@@ -47,7 +47,7 @@ def serve(endpoint: str, first: int, count: int) -> set[str]:
     return pools
 
 
-def test_what_the_target_drafts_with_is_distilled_and_read_when_one_starts(endpoint: str, folder: Path) -> None:
+def test_an_in_target_draft_is_distilled_and_loaded_at_the_next_start(endpoint: str, folder: Path) -> None:
     serve(endpoint, 0, 16)
     while not list((folder / "log" / "tenant-default").glob("*.safetensors")):
         serve(endpoint, 100, 1)
@@ -86,14 +86,14 @@ def test_a_draft_is_distilled_joins_as_a_shadow_and_is_promoted_on_its_score(end
             serve(endpoint, 300, 2)
         assert promoting.stdout is not None
         said = promoting.stdout.read()
-    assert (promoting.returncode, said) == (0, "a-new: 1% of the sessions, to come to 100%, on its way\n")
+    assert (promoting.returncode, said) == (0, "a-new: 1% of the sessions, to reach 100%, in progress\n")
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("old={folder}/draft", "there is a draft pool called old already"),
-        ("suffix={folder}/draft", "'suffix' is no name for a draft model"),
+        ("old={folder}/draft", "there is already a draft pool called old"),
+        ("suffix={folder}/draft", "a draft model cannot be called 'suffix'"),
         ("other={folder}/none", "is no directory on this machine"),
     ],
 )
@@ -104,5 +104,5 @@ def test_a_draft_that_cannot_join_is_one_line(
     captured = capsys.readouterr()
     assert captured.out == ""
     last = captured.err.splitlines()[-1]
-    assert last.startswith("error: INVALID_ARGUMENT INVALID_REQUEST: ")
+    assert last.endswith("(INVALID_REQUEST)")
     assert words in last

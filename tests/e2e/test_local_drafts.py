@@ -85,7 +85,7 @@ def joint_law(target: Path, filters: SamplingFilters) -> dict[tuple[int, ...], f
 async def sample(
     worker: Worker, target: Path, num_samples: int, verifier_type: type[Verifier] = Verifier, **options: Any
 ) -> tuple[Counter[tuple[int, ...]], int]:
-    """Outputs of so many seeds, and how many draft tokens there were."""
+    """Return the outputs of `num_samples` seeds, counted, and the number of draft tokens."""
     async with ModelStack(target, worker, {}, verifier_type=verifier_type) as stack:
         gate = asyncio.Semaphore(64)
 
@@ -140,7 +140,7 @@ class MisstatesLocalDrafts(Verifier):
         return replace(verification, drafted=replace(drafted, supports=tuple(stated)))
 
 
-async def test_a_local_draft_whose_q_is_not_what_was_sampled_would_be_noticed(target: Path) -> None:
+async def test_a_local_draft_with_a_wrong_q_would_be_detected(target: Path) -> None:
     """Negative control."""
     options = {"mode": "rejection", "temperature": 1.0}
     counts, _ = await sample(load(target), target, NUM_QUICK_SAMPLES, MisstatesLocalDrafts, **options)
@@ -165,7 +165,7 @@ def write_adapter(directory: Path, weight: torch.Tensor, bias: torch.Tensor, num
 async def test_greedy_output_with_local_drafts_is_hugging_faces(
     architecture: str, backend: str, tmp_path: Path
 ) -> None:
-    """With an adapter that is the identity, and with one that is noise."""
+    """Both an identity adapter and a random one leave greedy text unchanged."""
     directory = build_tiny_model(architecture, tmp_path, num_layers=NUM_LAYERS)
     width = TargetAlone(directory)._model.get_input_embeddings().weight.shape[1]
     noise = torch.Generator().manual_seed(1)

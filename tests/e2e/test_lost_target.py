@@ -13,7 +13,7 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 ARGS = ("generate", "import os", "--temperature", "0", "--max-new-tokens", "1500", "--gamma", "2")
 
 
-def test_a_killed_target_is_told_as_lost_and_the_text_goes_on_when_it_is_back(tmp_path: Path) -> None:
+def test_a_killed_target_is_reported_as_lost_and_the_text_continues_after_its_restart(tmp_path: Path) -> None:
     text = tmp_path / "text"
     with Stack(DEMO / "target", DEMO / "draft") as stack, text.open("wb") as stdout:
         command = [*SPECDEC, *ARGS, "--endpoint", stack.endpoint]

@@ -1,4 +1,4 @@
-"""What a seed promises: the same text, whoever else is served and however it was drafted (fp32)."""
+"""A seed gives the same text, whatever else is served and however it is drafted (float32)."""
 
 from __future__ import annotations
 

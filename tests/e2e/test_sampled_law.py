@@ -1,7 +1,7 @@
-"""The joint law of the first three tokens through the running services is the target's.
+"""The joint distribution of the first three tokens through the running services is the target's.
 
-A target and a draft over a vocabulary of few words, so that the joint law of three tokens can be enumerated with
-the target's own logits (Hugging Face's, or the engine's alone where weights or arithmetic are rounded) and compared by
+Target and draft have a vocabulary of few words, so that the joint distribution of three tokens can be enumerated with
+the target's own logits (Hugging Face's, or the engine's alone if weights or arithmetic are rounded) and compared by
 chi-square with what many sessions emit. False alarms: 1e-4 over all cases together (each case at 1e-4 / number of
 cases); seeds are fixed, so a pass stays a pass.
 """
@@ -34,7 +34,7 @@ GAMMA = 2
 NUM_AT_ONCE = 64
 NUM_SAMPLES = 1000
 NUM_LONG_SAMPLES = 4000
-#: So few that the draft service still drafts ahead for all of them.
+#: Few enough that the draft service drafts ahead for all of them.
 NUM_AT_ONCE_PREDRAFTED = 8
 FALSE_ALARM = 1e-4
 
@@ -52,7 +52,7 @@ FILTERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Setup:
-    """How the services run."""
+    """Configuration of the services."""
 
     predrafts: bool = False
     dtype: str = "float32"

@@ -103,7 +103,7 @@ def test_an_error_returns_to_the_prompt(scripted: tuple[ScriptedCoordinator, str
         shell.type(f"{COMMAND} chat; echo exit=$?")
         shell.wait_for("^> ?$")
         shell.type("refuse this")
-        shell.wait_for("^error: INVALID_ARGUMENT CONTEXT_TOO_LONG: too long$")
+        shell.wait_for(r"^error: too long \(CONTEXT_TOO_LONG\)$")
         shell.type("one")
         shell.wait_for("^rounds ")
         shell.type("/exit")

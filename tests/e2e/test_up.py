@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from specdec.client import Client
 from specdec.errors import InvalidRequest
-from specdec.rpc.client import CALLS_ALONE, TargetLink
+from specdec.rpc.client import TargetLink
+from specdec.rpc.transport_selector import LONE_CALLS
 from specdec.supervision.processes import free_ports
 from tests.support.process_rig import greedy, ranks_of
 from tests.support.tiny_models import build_tiny_model
@@ -89,7 +90,7 @@ def test_up_divides_targets_and_drafts_and_says_the_same(model: Path) -> None:
 
 @pytest.mark.parametrize("fault", [no_folder, no_checkpoint, no_tokenizer, encoder, unknown])
 @pytest.mark.parametrize("flag", ["--target", "--draft"])
-def test_a_model_that_cannot_be_served_is_told_by_its_flag_before_anything_is_loaded(
+def test_a_model_that_cannot_be_served_is_refused_with_its_flag_before_anything_is_loaded(
     model: Path, tmp_path: Path, flag: str, fault: Callable[[Path, Path], Path]
 ) -> None:
     wrong = str(fault(model, tmp_path))
@@ -97,11 +98,11 @@ def test_a_model_that_cannot_be_served_is_told_by_its_flag_before_anything_is_lo
     result = specdec("up", "--listen", "127.0.0.1:0", *(word for pair in models.items() for word in pair))
     assert (result.returncode, result.stdout) == (1, "")
     (line,) = complaints(result.stderr).splitlines()
-    assert re.match(rf"error: [A-Z_]+ [A-Z_]+: {flag}: model '{re.escape(wrong)}' ", line), line
+    assert re.match(rf"error: {flag}: model '{re.escape(wrong)}' ", line), line
     assert "target-0" not in result.stderr
 
 
-def test_the_first_line_says_what_happens_and_then_what_each_service_is_loading(model: Path) -> None:
+def test_a_start_first_says_that_it_checks_and_then_what_each_service_loads(model: Path) -> None:
     flags = ["--target", str(model), "--draft", str(model)]
     with running(*flags) as (up, _):
         up.send_signal(signal.SIGTERM)
@@ -177,12 +178,12 @@ def test_metrics_threads_context_a_tier_and_log_level_reach_every_service(model:
                 break
 
 
-def test_services_of_one_machine_take_each_others_frames_over_lanes(model: Path) -> None:
+def test_services_of_one_machine_exchange_frames_over_unix_sockets(model: Path) -> None:
     async def unix_sockets_of(address: str) -> list[str]:
         link = TargetLink(address)
         try:
             info = await link.info()
-            return [info.lane, info.device_lane]
+            return [info.unix_socket, info.device_thread_socket]
         finally:
             await link.close()
 
@@ -192,9 +193,9 @@ def test_services_of_one_machine_take_each_others_frames_over_lanes(model: Path)
         names = asyncio.run(unix_sockets_of(words[words.index("--listen") + 1]))
         with Client(endpoint) as client:
             client.generate(
-                prompt_token_ids=[5, 6, 7], ignore_eos=True, temperature=0, mode="off", max_new_tokens=CALLS_ALONE + 1
+                prompt_token_ids=[5, 6, 7], ignore_eos=True, temperature=0, mode="off", max_new_tokens=LONE_CALLS + 1
             )
-        # The kernel lists a name once for who listens and once for every end that was accepted.
+        # The kernel lists a name once for the listener and once for every accepted connection.
         ends = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
         assert [(name[:14], ends.count(name)) for name in names] == [("@specdec-lane-", 2)] * 2
 
@@ -237,7 +238,7 @@ def scraped(port: int) -> str:
         pytest.param("coordinator", marks=pytest.mark.full),
     ],
 )
-def test_a_killed_service_is_started_again_at_its_address_and_a_running_stream_goes_on(service: str) -> None:
+def test_a_killed_service_restarts_at_its_address_and_a_running_stream_continues(service: str) -> None:
     name = service.replace("_service", "-0")
     with running() as (up, endpoint):
         ask = {"temperature": 0, "max_new_tokens": 300, "mode": "rejection", "gamma": 3, "ignore_eos": True}
@@ -259,7 +260,7 @@ def test_a_killed_service_is_started_again_at_its_address_and_a_running_stream_g
             assert list(client.generate("import os\n", **ask).token_ids) == expected
 
 
-def test_up_that_is_told_to_stop_while_a_child_is_down_leaves_nothing() -> None:
+def test_up_that_stops_while_a_child_is_down_leaves_nothing() -> None:
     with running() as (up, _):
         os.kill(child_running(up, "target_service"), signal.SIGKILL)
         assert up.stderr is not None

@@ -1,6 +1,4 @@
-"""A new version of a draft that makes fewer tokens a second is taken back by itself: a running `specdec up`, a draft
-that joined it, requests. Not here: what is compared (`coordinator/routing/promotion`), the whole loop
-(`test_learning`)."""
+"""A promoted draft that makes fewer tokens a second is rolled back, in a running `specdec up` that it joined."""
 
 from __future__ import annotations
 

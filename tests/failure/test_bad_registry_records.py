@@ -1,4 +1,4 @@
-"""What lies in the registry and should not: a coordinator goes on with the rest, and says so once."""
+"""Invalid records in the registry: a coordinator uses the valid ones, and logs each invalid one once."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ TEXTS: dict[str, bytes] = {
 
 
 def bad_records(good: ReplicaRecord) -> dict[str, bytes]:
-    """By replica id."""
+    """Return invalid records by replica id."""
     engine = {name: getattr(good.engine, name) for name in good.engine.__dataclass_fields__}
     records = dict(TEXTS)
     for name, address in ADDRESSES.items():
@@ -113,7 +113,7 @@ async def store(raw: RedisConnection, role: str, records: dict[str, bytes]) -> N
         await raw.run_command("ZADD", expiry, "+inf", replica_id)
 
 
-async def test_bad_records_are_left_out_and_each_is_told_once(
+async def test_bad_records_are_left_out_and_each_is_logged_once(
     raw: RedisConnection, registry: ReplicaRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Rig() as rig:
@@ -143,7 +143,7 @@ async def test_bad_records_are_left_out_and_each_is_told_once(
     assert len(caplog.records) == 2
 
 
-async def test_a_coordinator_goes_on_with_the_replicas_whose_records_are_good(
+async def test_a_coordinator_uses_the_replicas_whose_records_are_valid(
     raw: RedisConnection, registry: ReplicaRegistry
 ) -> None:
     async with Rig() as rig:
@@ -166,10 +166,10 @@ def record_of(service: Service) -> ReplicaRecord:
     return ReplicaRecord(service.address, replace(service.servicer.info(), replica_id=service.address))
 
 
-async def test_replicas_whose_records_are_lost_are_used_on_while_their_processes_answer(
+async def test_replicas_whose_records_are_lost_stay_in_use_while_their_processes_answer(
     registry: ReplicaRegistry,
 ) -> None:
-    """As after a Redis that was away for longer than records live, or has come back empty."""
+    """Records are lost when Redis is away for longer than their lifetime, or comes back empty."""
     async with Rig(targets=3) as rig:
         records = [record_of(service) for service in rig.services]
         for record in records:
@@ -188,7 +188,7 @@ async def test_replicas_whose_records_are_lost_are_used_on_while_their_processes
         assert known() == sorted(record.address for record in records)
         assert pools.is_ready
 
-        # One leaves, one dies, one is another process by now: what nobody names is none of ours then.
+        # One leaves, one dies, one is another process by now: without a record none of them stays in use.
         leaving, dying, replaced = rig.of_role("target")
         leaving.servicer.drain()
         await dying.kill()
@@ -204,7 +204,7 @@ async def test_replicas_whose_records_are_lost_are_used_on_while_their_processes
 
 
 @pytest.mark.parametrize("address", [value for value in ADDRESSES.values() if isinstance(value, str)])
-async def test_a_replica_cannot_publish_an_address_that_nobody_can_dial(
+async def test_a_replica_cannot_publish_an_address_that_cannot_be_dialled(
     registry: ReplicaRegistry, address: str
 ) -> None:
     async with Rig() as rig:
@@ -213,7 +213,7 @@ async def test_a_replica_cannot_publish_an_address_that_nobody_can_dial(
         await registry.publish(ReplicaRecord(address, info), ttl_s=60.0)
 
 
-async def test_a_replica_cannot_publish_what_readers_would_leave_out(registry: ReplicaRegistry) -> None:
+async def test_a_replica_cannot_publish_a_record_that_readers_would_leave_out(registry: ReplicaRegistry) -> None:
     async with Rig() as rig:
         info = rig.target.engine.info()
     for bad in (replace(info, model="m" * 100_000), replace(info, pool="\ud800"), replace(info, replica_id="i" * 1000)):

@@ -1,6 +1,6 @@
-"""Parts on machines of their own whose network breaks without a word: packets vanish, and no connection is closed.
+"""Services on separate machines whose network fails silently: packets are lost and no connection is closed.
 
-What is lost is always a part of the paths alone: somebody can still serve, and does while the rest stays lost.
+Only a part of the paths is lost in each test: the services that can still be reached serve while the loss lasts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OPTIONS = {
     "prompt_token_ids": PROMPT, "temperature": 0.0, "ignore_eos": True, "max_new_tokens": 4 * NUM_TOKENS, "gamma": 1
 }  # fmt: skip
 
-#: Of what would otherwise wait for ever, in seconds: some times what any of these takes.
+#: Time limit, in seconds, of operations that could wait for ever; several times the duration of any of them.
 _PATIENCE_S = 60.0
 
 
@@ -45,14 +45,14 @@ def stack(machines: Machines, models: tuple[Path, Path], tmp_path_factory: pytes
     redis.start()
     try:
         with Stack(*models, num_targets=2, num_coordinators=2, redis_url=f"redis://{machines.address('redis')}:6379",
-                   machines=machines) as stack:  # fmt: skip
+                   coordinator_arguments=("--target-wait-s", "5"), machines=machines) as stack:  # fmt: skip
             yield stack
     finally:
         redis.stop()
 
 
 def endpoint_of(stack: Stack) -> str:
-    """Both coordinators, the first one first."""
+    """Return both coordinators, the first one first."""
     return f"ipv4:{stack.parts['coordinator'].address},{stack.parts['coordinator2'].address}"
 
 
@@ -64,8 +64,10 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 async def texts_while(stack: Stack, broken: AbstractContextManager[None]) -> list[list[int]]:
-    """Texts of streams of both clients that have begun before something breaks, and of one that begins afterwards; all
-    end while it is broken."""
+    """Return the texts of both clients' streams that began before the break, and of one that begins afterwards.
+
+    All of them end during the break.
+    """
     with Client(endpoint_of(stack)) as blocking:
         async with (
             AsyncClient(endpoint_of(stack)) as client,
@@ -83,7 +85,7 @@ async def texts_while(stack: Stack, broken: AbstractContextManager[None]) -> lis
     return [list(output.token_ids) for output in outputs]
 
 
-async def test_what_a_coordinator_without_its_store_had_begun_goes_on_at_another(
+async def test_requests_of_a_coordinator_without_its_store_continue_at_another(
     machines: Machines, stack: Stack, reference: list[int]
 ) -> None:
     first = stack.parts["coordinator"]
@@ -93,14 +95,14 @@ async def test_what_a_coordinator_without_its_store_had_begun_goes_on_at_another
     texts = await texts_while(stack, machines.parted("coordinator", "redis"))
     assert texts == [reference] * 3
     assert is_serving(stack.parts["coordinator2"].address)
-    # Its readers were told before it tried to give their leases back, for which it waited as long again.
+    # The readers were informed before it tried to give the leases back, for which it waited as long again.
     before, told, _ = first.log.partition("request failed")
     assert told
-    assert "cleaning up a generation failed" not in before
+    assert "generation clean-up failed" not in before
     until(lambda: is_serving(first.address))
 
 
-async def test_what_a_coordinator_without_targets_had_begun_goes_on_at_another(
+async def test_requests_of_a_coordinator_without_targets_continue_at_another(
     machines: Machines, stack: Stack, reference: list[int]
 ) -> None:
     texts = await texts_while(stack, machines.parted("coordinator", "target", "target2"))
@@ -108,15 +110,15 @@ async def test_what_a_coordinator_without_targets_had_begun_goes_on_at_another(
     until(lambda: is_serving(stack.parts["coordinator"].address))
 
 
-async def test_what_a_coordinator_that_its_clients_lost_had_begun_goes_on_at_another(
+async def test_requests_of_a_coordinator_that_clients_cannot_reach_continue_at_another(
     machines: Machines, stack: Stack, reference: list[int]
 ) -> None:
-    """It is well, and holds their sessions until it takes them for gone."""
+    """The coordinator works, and keeps the sessions until it detects that the clients are gone."""
     texts = await texts_while(stack, machines.parted(HERE, "coordinator"))
     assert texts == [reference] * 3
 
 
-async def test_targets_and_drafts_whose_machines_are_lost_are_done_without_and_used_again(
+async def test_requests_continue_without_lost_targets_and_drafts_which_are_used_again_later(
     machines: Machines, stack: Stack, reference: list[int]
 ) -> None:
     address = stack.parts["coordinator"].address
@@ -125,8 +127,8 @@ async def test_targets_and_drafts_whose_machines_are_lost_are_done_without_and_u
         until(lambda: num_connected(address) == 3)
 
 
-def test_a_machine_whose_cable_is_pulled_hears_nothing(machines: Machines, stack: Stack) -> None:
-    """Negative control of the rest: nothing goes around the network."""
+def test_a_disconnected_machine_receives_no_packets(machines: Machines, stack: Stack) -> None:
+    """Negative control of the other tests: no packet bypasses the network."""
     address = stack.parts["coordinator2"].address
     with machines.without("coordinator2"):
         assert not is_serving(address)

@@ -1,7 +1,7 @@
-"""Sessions deleted, and perhaps begun anew, through one coordinator while another one has a request on them.
+"""Sessions that one coordinator deletes, and perhaps creates again, while another runs a request on them.
 
-Whoever reads that request is told, whatever it fails with or waits for; nothing of it comes back, nor is another
-request's text taken for its own.
+The reader of that request learns of the deletion, whatever the request fails with or waits for. Nothing of the deleted
+session comes back, and the text of another request is never shown as its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
 def hold_verify(coordinator: Coordinator, error: SpecdecError | None = None) -> tuple[asyncio.Event, asyncio.Event]:
-    """Holds up a coordinator's next call of its target, and fails it then if there is an `error`.
+    """Hold a coordinator's next call of its target, and then fail it with `error`, if given.
 
     Returns:
         Set when the call is held up; and what lets it go.
@@ -48,10 +48,10 @@ def hold_verify(coordinator: Coordinator, error: SpecdecError | None = None) -> 
 
 @pytest.mark.parametrize("error", [None, ResourceExhausted("no KV blocks left")], ids=["stale", "no-room"])
 @pytest.mark.parametrize("is_remade", [False, True], ids=["deleted", "remade"])
-async def test_whatever_a_round_fails_with_its_reader_is_told_of_the_deletion(
+async def test_a_reader_learns_of_the_deletion_whatever_error_the_round_had(
     error: SpecdecError | None, is_remade: bool
 ) -> None:
-    """Else the client would begin anew, and bring the session back or end up in another one's conversation."""
+    """A client that gets another error retries, and would bring the session back or enter another conversation."""
     async with asyncio.timeout(60), Rig(drafts=0) as rig:
         first, second = await rig.coordinator(), await rig.coordinator()
         held_up, go = hold_verify(first, error)
@@ -67,14 +67,14 @@ async def test_whatever_a_round_fails_with_its_reader_is_told_of_the_deletion(
                 await reading
         await eventually(lambda: first.generations.num_running == 0)
         assert len(await rig.store.read_tokens("s")) == (22 if is_remade else 0)
-        # Nor does KV of it stay, which the held round made after the deletion.
+        # The KV that the held round made after the deletion is freed too.
         assert rig.target.engine.info().num_sessions == is_remade
 
 
 @pytest.mark.parametrize("request_id", ["r1", ""], ids=["by-its-id", "the-last"])
 @pytest.mark.parametrize("has_finished", [False, True], ids=["left", "finished"])
 @pytest.mark.parametrize("is_deleted", [False, True], ids=["next-turn", "remade"])
-async def test_who_resumes_a_request_is_not_given_the_text_of_one_that_took_its_place_meanwhile(
+async def test_resuming_a_request_does_not_show_the_text_of_a_request_that_replaced_it(
     request_id: str, has_finished: bool, is_deleted: bool
 ) -> None:
     async with asyncio.timeout(60), Rig(drafts=0) as rig:
@@ -93,14 +93,14 @@ async def test_who_resumes_a_request_is_not_given_the_text_of_one_that_took_its_
                 await rig.store.delete("s")
             await first.generate(request([7, 8], session_id="s", request_id="r2", max_new_tokens=30))
 
-        # Between two looks at the store: that which finds the request, and that which reads its tokens.
+        # Between two reads of the store: the one that finds the request, and the one that reads its tokens.
         store = InterruptedStore(rig.store, "read_tokens" if has_finished else "acquire", before=go_on)
         second = await coordinator_on(rig, store)
         resumed = request(None, session_id="s", request_id=request_id, resume_from=5)
         assert await reason_of(second, resumed) == "SESSION_LOST"
 
 
-async def test_a_session_remade_between_lease_and_look_is_told_as_deleted() -> None:
+async def test_a_session_created_again_between_lease_and_check_is_reported_as_deleted() -> None:
     async with asyncio.timeout(60), Rig(drafts=0) as rig:
         other = await rig.coordinator()
 
@@ -113,7 +113,7 @@ async def test_a_session_remade_between_lease_and_look_is_told_as_deleted() -> N
         assert len(await rig.store.read_tokens("s")) == 8
 
 
-async def test_a_drain_that_overtakes_an_admission_tells_of_the_deletion_too() -> None:
+async def test_an_admission_that_a_drain_overtakes_still_reports_a_deletion() -> None:
     async with Rig(drafts=0) as rig:
 
         async def drain_and_delete(*_: object) -> None:
@@ -124,7 +124,7 @@ async def test_a_drain_that_overtakes_an_admission_tells_of_the_deletion_too() -
         assert await reason_of(coordinator, request(session_id="s")) == "SESSION_NOT_FOUND"
 
 
-async def test_a_session_that_is_deleted_before_the_repair_of_its_log_does_not_come_back() -> None:
+async def test_a_session_deleted_before_the_repair_of_its_log_stays_deleted() -> None:
     async with asyncio.timeout(60), Rig(drafts=0) as rig:
 
         async def lose(commits: Sequence[tuple[Lease, Commit]]) -> None:
@@ -140,7 +140,7 @@ async def test_a_session_that_is_deleted_before_the_repair_of_its_log_does_not_c
         assert await keys_of(rig) == []
 
 
-async def test_a_session_that_was_only_being_made_by_another_is_made() -> None:
+async def test_a_session_whose_creation_was_undone_by_another_coordinator_is_created() -> None:
     async with Rig(drafts=0) as rig:
         other = await rig.store.acquire("s", owner="other", ttl_s=30.0, create=True)
 
@@ -152,7 +152,7 @@ async def test_a_session_that_was_only_being_made_by_another_is_made() -> None:
         assert len(await rig.store.read_tokens("s")) == len(PROMPT) + 6
 
 
-async def test_a_client_that_deletes_a_session_expects_nothing_of_the_one_it_begins_anew() -> None:
+async def test_the_sdk_expects_no_length_of_a_session_that_it_deleted_and_starts_again() -> None:
     async with Rig(drafts=0) as rig:
         coordinator = await rig.coordinator()
         options = {"max_new_tokens": 20, "stream": True, **GREEDY}
@@ -181,7 +181,7 @@ async def test_a_client_that_deletes_a_session_expects_nothing_of_the_one_it_beg
 
 @pytest.mark.parametrize("num_shown", [0, 10])
 @pytest.mark.parametrize("is_remade", [False, True], ids=["deleted", "remade"])
-async def test_a_session_deleted_at_another_coordinator_ends_for_its_reader_and_does_not_come_back(
+async def test_a_session_deleted_at_another_coordinator_ends_for_its_reader_and_stays_deleted(
     num_shown: int, is_remade: bool
 ) -> None:
     async with asyncio.timeout(60), Rig() as rig:
@@ -213,7 +213,7 @@ async def test_a_session_deleted_at_another_coordinator_ends_for_its_reader_and_
         assert bool(await keys_of(rig)) == is_remade
 
 
-async def test_a_session_deleted_at_another_coordinator_as_it_is_made_does_not_come_back() -> None:
+async def test_a_session_deleted_at_another_coordinator_during_its_creation_stays_deleted() -> None:
     async with Rig() as rig:
 
         async def delete(*_: object) -> None:

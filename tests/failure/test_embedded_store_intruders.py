@@ -1,4 +1,4 @@
-"""The store inside `specdec up` against whoever else is on the machine: raw connections, no client library."""
+"""The embedded store of `specdec up` against other programs on the machine, over raw connections."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pack(*fields: str | bytes) -> bytes:
 
 
 def ask(store: EmbeddedRedis, *commands: bytes) -> list[bytes]:
-    """The first bytes of the answer to each; an answer that is none, because the store hung up, is empty."""
+    """Return the first bytes of each answer; b"" if the store closed the connection."""
     with closing(connect(store.url)) as connection:
         answers = []
         for command in commands:
@@ -58,7 +58,7 @@ def ask(store: EmbeddedRedis, *commands: bytes) -> list[bytes]:
 
 
 class Intrusion:
-    """Unpickled, it makes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,7 +73,7 @@ def pickled(marker: Path) -> bytes:
 
 
 def intrusions(marker: Path) -> dict[str, list[bytes]]:
-    """Commands that together make the file `marker`, each list by a way of its own."""
+    """Return lists of commands, each of which would create the file `marker` in a different way."""
     by_python = f"return tostring(python.eval(\"open('{marker}', 'w')\"))"
     by_io = f"local file = io.open('{marker}', 'w') file:close() return 1"
     by_os = f"return os.execute('touch {marker}')"
@@ -106,10 +106,10 @@ def test_no_command_runs_code_or_writes_a_file(store: EmbeddedRedis, tmp_path: P
 
 
 @pytest.mark.parametrize("way", ["EVAL of python", "EVAL of io", "EVAL of os", "EVAL through redis.call"])
-def test_a_script_of_ours_could_not_reach_the_process_either(
+def test_not_even_an_own_script_can_reach_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """Which scripts run is one wall; what Lua holds is another."""
+    """The list of scripts is the first defence, and the content of Lua the second."""
     from specdec.state import embedded_server
 
     marker = tmp_path / "intruded"
@@ -123,7 +123,7 @@ def test_a_script_of_ours_could_not_reach_the_process_either(
     assert not marker.exists()
 
 
-def test_lua_holds_what_our_scripts_need_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lua_has_only_the_functions_that_the_scripts_need(monkeypatch: pytest.MonkeyPatch) -> None:
     from specdec.state import embedded_server
 
     probes = [
@@ -153,20 +153,20 @@ def test_lua_holds_what_our_scripts_need_and_nothing_else(monkeypatch: pytest.Mo
         pack(),
     ],
 )
-def test_garbage_ends_its_own_connection_at_most(
+def test_malformed_bytes_end_only_their_own_connection(
     store: EmbeddedRedis, garbage: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with closing(connect(store.url)) as connection:
         connection.sendall(garbage)
         connection.shutdown(socket.SHUT_WR)
-        with suppress(ConnectionResetError):  # it hung up without reading the rest
+        with suppress(ConnectionResetError):  # the store closed the connection early
             while connection.recv(1 << 16):
                 pass
     assert ask(store, pack("PING")) == [b"+PONG\r\n"]
     assert capfd.readouterr().err == ""
 
 
-def test_a_refused_command_leaves_the_rest_of_a_pipeline_alone(store: EmbeddedRedis) -> None:
+def test_a_refused_command_does_not_affect_the_other_commands_of_a_pipeline(store: EmbeddedRedis) -> None:
     with closing(connect(store.url)) as connection:
         connection.sendall(pack("SET", "a", "1") + pack("EVAL", "return 1", "0") + pack("GET", "a"))
         connection.shutdown(socket.SHUT_WR)
@@ -186,7 +186,7 @@ def test_an_ordinary_client_connects_by_the_url(store: EmbeddedRedis, protocol: 
         assert client.get("a") is None
 
 
-def test_the_socket_lies_in_a_folder_of_its_owner_alone_and_goes_with_the_store() -> None:
+def test_the_socket_lies_in_a_private_folder_and_is_removed_with_the_store() -> None:
     before = os.umask(0)
     try:
         with EmbeddedRedis() as store:
@@ -211,12 +211,12 @@ def test_the_end_of_the_store_ends_its_connections(store: EmbeddedRedis) -> None
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
-    """A folder whose path leaves a socket's path room."""
+    """Return a folder whose path is short enough for a socket."""
     with tempfile.TemporaryDirectory(prefix="sd-", dir="/tmp") as folder:
         yield Path(folder)
 
 
-def test_a_folder_left_by_a_killed_store_goes_with_the_next_and_a_live_one_stays(
+def test_the_folder_of_a_killed_store_is_removed_by_the_next_one_and_a_live_one_stays(
     short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(short_folder))
@@ -229,7 +229,7 @@ def test_a_folder_left_by_a_killed_store_goes_with_the_next_and_a_live_one_stays
     subprocess.run([sys.executable, "-c", program], check=False)
     (left,) = short_folder.iterdir()
     with EmbeddedRedis():
-        assert left.exists()  # it might be about to listen
+        assert left.exists()  # its store may be about to listen
     os.utime(left, (0, 0))
     with EmbeddedRedis() as first:
         assert not left.exists()
@@ -239,7 +239,7 @@ def test_a_folder_left_by_a_killed_store_goes_with_the_next_and_a_live_one_stays
     assert list(short_folder.iterdir()) == []
 
 
-def test_nothing_but_a_dead_store_of_ours_is_cleaned_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_folders_of_dead_stores_of_this_user_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     precious = tmp_path / "precious"
     precious.mkdir()

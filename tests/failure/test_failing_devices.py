@@ -45,7 +45,7 @@ class Injured:
 @pytest.fixture(scope="module")
 def injured(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Injured]:
     """Every test leaves it well, with all its parts serving."""
-    stack = Stack(*models)
+    stack = Stack(*models, coordinator_arguments=("--target-wait-s", "0"))
     injured = Injured(stack, tmp_path_factory.mktemp("injuries"))
     with stack:
         yield injured
@@ -78,7 +78,7 @@ def test_a_device_that_fails_for_good_ends_its_process_with_one_clear_line(
     assert part.process.wait(_PATIENCE_S) == 1
     errors = [line for line in part.log.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    assert errors[0].startswith("error: INTERNAL INTERNAL: the device failed for good")
+    assert errors[0].startswith("error: the device failed permanently")
     assert _ILLEGAL_ADDRESS in errors[0]
     # Restarted by whoever runs it, with a device that is well, it serves the same session.
     injured.heal(role)

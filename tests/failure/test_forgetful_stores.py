@@ -1,4 +1,4 @@
-"""A store that is away, or comes back without its latest writes, under a generation that runs."""
+"""A store that is unreachable, or returns without its latest writes, while a generation runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.interrupted_store import coordinator_on
 
 
 class FailingCommits:
-    """A session store whose commits, once it is told to, fail as long as it says."""
+    """A session store whose commits fail while a test says so."""
 
     def __init__(self, store: Any, error: Exception) -> None:
         self._store = store
@@ -42,7 +42,7 @@ class FailingCommits:
         raise self._error
 
     async def lose(self) -> None:
-        """What else happens to the store."""
+        """Hook for a further change of the store while commits fail."""
 
 
 async def reason_of_end(stream: Any, held: Any) -> str:
@@ -51,7 +51,7 @@ async def reason_of_end(stream: Any, held: Any) -> str:
     return from_rpc_error(caught.value).reason
 
 
-async def test_one_that_was_away_and_comes_back_without_its_tail_is_repaired() -> None:
+async def test_a_store_that_returns_without_the_latest_tokens_is_repaired() -> None:
     async with asyncio.timeout(30), Rig(drafts=0) as rig:
 
         class Crashing(FailingCommits):
@@ -69,8 +69,8 @@ async def test_one_that_was_away_and_comes_back_without_its_tail_is_repaired() -
         assert (await rig.store.read_tokens("s")).tolist() == [*PROMPT, *held.token_ids]
 
 
-async def test_a_session_that_lost_what_was_shown_is_not_left_in_order() -> None:
-    """A next turn that builds on it would be appended silently."""
+async def test_a_session_that_lost_shown_tokens_is_not_marked_as_left_in_order() -> None:
+    """Otherwise a next turn that depends on the lost tokens would be appended without an error."""
     async with asyncio.timeout(30), Rig(drafts=0) as rig:
         store = FailingCommits(rig.store, SessionLost("lost"))
         coordinator = await coordinator_on(rig, store)  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ async def test_a_session_that_lost_what_was_shown_is_not_left_in_order() -> None
         assert not record.was_left
 
 
-async def test_a_session_that_is_gone_from_under_its_request_is_told_as_lost_to_another() -> None:
+async def test_a_request_whose_session_vanishes_from_the_store_fails_with_lease_lost() -> None:
     async with asyncio.timeout(30), Rig(drafts=0) as rig:
 
         class Gone(FailingCommits):

@@ -1,4 +1,4 @@
-"""What breaks around a generation, and what a client sees of it: slower tokens, a clear error, or nothing at all."""
+"""Failures around a generation, as the client sees them: slower tokens, a clear error, or no effect."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from tests.support.store_sessions import forget_session
 
 
 async def failure(coordinator: Coordinator, asked: pb.GenerateRequest) -> tuple[str, str, str]:
-    """Status code, reason and field of a request that must fail."""
+    """Return status code, reason and field of a request that must fail."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await coordinator.generate(asked)
     error = from_rpc_error(caught.value)
     return caught.value.code().name, error.reason, error.field
 
 
-async def test_a_draft_that_dies_in_mid_stream_leaves_the_same_text() -> None:
+async def test_the_output_is_unchanged_when_the_draft_dies_in_mid_stream() -> None:
     async with started_coordinator() as (rig, coordinator):
         stream = coordinator.stub.Generate(request(max_new_tokens=120, provenance=True, gamma=2))
         output = await read_until(stream, 10)
@@ -53,7 +53,7 @@ async def test_a_draft_that_dies_in_mid_stream_leaves_the_same_text() -> None:
         assert output.finished.stats.num_target_only_steps > 0
 
 
-async def test_a_draft_that_comes_back_drafts_again() -> None:
+async def test_a_draft_that_restarts_is_used_again() -> None:
     async with started_coordinator(draft_salt=0) as (rig, coordinator):
         await rig.draft.kill()
         await coordinator.pools.poll()
@@ -69,7 +69,7 @@ async def test_a_draft_that_comes_back_drafts_again() -> None:
         assert again.token_ids == alone.token_ids
 
 
-async def test_a_late_draft_is_not_waited_for_and_its_answer_is_ignored() -> None:
+async def test_a_round_goes_on_without_a_late_draft_and_ignores_its_answer() -> None:
     async with Rig(drafts=0) as rig:
         drafts: list[NotedEngine] = []
 
@@ -86,13 +86,13 @@ async def test_a_late_draft_is_not_waited_for_and_its_answer_is_ignored() -> Non
             rig.draft.worker.gate.set()
         assert output.token_ids == rig.target.worker.greedy_continuation(PROMPT, 24)
         assert output.finished.stats.num_draft_tokens == 0
-        # One of 24 rounds paid the deadline; where they take seconds, a second or third one tried the draft again.
+        # One of 24 rounds waited for the deadline; on a slow machine a later round may have tried the draft again.
         assert 1 <= len(drafts[0].asked) <= 3
         later = await coordinator.generate(request([9], session_id=output.started.session_id, gamma=2))
         assert later.finished.stats.num_draft_tokens > 0
 
 
-async def test_without_any_draft_pool_the_service_is_target_only() -> None:
+async def test_without_a_draft_pool_every_round_is_target_only() -> None:
     async with started_coordinator(drafts=0) as (rig, coordinator):
         for mode in (pb.SPECULATION_MODE_REJECTION, pb.SPECULATION_MODE_COUPLED):
             output = await coordinator.generate(request(mode=mode))
@@ -110,7 +110,7 @@ async def test_a_target_that_dies_in_mid_stream_is_replaced_by_another() -> None
         assert output.token_ids == rig.target.worker.greedy_continuation(PROMPT, 120)
 
 
-async def test_without_a_target_a_running_request_fails_clearly_and_can_be_resumed() -> None:
+async def test_a_request_that_loses_its_target_fails_as_unavailable_and_can_be_resumed() -> None:
     async with started_coordinator() as (rig, coordinator):
         stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=120, gamma=2))
         output = await read_until(stream, 10)
@@ -131,7 +131,7 @@ async def test_without_a_target_a_running_request_fails_clearly_and_can_be_resum
         assert output.token_ids + rest.token_ids == rig.target.worker.greedy_continuation(PROMPT, 120)
 
 
-async def test_replicas_that_lost_a_session_are_sent_it_again_and_acceptance_stays() -> None:
+async def test_replicas_that_lost_a_session_receive_it_again_with_unchanged_acceptance() -> None:
     async with started_coordinator(draft_salt=0) as (rig, coordinator):
         stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=200, gamma=3))
         output = await read_until(stream, 8)
@@ -143,7 +143,7 @@ async def test_replicas_that_lost_a_session_are_sent_it_again_and_acceptance_sta
         assert stats.num_accepted_tokens == stats.num_draft_tokens
 
 
-async def test_what_a_miss_costs_on_the_wire_is_counted() -> None:
+async def test_wire_bytes_include_the_cost_of_a_kv_miss() -> None:
     async with started_coordinator(drafts=0) as (rig, coordinator):
         costs = []
         for lost in (False, True):
@@ -153,13 +153,13 @@ async def test_what_a_miss_costs_on_the_wire_is_counted() -> None:
                 await rig.target.engine.release([session_id])
             turn = await coordinator.generate(request([9], session_id=session_id, max_new_tokens=1))
             costs.append(turn.finished.stats.wire_bytes)
-        # The call that missed and its answer, and the session's 104 tokens in the call that repeats it.
+        # Counted are the call that missed, its answer, and the session's 104 tokens in the repeated call.
         assert costs[1] > 2 * costs[0]
         assert costs[1] > costs[0] + 104
 
 
 @pytest.mark.parametrize("mode", [pb.SPECULATION_MODE_COUPLED, pb.SPECULATION_MODE_OFF], ids=["coupled", "off"])
-async def test_another_coordinator_carries_on_where_one_stopped(mode: int) -> None:
+async def test_another_coordinator_continues_a_stopped_request(mode: int) -> None:
     async with Rig() as rig:
         first, second = await rig.coordinator(), await rig.coordinator()
         asked = request(session_id="s", mode=mode, temperature=1.0, seed=3, max_new_tokens=150, gamma=2)
@@ -176,14 +176,14 @@ async def test_another_coordinator_carries_on_where_one_stopped(mode: int) -> No
         assert rest.finished.stats.num_rounds > len(rest.chunks)
 
 
-async def test_a_session_whose_owner_died_is_taken_over_when_its_lease_ends() -> None:
+async def test_a_session_of_a_dead_owner_is_taken_over_when_its_lease_ends() -> None:
     async with Rig() as rig:
         coordinator = await rig.coordinator()
         stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=150))
         held = await read_until(stream, 10)
         stream.cancel()
         await eventually(lambda: coordinator.generations.num_running == 0)
-        # What a dead coordinator leaves: a lease that nobody renews.
+        # A dead coordinator leaves a lease that is no longer renewed.
         dead = await rig.store.acquire("s", owner="dead", ttl_s=0.5, create=False)
         rest = await coordinator.generate(request(None, session_id="s", resume_from=len(held.token_ids)))
         assert held.token_ids + rest.token_ids == rig.target.worker.greedy_continuation(PROMPT, 150)
@@ -192,7 +192,7 @@ async def test_a_session_whose_owner_died_is_taken_over_when_its_lease_ends() ->
         assert record.epoch > dead.epoch
 
 
-async def test_a_coordinator_that_lost_its_lease_emits_nothing_more() -> None:
+async def test_a_coordinator_that_lost_its_lease_shows_no_further_token() -> None:
     async with Rig() as rig:
         coordinator = await rig.coordinator()
         stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=400))
@@ -207,13 +207,13 @@ async def test_a_coordinator_that_lost_its_lease_emits_nothing_more() -> None:
         assert (record.epoch, record.num_tokens) == (thief.epoch, 0)
 
 
-async def test_tokens_the_store_lost_are_appended_again_by_a_live_owner() -> None:
+async def test_a_live_owner_appends_tokens_that_the_store_lost() -> None:
     async with Rig() as rig:
         coordinator = await rig.coordinator()
         stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=100, gamma=2))
         output = await read_until(stream, 10)
         key = "specdec:default:{s}:tokens"
-        await rig.store._connection.run_command("SETRANGE", key, 0, b"")  # the key is the one we mean
+        await rig.store._connection.run_command("SETRANGE", key, 0, b"")  # checks that the key exists under this name
         await rig.store._connection.run_command("SET", key, np.array(PROMPT, "<u4").tobytes(), "KEEPTTL")
         await read_rest(stream, output)
         assert output.token_ids == rig.target.worker.greedy_continuation(PROMPT, 100)
@@ -261,11 +261,11 @@ BAD_REQUESTS = {
 
 
 @pytest.mark.parametrize(("asked", "code", "reason", "field"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)
-async def test_bad_input_is_refused_by_name_and_leaves_nothing_behind(
+async def test_bad_input_is_refused_with_its_field_and_leaves_no_state(
     asked: pb.GenerateRequest, code: str, reason: str, field: str
 ) -> None:
     async with started_coordinator() as (rig, coordinator):
-        await failure(coordinator, request(gamma=9))  # whatever gRPC keeps is there before we count
+        await failure(coordinator, request(gamma=9))  # lets gRPC allocate its lasting objects before they are counted
         num_tasks = len(asyncio.all_tasks())
         assert await failure(coordinator, asked) == (code, reason, field)
         await assert_nothing_left(rig, coordinator)
@@ -278,7 +278,7 @@ async def assert_nothing_left(rig: Rig, coordinator: Coordinator) -> None:
     assert await rig.store._connection.run_command("KEYS", "specdec:default:*") == []
 
 
-async def test_a_message_over_the_limit_is_refused_before_it_is_read() -> None:
+async def test_a_message_over_the_size_limit_is_refused_before_it_is_read() -> None:
     async with started_coordinator() as (rig, coordinator):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await coordinator.generate(pb.GenerateRequest(prompt="x" * (2 * MESSAGE_LIMIT_BYTES)))
@@ -286,7 +286,7 @@ async def test_a_message_over_the_limit_is_refused_before_it_is_read() -> None:
         await assert_nothing_left(rig, coordinator)
 
 
-async def test_resuming_beyond_the_output_of_a_request_that_has_ended_is_the_callers_fault() -> None:
+async def test_resuming_beyond_the_output_of_a_finished_request_is_an_invalid_request() -> None:
     async with started_coordinator() as (_, coordinator):
         await coordinator.generate(request(session_id="s", max_new_tokens=6))
         asked = request(None, session_id="s", resume_from=7)
@@ -304,7 +304,7 @@ async def test_a_request_that_fails_before_its_first_token_leaves_no_session() -
         assert coordinator.generations.num_running == 0
 
 
-async def test_a_full_coordinator_refuses_and_says_when_to_retry() -> None:
+async def test_a_full_coordinator_refuses_requests_with_a_retry_delay() -> None:
     async with Rig() as rig:
         coordinator = await rig.coordinator(max_running=1)
         stream = coordinator.stub.Generate(request(max_new_tokens=400))
@@ -314,7 +314,7 @@ async def test_a_full_coordinator_refuses_and_says_when_to_retry() -> None:
         await coordinator.generate(request())
 
 
-async def test_a_drain_lets_running_requests_finish_and_admits_no_new_ones() -> None:
+async def test_a_drain_lets_running_requests_finish_and_refuses_new_ones() -> None:
     async with Rig() as rig:
         coordinator = await rig.coordinator()
         stream = coordinator.stub.Generate(request(max_new_tokens=60))
@@ -331,7 +331,7 @@ async def test_a_static_replica_with_another_vocabulary_is_refused_with_both_fin
     async with Rig() as rig:
         pools = ReplicaPools("other", open_link, static_endpoints=[(DRAFT, rig.draft.address)])
         with pytest.raises(VocabularyMismatch, match=r"fingerprint table, the tokenizer has other"):
-            await pools.watch()  # a starved service describes itself at a later poll
+            await pools.watch()  # a slow service may answer only a later poll
         await pools.close()
 
 
@@ -344,7 +344,7 @@ async def test_a_discovered_replica_with_another_vocabulary_is_left_out() -> Non
             ReplicaPools("table", open_link, registry=registry),
             ReplicaPools("other", open_link, registry=registry),
         )
-        while len(fitting.all_replicas()) < len(rig.services):  # a starved service describes itself late
+        while len(fitting.all_replicas()) < len(rig.services):  # a slow service may answer late
             await fitting.poll()
         await other.poll()
         assert fitting.is_ready

@@ -1,6 +1,6 @@
-"""Messages that no honest peer sends: small ones that would become millions of objects, and bytes that are no message.
+"""Hostile messages: small ones that would become millions of objects, and malformed bytes.
 
-Sent as bytes over real gRPC, so that nothing of ours has read them before the service does.
+They are sent as bytes over real gRPC, so the service is the first program that parses them.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ UNARY = [
     "/grpc.health.v1.Health/Check",
 ]
 
-#: A field 1 whose length is beyond its end.
+#: A field 1 whose length exceeds the message.
 BROKEN = b"\x0a\xff"
 
 
 def field(number: int, content: bytes) -> bytes:
-    """A length-delimited field."""
+    """Return a length-delimited field."""
     return _varint(number << 3 | 2) + _varint(len(content)) + content
 
 
@@ -96,7 +96,7 @@ EXPLOSIONS = {
 
 
 async def ask(address: str, method: str, content: bytes, *, is_stream: bool = False) -> list[bytes]:
-    """Sends one message; returns what came back. Raises AioRpcError."""
+    """Send one message and return the answer. Raises AioRpcError."""
     options = (("grpc.max_send_message_length", -1),)
     async with grpc.aio.insecure_channel(address, options=options) as channel:
         if method == GENERATE:
@@ -116,7 +116,7 @@ def address_of(method: str, rig: Rig, coordinator: Coordinator) -> str:
 
 
 async def outcome(rig: Rig, coordinator: Coordinator, method: str, content: bytes) -> tuple[str, str]:
-    """Code and reason of the call, or of the only item of a frame that was served."""
+    """Return code and reason of the call, or of the only item of a served frame."""
     try:
         answers = await ask(address_of(method, rig, coordinator), method, content, is_stream=method == VERIFY)
     except grpc.aio.AioRpcError as error:
@@ -126,7 +126,7 @@ async def outcome(rig: Rig, coordinator: Coordinator, method: str, content: byte
 
 
 async def refusal(rig: Rig, coordinator: Coordinator, method: str, content: bytes) -> tuple[str, str, str]:
-    """Code, reason and message."""
+    """Return code, reason and message."""
     is_stream = method in (PROPOSE, VERIFY)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await ask(address_of(method, rig, coordinator), method, content, is_stream=is_stream)
@@ -142,7 +142,9 @@ EXPLOSION_CASES = [
 
 
 @pytest.mark.parametrize(("method", "content"), EXPLOSION_CASES)
-async def test_a_small_message_of_too_many_parts_is_refused_and_others_are_served(method: str, content: bytes) -> None:
+async def test_a_small_message_of_too_many_fields_is_refused_and_other_calls_are_served(
+    method: str, content: bytes
+) -> None:
     async with started_coordinator() as (rig, coordinator):
         assert await outcome(rig, coordinator, method, content) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
         assert rig.target.engine.info().num_sessions == 0
@@ -159,7 +161,7 @@ async def test_a_small_message_of_too_many_parts_is_refused_and_others_are_serve
         pytest.param(b"\x0a\x00" * 2_000_000, id="its version again and again"),
     ],
 )
-async def test_an_answer_of_too_many_parts_is_refused_by_the_replicas_name_before_it_is_read(
+async def test_an_answer_of_too_many_fields_is_refused_with_the_replicas_name_before_it_is_read(
     role: str, description: bytes
 ) -> None:
     async def describe(request: bytes, context: Any) -> bytes:
@@ -176,7 +178,7 @@ async def test_an_answer_of_too_many_parts_is_refused_by_the_replicas_name_befor
         with pytest.raises(Unavailable) as refusal:
             await link.info()
         assert refusal.value.message == (
-            f"127.0.0.1:{port}: the replica answered GetEngineInfo with what is no answer: more than 131072 fields"
+            f"127.0.0.1:{port}: the replica sent an invalid answer to GetEngineInfo: more than 131072 fields"
         )
     finally:
         await link.close()
@@ -193,22 +195,22 @@ async def test_a_frame_of_more_items_than_the_limit_is_refused_whole(method: str
 
 
 @pytest.mark.parametrize("method", [*UNARY, GENERATE, PROPOSE, VERIFY])
-async def test_bytes_that_are_no_message_are_an_invalid_argument_and_one_line_in_the_log(
+async def test_malformed_bytes_are_an_invalid_argument_and_one_line_in_the_log(
     method: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interceptors, "_complaints", interceptors._Complaints())  # as if the second were over
+    monkeypatch.setattr(interceptors, "_malformed_log", interceptors._MalformedLog())  # as if a second had passed
     async with started_coordinator() as (rig, coordinator):
         caplog.clear()
         for _ in range(5):
             code, reason, message = await refusal(rig, coordinator, method, BROKEN)
             assert (code, reason) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
-            assert "the request is no " in message
+            assert "the request is not a valid " in message
     lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(lines) == 1, [record.getMessage() for record in lines]
     assert "127.0.0.1" in lines[0].getMessage()
 
 
-async def test_text_that_is_no_unicode_is_an_invalid_argument() -> None:
+async def test_text_that_is_not_unicode_is_an_invalid_argument() -> None:
     async with started_coordinator() as (rig, coordinator):
         content = field(3, b"\xff\xfe")
         assert (await refusal(rig, coordinator, GENERATE, content))[0] == "INVALID_ARGUMENT"
@@ -238,7 +240,7 @@ def damaged(content: bytes, damage: list[tuple[str, float, int]]) -> bytes:
 
 
 def honest_frames() -> list[tuple[str, bytes]]:
-    """Frames of three sessions each, of both kinds of round."""
+    """Return frames of three sessions each, with both kinds of round."""
     rounds = [make_round(f"s{index}", num_tokens=4, draw_rule=DrawRule.COUPLED) for index in range(3)]
     asked = [codec.encode_propose_request(ProposeRequest(round_, 2), index) for index, round_ in enumerate(rounds)]
     drafts = np.array([3, 4], np.uint32)
@@ -288,11 +290,11 @@ def _replies_of(method: str, answer: bytes) -> Any:
 
 
 def resident_bytes(process_id: int) -> int:
-    """Memory of a process that is in RAM."""
+    """Return the resident memory of a process."""
     return int(Path(f"/proc/{process_id}/statm").read_text().split()[1]) * 4096
 
 
-async def test_a_process_serves_others_among_hostile_messages_and_its_memory_returns_to_its_level() -> None:
+async def test_a_process_serves_other_calls_among_hostile_messages_and_its_memory_returns() -> None:
     stack = Stack("simulated:8b-0.6b", replica_arguments=(), num_coordinators=0)
     with stack:
         target = stack.parts["target"]
@@ -320,8 +322,8 @@ async def test_a_process_serves_others_among_hostile_messages_and_its_memory_ret
         pytest.param(GENERATE, field(3, b"p") + field(6, field(13, b"\x05" * 1_000_000)), id="stop tokens"),
     ],
 )
-async def test_what_is_refused_is_kept_no_longer_than_its_answer_takes(method: str, content: bytes) -> None:
-    """No collector runs in a service that is asked little: what waits for it may be any number of messages."""
+async def test_a_refused_message_is_freed_once_it_is_answered(method: str, content: bytes) -> None:
+    """The garbage collector rarely runs in a service with few calls, so garbage could be any number of messages."""
     async with started_coordinator() as (rig, coordinator):
         levels = []
         gc.collect()

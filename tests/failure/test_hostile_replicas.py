@@ -1,5 +1,5 @@
-"""Replicas that describe themselves as no honest one does, or score and draft what is none: left out in one line, or
-not believed; requests go on with the others."""
+"""Replicas with impossible descriptions, scores or drafts: they are skipped with one log line, or their answers are
+ignored; requests continue with the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator.replicas.pool import MAX_POOLS
+from coordinator.replicas.draft_pool_names import MAX_POOLS
 from coordinator.replicas.replica import DRAFT, TARGET
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.rpc.status import from_rpc_error
@@ -25,7 +25,7 @@ LEFT = (5, 6, 7, 8)
 
 
 class Between:
-    """An engine, but for what a test puts in its place."""
+    """An engine with methods that a test replaces."""
 
     def __init__(self, engine: Any, **instead: Any) -> None:
         self._engine = engine
@@ -36,7 +36,7 @@ class Between:
 
 
 def describing(**changes: Any) -> Callable[[Any], Any]:
-    """What makes an engine describe itself otherwise; a function is called each time."""
+    """Return a change of an engine's description; functions are called each time."""
 
     def between(engine: Any) -> Between:
         def info() -> EngineInfo:
@@ -69,7 +69,7 @@ async def pools_of(coordinator: Coordinator) -> set[str]:
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
-async def test_a_replica_that_describes_itself_as_none_can_be_is_left_out_in_one_line(
+async def test_a_replica_with_an_impossible_description_is_skipped_with_one_log_line(
     role: str, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Rig() as rig:
@@ -89,7 +89,7 @@ async def test_a_replica_that_describes_itself_as_none_can_be_is_left_out_in_one
         assert await pools_of(coordinator) == {"default"}
 
 
-async def test_names_of_pools_are_bounded_however_often_a_replica_takes_another() -> None:
+async def test_the_number_of_pool_names_is_bounded_for_a_replica_that_changes_its_pool() -> None:
     names = (f"pool-{index}" for index in range(10_000))
     async with Rig() as rig:
         rig.services.append(await start_service(DRAFT, salt=2, between=describing(pool=lambda: next(names))))
@@ -100,14 +100,14 @@ async def test_names_of_pools_are_bounded_however_often_a_replica_takes_another(
             await coordinator.generate(request(draft_pool=f"pool-{MAX_POOLS + 10}"))
         error = from_rpc_error(caught.value)
         assert (error.reason, error.field) == ("POOL_NOT_FOUND", "speculation.draft_pool")
-        assert len(error.message) < 2000  # it has to fit what gRPC allows for it
+        assert len(error.message) < 2000  # within gRPC's limit of a status message
         output = await coordinator.generate(request())
         assert output.token_ids == rig.target.worker.greedy_continuation(LEFT, 24)
         assert output.finished.stats.num_accepted_tokens
 
 
 def scoring(**changes: Any) -> Callable[[Any], Any]:
-    """What makes a draft score otherwise."""
+    """Return a change of a draft's scores."""
 
     def between(engine: Any) -> Between:
         async def score(asked: ScoreRequest) -> Score:
@@ -139,7 +139,7 @@ def scoring(**changes: Any) -> Callable[[Any], Any]:
     ],
     ids=str,
 )
-async def test_a_score_that_is_none_says_nothing_of_its_pool_and_requests_go_on(changes: dict[str, Any]) -> None:
+async def test_an_invalid_score_does_not_count_for_its_pool_and_requests_continue(changes: dict[str, Any]) -> None:
     async with Rig(drafts=0) as rig:
         for pool, between in (("a", lambda engine: engine), ("b", scoring(**changes))):
             rig.services.append(await start_service(DRAFT, salt=1, pool=pool, between=between))
@@ -156,7 +156,7 @@ async def test_a_score_that_is_none_says_nothing_of_its_pool_and_requests_go_on(
 
 
 def drafting(change: Callable[[Proposal], Proposal]) -> Callable[[Any], Any]:
-    """What changes the drafts that a target answers with its verification."""
+    """Return a change of the local drafts in a target's answers."""
 
     def between(engine: Any) -> Between:
         async def verify(asked: VerifyRequest) -> Verification:
@@ -185,7 +185,7 @@ def drafting(change: Callable[[Proposal], Proposal]) -> Callable[[Any], Any]:
     ],
     ids=["outside the vocabulary", "none", "more than were asked for", "masses that belong to none"],
 )
-async def test_local_drafts_that_are_none_end_at_another_target(
+async def test_a_request_with_invalid_local_drafts_continues_at_another_target(
     change: Callable[[Proposal], Proposal], temperature: float
 ) -> None:
     async with Rig(drafts=0, local_drafts={"early-exit": 1}) as rig:

@@ -1,8 +1,4 @@
-"""Spans to score and local drafts that no honest coordinator asks for: refused by name, or done without.
-
-Not here: messages that are none (`test_hostile_messages`), what replicas answer (`test_wrong_answers`,
-`test_hostile_replicas`).
-"""
+"""Hostile requests for scores and local drafts are refused with the name of their field, or served without a draft."""
 
 from __future__ import annotations
 
@@ -62,7 +58,7 @@ SCORES = {
 }
 
 
-async def test_a_span_that_cannot_be_scored_is_refused_by_name_and_leaves_nothing() -> None:
+async def test_a_span_that_cannot_be_scored_is_refused_with_its_field_and_leaves_nothing() -> None:
     async with started_coordinator() as (rig, coordinator):
         for name, (asked, named) in SCORES.items():
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -105,7 +101,7 @@ LOCAL_DRAFTS = {
 }
 
 
-async def test_a_local_draft_that_cannot_be_is_refused_by_name_or_verified_without() -> None:
+async def test_an_impossible_local_draft_is_refused_or_verified_without_a_draft() -> None:
     async with started_coordinator(drafts=0, local_drafts=LOCAL) as (rig, coordinator):
         greedy = rig.target.worker.greedy_continuation([5] * 3, 9)
         for index, (name, (local, named)) in enumerate(LOCAL_DRAFTS.items()):

@@ -1,4 +1,4 @@
-"""Templates that never end or want all memory, texts far too long, tokenizers that panic: one error, and on it goes."""
+"""Hostile text costs one error and no more: endless templates, oversized texts, tokenizers that panic."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.replicas.replica import TARGET
+from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.text.prompt import encode_prompt
 from coordinator.text.text_process import GivenUp
 from coordinator.text.tokenizer import ServedTokenizer
@@ -56,7 +57,7 @@ HOSTILE_TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", HOSTILE_TEMPLATES)
-def test_a_hostile_template_is_one_error(tmp_path: Path, name: str) -> None:
+def test_a_hostile_template_gives_one_error(tmp_path: Path, name: str) -> None:
     tokenizer = ServedTokenizer(save(tmp_path, chat_template=HOSTILE_TEMPLATES[name]))
     with pytest.raises(InvalidRequest) as refusal:
         tokenizer.encode_chat(HELLO)
@@ -65,7 +66,7 @@ def test_a_hostile_template_is_one_error(tmp_path: Path, name: str) -> None:
     assert len(refusal.value.message) < 1000
 
 
-def test_conversations_go_on_after_one_that_the_template_never_ends_with(tmp_path: Path) -> None:
+def test_conversations_are_served_after_one_whose_template_never_ends(tmp_path: Path) -> None:
     endless_for_world = "{% if messages[0].content == 'world' %}" + ENDLESS + "{% endif %}{{ messages[0].content }}"
     tokenizer = ServedTokenizer(save(tmp_path, chat_template=endless_for_world))
     for _ in range(2):
@@ -88,7 +89,7 @@ def test_a_template_sees_the_special_tokens_and_renders_as_transformers_does(tmp
     assert ServedTokenizer(tmp_path).encode_chat(conversation) == expected == [0, 2, 4, 3, 5, 3]
 
 
-def test_a_process_that_somebody_else_ended_costs_nobody_an_error(tmp_path: Path) -> None:
+def test_a_text_process_killed_from_outside_is_restarted_without_an_error(tmp_path: Path) -> None:
     tokenizer = ServedTokenizer(save(tmp_path))
     expected = tokenizer.encode_chat(HELLO)
     process = tokenizer._templates._process
@@ -98,7 +99,7 @@ def test_a_process_that_somebody_else_ended_costs_nobody_an_error(tmp_path: Path
     assert tokenizer.encode_chat(HELLO) == expected
 
 
-def test_the_process_of_templates_ends_with_its_tokenizer(tmp_path: Path) -> None:
+def test_the_text_process_ends_with_its_tokenizer(tmp_path: Path) -> None:
     tokenizer = ServedTokenizer(save(tmp_path))
     tokenizer.encode_chat(HELLO)
     process = tokenizer._templates._process
@@ -108,7 +109,7 @@ def test_the_process_of_templates_ends_with_its_tokenizer(tmp_path: Path) -> Non
 
 
 def test_a_text_far_beyond_the_context_is_refused_before_any_of_it_is_encoded() -> None:
-    """Its last character cannot be encoded at all: whoever had begun would say that."""
+    """The last character cannot be encoded, so encoding the text would give another error."""
     tokenizer = ServedTokenizer(DEMO)
     text = "a" * 3_900_000 + "\ud800"
     with pytest.raises(InvalidRequest, match="characters") as refusal:
@@ -116,7 +117,7 @@ def test_a_text_far_beyond_the_context_is_refused_before_any_of_it_is_encoded() 
     assert (refusal.value.reason, refusal.value.field) == ("CONTEXT_TOO_LONG", "prompt")
 
 
-def test_a_conversation_far_beyond_the_context_is_refused_after_it_was_rendered(tmp_path: Path) -> None:
+def test_a_conversation_far_beyond_the_context_is_refused_after_rendering(tmp_path: Path) -> None:
     for file in DEMO.iterdir():
         if file.suffix == ".json":
             (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -125,21 +126,21 @@ def test_a_conversation_far_beyond_the_context_is_refused_after_it_was_rendered(
     with pytest.raises(InvalidRequest, match="characters") as refusal:
         encode_prompt(ask(messages=chat("a" * 3_900_000)), NOTHING, tokenizer, 512)
     assert (refusal.value.reason, refusal.value.field) == ("CONTEXT_TOO_LONG", "messages")
-    # What the template leaves out does not count.
+    # Text that the template leaves out does not count.
     prompt = encode_prompt(ask(messages=chat("a" * 3_900_000, "hello")), NOTHING, tokenizer, 512)
     assert prompt.num_tokens > 0
 
 
 @pytest.mark.parametrize("length", [1000, 200_000])
-def test_a_long_text_is_encoded_as_a_short_one_is(length: int) -> None:
-    """Past a length, in another process."""
+def test_a_long_text_is_encoded_like_a_short_one(length: int) -> None:
+    """A text beyond a length is encoded in another process."""
     tokenizer, text = ServedTokenizer(DEMO), ("Once upon a time, é ü 猫 🦊 " * length)[:length]
     expected = PreTrainedTokenizerFast.from_pretrained(DEMO).encode(text, add_special_tokens=True)
     assert tokenizer.encode(text, add_special_tokens=True) == expected
 
 
 @pytest.mark.parametrize("asked", ["text", "messages"])
-def test_work_that_nobody_waits_for_is_left_and_its_process_ended(tmp_path: Path, asked: str) -> None:
+def test_work_that_the_caller_gives_up_stops_and_its_process_ends(tmp_path: Path, asked: str) -> None:
     tokenizer = ServedTokenizer(save(tmp_path, chat_template=ENDLESS) if asked == "messages" else DEMO)
     given_up, raised = threading.Event(), []
 
@@ -185,7 +186,7 @@ def byte_level(**changes: object) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-#: Each with a text that is far fewer tokens than its characters seem to need.
+#: Tokenizers, each with a text of far fewer tokens than its number of characters suggests.
 SWALLOWING = {
     "strip": ({"normalizer": normalizers.Strip()}, " " * 5000 + "a"),
     "a pattern left out": ({"normalizer": normalizers.Replace(Regex("b+"), "")}, "b" * 5000 + "a"),
@@ -209,7 +210,7 @@ SWALLOWING = {
 
 
 @pytest.mark.parametrize("name", SWALLOWING)
-def test_a_text_is_never_refused_for_characters_that_the_tokenizer_swallows(tmp_path: Path, name: str) -> None:
+def test_a_text_is_never_refused_for_characters_that_the_tokenizer_drops(tmp_path: Path, name: str) -> None:
     changes, text = SWALLOWING[name]
     byte_level(**changes).save_pretrained(tmp_path)
     prompt = encode_prompt(ask(text=text), NOTHING, ServedTokenizer(tmp_path), 100)
@@ -217,7 +218,7 @@ def test_a_text_is_never_refused_for_characters_that_the_tokenizer_swallows(tmp_
 
 
 def unbounded(kind: str) -> PreTrainedTokenizerFast:
-    """Tokenizers of which no token has a longest text: a word, or a run of what is unknown, is one of any length."""
+    """Return a tokenizer without a longest token: a word or a run of unknown text of any length is one token."""
     if kind == "word pieces":
         backend = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##a": 2}, unk_token="[UNK]"))
         backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -228,7 +229,7 @@ def unbounded(kind: str) -> PreTrainedTokenizerFast:
 
 LONG = 3_900_000
 STRIPPING = AddedToken("<x>", lstrip=True, rstrip=True)
-#: Each a tokenizer that has no longest text of a token, or takes white space away, and a text far beyond its context.
+#: Tokenizers without a longest token, or that remove white space, each with a text far beyond the context.
 WITHOUT_A_LONGEST_TOKEN = {
     "a token that takes space, and words": (lambda: byte_level(added=STRIPPING), "a" * LONG),
     "a token that takes space, and space that it does not take": (
@@ -246,8 +247,8 @@ WITHOUT_A_LONGEST_TOKEN = {
 
 
 @pytest.mark.parametrize("name", WITHOUT_A_LONGEST_TOKEN)
-def test_a_text_far_beyond_the_context_is_refused_unread_by_every_tokenizer(tmp_path: Path, name: str) -> None:
-    """Its last character cannot be encoded at all: whoever had begun would say that."""
+def test_every_tokenizer_refuses_a_text_far_beyond_the_context_before_encoding(tmp_path: Path, name: str) -> None:
+    """The last character cannot be encoded, so encoding the text would give another error."""
     make, text = WITHOUT_A_LONGEST_TOKEN[name]
     make().save_pretrained(tmp_path)
     with pytest.raises(InvalidRequest, match=r"characters, and .* hold .* at most") as refusal:
@@ -256,14 +257,14 @@ def test_a_text_far_beyond_the_context_is_refused_unread_by_every_tokenizer(tmp_
 
 
 @pytest.mark.parametrize("kind", ["word pieces", "unigram"])
-def test_a_text_that_costs_little_is_read_however_little_room_there_is(tmp_path: Path, kind: str) -> None:
+def test_a_short_text_is_encoded_however_small_the_context_is(tmp_path: Path, kind: str) -> None:
     unbounded(kind).save_pretrained(tmp_path)
     prompt = encode_prompt(ask(text="b" * 50_000), NOTHING, ServedTokenizer(tmp_path), 2)
     assert prompt.num_tokens == 1
 
 
 @pytest.mark.parametrize("text", [" " * 500_000 + "<x>", "<x>" + " \n" * 250_000, "a <x>" + " " * 500_000 + "<x> a"])
-def test_space_that_an_added_token_takes_never_counts(tmp_path: Path, text: str) -> None:
+def test_white_space_that_an_added_token_absorbs_is_not_counted(tmp_path: Path, text: str) -> None:
     byte_level(added=STRIPPING).save_pretrained(tmp_path)
     prompt = encode_prompt(ask(text=text), NOTHING, ServedTokenizer(tmp_path), 100)
     assert prompt.num_tokens < 100
@@ -272,7 +273,7 @@ def test_space_that_an_added_token_takes_never_counts(tmp_path: Path, text: str)
 @pytest.mark.parametrize(
     "changes", [{}, {"normalizer": normalizers.NFC()}, {"added": AddedToken("<" + "x" * 50 + ">")}]
 )
-def test_a_bound_holds_for_the_texts_of_fewest_tokens(tmp_path: Path, changes: dict[str, object]) -> None:
+def test_the_bound_holds_for_texts_with_the_fewest_tokens(tmp_path: Path, changes: dict[str, object]) -> None:
     byte_level(**changes).save_pretrained(tmp_path)
     tokenizer = ServedTokenizer(tmp_path)
     for text in ("a" * 8000, ("<" + "x" * 50 + ">") * 100, "\u03b1\u0313\u0300\u0345" * 1000):
@@ -282,7 +283,7 @@ def test_a_bound_holds_for_the_texts_of_fewest_tokens(tmp_path: Path, changes: d
         tokenizer.encode("b" * 1_000_000, add_special_tokens=False, max_tokens=100)
 
 
-def test_text_that_no_tokenizer_takes_is_one_error(tmp_path: Path) -> None:
+def test_text_that_makes_the_tokenizer_panic_gives_one_error(tmp_path: Path) -> None:
     tokenizer = ServedTokenizer(save(tmp_path))
     with pytest.raises(InvalidRequest) as refusal:
         tokenizer.encode("hello \ud800", add_special_tokens=False)
@@ -291,12 +292,19 @@ def test_text_that_no_tokenizer_takes_is_one_error(tmp_path: Path) -> None:
 
 @asynccontextmanager
 async def served(tokenizer: ServedTokenizer, context: int) -> AsyncIterator[CoordinatorServiceStub]:
-    """A coordinator with that tokenizer, whose only target holds so many tokens."""
+    """A coordinator with that tokenizer, whose only target has a context of `context` tokens."""
     server = ServiceServer("127.0.0.1:0", service_names=(COORDINATOR_SERVICE,))
     async with Rig(targets=0) as rig:
         rig.services.append(await start_service(TARGET, salt=0, context=context))
         coordinator = await rig.coordinator()
-        servicer = CoordinatorServicer(coordinator.generations, coordinator.pools, tokenizer, Mode.REJECTION)
+        servicer = CoordinatorServicer(
+            generations=coordinator.generations,
+            store=rig.store,
+            pools=coordinator.pools,
+            draft_sources=DraftSourceFactory(coordinator.pools, None),
+            tokenizer=tokenizer,
+            default_mode=Mode.REJECTION,
+        )
         servicer.add_to(server.grpc_server)
         await server.start()
         async with grpc.aio.insecure_channel(server.address) as channel:
@@ -305,8 +313,8 @@ async def served(tokenizer: ServedTokenizer, context: int) -> AsyncIterator[Coor
 
 
 @pytest.mark.parametrize("kind", ["text", "messages"])
-async def test_tokenize_refuses_a_text_far_beyond_the_context_unread(tmp_path: Path, kind: str) -> None:
-    """And takes one that is somewhat beyond it: to count tokens is what it is for."""
+async def test_tokenize_refuses_a_text_far_beyond_the_context_before_encoding(tmp_path: Path, kind: str) -> None:
+    """A text somewhat beyond the context is encoded, because the call exists to count tokens."""
     byte_level().save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}")
 
@@ -324,20 +332,20 @@ async def test_tokenize_refuses_a_text_far_beyond_the_context_unread(tmp_path: P
         assert len((await stub.Tokenize(asked("b" * 1000), timeout=60.0)).token_ids) == 1000
 
 
-async def test_a_call_past_its_deadline_leaves_no_work_behind() -> None:
-    others = children_of(os.getpid())  # of tokenizers that earlier tests left to the collector
+async def test_a_call_past_its_deadline_stops_its_work() -> None:
+    others = children_of(os.getpid())  # tokenizers of earlier tests that are not collected yet
     async with served(ServedTokenizer(DEMO), 1 << 20) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await stub.Tokenize(coordinator_pb2.TokenizeRequest(text="x" * 3_900_000), timeout=1.0)
         assert refusal.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         async with asyncio.timeout(30):
             while children_of(os.getpid()) - others:
-                await stub.GetInfo(coordinator_pb2.GetInfoRequest())  # other calls are answered meanwhile
+                await stub.GetInfo(coordinator_pb2.GetInfoRequest())  # other calls are answered in the meantime
         response = await stub.Tokenize(coordinator_pb2.TokenizeRequest(text="once"), timeout=60.0)
         assert len(response.token_ids) > 0
 
 
 def children_of(pid: int) -> set[str]:
-    """Running children that work on text."""
+    """Return the ids of running children that process text."""
     pids = {pid for task in Path(f"/proc/{pid}/task").iterdir() for pid in (task / "children").read_text().split()}
     return {pid for pid in pids if "text_child" in Path(f"/proc/{pid}/cmdline").read_text()}

@@ -1,9 +1,7 @@
-"""A hung part of every kind of draft: a draft with another tokenizer, a target that drafts by itself with drafts found
-in text beside it. Streams go on, are greedy-identical, and have their drafts back once it moves again.
+"""A hung draft with another tokenizer, and a hung target that drafts by itself beside drafts found in text.
 
-Real processes around tiny models, stopped and continued by signals. Drafts are counted, not seconds. Not here: plain
-draft models (`test_hung_drafts`), pools under `--route auto` (`test_hung_pools`), targets without drafts of their own
-(`test_hung_targets`), training and shadows (`test_hung_learning`).
+Streams continue with the same greedy text, and use the drafts again when the process continues. Real processes around
+tiny models are stopped and continued by signals. The tests count drafts instead of seconds.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ def num_drafted(output: Output) -> int:
 
 @pytest.fixture(scope="module")
 def translated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, list[list[int]], list[list[int]]]]:
-    """The services, prompts, and what the target alone says to each."""
+    """Return the services, prompts, and the target's own output for each prompt."""
     folder = tmp_path_factory.mktemp("translated")
     target = build_model(save_pieces(folder / "pieces"), folder / "target", context=2048)
     draft = build_cross_vocabulary_copy(target, save_byte_level(folder / "bytes"), folder / "draft")
@@ -71,7 +69,7 @@ def translated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack
 
 
 @pytest.mark.full
-def test_a_stream_goes_on_without_a_translated_draft_that_hangs_and_has_it_back(
+def test_a_stream_continues_without_a_hung_translated_draft_and_uses_it_again_later(
     translated: tuple[Stack, list[list[int]], list[list[int]]],
 ) -> None:
     stack, prompts, expected = translated
@@ -94,7 +92,7 @@ def test_a_stream_goes_on_without_a_translated_draft_that_hangs_and_has_it_back(
 
 
 @pytest.mark.full
-def test_a_translated_draft_that_stalls_in_mid_stream_drafts_on_in_the_same_stream(
+def test_a_translated_draft_that_stalls_in_mid_stream_drafts_again_in_the_same_stream(
     translated: tuple[Stack, list[list[int]], list[list[int]]],
 ) -> None:
     stack, prompts, expected = translated
@@ -116,7 +114,7 @@ def test_a_translated_draft_that_stalls_in_mid_stream_drafts_on_in_the_same_stre
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, list[int]]]:
-    """Two targets with early exit and two kinds of heads, n-grams in the coordinator; what the target alone says."""
+    """Return two targets with early exit and two kinds of heads, with n-grams in the coordinator; and their output."""
     folder = tmp_path_factory.mktemp("local")
     target = build_tiny_model(
         "llama", folder / "target", vocabulary_size=VOCABULARY, logit_spread=1.5, num_layers=3, context=2048
@@ -137,7 +135,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, lis
 
 
 def holders(stack: Stack) -> dict[str, int]:
-    """Sessions on each target."""
+    """Return the number of sessions on each target."""
     pools = stub_of(stack.endpoint).GetInfo(pb.GetInfoRequest()).pools
     sessions = {replica.address: replica.num_sessions for pool in pools for replica in pool.replicas}
     targets = [part for part in stack.parts.values() if part.module == "target_service"]
@@ -148,7 +146,7 @@ def drafting_pools(output: Output) -> set[str]:
     return {detail.draft_pool for detail in output.details if detail.source == pb.TOKEN_SOURCE_ACCEPTED}
 
 
-def test_streams_leave_a_hung_target_that_drafts_by_itself_and_have_the_same_drafts_elsewhere(
+def test_streams_leave_a_hung_target_and_get_the_same_local_drafts_elsewhere(
     local: tuple[Stack, list[int]],
 ) -> None:
     stack, expected = local
@@ -176,7 +174,7 @@ def test_streams_leave_a_hung_target_that_drafts_by_itself_and_have_the_same_dra
 
 
 @pytest.mark.full
-def test_streams_wait_for_the_only_target_that_hangs_and_draft_on(local: tuple[Stack, list[int]]) -> None:
+def test_streams_wait_for_the_only_target_while_it_hangs_and_then_draft_again(local: tuple[Stack, list[int]]) -> None:
     stack, expected = local
     stub = stub_of(stack.endpoint)
     names = list(holders(stack))

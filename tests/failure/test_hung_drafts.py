@@ -1,8 +1,8 @@
-"""Drafts that hang, stall and come back: streams hardly notice, the healthy draft, and nobody is given up for ever.
+"""Drafts that hang, stall and come back: streams continue with the healthy draft, and a hung one is used again later.
 
-Real processes around simulated engines, stopped and continued by signals, and services whose device hangs while their
-event loop answers. What is counted are rounds and answers, so that a slow machine changes little; the bounds on time
-are far from what a round takes.
+Real processes around simulated engines are stopped and continued by signals; other services have a hanging device and
+an event loop that answers. The tests count rounds and answers, so that a slow machine changes little, and their bounds
+on time are far above the time of a round.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def target_only_steps(stack: Stack, num_requests: int, gamma: int | None = 4) ->
 
 
 def drafts_used(stack: Stack) -> set[str]:
-    """Addresses of drafts that the coordinator is connected to."""
+    """Return the addresses of the drafts that the coordinator is connected to."""
     served = stub_of(stack.endpoint).GetInfo(pb.GetInfoRequest())
     return {replica.address for pool in served.pools if pool.role == "draft" for replica in pool.replicas}
 
 
-def test_while_one_of_two_drafts_hangs_the_other_drafts_for_everybody(tokenizer: Path) -> None:
+def test_while_one_of_two_drafts_hangs_the_other_drafts_for_all_sessions(tokenizer: Path) -> None:
     with Stack(PAIR, PAIR, num_drafts=2, tokenizer=tokenizer, replica_arguments=()) as stack:
         target_only_steps(stack, 6)  # both have drafted
         with frozen_part(stack, "draft"):
@@ -81,7 +81,7 @@ def test_a_draft_that_hung_is_used_again_once_it_answers(tokenizer: Path) -> Non
             assert min(target_only_steps(stack, 6)) <= 1
 
 
-def test_stalls_of_the_only_draft_cost_some_rounds_and_nothing_afterwards(tokenizer: Path) -> None:
+def test_stalls_of_the_only_draft_cost_some_rounds_and_have_no_later_effect(tokenizer: Path) -> None:
     with Stack(PAIR, PAIR, tokenizer=tokenizer, replica_arguments=()) as stack, ThreadPoolExecutor() as pool:
         healthy = target_only_steps(stack, 4, gamma=None)[-1]
         for _ in range(3):
@@ -120,7 +120,7 @@ async def test_a_draft_whose_device_hangs_is_left_for_a_healthy_one_until_it_ans
         assert num_without_draft <= 10 + num_rounds / 10
         assert max(output.finished.stats.draft_s for output in outputs) < 2.5
         record = next(r for r in coordinator.pools.drafts("default") if r.address == rig.of_role(DRAFT)[0].address)
-        while not record.is_in_use or record.replica_health.is_marked:
+        while not record.is_in_use or record.health.is_marked:
             await coordinator.pools.poll()  # its watchdog may have had it taken for dead
             await drafted(coordinator, 1)
         healthy.gate.clear()
@@ -131,7 +131,7 @@ async def test_a_draft_whose_device_hangs_is_left_for_a_healthy_one_until_it_ans
         assert min(output.finished.stats.num_target_only_steps for output in outputs) <= 1
 
 
-async def test_a_draft_that_reads_a_long_prompt_is_not_taken_for_hung() -> None:
+async def test_a_draft_that_prefills_a_long_prompt_does_not_count_as_hung() -> None:
     async with Rig(drafts=1, draft_salt=0) as rig:
         coordinator = await rig.coordinator(draft_timeout_s=1.0)
         await drafted(coordinator, 4)
@@ -139,5 +139,5 @@ async def test_a_draft_that_reads_a_long_prompt_is_not_taken_for_hung() -> None:
         outputs = [
             await coordinator.generate(request([5 + index] * 400, max_new_tokens=20, gamma=3)) for index in range(4)
         ]
-        assert not record.replica_health.is_out(record.link.heard_at)
+        assert not record.health.is_out(record.link.heard_at)
         assert all(output.finished.stats.num_draft_tokens > 0 for output in outputs)

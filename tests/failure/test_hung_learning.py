@@ -1,8 +1,7 @@
-"""Parts of the learning loop that stand still beside serving: `specdec distill`, a draft that joined as a shadow, one
-that is just starting, `specdec up` itself. Streams go on with the same text, and everything is as before afterwards.
+"""Stopped parts of the learning loop: `specdec distill`, a shadow, a starting draft, `specdec up` itself.
 
-One running `specdec up` of real processes, stopped and continued by signals. Not here: the loop when all is well
-(`tests/e2e/test_learning`), pools that requests are routed to (`test_hung_pools`).
+Streams continue with the same text, and everything works as before afterwards. The parts are real processes of one
+`specdec up`, stopped and continued by signals. `tests/e2e/test_learning` tests the loop without faults.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ class System:
     endpoint: str
     folder: Path
     expected: list[int]
-    """What the target alone says to PROMPT."""
+    """Output of the target alone for PROMPT."""
 
     def serve(self, count: int = 1, **options: object) -> list[set[str]]:
-        """Greedy requests, each as it must be; the pools of its accepted tokens."""
+        """Make greedy requests and check their output; return the pools of their accepted tokens."""
         pools = []
         with Client(self.endpoint) as client:
             for _ in range(count):
@@ -54,20 +53,20 @@ class System:
         return pools
 
     def log(self, count: int, first_seed: int) -> None:
-        """Requests at T = 1, to be learned from."""
+        """Make requests at T = 1, from which a draft can learn."""
         with Client(self.endpoint) as client:
             for seed in range(first_seed, first_seed + count):
                 client.generate(prompt_token_ids=[5 + seed % 50, 9, 17], max_new_tokens=NUM_TOKENS, temperature=1.0,
                                 seed=seed, ignore_eos=True, task="x")  # fmt: skip
 
     def tested(self, pool: str) -> float:
-        """Draft tokens that the pool's score is of; -1 where it is not connected."""
+        """Return the number of draft tokens that the pool's score is based on; -1 where the pool is not connected."""
         told = json.loads(specdec("pools", "--json", "--endpoint", self.endpoint).stdout)["pools"]
         pools = [each for each in told if each["name"] == pool and each["replicas"]]
         return sum(route["num_tested"] for each in pools for route in each["routes"]) if pools else -1.0
 
     def process_of(self, pool: str) -> int:
-        """The only draft replica of a pool; waits until it runs."""
+        """Return the process of the only draft replica of a pool, after it has started."""
         while True:
             for pid in children_of(self.up):
                 with contextlib.suppress(OSError):
@@ -94,7 +93,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_a_distillation_that_stands_still_costs_serving_nothing_and_goes_on_with_what_is_left_of_the_log(
+def test_a_stopped_distillation_does_not_affect_serving_and_continues_with_the_remaining_log(
     system: System,
 ) -> None:
     segments = system.folder / "log" / "tenant-default"
@@ -120,13 +119,13 @@ def test_a_distillation_that_stands_still_costs_serving_nothing_and_goes_on_with
     assert json.loads((made / "distilled.json").read_text())["num_steps"] == 60
 
 
-def test_a_shadow_that_stands_still_costs_no_stream_and_is_scored_on_once_it_moves(system: System) -> None:
+def test_a_stopped_shadow_affects_no_stream_and_is_scored_again_when_it_continues(system: System) -> None:
     joined = specdec("join", f"shade={system.folder / 'target'}", "--endpoint", system.endpoint)
     assert joined.returncode == 0, joined.stderr
     wait_until(lambda: system.serve() is not None and system.tested("shade") > 0)
     with frozen(system.process_of("shade")):
         assert system.serve(3)[-1] <= {"old"}
-        # By name, and by promotion: whoever is to have it has another draft, or none.
+        # Requests that get it by name or by promotion have another draft, or none.
         system.serve(2, draft_pool="shade")
         with Client(system.endpoint) as client:
             client.promote("shade", 1.0)
@@ -141,7 +140,7 @@ def test_a_shadow_that_stands_still_costs_no_stream_and_is_scored_on_once_it_mov
     wait_until(lambda: system.serve(draft_pool="shade")[0] == {"shade"})
 
 
-def test_a_draft_that_stands_still_while_it_starts_keeps_nobody_from_anything_and_can_be_given_up(
+def test_a_draft_that_stops_while_it_starts_blocks_nothing_and_can_be_given_up(
     system: System,
 ) -> None:
     command = [*SPECDEC, "join", f"stuck={system.folder / 'draft'}", "--endpoint", system.endpoint]
@@ -152,13 +151,13 @@ def test_a_draft_that_stands_still_while_it_starts_keeps_nobody_from_anything_an
         assert given_up.returncode == 0, given_up.stderr
         _, complaint = joining.communicate()
         assert joining.returncode == 1
-        assert "error: ABORTED STALE_EPOCH: other numbers were asked for meanwhile" in complaint
+        assert "error: a later request asked for other numbers of replicas (STALE_EPOCH)" in complaint
     again = specdec("join", f"stuck={system.folder / 'draft'}", "--endpoint", system.endpoint)
     assert again.returncode == 0, again.stderr
     assert system.serve(1)
 
 
-def test_a_specdec_up_that_stands_still_is_told_to_whoever_asks_it_and_does_nothing_of_it_later(
+def test_a_stopped_specdec_up_is_reported_to_callers_and_ignores_their_requests_later(
     system: System, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(control, "_SILENCE_TIMEOUT_S", 1.0)
@@ -166,7 +165,8 @@ def test_a_specdec_up_that_stands_still_is_told_to_whoever_asks_it_and_does_noth
         for asked in (["scale", "draft=2"], ["scale", "draft=0"]):
             assert run([*asked, "--endpoint", system.endpoint], {}) == 1
             last = capsys.readouterr().err.splitlines()[-1]
-            assert last.startswith("error: UNAVAILABLE COORDINATOR_UNAVAILABLE: the specdec up of port "), last
+            assert last.startswith("error: the specdec up of port "), last
+            assert last.endswith("(COORDINATOR_UNAVAILABLE)"), last
     monkeypatch.undo()
     assert system.serve(2)
     told = specdec("scale", "target=1", "--endpoint", system.endpoint)

@@ -1,5 +1,6 @@
-"""One of two draft pools stands still under `--route auto`, in use or only scored: requests go on with the other, and
-once it moves again everything is as before. Rounds and choices are counted, not seconds."""
+"""One of two draft pools is stopped under `--route auto`, in use or only scored: requests continue with the other one.
+
+When it continues, everything works as before. The tests count rounds and choices instead of seconds."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class System:
     endpoint: str
 
     def ask(self, seed: int) -> tuple[list[int], Any, set[str]]:
-        """Tokens, counters and pools of a request whose session is then forgotten."""
+        """Return the tokens, counters and pools of a request, and delete its session."""
         with Client(self.endpoint) as client:
             result = client.generate(
                 prompt_token_ids=[5, 6, 7], max_new_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, gamma=None,
@@ -42,14 +43,14 @@ class System:
         return result.token_ids, result.stats, {detail.draft_pool for detail in result.details if detail.draft_pool}
 
     def process_of(self, pool: str) -> int:
-        """The only draft replica of a pool."""
+        """Return the process of the only draft replica of a pool."""
         for pid in children_of(self.up):
             if pool in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
                 return pid
         raise AssertionError(f"no process of pool {pool}")
 
     def route_of(self, pool: str) -> dict[str, Any]:
-        """What is known of a pool for these requests; {} where it is not connected."""
+        """Return the statistics of a pool for these requests; {} where it is not connected."""
         told = json.loads(specdec("pools", "--json", "--endpoint", self.endpoint).stdout)["pools"]
         routes = [route for each in told if each["name"] == pool and each["replicas"] for route in each["routes"]]
         return next((route for route in routes if route["request_class"] == REQUEST_CLASS), {})
@@ -74,7 +75,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_while_the_chosen_pool_stands_still_the_other_one_drafts_and_then_it_is_chosen_again(system: System) -> None:
+def test_while_the_chosen_pool_is_stopped_the_other_drafts_and_then_it_is_chosen_again(system: System) -> None:
     before = [system.ask(seed) for seed in (2, 4, 6)]
     assert all(pools == {"b-even"} for _, _, pools in before)
     with frozen(system.process_of("b-even")):
@@ -93,7 +94,7 @@ def test_while_the_chosen_pool_stands_still_the_other_one_drafts_and_then_it_is_
     assert system.route_of("b-even")["is_chosen"]
 
 
-def test_a_pool_that_stands_still_while_it_is_only_scored_costs_no_round_and_is_scored_again(system: System) -> None:
+def test_a_stopped_pool_that_is_only_scored_costs_no_round_and_is_scored_again_later(system: System) -> None:
     before = [system.ask(seed) for seed in (2, 4, 6)]
     with frozen(system.process_of("a-odd")):
         during = [system.ask(seed) for seed in (2, 4, 6)]

@@ -13,8 +13,8 @@ from tests.support.rank_rig import RankRig
 from tests.support.tiny_models import build_tiny_model
 
 
-def test_it_is_given_up_by_the_first_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a sum over ranks that is part of a recording, which no library watches."""
+def test_a_hung_step_is_given_up_by_the_first_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a hang is a sum over ranks inside a CUDA graph, which no library watches."""
     monkeypatch.setattr(leader, "KEEP_ALIVE_S", 0.1)
     monkeypatch.setattr(leader, "STEP_TIMEOUT_S", 0.5)
     directory = build_tiny_model("llama", tmp_path, num_layers=1)

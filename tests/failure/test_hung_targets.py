@@ -1,4 +1,4 @@
-"""A target whose device hangs, or whose process stands still, is left for another and used again once it is well."""
+"""Sessions leave a target whose device hangs or whose process is stopped, and it is used again once it is healthy."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ _PATIENCE_S = 20.0
 
 
 async def _warm(rig: Rig) -> None:
-    """As a process does before it says SERVING: a step can be told from a hang once there is one to compare it with."""
+    """Warm up as a process does before it serves: a hang is detected by comparison with earlier steps."""
     for service in rig.services:
         await service.engine.warm_up()
 
 
 def _serving(rig: Rig, num_steps: dict[str, int]) -> Service:
-    """The target that ran steps since `num_steps`, by address, was noted."""
+    """Return the target that has run steps since `num_steps` was recorded by address."""
     return max(rig.of_role("target"), key=lambda service: len(service.worker.steps) - num_steps[service.address])
 
 
-async def test_a_session_leaves_a_target_whose_device_hangs_and_may_come_back() -> None:
+async def test_a_session_leaves_a_target_whose_device_hangs_and_may_return() -> None:
     async with Rig(targets=2, drafts=0) as rig:
         await _warm(rig)
         coordinator = await rig.coordinator()
@@ -85,7 +85,7 @@ async def test_a_session_leaves_a_target_whose_device_hangs_and_may_come_back() 
         hung.engine.check_integrity()
 
 
-async def test_a_lone_target_whose_device_hangs_fails_its_streams_by_name_and_goes_on_once_it_is_well() -> None:
+async def test_the_only_target_fails_its_streams_while_its_device_hangs_and_serves_them_afterwards() -> None:
     async with started_coordinator(drafts=0) as (rig, coordinator):
         await _warm(rig)
         stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=200))
@@ -114,7 +114,7 @@ def two_targets(models: tuple[Path, Path]) -> Iterator[Stack]:
 
 
 def _frozen_target(stack: Stack, before: dict[str, float]) -> str:
-    """Stops the target that has worked more since `before`; returns its name."""
+    """Stop the target that has worked more since `before`; return its name."""
     name = max(before, key=lambda part: _cpu_s(stack, part) - before[part])
     process = stack.parts[name].process
     assert process is not None
@@ -129,7 +129,7 @@ def _cpu_s(stack: Stack, name: str) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_a_session_leaves_a_target_whose_process_stands_still_and_nothing_is_doubled_when_it_moves_again(
+def test_a_session_leaves_a_target_whose_process_is_stopped_and_no_token_is_doubled_later(
     two_targets: Stack, reference: list[int]
 ) -> None:
     stub = stub_of(two_targets.endpoint)
@@ -150,13 +150,13 @@ def test_a_session_leaves_a_target_whose_process_stands_still_and_nothing_is_dou
         used.add(max(before, key=lambda part: _cpu_s(two_targets, part) - before[part]))
     assert used == {"target", "target2"}
     coordinator_log = two_targets.parts["coordinator"].log
-    assert "stands still" in coordinator_log
+    assert "the replica is stalled" in coordinator_log
     assert "STALE_EPOCH" not in coordinator_log
     assert "the device hangs" not in two_targets.parts[name].log
 
 
 class _Asked:
-    """Counts how often a replica is asked what it is."""
+    """Counts how often a replica is requested to describe itself."""
 
     def __init__(self, replica: TargetReplica) -> None:
         self.count = 0
@@ -168,10 +168,10 @@ class _Asked:
         return await self._ask()
 
 
-async def test_a_call_that_takes_long_stays_where_it_is_as_long_as_its_replica_answers(
+async def test_a_long_call_stays_at_its_replica_while_that_describes_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing is known of what a step takes here, so the engine waits too."""
+    """The engine knows no step times here, so it waits too."""
     monkeypatch.setattr(liveness, "LOOK_INTERVAL_S", 0.02)
     async with Rig(targets=2, drafts=0) as rig:
         coordinator = await rig.coordinator()
@@ -193,7 +193,7 @@ async def test_a_call_that_takes_long_stays_where_it_is_as_long_as_its_replica_a
 
 
 class Deaf:
-    """An engine that says what it is, and takes every call, and answers none."""
+    """An engine that describes itself and answers no call."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -210,7 +210,7 @@ class Deaf:
         return verification
 
 
-async def test_sessions_leave_a_target_that_is_well_but_for_its_calls_and_new_ones_avoid_it(
+async def test_sessions_leave_a_target_that_describes_itself_but_answers_no_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(liveness, "LOOK_INTERVAL_S", 0.02)
@@ -239,9 +239,9 @@ async def test_sessions_leave_a_target_that_is_well_but_for_its_calls_and_new_on
         assert deaf.num_asked == num_asked
         # Once it is asked again, and answers, it is one like the others.
         deaf.hears.set()
-        (replica,) = (replica for replica in coordinator.pools.targets() if replica.replica_health.is_marked)
+        (replica,) = (replica for replica in coordinator.pools.targets() if replica.health.is_marked)
         async with asyncio.timeout(_PATIENCE_S):
-            while replica.replica_health.is_marked:
+            while replica.health.is_marked:
                 await asyncio.gather(*(coordinator.generate(request([8, 6, 2 + i])) for i in range(4)))
                 await coordinator.pools.poll()
         assert deaf.num_asked > num_asked

@@ -1,4 +1,4 @@
-"""What stands in the way of a request while it is being admitted, and what its being there costs others."""
+"""Requests that are interrupted during their admission, and the effect of an admission on other requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.interrupted_store import InterruptedStore, coordinator_on, re
 
 
 class Gate:
-    """Where a call of a store waits until it is let on."""
+    """A point at which a call of a store waits until a test opens it."""
 
     def __init__(self) -> None:
         self.reached, self._opened = asyncio.Event(), asyncio.Event()
@@ -30,7 +30,7 @@ class Gate:
         self._opened.set()
 
 
-async def test_requests_that_are_being_admitted_count_among_those_that_run() -> None:
+async def test_requests_under_admission_count_towards_the_limit_on_running_requests() -> None:
     async with asyncio.timeout(20), Rig(drafts=0) as rig:
         gate = Gate()
         coordinator = await coordinator_on(rig, InterruptedStore(rig.store, "acquire", before=gate.wait), max_running=1)
@@ -41,7 +41,7 @@ async def test_requests_that_are_being_admitted_count_among_those_that_run() -> 
         await first
 
 
-async def test_a_session_deleted_while_its_request_is_being_admitted_stays_deleted() -> None:
+async def test_a_session_deleted_during_the_admission_of_its_request_stays_deleted() -> None:
     async with asyncio.timeout(20), Rig(drafts=0) as rig:
         deletions = []
 
@@ -51,14 +51,14 @@ async def test_a_session_deleted_while_its_request_is_being_admitted_stays_delet
             await asyncio.sleep(0.3)
 
         coordinator = await coordinator_on(rig, InterruptedStore(rig.store, "acquire", before=delete))
-        with contextlib.suppress(grpc.aio.AioRpcError):  # or it ends, and is deleted then
+        with contextlib.suppress(grpc.aio.AioRpcError):  # the request may also finish first, and is deleted then
             await coordinator.generate(request(session_id="s", max_new_tokens=300))
         await deletions[0]
         await eventually(lambda: coordinator.generations.num_running == 0)
         assert await rig.store.load("s") is None
 
 
-async def test_the_next_turn_waits_a_moment_for_one_that_is_about_to_end() -> None:
+async def test_the_next_turn_waits_briefly_for_a_turn_that_is_about_to_end() -> None:
     async with asyncio.timeout(20), Rig(drafts=0) as rig:
         coordinator = await rig.coordinator()
         stream = coordinator.stub.Generate(request(session_id="s", request_id="a", max_new_tokens=60))
@@ -71,7 +71,7 @@ async def test_the_next_turn_waits_a_moment_for_one_that_is_about_to_end() -> No
         assert len((await second).token_ids) == 4
 
 
-async def test_the_next_turn_waits_for_what_one_that_was_left_has_to_put_away() -> None:
+async def test_the_next_turn_waits_for_the_clean_up_of_an_abandoned_turn() -> None:
     async with asyncio.timeout(20), Rig(drafts=0) as rig:
         gate, store = Gate(), InterruptedStore(rig.store, "nothing")
         coordinator = await coordinator_on(rig, store)
@@ -87,8 +87,8 @@ async def test_the_next_turn_waits_for_what_one_that_was_left_has_to_put_away() 
         assert len((await second).token_ids) == 4
 
 
-async def test_who_reads_or_deletes_what_runs_does_not_stand_behind_those_who_wait_for_it() -> None:
-    """Each of them waits a quarter of a second, all at once."""
+async def test_readers_and_deletions_are_not_delayed_by_turns_that_wait_for_the_session() -> None:
+    """Each waiting turn waits a quarter of a second, and all wait at the same time."""
     async with asyncio.timeout(30), Rig(drafts=0) as rig:
         coordinator = await rig.coordinator()
         run = coordinator.stub.Generate(request(session_id="s", request_id="a", max_new_tokens=400, ignore_eos=True))
@@ -103,13 +103,13 @@ async def test_who_reads_or_deletes_what_runs_does_not_stand_behind_those_who_wa
         resumed = coordinator.stub.Generate(pb.GenerateRequest(session_id="s", request_id="a", resume_from=1))
         await resumed.read()
         assert set(await asyncio.gather(*others)) == {"SESSION_BUSY"}
-        assert time.monotonic() - began < 2.0  # five seconds, one after the other
+        assert time.monotonic() - began < 2.0  # one after the other they would take five seconds
         rig.target.worker.gate.set()
         run.cancel()
         resumed.cancel()
 
 
-async def test_a_lease_that_was_taken_for_a_request_that_has_ended_meanwhile_is_given_back() -> None:
+async def test_a_lease_taken_for_a_request_that_has_finished_meanwhile_is_released() -> None:
     async with asyncio.timeout(30), Rig(drafts=0) as rig:
         first = await rig.coordinator()
         stream = first.stub.Generate(request(session_id="s", request_id="r", max_new_tokens=30))
@@ -127,7 +127,7 @@ async def test_a_lease_that_was_taken_for_a_request_that_has_ended_meanwhile_is_
         assert record.owner == ""
 
 
-async def test_a_client_that_leaves_while_its_prompt_is_being_written_leaves_no_lease() -> None:
+async def test_a_client_that_disconnects_while_its_prompt_is_written_leaves_no_lease() -> None:
     async with asyncio.timeout(30), Rig(drafts=0) as rig:
         gate = Gate()
         coordinator = await coordinator_on(rig, InterruptedStore(rig.store, "begin_request", before=gate.wait))
@@ -141,7 +141,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_being_written_leaves_no_
         assert record is None or record.owner == ""
 
 
-async def test_a_drain_ends_once_leases_are_given_back() -> None:
+async def test_a_drain_ends_after_all_leases_are_released() -> None:
     async with asyncio.timeout(30), Rig(drafts=0) as rig:
 
         async def wait(*_: Any) -> None:
@@ -156,8 +156,8 @@ async def test_a_drain_ends_once_leases_are_given_back() -> None:
         assert record.owner == ""
 
 
-async def test_a_replay_is_not_given_the_prompt_that_another_coordinator_is_just_writing() -> None:
-    """Who takes the session raises its epoch first, and writes the next turn's beginning then."""
+async def test_a_replay_does_not_show_the_prompt_that_another_coordinator_is_writing() -> None:
+    """A coordinator that takes a session first raises its epoch, and then writes the next turn's prompt."""
     async with asyncio.timeout(30), Rig(drafts=0) as rig:
         made = await (await rig.coordinator()).generate(request(session_id="s", request_id="r1", max_new_tokens=6))
         leases: list[Lease] = []
@@ -171,7 +171,7 @@ async def test_a_replay_is_not_given_the_prompt_that_another_coordinator_is_just
             assert record is not None
             assert record.request is not None
             asked = RequestRecord("r2", "digest", record.request.parameters_json, 1, output_start=len(PROMPT) + 10)
-            keep = len(PROMPT) + 2  # a conversation that was edited behind its first tokens of output
+            keep = len(PROMPT) + 2  # a conversation that was edited after its first output tokens
             await rig.store.begin_request(leases[0], asked, keep=keep, token_ids=np.full(8, 9, np.uint32))
 
         async def look_again(*_: Any) -> None:

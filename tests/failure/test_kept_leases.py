@@ -1,4 +1,4 @@
-"""Leases are short, yet a busy coordinator keeps them; one that hangs or dies gives its sessions up."""
+"""A busy coordinator keeps its short leases; one that hangs or dies loses them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TTL_S = 1.0
 
 
 def hang(seconds: float) -> None:
-    """Nothing else runs on this loop meanwhile, and the interpreter is kept busy as well."""
+    """Block the event loop, and keep the interpreter busy as well."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         pass
@@ -25,7 +25,7 @@ async def owner_of(rig: Rig, session_id: str) -> str:
     return record.owner
 
 
-async def test_a_generation_outlives_an_event_loop_that_is_busy_for_several_leases() -> None:
+async def test_a_generation_survives_an_event_loop_that_blocks_for_several_lease_times() -> None:
     async with Rig() as rig:
         coordinator = await rig.coordinator(lease_ttl_s=TTL_S)
         stream = coordinator.stub.Generate(request(max_new_tokens=200))
@@ -35,10 +35,10 @@ async def test_a_generation_outlives_an_event_loop_that_is_busy_for_several_leas
         assert output.token_ids == rig.target.worker.greedy_continuation(PROMPT, 200)
 
 
-async def test_leases_of_a_loop_that_hangs_are_left_to_expire_and_a_living_one_keeps_them() -> None:
+async def test_leases_of_a_hung_event_loop_expire_and_those_of_a_live_one_are_kept() -> None:
     async with Rig() as rig:
         lease = await rig.store.acquire("s", owner="us", ttl_s=TTL_S, create=True)
-        keeper = LeaseKeeper(rig.store, loop_patience_s=TTL_S)
+        keeper = LeaseKeeper(rig.store, loop_timeout_s=TTL_S)
         keeper.keep(lease)
         await asyncio.sleep(2 * TTL_S)
         assert await owner_of(rig, "s") == "us"
@@ -47,7 +47,7 @@ async def test_leases_of_a_loop_that_hangs_are_left_to_expire_and_a_living_one_k
         await keeper.close()
 
 
-async def test_a_dropped_lease_is_renewed_no_more_and_its_successor_is() -> None:
+async def test_a_dropped_lease_is_not_renewed_but_its_successor_is() -> None:
     async with Rig() as rig:
         keeper = LeaseKeeper(rig.store)
         first = await rig.store.acquire("s", owner="first", ttl_s=TTL_S, create=True)
@@ -64,7 +64,7 @@ async def test_a_dropped_lease_is_renewed_no_more_and_its_successor_is() -> None
         await keeper.close()
 
 
-async def test_a_lease_that_another_has_taken_is_given_up() -> None:
+async def test_a_lease_that_another_owner_has_taken_is_no_longer_renewed() -> None:
     async with Rig() as rig:
         keeper = LeaseKeeper(rig.store)
         lost = await rig.store.acquire("s", owner="lost", ttl_s=TTL_S, create=True)

@@ -1,4 +1,4 @@
-"""A target that drafts by itself is killed in mid-stream: another one goes on, with its own drafts or without any."""
+"""A target that drafts by itself is killed in mid-stream: another one continues, with its own drafts or without."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def holder(stack: Stack) -> str:
-    """The target that a session is on; "" while none has said so."""
+    """Return the target that holds a session; "" while none reports it."""
     pools = stub_of(stack.endpoint).GetInfo(pb.GetInfoRequest()).pools
     addresses = {replica.address for pool in pools for replica in pool.replicas if replica.num_sessions}
     return next((part.name for part in stack.parts.values() if part.address in addresses), "")
 
 
-def test_killed_targets_that_draft_cost_no_token(target: Path) -> None:
+def test_killed_targets_that_draft_by_themselves_cost_no_token(target: Path) -> None:
     with Stack(
         target, None, num_targets=2, target_arguments=("--local-draft", "early-exit:2", "--num-threads", "1")
     ) as stack:

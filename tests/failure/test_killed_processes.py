@@ -1,4 +1,4 @@
-"""Real processes and a real Redis: no process's end costs a client a token."""
+"""Real processes and a real Redis: the end of a process costs clients no token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from tests.support.stack import Stack
 __all__ = ["models", "redis_server", "reference", "stack"]
 
 
-def test_a_killed_draft_is_done_without_and_taken_back(stack: Stack, reference: list[int]) -> None:
+def test_a_stream_continues_without_a_killed_draft_and_uses_it_after_its_restart(
+    stack: Stack, reference: list[int]
+) -> None:
     stub = stub_of(stack.endpoint)
     stream = stub.Generate(ask(num_tokens=4 * NUM_TOKENS, gamma=1, return_provenance=True))
     output = read_some(stream, 8)
@@ -42,7 +44,7 @@ def test_a_killed_draft_is_done_without_and_taken_back(stack: Stack, reference: 
     assert run(stub, ask()).finished.stats.num_accepted_tokens > 0
 
 
-def test_a_killed_coordinators_stream_is_finished_by_another(stack: Stack, reference: list[int]) -> None:
+def test_another_coordinator_finishes_the_stream_of_a_killed_one(stack: Stack, reference: list[int]) -> None:
     stream = stub_of(stack.endpoint).Generate(ask("orphan", num_tokens=4 * NUM_TOKENS, gamma=1))
     held = read_some(stream, 20)
     stack.kill("coordinator")
@@ -58,9 +60,7 @@ def test_a_killed_coordinators_stream_is_finished_by_another(stack: Stack, refer
     assert list(record.token_ids) == [*PROMPT, *reference]
 
 
-async def test_a_stream_of_a_coordinator_that_stands_still_is_finished_by_another(
-    stack: Stack, reference: list[int]
-) -> None:
+async def test_another_coordinator_finishes_the_stream_of_a_stopped_one(stack: Stack, reference: list[int]) -> None:
     standing = stack.parts["coordinator"].process
     assert standing is not None
     endpoint = f"ipv4:{stack.endpoint},{stack.parts['coordinator2'].address}"
@@ -69,14 +69,16 @@ async def test_a_stream_of_a_coordinator_that_stands_still_is_finished_by_anothe
         async with AsyncClient(endpoint) as client, client.generate(stream=True, gamma=1, **options) as stream:
             await anext(stream)
             standing.send_signal(signal.SIGSTOP)
-            async with asyncio.timeout(40):  # gRPC by itself waits for a minute
+            async with asyncio.timeout(40):  # gRPC alone would wait for a minute
                 output = await stream.result()
     finally:
         standing.send_signal(signal.SIGCONT)
     assert list(output.token_ids) == reference
 
 
-def test_a_terminated_coordinator_finishes_what_runs_and_leaves_well(stack: Stack, reference: list[int]) -> None:
+def test_a_terminated_coordinator_finishes_running_requests_and_exits_with_0(
+    stack: Stack, reference: list[int]
+) -> None:
     stream = stub_of(stack.endpoint).Generate(ask(num_tokens=NUM_TOKENS, gamma=1))
     output = read_some(stream, 1)
     process = stack.parts["coordinator"].process

@@ -43,7 +43,7 @@ from tests.support.tier_rig import (
 )
 from tests.unit.state.test_kv_values import damaged
 
-LOOKS_DOWN = "serving without the KV tier"
+LOOKS_DOWN = "not available, serving without it"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The Redis that `specdec up` starts for itself: who gets one, and that it ends with its owner, however that ends."""
+"""The Redis that `specdec up` starts: when it is used, and that it ends with its owner in every case."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.up_rig import ENVIRON, start_up, store_of, wait_until_gone
 
 
 def server_of(url: str) -> int:
-    """Process id of what serves a URL."""
+    """Return the id of the process that serves a URL."""
     with redis.Redis.from_url(url) as client:
         return int(client.info("server")["process_id"])
 
@@ -36,7 +36,7 @@ def program() -> str:
     return program
 
 
-def test_it_serves_its_user_alone_keeps_nothing_and_leaves_nothing(program: str) -> None:
+def test_it_serves_only_its_user_and_leaves_no_files(program: str) -> None:
     with throwaway_redis() as store:
         assert isinstance(store, OwnRedis)
         path = Path(urlsplit(store.url).path)
@@ -51,7 +51,7 @@ def test_it_serves_its_user_alone_keeps_nothing_and_leaves_nothing(program: str)
     assert not path.parent.exists()
 
 
-def test_it_dies_with_an_owner_that_is_killed(program: str) -> None:
+def test_it_ends_when_its_owner_is_killed(program: str) -> None:
     words = (
         "import sys, time, specdec.state.own_redis as o\n"
         "with o.throwaway_redis() as store:\n"
@@ -96,7 +96,7 @@ def test_it_starts_again_at_the_same_address(program: str) -> None:
     ],
     ids=["none", "too old", "another program", "does not start"],
 )
-def test_where_there_is_none_that_will_do_the_store_is_embedded(
+def test_without_a_suitable_redis_server_the_store_is_embedded(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if words:
@@ -129,7 +129,7 @@ def test_a_memory_url_without_fakeredis_names_both_remedies(monkeypatch: pytest.
         RedisConnection("memory://")
 
 
-def test_up_says_that_its_store_has_ended_and_goes_on_with_an_empty_one(program: str) -> None:
+def test_up_reports_that_its_store_has_ended_and_continues_with_an_empty_one(program: str) -> None:
     up, endpoint = start_up()
     ask = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
     try:

@@ -1,4 +1,4 @@
-"""A replica that is redeployed at its address as something that does not fit: left out, said once, taken back."""
+"""A replica that is redeployed at its address and does not fit is left out, logged once, and used again later."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.stack import free_port
 
 
 async def redeploy(rig: Rig, service: Service, role: str = "", *, vocabulary: str = "table") -> Service:
-    """Ends a service and starts another, of the same model unless its role is another, at its address."""
+    """End a service and start another one at its address, with the same model unless its role differs."""
     await service.kill()
     rig.services.remove(service)
     role = role or service.role
@@ -39,7 +39,7 @@ async def redeploy(rig: Rig, service: Service, role: str = "", *, vocabulary: st
 
 
 async def poll_until_refused(pools: ReplicaPools, caplog: pytest.LogCaptureFixture, num_refused: int = 1) -> None:
-    """Polls until so many refusals have been logged, then some more: none of them is logged again."""
+    """Poll until `num_refused` refusals have been logged, then some more: none of them is logged again."""
     async with asyncio.timeout(60):
         while len(refusals(caplog)) < num_refused:
             await pools.poll()
@@ -80,7 +80,7 @@ async def test_a_draft_redeployed_with_another_tokenizer_is_left_out_until_it_ha
         assert await drafted(coordinator) > 0
 
 
-async def test_the_same_draft_refused_a_second_time_is_told_a_second_time(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_draft_that_is_refused_a_second_time_is_logged_a_second_time(caplog: pytest.LogCaptureFixture) -> None:
     async with Rig() as rig:
         coordinator = await rig.coordinator()
         other = await redeploy(rig, rig.draft, vocabulary="other")
@@ -91,7 +91,7 @@ async def test_the_same_draft_refused_a_second_time_is_told_a_second_time(caplog
         await poll_until_refused(coordinator.pools, caplog, num_refused=2)
 
 
-async def test_another_target_serves_while_one_has_another_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
+async def test_another_target_serves_while_one_has_the_wrong_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
     async with Rig(targets=2) as rig:
         coordinator = await rig.coordinator()
         first, second = rig.of_role(TARGET)
@@ -131,7 +131,7 @@ async def test_without_a_fitting_target_requests_are_refused_until_one_comes_bac
         assert (await coordinator.generate(request())).token_ids == rig.target.worker.greedy_continuation(PROMPT, 24)
 
 
-async def test_a_discovered_replica_that_was_refused_is_taken_once_it_fits(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_registered_replica_that_was_refused_is_used_once_it_fits(caplog: pytest.LogCaptureFixture) -> None:
     async with Rig() as rig:
         other = await redeploy(rig, rig.draft, vocabulary="other")
         registry = open_registry(f"memory://{id(rig)}")
@@ -163,7 +163,7 @@ async def test_an_endpoint_that_becomes_a_service_of_the_other_role_is_left_out(
         assert (await coordinator.generate(request())).finished.stats.num_draft_tokens > 0
 
 
-async def test_an_endpoint_where_nobody_listens_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_endpoint_where_nothing_listens_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     pools = ReplicaPools("table", open_link, static_endpoints=[(TARGET, f"127.0.0.1:{free_port()}")])
     for _ in range(3):
         await pools.poll()
@@ -173,7 +173,7 @@ async def test_an_endpoint_where_nobody_listens_is_told_once(caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("role", [DRAFT, TARGET])
-async def test_a_replica_that_stands_still_until_its_record_expires_leaves_the_others_in_use(role: str) -> None:
+async def test_a_replica_that_hangs_until_its_record_expires_leaves_the_others_in_use(role: str) -> None:
     async with Rig() as rig, silent_service() as address:
         registry = open_registry(f"memory://{id(rig)}")
         for service in rig.services:

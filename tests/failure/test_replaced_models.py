@@ -1,7 +1,7 @@
-"""The process behind a replica's address replaced by one with the same vocabulary and other weights, in mid-session.
+"""A replica's process is replaced in mid-session by one with the same vocabulary and other weights.
 
-Nobody polls but where a test says so: what keeps a foreign model's tokens away must be in the calls themselves. Greedy
-text of both models is known (`TableWorker`), so that one foreign token shows.
+Replicas are polled only where a test says so, so that the calls themselves must keep the other model's tokens away. The
+greedy output of both models is known (`TableWorker`), so one foreign token is noticed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SALTS = (0, 5)
 
 
 async def replace_model(rig: Rig, service: Service, salt: int, **options: Any) -> Service:
-    """Another model's process takes over an address, as a redeploy or a load balancer would have it."""
+    """Start a process of another model at the address of a service, as a redeploy or a load balancer does."""
     listen = service.address
     await service.kill()
     reborn = await start_service(service.role, salt=salt, listen=listen, **options)
@@ -46,7 +46,7 @@ async def replace_model(rig: Rig, service: Service, salt: int, **options: Any) -
 
 
 class Interposed:
-    """An engine after whose `after`-th answer, and before it is told, something happens."""
+    """An engine that calls a hook after its `after`-th answer, before the answer is sent."""
 
     def __init__(self, engine: Any, after: int, happens: Callable[[], Awaitable[object]]) -> None:
         self._engine = engine
@@ -64,7 +64,7 @@ class Interposed:
 
 
 async def read_on(stream: Any, output: Output) -> str:
-    """Reads to the end of a stream; returns the reason it broke off for, or ""."""
+    """Read to the end of a stream; return the reason of its error, or ""."""
     try:
         while (response := await stream.read()) is not grpc.aio.EOF:
             output.add(response)
@@ -84,7 +84,7 @@ def greedy_of(salt: int, held: list[int], num_tokens: int = NUM_TOKENS) -> list[
 
 
 async def a_swapped_session(rig: Rig, coordinator: Coordinator, number: int) -> tuple[int, bool]:
-    """One session whose target's model is replaced: after some tokens, or between a propose and its verify.
+    """Run a session whose target's model is replaced after some tokens, or between a propose and its verify.
 
     Returns:
         Foreign tokens shown, in that turn and where it was resumed; whether the turn broke off.
@@ -123,7 +123,7 @@ async def a_swapped_session(rig: Rig, coordinator: Coordinator, number: int) -> 
 
 
 @pytest.mark.parametrize("num_swaps", [24, pytest.param(100, marks=pytest.mark.full)])
-async def test_no_swap_of_the_model_behind_an_address_shows_a_token_of_the_other_model(num_swaps: int) -> None:
+async def test_swapping_the_model_behind_an_address_never_shows_a_token_of_the_other_model(num_swaps: int) -> None:
     async with Rig() as rig:
         coordinator = await rig.coordinator()
         outcomes = []
@@ -132,12 +132,12 @@ async def test_no_swap_of_the_model_behind_an_address_shows_a_token_of_the_other
             await poll_until_alive(coordinator, 2)
             outcomes.append(await a_swapped_session(rig, coordinator, number))
     assert sum(foreign > 0 for foreign, _ in outcomes) == 0
-    # Otherwise the swaps would have come too late to show anything.
+    # Otherwise the swaps came too late to prove anything.
     assert sum(broke for _, broke in outcomes) > num_swaps // 2
 
 
 @pytest.mark.parametrize("predraft", [Predraft.OFF, Predraft.ON], ids=lambda predraft: predraft.value)
-async def test_a_draft_of_another_model_drafts_nothing_until_it_is_known(predraft: Predraft) -> None:
+async def test_a_draft_replaced_by_another_model_is_not_used_until_it_is_polled(predraft: Predraft) -> None:
     async with Rig() as rig:
         await replace_model(rig, rig.draft, 1, predraft=predraft)
         coordinator = await rig.coordinator()
@@ -152,7 +152,7 @@ async def test_a_draft_of_another_model_drafts_nothing_until_it_is_known(predraf
         assert (await coordinator.generate(request())).finished.stats.num_draft_tokens > 0
 
 
-async def test_a_session_moves_to_a_replica_of_its_model_when_the_one_it_was_on_serves_another() -> None:
+async def test_a_session_moves_to_a_replica_of_its_model_when_its_own_serves_another() -> None:
     async with Rig(targets=2) as rig:
         coordinator = await rig.coordinator()
         stream = coordinator.stub.Generate(request(max_new_tokens=200, gamma=2))
@@ -164,7 +164,7 @@ async def test_a_session_moves_to_a_replica_of_its_model_when_the_one_it_was_on_
         assert other.worker.steps == []
 
 
-async def test_a_replica_that_starts_again_with_its_model_is_known_at_once_and_used() -> None:
+async def test_a_replica_that_restarts_with_its_model_is_used_at_once() -> None:
     async with Rig(drafts=0) as rig:
         coordinator = await rig.coordinator()
         watching = asyncio.create_task(coordinator.pools.watch())
@@ -178,7 +178,7 @@ async def test_a_replica_that_starts_again_with_its_model_is_known_at_once_and_u
         watching.cancel()
 
 
-async def test_a_new_turn_on_another_model_is_told_to_the_caller_and_to_whoever_reads_it_again() -> None:
+async def test_a_turn_on_another_model_reports_the_change_also_when_it_is_replayed() -> None:
     async with Rig() as rig:
         coordinator = await rig.coordinator()
         first = await coordinator.generate(request(session_id="s"))
@@ -199,7 +199,7 @@ async def test_a_new_turn_on_another_model_is_told_to_the_caller_and_to_whoever_
         assert (last.started.target_fingerprint, last.started.target_changed) == ("table-5-table", False)
 
 
-async def test_a_turn_that_met_another_model_before_its_first_token_begins_there_and_says_so() -> None:
+async def test_a_turn_that_has_shown_no_token_moves_to_the_new_model_and_reports_it() -> None:
     async with Rig() as rig:
         coordinator = await rig.coordinator()
         first = await coordinator.generate(request(session_id="s"))

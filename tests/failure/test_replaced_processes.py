@@ -1,4 +1,4 @@
-"""Real processes: the target's is replaced by one with another model of the same vocabulary, and later brought back."""
+"""Real processes: the target is replaced by another model of the same vocabulary, and later brought back."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def reference(model: Path, prompt: tuple[int, ...]) -> list[int]:
     return greedy(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), prompt, NUM_TOKENS)
 
 
-def test_a_redeployed_target_shows_no_token_in_the_old_ones_sessions_and_new_turns_say_so(
+def test_a_redeployed_target_adds_no_token_to_running_turns_and_new_turns_report_it(
     models: tuple[Path, Path, Path],
 ) -> None:
     target, draft, other = models

@@ -1,4 +1,4 @@
-"""Who owns a session when two coordinators, a drain or a leaving client meet an admission or an end half done."""
+"""Ownership of a session when two coordinators, a drain or a disconnecting client interrupt an admission or an end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.coordinator_rig import PROMPT, Rig, eventually, read_rest, re
 from tests.support.interrupted_store import InterruptedStore, coordinator_on, keys_of, reason_of
 
 
-async def test_a_coordinator_that_comes_too_late_leaves_the_session_another_has_made_meanwhile() -> None:
+async def test_a_coordinator_that_comes_second_leaves_the_session_that_another_created() -> None:
     async with Rig() as rig:
         quick = await rig.coordinator()
         made = []
@@ -27,7 +27,7 @@ async def test_a_coordinator_that_comes_too_late_leaves_the_session_another_has_
         assert replayed.token_ids == made[0].token_ids
 
 
-async def test_a_session_changed_to_the_same_length_meanwhile_is_not_taken_for_what_it_was() -> None:
+async def test_a_session_replaced_by_one_of_the_same_length_is_noticed() -> None:
     async with Rig() as rig:
         first = await rig.coordinator()
         await first.generate(request(session_id="s", max_new_tokens=6))
@@ -44,7 +44,7 @@ async def test_a_session_changed_to_the_same_length_meanwhile_is_not_taken_for_w
         assert (await rig.store.read_tokens("s")).tolist() == changed.tolist()
 
 
-async def test_a_new_session_that_another_coordinator_took_over_is_not_deleted_by_its_first_owner() -> None:
+async def test_a_new_session_taken_over_by_another_coordinator_is_not_deleted_by_its_first_owner() -> None:
     async with Rig() as rig:
         takers = []
 
@@ -60,7 +60,7 @@ async def test_a_new_session_that_another_coordinator_took_over_is_not_deleted_b
         assert (record.owner, record.epoch, record.num_tokens) == ("another", takers[0].epoch, len(PROMPT))
 
 
-async def test_a_client_that_leaves_while_the_lease_is_being_taken_leaves_no_lease_and_no_session() -> None:
+async def test_a_client_that_disconnects_while_the_lease_is_taken_leaves_no_lease_and_no_session() -> None:
     async with Rig() as rig:
         taken, gate = asyncio.Event(), asyncio.Event()
 
@@ -73,7 +73,7 @@ async def test_a_client_that_leaves_while_the_lease_is_being_taken_leaves_no_lea
         await taken.wait()
         assert await keys_of(rig)
         stream.cancel()
-        # Only once the server has noticed: a client that leaves later leaves a session that can be resumed.
+        # Waits until the server has noticed. A client that leaves later leaves a session that can be resumed.
         await eventually(lambda: any("_give_back" in str(task.get_coro()) for task in asyncio.all_tasks()))
         gate.set()
         for _ in range(1000):
@@ -84,7 +84,7 @@ async def test_a_client_that_leaves_while_the_lease_is_being_taken_leaves_no_lea
         assert (await coordinator.generate(request(session_id="s"))).finished is not None
 
 
-async def test_an_admission_that_a_drain_overtakes_is_refused_and_leaves_nothing() -> None:
+async def test_an_admission_that_a_drain_overtakes_is_refused_and_leaves_no_state() -> None:
     async with Rig() as rig:
 
         async def drain(*_: object) -> None:
@@ -96,7 +96,7 @@ async def test_an_admission_that_a_drain_overtakes_is_refused_and_leaves_nothing
         assert await keys_of(rig) == []
 
 
-async def test_a_session_deleted_while_its_request_ends_still_ends_for_its_readers() -> None:
+async def test_readers_get_the_end_of_a_request_whose_session_is_deleted_as_it_ends() -> None:
     async with Rig() as rig:
         ending, gate = asyncio.Event(), asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""A Redis that takes connections and answers nothing: nobody waits for it twice."""
+"""A Redis that accepts connections and answers nothing: no call waits for a second time-out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.front import readiness
 from coordinator.front.readiness import Readiness
-from coordinator.generation.commits import CommitQueue
+from coordinator.generation.publisher import CommitQueue
 from specdec.errors import Unavailable
 from specdec.state import connection
 from specdec.state.redis_store import open_store
@@ -21,13 +21,13 @@ from specdec.state.store import Commit, Lease, SessionStore
 from tests.support.coordinator_rig import eventually
 from tests.support.redis_fixture import RedisServer
 
-#: Of one reply. An attempt and three more take four of them.
+#: Time limit of one reply; an attempt and three retries take four of them.
 _REPLY_S = 0.2
 
 
 @pytest.fixture
 async def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[RedisServer, SessionStore]]:
-    """A store whose server has answered once and stands still, which the test may let go on."""
+    """A store whose server answered once and then hangs; the test may let it continue."""
     monkeypatch.setattr(connection, "REPLY_TIMEOUT_S", _REPLY_S)
     monkeypatch.setattr(connection, "CONNECT_TIMEOUT_S", _REPLY_S)
     server = RedisServer(tmp_path)
@@ -42,7 +42,7 @@ async def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 
 async def check_failing_together(first: Coroutine[Any, Any, Any], second: Coroutine[Any, Any, Any]) -> None:
-    """`second` is asked for while `first` is under way, and would be sent after it."""
+    """Start `second` while `first` runs, so that it would be sent afterwards."""
     tasks = [asyncio.create_task(first)]
     await asyncio.sleep(_REPLY_S / 2)
     tasks.append(asyncio.create_task(second))
@@ -55,7 +55,7 @@ async def check_failing_together(first: Coroutine[Any, Any, Any], second: Corout
         assert raised.value.reason == "STORE_UNAVAILABLE"
 
 
-async def test_what_waits_behind_a_script_that_is_not_answered_fails_with_it(
+async def test_scripts_that_wait_behind_an_unanswered_one_fail_with_it(
     silent: tuple[RedisServer, SessionStore],
 ) -> None:
     server, store = silent
@@ -64,7 +64,7 @@ async def test_what_waits_behind_a_script_that_is_not_answered_fails_with_it(
     assert await store.load("a") is None
 
 
-async def test_commits_that_wait_behind_one_that_is_not_answered_fail_with_it(
+async def test_commits_that_wait_behind_an_unanswered_one_fail_with_it(
     silent: tuple[RedisServer, SessionStore],
 ) -> None:
     _, store = silent
@@ -77,7 +77,7 @@ async def test_commits_that_wait_behind_one_that_is_not_answered_fail_with_it(
     await check_failing_together(commit("a"), commit("b"))
 
 
-async def test_a_coordinator_whose_store_is_silent_says_so_until_it_answers(
+async def test_a_coordinator_with_a_silent_store_is_unavailable_until_it_answers(
     silent: tuple[RedisServer, SessionStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, store = silent

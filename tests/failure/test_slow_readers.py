@@ -1,4 +1,4 @@
-"""Clients that read slowly or not at all: bounded memory, and every token once they read again."""
+"""Clients that read slowly or not at all: memory stays bounded, and they get every token when they resume."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.coordinator_rig import (
 
 KEPT = 16
 NUM_TOKENS = 500
-#: Details of 20 logprobs a token, so that the transport's own buffers hold a fraction of the output.
+#: Each token has details of 20 logprobs, so that the buffers of the transport hold only a part of the output.
 LARGE = {"max_new_tokens": NUM_TOKENS, "logprobs": 20, "provenance": True}
 
 
@@ -37,7 +37,7 @@ def small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept_tokens(coordinator: Coordinator) -> int:
-    """Most tokens that a running generation keeps for its readers."""
+    """Return the largest number of tokens that a running generation keeps for its readers."""
     streams = [generation.stream for generation in coordinator.generations._running.values()]
     return max((stream.num_tokens - stream.num_dropped_tokens for stream in streams), default=0)
 
@@ -71,6 +71,8 @@ async def test_a_reader_that_never_reads_is_cut_off_and_resumes_without_repeat_o
         assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
         assert error.retryable
         assert "resume" in error.message
+        failures = {"model_name": "table", "reason": "QUEUE_FULL"}  # not a cancellation: the server ended the stream
+        assert coordinator.metrics.registry.get_sample_value("specdec:request_failures_total", failures) == 1.0
         num_read = len(output.token_ids)
         assert 0 < num_read < NUM_TOKENS
         rest = await coordinator.generate(request(None, session_id="s", resume_from=num_read))
@@ -78,7 +80,7 @@ async def test_a_reader_that_never_reads_is_cut_off_and_resumes_without_repeat_o
         assert output.token_ids + rest.token_ids == rig.target.worker.greedy_continuation(PROMPT, NUM_TOKENS)
 
 
-async def test_a_reader_that_never_reads_holds_up_no_other_reader_of_its_request() -> None:
+async def test_a_reader_that_never_reads_does_not_delay_other_readers_of_its_request() -> None:
     async with started_coordinator() as (rig, coordinator), narrow_stub(coordinator) as stub:
         asked = request(session_id="s", request_id="r", **LARGE)
         idle = stub.Generate(asked)
@@ -90,8 +92,8 @@ async def test_a_reader_that_never_reads_holds_up_no_other_reader_of_its_request
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_who_joins_late_gets_from_the_log_what_is_not_kept_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = 100  # a starved machine lets readers fall a few rounds behind
+async def test_a_reader_that_joins_late_gets_dropped_tokens_from_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = 100  # on a slow machine readers fall a few rounds behind
     monkeypatch.setattr(output_stream, "MAX_BUFFERED_TOKENS", kept)
     async with started_coordinator() as (rig, coordinator):
         asked = request(session_id="s", request_id="r", max_new_tokens=400, gamma=2)
@@ -110,7 +112,7 @@ async def test_who_joins_late_gets_from_the_log_what_is_not_kept_any_more(monkey
         assert joined.finished.reason == whole.finished.reason == pb.FINISH_REASON_LENGTH
 
 
-async def test_streams_of_one_connection_that_nobody_reads_are_cut_off_one_by_one(
+async def test_unread_streams_of_one_connection_are_cut_off_one_by_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with started_coordinator() as (rig, coordinator), narrow_stub(coordinator) as stub:

@@ -1,4 +1,4 @@
-"""Replicas that answer nonsense or an internal error: the client sees text, or who was at fault."""
+"""Replicas with invalid answers or internal errors: the client gets text, or an error that names the faulty part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.coordinator_rig import (
 
 
 class OutsideTheVocabulary:
-    """An engine whose answers' token ids are all too high by the size of the vocabulary."""
+    """An engine whose token ids are all too high by the size of the vocabulary."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -60,7 +60,7 @@ class OutsideTheVocabulary:
 
 
 def refusing(error: SpecdecError) -> Callable[[Any], Any]:
-    """What puts `error` in the place of every verification of an engine."""
+    """Return a change that replaces every verification of an engine by `error`."""
 
     class Refusing:
         def __init__(self, engine: Any) -> None:
@@ -92,7 +92,7 @@ async def add_liar(rig: Rig, role: str) -> Service:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_a_draft_of_tokens_that_do_not_exist_is_no_draft(temperature: float) -> None:
+async def test_a_draft_of_tokens_outside_the_vocabulary_is_ignored(temperature: float) -> None:
     async with Rig(drafts=0) as rig:
         await add_liar(rig, DRAFT)
         coordinator = await rig.coordinator()
@@ -104,7 +104,7 @@ async def test_a_draft_of_tokens_that_do_not_exist_is_no_draft(temperature: floa
 
 @pytest.mark.parametrize("mode", [pb.SPECULATION_MODE_REJECTION, pb.SPECULATION_MODE_COUPLED])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_a_target_that_answers_tokens_that_do_not_exist_is_named(mode: int, temperature: float) -> None:
+async def test_a_target_that_answers_tokens_outside_the_vocabulary_is_named(mode: int, temperature: float) -> None:
     async with Rig(targets=0, drafts=0) as rig:
         liar = await add_liar(rig, TARGET)
         coordinator = await rig.coordinator()
@@ -116,7 +116,7 @@ async def test_a_target_that_answers_tokens_that_do_not_exist_is_named(mode: int
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda error: error.reason)
-async def test_what_a_target_refuses_is_not_said_to_be_the_clients_fault(
+async def test_a_targets_refusal_is_not_reported_as_the_clients_fault(
     refusal: SpecdecError, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Rig(targets=0, drafts=0) as rig:
@@ -133,7 +133,7 @@ async def test_what_a_target_refuses_is_not_said_to_be_the_clients_fault(
         assert refusal.code in warning.getMessage()
 
 
-async def test_a_newer_owner_of_the_session_is_still_told_as_such() -> None:
+async def test_a_newer_owner_of_the_session_is_reported_as_such() -> None:
     async with Rig(targets=0, drafts=0) as rig:
         rig.services.append(await start_service(TARGET, salt=0, between=refusing(errors.StaleEpoch("epoch 9"))))
         coordinator = await rig.coordinator()
@@ -156,7 +156,7 @@ async def test_a_target_with_wrong_answers_is_replaced_by_another() -> None:
     async with Rig() as rig:
         liar = await add_liar(rig, TARGET)
         coordinator = await rig.coordinator()
-        # Enough sessions that both replicas are chosen.
+        # With this many sessions both replicas are chosen.
         for index in range(8):
             output = await coordinator.generate(request(session_id=f"s{index}"))
             assert output.token_ids == rig.target.worker.greedy_continuation(PROMPT, 24)

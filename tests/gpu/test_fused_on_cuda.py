@@ -1,4 +1,4 @@
-"""The kernels between a step's products, compiled: what the interpreter showed, on the device."""
+"""The compiled kernels between a step's products on a GPU, with the checks of the interpreted ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [80, 4096])
-def test_a_sum_and_its_norm_are_those_of_transformers(width: int, dtype: torch.dtype) -> None:
+def test_a_sum_and_its_norm_equal_those_of_transformers(width: int, dtype: torch.dtype) -> None:
     residual, delta = (random(5, width, dtype=dtype, seed=seed, device="cuda") for seed in (0, 1))
     gains, rows = random(width, dtype=dtype, seed=2, device="cuda"), torch.tensor([4, 1], device="cuda")
     total = residual + delta
@@ -28,7 +28,7 @@ def test_a_sum_and_its_norm_are_those_of_transformers(width: int, dtype: torch.d
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num", "num_kv", "dim", "is_normed"), [(32, 8, 128, False), (3, 1, 80, True)])
-def test_heads_are_rotated_as_by_transformers_and_stored(
+def test_heads_are_rotated_as_in_transformers_and_stored(
     num: int, num_kv: int, dim: int, is_normed: bool, dtype: torch.dtype
 ) -> None:
     heads = Heads(num, num_kv, dim, dtype, is_normed=is_normed, device="cuda")
@@ -38,7 +38,7 @@ def test_heads_are_rotated_as_by_transformers_and_stored(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_gate_is_that_of_transformers(dtype: torch.dtype) -> None:
+def test_the_gate_equals_that_of_transformers(dtype: torch.dtype) -> None:
     gate_up = random(5, 2 * 1500, dtype=dtype, device="cuda") * 8
     gate, up = gate_up.chunk(2, dim=1)
     close(fused.gated(gate_up), torch.nn.functional.silu(gate) * up)

@@ -1,4 +1,4 @@
-"""What targets draft with by themselves, beside captured steps: the same drafts and verifications as in eager ones."""
+"""Local drafts of targets with CUDA graphs: the same drafts and verifications as with eager steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CUDA = torch.device("cuda:0")
 
 
 def drafts(worker: Worker, kind: str, tokens: list[int]) -> torch.Tensor:
-    """[GAMMA, V]: greedy drafts behind a sequence of which all but the last token was run."""
+    """Return the logits [GAMMA, V] of a greedy draft after a sequence whose last token was not run."""
     token, rows = tokens[-1], []
     for index in range(GAMMA):
         piece = SequenceSlice((token,), len(tokens) - 1 + index, BLOCKS, 1, index)
@@ -43,7 +43,7 @@ def drafts(worker: Worker, kind: str, tokens: list[int]) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def test_heads_and_exits_draft_the_same_beside_captured_steps(tmp_path: Path) -> None:
+def test_heads_and_exits_draft_the_same_with_cuda_graphs(tmp_path: Path) -> None:
     build_tiny_model("llama", tmp_path / "target", num_layers=4)
     config = eagle3_config(WIDTH, VOCABULARY_SIZE, 80)
     write_eagle3(tmp_path / "eagle3", as_speculators(config, STATES), eagle3_tensors(config))
@@ -53,7 +53,7 @@ def test_heads_and_exits_draft_the_same_beside_captured_steps(tmp_path: Path) ->
         LocalDraftSpec("early-exit", "early-exit", 2),
     )
     capture = CountedCapture(CudaCapture(CUDA))
-    captured, eager = (
+    recorded, eager = (
         load_worker(
             LoadRequest(
                 str(tmp_path / "target"),
@@ -64,16 +64,16 @@ def test_heads_and_exits_draft_the_same_beside_captured_steps(tmp_path: Path) ->
                 compiling=compiling,
             )
         )
-        for compiling in (CompileOptions("captured", (1, 3, 5), capture=capture), CompileOptions("eager"))
+        for compiling in (CompileOptions("cuda-graphs", (1, 3, 5), capture=capture), CompileOptions("eager"))
     )
     before = capture.num_replays
     for end in (20, 24):
         start = 0 if end == 20 else 19
         step = StepPlan((SequenceSlice(tuple(TOKENS[start : end - 1]), start, BLOCKS, 1),))
-        rows = [worker.execute(step).cpu() for worker in (captured, eager)]
+        rows = [worker.execute(step).cpu() for worker in (recorded, eager)]
         torch.testing.assert_close(*rows, atol=1e-3, rtol=1e-3)
         for kind in ("eagle3", "medusa", "early-exit"):
-            both = [drafts(worker, kind, TOKENS[:end]) for worker in (captured, eager)]
+            both = [drafts(worker, kind, TOKENS[:end]) for worker in (recorded, eager)]
             torch.testing.assert_close(*both, atol=1e-3, rtol=1e-3)
     # A verification, and each draft step of the early exit; heads run eagerly.
     assert capture.num_replays - before == 1 + 2 * GAMMA

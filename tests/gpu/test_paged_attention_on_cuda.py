@@ -1,4 +1,4 @@
-"""The kernels of paged attention, compiled: what the interpreter showed, on the device, and against PyTorch's own."""
+"""The compiled paged attention kernels on a GPU: the checks of the interpreted ones, and PyTorch's attention."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ SHIPPED = Splitting()
 MIXED = batch((70, 1), (29, 5), (15, 20), (0, 9), (0, 1), (5, 0), (2100, 5), (500, 17), (4097, 1), (127, 1), (128, 1))
 
 
-# Each is a kernel to compile, in float32 for ten seconds and more.
+# Each is a kernel to compile, which takes over ten seconds in float32.
 @pytest.mark.parametrize(
     ("dim", "dtype"),
     [(64, torch.float32), (128, torch.float16), *((dim, torch.bfloat16) for dim in (64, 80, 96, 128, 256))],
 )
-def test_heads_of_any_size_are_right(dim: int, dtype: torch.dtype) -> None:
+def test_heads_of_any_size_are_supported(dim: int, dtype: torch.dtype) -> None:
     check(Step(Heads(dim, num_kv=2, per_kv=4), MIXED, dtype, "cuda"), SHIPPED)
 
 
 @pytest.mark.parametrize("per_kv", [1, 3, 12])
-def test_heads_that_share_keys_are_right(per_kv: int) -> None:
+def test_any_number_of_heads_may_share_keys(per_kv: int) -> None:
     check(Step(Heads(128, num_kv=2, per_kv=per_kv), MIXED, torch.bfloat16, "cuda"), SHIPPED)
 
 
 @pytest.mark.parametrize("window", [1, 129, 1000])
-def test_a_window_ends_where_it_should(window: int) -> None:
+def test_a_window_limits_the_visible_keys(window: int) -> None:
     check(Step(Heads(128, window=window), MIXED, torch.bfloat16, "cuda"), SHIPPED)
 
 
@@ -43,7 +43,7 @@ def test_scores_are_capped() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("start", [0, 511, 8000])
-def test_a_verification_equals_pytorch_s_attention(start: int, dtype: torch.dtype) -> None:
+def test_a_verification_equals_the_attention_of_pytorch(start: int, dtype: torch.dtype) -> None:
     heads = Heads(128, num_kv=8, per_kv=4)
     step = Step(heads, [Part(start, 5, seed=1)], dtype, "cuda")
     keys, values = (
@@ -58,7 +58,7 @@ def test_a_verification_equals_pytorch_s_attention(start: int, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_has_the_same_bits_alone_and_in_company(dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_alone_and_among_other_rows(dtype: torch.dtype) -> None:
     for heads, start in ((Heads(128, 8, 4), 0), (Heads(128, 8, 4), 3000), (Heads(128, 8, 4, window=600), 3000)):
         alone = Step(heads, [Part(start, 1, seed=3)], dtype, "cuda").attend(SHIPPED)[0]
         company = [*batch((41, 3)), Part(start, 5, seed=3), *batch((900, 1))]

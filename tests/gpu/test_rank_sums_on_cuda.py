@@ -48,11 +48,11 @@ def test_sums_over_ranks_are_recorded_like_any_other_kernel(lone_rank: RankGroup
     ("dtype", "options"),
     [
         ("float32", {"backend": "eager"}),
-        ("float32", {"backend": "captured"}),
-        ("bfloat16", {"backend": "captured", "is_deterministic": True}),
-        ("int8", {"backend": "captured"}),
+        ("float32", {"backend": "cuda-graphs"}),
+        ("bfloat16", {"backend": "cuda-graphs", "is_deterministic": True}),
+        ("int8", {"backend": "cuda-graphs"}),
     ],
-    ids=["eager", "captured", "deterministic", "int8"],
+    ids=["eager", "cuda-graphs", "deterministic", "int8"],
 )
 def test_two_ranks_give_the_logits_of_one_gpu(dtype: str, options: dict[str, object], tmp_path: Path) -> None:
     from tests.support.rank_rig import RankRig

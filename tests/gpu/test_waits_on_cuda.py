@@ -1,4 +1,4 @@
-"""How often a step waits for the device, as docs/history/performance.md says it."""
+"""Number of times that a step waits for the device, as docs/history/performance.md states."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engine.logits.filters import FilterContext, distributions_of, filtered_distributions, greedy_choices
+from specdec.engine.logits.filters import distributions_of, filtered_distributions, greedy_choices
+from specdec.engine.logits.penalties import FilterContext, RunningHistory
 from specdec.engine.logits.rows import cut_supports, distribution_rows
-from specdec.engine.logits.running_history import RunningHistory
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.types import SamplingFilters
 
@@ -30,7 +30,7 @@ LAWS = {
 
 
 def num_waits(action: Callable[[], object]) -> int:
-    action()  # what is loaded or allocated once
+    action()  # the first call loads and allocates
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -57,7 +57,7 @@ def test_a_greedy_step_waits_once(logits: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(("filters", "expected"), [("no filter", 2), ("top-k", 2), ("top-p", 3)])
-def test_a_sampled_draft_step_waits_for_what_is_read(filters: str, expected: int, logits: torch.Tensor) -> None:
+def test_a_sampled_draft_step_waits_only_for_its_reads(filters: str, expected: int, logits: torch.Tensor) -> None:
     def step() -> None:
         read = StepLogits.read(logits)
         cut_supports(filtered_distributions(read.values, contexts(LAWS[filters])), S_MAX)
@@ -66,7 +66,7 @@ def test_a_sampled_draft_step_waits_for_what_is_read(filters: str, expected: int
 
 
 @pytest.mark.parametrize(("filters", "expected"), [("no filter", 3), ("top-k", 3), ("top-p", 4)])
-def test_a_sampled_verification_waits_for_what_is_read(filters: str, expected: int, logits: torch.Tensor) -> None:
+def test_a_sampled_verification_waits_only_for_its_reads(filters: str, expected: int, logits: torch.Tensor) -> None:
     def step() -> None:
         read = StepLogits.read(logits)
         distribution_rows(filtered_distributions(read.values, contexts(LAWS[filters])), SUPPORTS, [0.5] * NUM_ROWS)
@@ -74,7 +74,7 @@ def test_a_sampled_verification_waits_for_what_is_read(filters: str, expected: i
     assert num_waits(step) == expected
 
 
-def test_a_step_of_a_run_with_a_history_waits_for_nothing_and_makes_what_the_cpu_makes(logits: torch.Tensor) -> None:
+def test_a_multi_step_draft_with_penalties_does_not_wait_and_equals_the_cpu(logits: torch.Tensor) -> None:
     filters = SamplingFilters(
         repetition_penalty=1.1, presence_penalty=0.3, frequency_penalty=0.7, logit_bias={5: 1.5},
         min_new_tokens=20, end_token_ids=(1, 2),
@@ -95,14 +95,14 @@ def test_a_step_of_a_run_with_a_history_waits_for_nothing_and_makes_what_the_cpu
 
 
 @pytest.mark.parametrize("filters", LAWS)
-def test_a_law_of_a_run_waits_for_nothing(filters: str, logits: torch.Tensor) -> None:
+def test_distributions_of_a_multi_step_draft_do_not_wait(filters: str, logits: torch.Tensor) -> None:
     scores, params = logits.to(torch.float64), [LAWS[filters]] * NUM_ROWS
     short = torch.zeros(NUM_ROWS, dtype=torch.bool, device="cuda")
     assert num_waits(lambda: distributions_of(scores.clone(), params, short)) == 0
 
 
 @pytest.mark.parametrize("filters", LAWS)
-def test_laws_supports_and_rows_are_those_of_the_cpu(filters: str, logits: torch.Tensor) -> None:
+def test_distributions_supports_and_rows_equal_those_of_the_cpu(filters: str, logits: torch.Tensor) -> None:
     tied = logits.round()
     laws = filtered_distributions(tied, contexts(LAWS[filters]))
     expected = filtered_distributions(tied.cpu(), contexts(LAWS[filters]))

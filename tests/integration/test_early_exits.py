@@ -69,8 +69,8 @@ def compiling(request: pytest.FixtureRequest) -> Iterator[CompileOptions]:
 # Recording takes its time: each kind of captured steps in one of both.
 @pytest.mark.parametrize(
     ("compiling", "is_adapted"),
-    [("native", False), ("native", True), ("eager", False), ("eager", True), ("captured", False),
-     ("captured, paged", True)],
+    [("native", False), ("native", True), ("eager", False), ("eager", True), ("cuda-graphs", False),
+     ("cuda-graphs, paged", True)],
     indirect=["compiling"],
 )  # fmt: skip
 def test_a_draft_step_is_the_first_layers_own_forward_pass(
@@ -92,10 +92,10 @@ def test_a_draft_step_is_the_first_layers_own_forward_pass(
     for index, token_id in enumerate(TOKENS[first:]):  # over the end of a block
         row = worker.execute(drafted(token_id, first + index, index))
         torch.testing.assert_close(row[0], expected[index, : row.shape[1]], rtol=1e-4, atol=1e-4)
-    assert num_replays(compiling) - before == (4 if compiling.backend == "captured" else 0)
+    assert num_replays(compiling) - before == (4 if compiling.backend == "cuda-graphs" else 0)
 
 
-@pytest.mark.parametrize("compiling", ["native", "eager", "captured"], indirect=True)
+@pytest.mark.parametrize("compiling", ["native", "eager", "cuda-graphs"], indirect=True)
 def test_draft_steps_leave_the_verification_after_them_as_it_would_have_been(
     llama: Path, compiling: CompileOptions
 ) -> None:

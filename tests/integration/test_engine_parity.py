@@ -38,7 +38,7 @@ class Case:
 
     def __init__(self, directory: Path, architecture: str, compile_backend: str) -> None:
         self.directory = directory
-        self.capture = CountedCapture() if compile_backend == "captured" else None
+        self.capture = CountedCapture() if compile_backend == "cuda-graphs" else None
         # 24, Qwen 3's width here otherwise, is one that the native kernels do not take.
         overrides = {"head_dim": 32} if (architecture, compile_backend) == ("qwen3", "native") else {}
         build_tiny_model(
@@ -80,7 +80,7 @@ class Case:
     params=[
         *((architecture, "eager") for architecture in ARCHITECTURES),
         *((architecture, "native") for architecture in LLAMA_SHAPED),
-        *((architecture, "captured") for architecture in LLAMA_SHAPED),
+        *((architecture, "cuda-graphs") for architecture in LLAMA_SHAPED),
     ],
     ids="-".join,
 )

@@ -32,7 +32,9 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("gamma", [0, 1, 4, 8, None])
-async def test_greedy_output_is_the_targets_own_whatever_mode_and_gamma(mode: int, gamma: int | None) -> None:
+async def test_greedy_output_equals_the_targets_output_in_every_mode_and_at_every_gamma(
+    mode: int, gamma: int | None
+) -> None:
     async with started_coordinator() as (rig, coordinator):
         output = await coordinator.generate(request(mode=mode, gamma=gamma, max_new_tokens=40))
         assert output.token_ids == rig.target.worker.greedy_continuation(PROMPT, 40)
@@ -41,7 +43,7 @@ async def test_greedy_output_is_the_targets_own_whatever_mode_and_gamma(mode: in
         assert output.text == text_of(output.token_ids)
 
 
-async def test_the_streams_shape_is_started_chunks_finished_with_rising_indexes() -> None:
+async def test_a_stream_sends_started_then_chunks_with_rising_indexes_then_finished() -> None:
     async with started_coordinator() as (_, coordinator):
         output = await coordinator.generate(request(seed=9))
         assert output.started is not None
@@ -69,12 +71,12 @@ async def test_statistics_add_up_and_drafts_are_really_accepted_and_rejected() -
         assert usage.num_output_tokens == 60
         assert usage.num_prompt_tokens == len(PROMPT)
         assert 0 < stats.ttft_s <= stats.e2el_s
-        # Each round carried its tokens' four bytes, to the draft and to the target, and something around them.
+        # Each round sent its tokens of four bytes to the draft and to the target, within larger messages.
         assert stats.wire_bytes > 8 * usage.num_output_tokens
 
 
 @pytest.mark.parametrize("held", ["draft", "target"])
-async def test_what_a_request_waits_for_its_draft_and_for_its_target_is_told_apart(held: str) -> None:
+async def test_the_waits_for_draft_and_target_are_counted_separately(held: str) -> None:
     async with started_coordinator() as (rig, coordinator):
         worker = (rig.draft if held == "draft" else rig.target).worker
         worker.gate.clear()
@@ -89,7 +91,7 @@ async def test_what_a_request_waits_for_its_draft_and_for_its_target_is_told_apa
         assert stats.draft_s + stats.verify_s <= stats.e2el_s
 
 
-async def test_a_request_without_drafts_waits_for_none() -> None:
+async def test_a_request_without_drafts_has_no_draft_wait() -> None:
     async with started_coordinator() as (_, coordinator):
         output = await coordinator.generate(request(mode=pb.SPECULATION_MODE_OFF))
         assert output.finished is not None
@@ -110,7 +112,7 @@ async def test_eos_ends_the_output_and_stays_in_it_without_text() -> None:
         assert session.status == "idle"
 
 
-async def test_min_new_tokens_keeps_eos_away() -> None:
+async def test_min_new_tokens_delays_eos() -> None:
     async with started_coordinator() as (_, coordinator):
         output = await coordinator.generate(
             request(ignore_eos=False, logit_bias={EOS: 100.0}, min_new_tokens=7, max_new_tokens=20)
@@ -145,20 +147,20 @@ async def test_a_stop_string_across_tokens_cuts_text_and_later_tokens_are_never_
         assert list(session.token_ids) == [*PROMPT, *greedy[:13]]
 
 
-async def test_turns_append_to_the_session_and_reuse_what_replicas_hold() -> None:
+async def test_turns_append_to_the_session_and_reuse_cached_tokens() -> None:
     async with started_coordinator() as (rig, coordinator):
         first = await coordinator.generate(request(session_id="s", max_new_tokens=12))
         second = await coordinator.generate(request([9, 10, 11], session_id="s", max_new_tokens=12))
         history = [*PROMPT, *first.token_ids, 9, 10, 11]
         assert second.token_ids == rig.target.worker.greedy_continuation(history, 12)
         assert second.started.num_prompt_tokens == len(history)
-        # All but the last output token, which no KV holds, and the new prompt.
+        # Cached is all but the last output token, which has no KV, and the new prompt.
         assert second.finished.usage.num_cached_prompt_tokens == len(history) - 4
         session = await coordinator.stub.GetSession(pb.GetSessionRequest(session_id="s"))
         assert session.turn == 1
 
 
-async def test_a_stop_in_mid_round_does_not_leave_a_later_turn_on_discarded_tokens() -> None:
+async def test_tokens_discarded_by_a_stop_in_mid_round_are_not_part_of_the_next_turn() -> None:
     async with started_coordinator(draft_salt=0) as (rig, coordinator):
         greedy = rig.target.worker.greedy_continuation(PROMPT, 24)
         await coordinator.generate(request(session_id="s", gamma=8, stop=[text_of(greedy[1:3])]))
@@ -166,7 +168,7 @@ async def test_a_stop_in_mid_round_does_not_leave_a_later_turn_on_discarded_toke
         assert second.token_ids == rig.target.worker.greedy_continuation([*PROMPT, *greedy[:3], 9, 10], 24)
 
 
-async def test_the_draft_that_is_the_target_is_always_accepted() -> None:
+async def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
     async with started_coordinator(draft_salt=0) as (_, coordinator):
         output = await coordinator.generate(request(gamma=4, max_new_tokens=60))
         stats = output.finished.stats
@@ -174,7 +176,7 @@ async def test_the_draft_that_is_the_target_is_always_accepted() -> None:
 
 
 @pytest.mark.parametrize("mode", [pb.SPECULATION_MODE_OFF, pb.SPECULATION_MODE_COUPLED], ids=["off", "coupled"])
-async def test_coupled_text_depends_on_the_seed_alone(mode: int) -> None:
+async def test_coupled_output_depends_only_on_the_seed(mode: int) -> None:
     async with Rig() as rig:
         coordinator = await rig.coordinator()
         expected = await coordinator.generate(
@@ -189,7 +191,7 @@ async def test_coupled_text_depends_on_the_seed_alone(mode: int) -> None:
         assert other.token_ids != expected.token_ids
 
 
-async def test_a_seeded_session_emits_alone_what_it_emits_among_others() -> None:
+async def test_a_seeded_output_is_the_same_alone_and_beside_other_sessions() -> None:
     async with started_coordinator() as (_, coordinator):
         requests = [
             request(
@@ -245,7 +247,7 @@ async def test_a_finished_request_is_replayed_from_any_token_with_the_same_text(
             assert (rest.token_ids, rest.text) == (first.token_ids[index:], text)
 
 
-async def test_a_reused_request_id_with_another_question_is_refused() -> None:
+async def test_a_request_id_that_is_reused_for_another_request_is_refused() -> None:
     async with started_coordinator() as (_, coordinator):
         await coordinator.generate(request(session_id="s", request_id="r", max_new_tokens=4))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -254,7 +256,7 @@ async def test_a_reused_request_id_with_another_question_is_refused() -> None:
         assert (error.reason, error.field) == ("INVALID_REQUEST", "request_id")
 
 
-async def test_logprobs_are_the_models_own_before_filters() -> None:
+async def test_logprobs_are_those_of_the_model_before_filters() -> None:
     import numpy as np
 
     async with started_coordinator() as (rig, coordinator):
@@ -272,7 +274,7 @@ async def test_logprobs_are_the_models_own_before_filters() -> None:
                 tokens.append(token_id)
 
 
-async def test_who_resumes_a_request_with_logprobs_gets_them_too() -> None:
+async def test_a_resumed_request_still_sends_its_logprobs() -> None:
     async with started_coordinator() as (_, coordinator):
         stream = coordinator.stub.Generate(request(session_id="s", logprobs=1, max_new_tokens=100))
         held = await read_until(stream, 4)
@@ -297,7 +299,7 @@ async def test_provenance_names_source_probabilities_and_pool() -> None:
         assert plain.token_ids == output.token_ids
 
 
-async def test_deleting_a_session_frees_its_kv_everywhere_and_ends_what_runs() -> None:
+async def test_deleting_a_session_frees_its_kv_everywhere_and_ends_its_request() -> None:
     async with started_coordinator() as (rig, coordinator):
         stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=300))
         await read_until(stream, 1)
@@ -310,16 +312,16 @@ async def test_deleting_a_session_frees_its_kv_everywhere_and_ends_what_runs() -
         await coordinator.stub.DeleteSession(pb.DeleteSessionRequest(session_id="s"))
 
 
-async def test_a_request_whose_session_is_deleted_before_its_first_step_is_told_so() -> None:
+async def test_a_request_whose_session_is_deleted_before_its_first_step_fails_with_session_not_found() -> None:
     async with asyncio.timeout(60), started_coordinator() as (rig, coordinator):
         call = asyncio.create_task(coordinator.generate(request(session_id="s")))
-        while not coordinator.generations.num_running:  # noqa: ASYNC110  the next step of the loop would be too late
+        while not coordinator.generations.num_running:  # noqa: ASYNC110  the next step of the loop is too late
             await asyncio.sleep(0)
         await coordinator.generations.delete("s")
         await _check_gone(rig, call, "s")
 
 
-async def test_a_session_that_is_deleted_while_its_first_request_is_admitted_does_not_come_back() -> None:
+async def test_a_session_deleted_during_the_admission_of_its_first_request_stays_deleted() -> None:
     async with asyncio.timeout(60), started_coordinator() as (rig, coordinator):
         for session_id in ("a", "b", "c", "d", "e"):
             call = asyncio.create_task(coordinator.generate(request(session_id=session_id, max_new_tokens=300)))
@@ -336,7 +338,7 @@ async def _check_gone(rig: Rig, call: asyncio.Task[Output], session_id: str) -> 
     assert await rig.store.load(session_id) is None
 
 
-async def test_a_client_that_goes_away_cancels_its_generation_which_can_be_resumed() -> None:
+async def test_a_client_that_disconnects_cancels_its_generation_which_can_be_resumed() -> None:
     async with started_coordinator() as (rig, coordinator):
         stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=200))
         held = await read_until(stream, 5)
@@ -351,7 +353,7 @@ async def test_a_client_that_goes_away_cancels_its_generation_which_can_be_resum
         assert rest.finished.usage.num_output_tokens == 200
 
 
-async def test_info_and_tokenize_describe_what_is_served() -> None:
+async def test_info_and_tokenize_describe_the_served_model() -> None:
     async with started_coordinator() as (rig, coordinator):
         served = await coordinator.stub.GetInfo(pb.GetInfoRequest())
         assert served.target_model == "table"

@@ -120,7 +120,7 @@ def test_without_the_packages_that_read_it_the_command_is_told_that_installs_the
     flags = ["--tokenizer", str(path), "--redis-url", "memory://", "--target-endpoint", "127.0.0.1:1"]
     done = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    told = f"error: INVALID_ARGUMENT INVALID_REQUEST: reading {str(path)!r} needs gguf: pip install gguf"
+    told = f"error: reading {str(path)!r} needs gguf: pip install gguf (INVALID_REQUEST)"
     assert done.stderr.splitlines()[-1] == told
 
 

@@ -41,7 +41,7 @@ from tests.support.tier_rig import (
     worker,
 )
 
-LOOKS_DOWN = "serving without the KV tier"
+LOOKS_DOWN = "not available, serving without it"
 
 
 @pytest.fixture

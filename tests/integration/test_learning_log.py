@@ -1,4 +1,4 @@
-"""The learning log of a coordinator: what is in it, and what never is. Real services, real files."""
+"""The contents of a coordinator's learning log, with real services and real files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-async def test_what_is_logged_is_what_the_target_said_and_its_distribution(tmp_path: Path) -> None:
+async def test_the_log_holds_the_targets_tokens_and_distributions(tmp_path: Path) -> None:
     target, draft = build_tiny_pair("llama", tmp_path)
     workers = [
         load_worker(LoadRequest(str(path), device="cpu", dtype="float32", num_kv_blocks=64)) for path in (target, draft)
@@ -69,14 +69,14 @@ async def test_what_is_logged_is_what_the_target_said_and_its_distribution(tmp_p
     assert num_entries > 10 * NUM_TOKENS  # of sampled rounds it is more than the token
 
 
-async def test_a_coordinator_that_is_not_told_to_logs_nothing() -> None:
+async def test_without_the_setting_nothing_is_logged() -> None:
     async with Rig() as rig:
         coordinator = await rig.coordinator()
         await coordinator.generate(request())
         assert "learning-log" not in [thread.name for thread in threading.enumerate()]
 
 
-async def test_two_tenants_logs_are_apart_and_their_owners_alone(tmp_path: Path) -> None:
+async def test_logs_of_two_tenants_are_separate_and_private(tmp_path: Path) -> None:
     async with Rig() as rig:
         for tenant, prompt in (("default", (5, 6)), ("..", (7, 8))):
             log = CountedLog(tmp_path / "log", tenant)
@@ -90,7 +90,7 @@ async def test_two_tenants_logs_are_apart_and_their_owners_alone(tmp_path: Path)
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
 
 
-async def test_of_a_stream_that_its_client_leaves_what_was_committed_is_logged(tmp_path: Path) -> None:
+async def test_the_committed_part_of_a_cancelled_stream_is_logged(tmp_path: Path) -> None:
     async with Rig() as rig:
         coordinator = await rig.coordinator(learning_log=CountedLog(tmp_path / "log"))
         stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=400))
@@ -103,7 +103,7 @@ async def test_of_a_stream_that_its_client_leaves_what_was_committed_is_logged(t
     assert 20 <= len(turn.num_entries) == len(held) - len(PROMPT)
 
 
-async def test_what_was_decided_and_never_committed_is_not_logged(tmp_path: Path) -> None:
+async def test_tokens_that_were_decided_but_never_committed_are_not_logged(tmp_path: Path) -> None:
     async with Rig() as rig:
         coordinator = await rig.coordinator(learning_log=CountedLog(tmp_path / "log"))
         stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=400))
@@ -117,7 +117,7 @@ async def test_what_was_decided_and_never_committed_is_not_logged(tmp_path: Path
     assert turn.token_ids.tolist() == [*PROMPT, *output.token_ids]
 
 
-async def test_what_a_requests_own_penalties_and_biases_made_is_not_logged(tmp_path: Path) -> None:
+async def test_distributions_with_penalties_or_biases_are_not_logged(tmp_path: Path) -> None:
     async with Rig() as rig:
         log = CountedLog(tmp_path / "log")
         coordinator = await rig.coordinator(learning_log=log)
@@ -126,7 +126,7 @@ async def test_what_a_requests_own_penalties_and_biases_made_is_not_logged(tmp_p
     assert logged(tmp_path / "log") == (set(), [])
 
 
-async def test_a_log_that_cannot_be_written_costs_no_token_and_is_said_once(
+async def test_a_log_that_cannot_be_written_costs_no_token_and_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.learning.log.SEGMENT_BYTES", 1)
@@ -142,7 +142,7 @@ async def test_a_log_that_cannot_be_written_costs_no_token_and_is_said_once(
     assert log.counts == {"failed": 72}
 
 
-async def test_what_the_log_cannot_keep_up_with_is_dropped_and_counted(
+async def test_turns_that_exceed_the_queue_are_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with Rig() as rig:
@@ -159,7 +159,7 @@ async def test_what_the_log_cannot_keep_up_with_is_dropped_and_counted(
 
 
 @pytest.mark.parametrize("kind", ["file", "open"])
-def test_a_place_that_is_no_private_folder_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+def test_a_folder_that_is_not_private_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "log"
     if kind == "file":
         folder.write_text("")

@@ -100,7 +100,7 @@ async def test_a_target_without_the_local_draft_takes_over_in_mid_stream() -> No
         coordinator = await rig.coordinator()
         first = rig.services[0]
         rig.services.append(await start_service("target", salt=0))
-        coordinator.pools._static |= {("target", rig.services[1].address)}  # found later, as by a registry
+        coordinator.pools._endpoints.static |= {("target", rig.services[1].address)}  # found later, as by a registry
         stream = coordinator.stub.Generate(request(max_new_tokens=60))
         output = await read_until(stream, 12)
         await coordinator.pools.poll()

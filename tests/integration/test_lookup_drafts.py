@@ -1,4 +1,4 @@
-"""Drafts that a coordinator finds in text, through running services: the same outputs, and fewer rounds."""
+"""Drafts found in text, through running services: the same outputs in fewer rounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOOKUP = ("suffix", "ngram")
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-async def test_what_was_said_before_drafts_the_same_greedy_output_in_a_few_rounds(mode: int) -> None:
+async def test_an_earlier_output_drafts_the_same_greedy_output_in_a_few_rounds(mode: int) -> None:
     async with Rig(drafts=0) as rig:
         coordinator = await rig.coordinator(lookup=LOOKUP)
         first = await coordinator.generate(request(mode=mode, gamma=None, max_new_tokens=40))
@@ -34,7 +34,7 @@ async def test_what_was_said_before_drafts_the_same_greedy_output_in_a_few_round
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-async def test_a_seeds_coupled_text_is_the_same_with_found_drafts(seed: int) -> None:
+async def test_coupled_text_of_a_seed_is_the_same_with_found_drafts(seed: int) -> None:
     sampled = {"mode": pb.SPECULATION_MODE_COUPLED, "gamma": None, "temperature": 1.0, "seed": seed}
     async with Rig(drafts=0) as rig:
         coordinator = await rig.coordinator(lookup=LOOKUP)
@@ -45,7 +45,7 @@ async def test_a_seeds_coupled_text_is_the_same_with_found_drafts(seed: int) -> 
         assert found.finished.stats.num_accepted_tokens >= 20
 
 
-async def test_where_nothing_is_found_the_draft_model_is_asked() -> None:
+async def test_where_nothing_is_found_the_draft_model_drafts() -> None:
     async with Rig() as rig:
         coordinator = await rig.coordinator(lookup=LOOKUP)
         output = await coordinator.generate(request(gamma=3, max_new_tokens=40, provenance=True))
@@ -55,7 +55,7 @@ async def test_where_nothing_is_found_the_draft_model_is_asked() -> None:
         assert accepted.count("default") >= 10
 
 
-async def test_a_request_may_ask_for_the_model_or_for_text_by_name() -> None:
+async def test_a_request_may_name_the_model_or_the_lookup() -> None:
     async with Rig(draft_salt=0) as rig:
         coordinator = await rig.coordinator(lookup=LOOKUP)
         for pool in ("default", "ngram", "suffix"):
@@ -85,7 +85,7 @@ async def test_tenants_do_not_draft_from_each_others_outputs() -> None:
         assert output.finished.stats.num_accepted_tokens == 0
 
 
-async def test_pools_that_need_no_replica_are_told_with_what_they_have_shown() -> None:
+async def test_pools_without_replicas_are_listed_with_their_statistics() -> None:
     async with Rig(drafts=0) as rig:
         coordinator = await rig.coordinator(lookup=LOOKUP)
         for _ in range(2):

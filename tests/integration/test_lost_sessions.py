@@ -1,4 +1,4 @@
-"""A next turn whose session is not what its caller believes is refused by name, and a turn that began is not."""
+"""A turn is refused with SESSION_LOST when its session differs from what the caller expects, but not once it began."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def keys_of(rig: Rig) -> list[bytes]:
     return await rig.store._connection.run_command("KEYS", "specdec:default:*")
 
 
-async def test_a_turn_that_expects_what_its_session_holds_goes_on() -> None:
+async def test_a_turn_that_expects_the_right_session_length_is_run() -> None:
     async with started_coordinator() as (rig, coordinator):
         first = await coordinator.generate(turn(0))
         second = await coordinator.generate(turn(HELD))
@@ -51,7 +51,7 @@ async def test_a_turn_that_expects_what_its_session_holds_goes_on() -> None:
 
 
 @pytest.mark.parametrize("expected", [0, 1, HELD - 1, HELD + 1, 2**32 - 1])
-async def test_a_session_of_another_length_is_lost_and_stays_as_it_is(expected: int) -> None:
+async def test_a_turn_that_expects_another_length_fails_and_leaves_the_session_unchanged(expected: int) -> None:
     async with started_coordinator() as (rig, coordinator):
         first = await coordinator.generate(turn())
         before = await rig.store.load("s")
@@ -65,7 +65,7 @@ async def test_a_session_of_another_length_is_lost_and_stays_as_it_is(expected: 
         assert replayed.token_ids == first.token_ids
 
 
-async def test_a_session_that_is_gone_is_lost_and_none_is_made() -> None:
+async def test_a_turn_on_a_missing_session_fails_and_creates_no_session() -> None:
     async with started_coordinator() as (rig, coordinator):
         await coordinator.generate(turn())
         await forget_session(rig.store._connection, "s")
@@ -77,7 +77,7 @@ async def test_a_session_that_is_gone_is_lost_and_none_is_made() -> None:
         await coordinator.generate(turn(0))
 
 
-async def test_who_holds_tokens_of_a_session_that_is_gone_is_told_that_it_is_lost() -> None:
+async def test_resuming_a_missing_session_with_held_tokens_fails_with_session_lost() -> None:
     async with started_coordinator() as (rig, coordinator):
         await coordinator.generate(turn())
         await forget_session(rig.store._connection, "s")
@@ -88,7 +88,7 @@ async def test_who_holds_tokens_of_a_session_that_is_gone_is_told_that_it_is_los
         assert error.reason == "SESSION_NOT_FOUND"
 
 
-async def test_a_retry_of_a_turn_that_began_is_answered_whatever_the_session_holds_by_now() -> None:
+async def test_a_retry_of_a_started_turn_is_answered_although_the_session_has_grown() -> None:
     async with started_coordinator() as (_, coordinator):
         await coordinator.generate(turn())
         asked = turn(HELD, request_id="r2")
@@ -99,7 +99,7 @@ async def test_a_retry_of_a_turn_that_began_is_answered_whatever_the_session_hol
         assert (await coordinator.generate(resumed)).token_ids == whole.token_ids[3:]
 
 
-async def test_a_retry_joins_its_turn_while_that_runs() -> None:
+async def test_a_retry_joins_its_running_turn() -> None:
     async with started_coordinator() as (rig, coordinator):
         await coordinator.generate(turn())
         rig.target.worker.gate.clear()
@@ -114,7 +114,7 @@ async def test_a_retry_joins_its_turn_while_that_runs() -> None:
         assert len(outputs[0].token_ids) == NUM_TOKENS
 
 
-async def test_the_sdk_notices_a_lost_session_by_itself_until_the_caller_begins_anew() -> None:
+async def test_the_sdk_reports_a_lost_session_until_the_caller_starts_a_new_one() -> None:
     async with started_coordinator() as (rig, coordinator), AsyncClient(coordinator.server.address) as client:
         for _ in range(2):
             await client.generate(prompt_token_ids=PROMPT, session_id="s", **GREEDY)
@@ -129,7 +129,7 @@ async def test_the_sdk_notices_a_lost_session_by_itself_until_the_caller_begins_
         assert anew.usage.num_prompt_tokens == len(PROMPT)
 
 
-async def test_the_sdk_does_not_guess_after_a_turn_that_was_left() -> None:
+async def test_the_sdk_expects_no_length_after_an_abandoned_turn() -> None:
     async with started_coordinator() as (_, coordinator), AsyncClient(coordinator.server.address) as client:
         await client.generate(prompt_token_ids=PROMPT, session_id="s", **GREEDY)
         async with client.generate(prompt_token_ids=PROMPT, session_id="s", stream=True, **GREEDY) as left:
@@ -137,7 +137,7 @@ async def test_the_sdk_does_not_guess_after_a_turn_that_was_left() -> None:
         assert (await client.generate(prompt_token_ids=PROMPT, session_id="s", **GREEDY)).token_ids
 
 
-async def test_the_blocking_sdk_says_it_too_and_shows_which_model_answers() -> None:
+async def test_the_blocking_sdk_reports_a_lost_session_and_shows_the_target_model() -> None:
     async with started_coordinator() as (rig, coordinator):
         loop = asyncio.get_running_loop()
 

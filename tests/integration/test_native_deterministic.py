@@ -1,4 +1,4 @@
-"""`--deterministic` on a CPU: kept by the native kernels, tried at start, and refused where they do not run."""
+"""`--deterministic` on a CPU: kept by the native kernels, checked at start, and refused for other backends."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ VOCABULARY_SIZE = 96
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_a_deterministic_worker_is_tried_and_one_that_is_not_is_found_out(
+def test_the_check_at_start_accepts_a_deterministic_worker_and_refuses_another(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernels keep the promise by themselves; here is a worker that does not."""
+    """The kernels are deterministic; the negative control is a worker that is not."""
     build_tiny_model("llama", tmp_path, vocabulary_size=VOCABULARY_SIZE, context=256)
     compiling = CompileOptions(is_deterministic=True)
     options = {"device": "cpu", "dtype": dtype, "num_kv_blocks": 16, "self_check": False}
@@ -37,7 +37,9 @@ def test_a_deterministic_worker_is_tried_and_one_that_is_not_is_found_out(
 
 
 @pytest.mark.parametrize(("architecture", "dtype"), [("gpt2", "float32"), ("llama", "bfloat16")])
-def test_what_the_kernels_do_not_compute_is_not_deterministic(architecture: str, dtype: str, tmp_path: Path) -> None:
+def test_models_that_the_kernels_do_not_support_are_not_deterministic(
+    architecture: str, dtype: str, tmp_path: Path
+) -> None:
     build_tiny_model(architecture, tmp_path, vocabulary_size=VOCABULARY_SIZE, context=256)
     with pytest.raises(Unsupported, match="on cpu needs native kernels, which do not run this model") as refusal:
         load_worker(

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads that the kernels compute: what their formats say, in whole steps of native workers, without PyTorch.
+"""EAGLE-3 heads in the native kernels: steps of native workers follow the head's format and do not use PyTorch.
 
 Against `tests.support.head_references`. Workers that compute heads in PyTorch are shown in `test_heads_in_workers`.
 """
@@ -52,7 +52,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Rig:
-    """A native worker with one head, and what that should say."""
+    """A native worker with one head, and the head's expected logits."""
 
     def __init__(self, target: Path, folder: Path, form: str) -> None:
         layer, draft_size, settings = (FORMS | OTHER_FORMS)[form]
@@ -71,7 +71,7 @@ class Rig:
                 local_drafts=(LocalDraftSpec("eagle3", "eagle3", path=str(folder)),),
             )
         )
-        assert self.worker.draft_runs is MultiStepDrafts.NONE  # of whose steps the head would hear nothing
+        assert self.worker.multi_step_drafts is MultiStepDrafts.NONE  # the head would miss its steps
         self._model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         self._reference = Eagle3Reference(config, tensors, STATES, **settings)
 
@@ -79,7 +79,7 @@ class Rig:
         self.worker.execute(StepPlan((SequenceSlice(tuple(token_ids), start, BLOCKS, 1),)))
 
     def draft(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """[GAMMA, V]: greedy drafts behind a sequence of which all but the last token was run."""
+        """Return the logits [GAMMA, V] of a greedy draft after a sequence whose last token was not run."""
         token, rows = token_ids[-1], []
         for index in range(GAMMA):
             piece = SequenceSlice((token,), len(token_ids) - 1 + index, BLOCKS, 1, index)
@@ -93,7 +93,7 @@ class Rig:
 
 
 @pytest.mark.parametrize("form", [*FORMS, *OTHER_FORMS])
-def test_a_head_of_any_form_drafts_what_its_format_says_round_after_round(
+def test_a_head_of_any_form_drafts_as_its_format_defines_in_every_round(
     target: Path, tmp_path: Path, form: str
 ) -> None:
     rig, tokens = Rig(target, tmp_path, form), list(TOKENS[:30])
@@ -110,7 +110,7 @@ def test_a_head_of_any_form_drafts_what_its_format_says_round_after_round(
 
 
 class Operations(TorchDispatchMode):
-    """What PyTorch is asked for."""
+    """Collects the PyTorch operations that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,9 +122,7 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("form", "is_native"), [("all_tokens", True), ("two_layers", False)])
-def test_steps_with_a_head_are_calls_into_the_kernels_alone(
-    target: Path, tmp_path: Path, form: str, is_native: bool
-) -> None:
+def test_steps_with_a_head_run_in_the_kernels_alone(target: Path, tmp_path: Path, form: str, is_native: bool) -> None:
     """A target that only verifies pays for its head too, in every step: dozens of PyTorch's operations would show.
     A head that the kernels do not compute is the control."""
     rig, tokens = Rig(target, tmp_path, form), TOKENS[:20]
@@ -133,9 +131,9 @@ def test_steps_with_a_head_are_calls_into_the_kernels_alone(
         StepPlan((SequenceSlice((tokens[-1],), 19, BLOCKS, 1),)),
         StepPlan((SequenceSlice((tokens[-1],), 19, BLOCKS, 1, 0),), local_draft="eagle3"),
     ):
-        with Operations() as asked:
+        with Operations() as operations:
             rig.worker.execute(plan)
-        computing = set(asked.names) - {"empty", "slice", "clone", "detach", "view", "alias"}
+        computing = set(operations.names) - {"empty", "slice", "clone", "detach", "view", "alias"}
         assert (not computing) == is_native, sorted(computing)
 
 

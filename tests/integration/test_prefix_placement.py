@@ -1,4 +1,4 @@
-"""Sessions go where their KV is, whichever coordinator has them next: real gRPC, real engines, a real Redis."""
+"""Sessions go to the replica of their KV through any coordinator, with real gRPC, real engines and a real Redis."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ PREFIX = tuple(2 + (7 * index + index // 5) % 20 for index in range(8 * BLOCK_TO
 
 
 class Watched:
-    """Stands between an engine and its servicer: knows which sessions called and with what, and counts misses."""
+    """Wraps an engine: records the sessions and requests of its calls, and counts misses."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.sessions: set[str] = set()
         self.start = 0
-        """Of the latest call: the tokens before it were not sent."""
+        """Position from which the latest call sent tokens."""
         self.num_misses = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -52,7 +52,7 @@ class Watched:
 
 
 class WatchedRig(Rig):
-    """Targets and drafts that are watched."""
+    """A rig whose targets and drafts are wrapped in `Watched`."""
 
     def __init__(self, store_url: str) -> None:
         super().__init__(targets=0, drafts=0, store_url=store_url)
@@ -71,7 +71,7 @@ class WatchedRig(Rig):
         return service
 
     def called_by(self, session_id: str, role: str) -> list[str]:
-        """Addresses of the replicas of a role that the session called."""
+        """Return the addresses of the replicas of a role that the session called."""
         return [
             service.address for service in self.of_role(role) if session_id in self.watched[service.address].sessions
         ]
@@ -105,7 +105,7 @@ def num_cached(output: Output) -> int:
     return output.finished.usage.num_cached_prompt_tokens
 
 
-async def test_a_turn_continued_through_the_other_coordinator_finds_its_replicas_and_misses_nothing(
+async def test_a_turn_through_another_coordinator_finds_its_replicas_without_a_miss(
     redis_url: str,
 ) -> None:
     async with watched_rig(redis_url, num_each=3) as rig:
@@ -125,7 +125,7 @@ async def test_a_turn_continued_through_the_other_coordinator_finds_its_replicas
         assert rig.num_misses == 0
 
 
-async def test_what_a_coordinator_remembers_of_a_session_gives_way_to_where_another_one_left_it(redis_url: str) -> None:
+async def test_the_stored_location_of_a_session_overrides_a_coordinators_own_memory(redis_url: str) -> None:
     async with watched_rig(redis_url, num_each=2) as rig:
         first, second = await rig.coordinator(), await rig.coordinator()
         one, other = (service.address for service in rig.of_role(TARGET))
@@ -143,13 +143,13 @@ async def test_what_a_coordinator_remembers_of_a_session_gives_way_to_where_anot
 
 
 def _lose(coordinator: Coordinator, address: str) -> None:
-    """A target is dead to one coordinator until its next poll."""
+    """Make a target dead to one coordinator until its next poll."""
     next(replica for replica in coordinator.pools.targets() if replica.address == address).is_alive = False
 
 
 @pytest.mark.parametrize("has_directory", [True, False])
 async def test_new_sessions_go_to_a_replica_that_holds_their_prefix(redis_url: str, has_directory: bool) -> None:
-    """Without the directory, the negative control, they spread, and each replica runs the prefix by itself."""
+    """Negative control: without the directory they spread, and each replica runs the prefix by itself."""
     async with watched_rig(redis_url, num_each=4) as rig:
         coordinators = [await rig.coordinator(has_directory=has_directory) for _ in range(2)]
         used = set()
@@ -163,7 +163,7 @@ async def test_new_sessions_go_to_a_replica_that_holds_their_prefix(redis_url: s
         assert len(used) == 2 if has_directory else len(used) > 2
 
 
-async def test_the_load_of_a_replica_is_weighed_by_what_requests_have_needed(redis_url: str) -> None:
+async def test_the_load_of_a_replica_is_weighted_by_the_measured_rows_of_a_request(redis_url: str) -> None:
     async with watched_rig(redis_url, num_each=1) as rig:
         coordinator = await rig.coordinator()
         for _ in range(2):
@@ -173,7 +173,7 @@ async def test_the_load_of_a_replica_is_weighed_by_what_requests_have_needed(red
         assert rule.request_rows == stats.num_rounds + stats.num_draft_tokens
 
 
-async def test_a_prefix_is_known_to_others_before_the_turn_that_brought_it_has_ended(redis_url: str) -> None:
+async def test_a_prefix_is_known_to_other_sessions_before_its_turn_has_ended(redis_url: str) -> None:
     async with watched_rig(redis_url, num_each=4) as rig:
         first, second = await rig.coordinator(), await rig.coordinator()
         stream = first.stub.Generate(request((*PREFIX, 9), session_id="running", max_new_tokens=300))
@@ -185,8 +185,8 @@ async def test_a_prefix_is_known_to_others_before_the_turn_that_brought_it_has_e
         stream.cancel()
 
 
-async def test_a_session_that_begins_with_what_another_one_was_answered_goes_where_that_was(redis_url: str) -> None:
-    """As from clients that send the whole conversation every time."""
+async def test_a_session_that_starts_with_another_sessions_output_goes_to_its_replica(redis_url: str) -> None:
+    """Clients that send the whole conversation with every request make such sessions."""
     async with watched_rig(redis_url, num_each=4) as rig:
         first, second = await rig.coordinator(), await rig.coordinator()
         prompt = PREFIX[3:13]
@@ -198,7 +198,7 @@ async def test_a_session_that_begins_with_what_another_one_was_answered_goes_whe
         assert num_cached(output) >= 96
 
 
-async def test_a_dead_replica_that_the_directory_names_is_passed_over(redis_url: str) -> None:
+async def test_a_dead_replica_in_the_directory_is_skipped(redis_url: str) -> None:
     async with watched_rig(redis_url, num_each=2) as rig:
         first, second = await rig.coordinator(), await rig.coordinator()
         opening = await turn(first, "orphan", PREFIX)
@@ -216,7 +216,7 @@ async def test_a_dead_replica_that_the_directory_names_is_passed_over(redis_url:
         assert len(rig.called_by("orphan", TARGET)) == 2
 
 
-async def test_a_hung_target_that_the_directory_names_is_left_and_then_passed_over(redis_url: str) -> None:
+async def test_a_hung_target_in_the_directory_is_left_and_then_skipped(redis_url: str) -> None:
     async with watched_rig(redis_url, num_each=2) as rig:
         for service in rig.services:  # a hang can be told once there is a step to compare it with
             await service.engine.warm_up()
@@ -228,7 +228,7 @@ async def test_a_hung_target_that_the_directory_names_is_left_and_then_passed_ov
         hung.worker.gate.clear()
         try:
             async with asyncio.timeout(30.0):
-                # Nobody knows yet: the first session goes where its prefix is, and on from there.
+                # The prefix is not noted yet. The first session goes where its prefix is, and the others follow.
                 output = await turn(second, "early", (*PREFIX, 4))
                 assert output.token_ids == other.worker.greedy_continuation([*PREFIX, 4], NUM_TOKENS)
                 assert set(rig.called_by("early", TARGET)) == {hung.address, other.address}
@@ -239,7 +239,7 @@ async def test_a_hung_target_that_the_directory_names_is_left_and_then_passed_ov
             hung.worker.gate.set()
 
 
-async def test_a_replica_that_came_back_cold_is_sent_everything_and_misses_nothing(redis_url: str) -> None:
+async def test_a_replica_that_restarted_without_kv_is_sent_all_tokens_without_a_miss(redis_url: str) -> None:
     async with watched_rig(redis_url, num_each=1) as rig:
         first = await rig.coordinator()
         opening = await turn(first, "cold", PREFIX)

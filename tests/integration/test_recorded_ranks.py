@@ -25,7 +25,7 @@ from tests.support.tiny_models import build_tiny_model
 NUM_RANKS = 3
 #: Embedding, MLP and head do not divide by three, and some of the ranks' rows are nobody's.
 OVERRIDES = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "intermediate_size": 100}
-RECORDED = {"backend": "captured", "row_counts": [1, 3], "records": True}
+RECORDED = {"backend": "cuda-graphs", "row_counts": [1, 3], "records": True}
 PAGED = RECORDED | {"attention": "paged"}
 #: The pool's last block is a session's like any other: what recordings store of padding lies behind it.
 TABLES = (NUM_BLOCKS - 1, 1, 2, 0, 9), (5, 7, 4, 6, 8)
@@ -85,7 +85,7 @@ def test_recorded_steps_of_three_ranks_give_the_logits_of_one_process(
 def test_weights_are_rounded_to_int8_as_those_of_the_whole_model_are(model: Path, rig: RankRig) -> None:
     """A scale is that of all inputs of an output, of which a rank has a third."""
     divided = rig.load(model, dtype="int8", num_kv_blocks=NUM_BLOCKS, compiling=PAGED)
-    compiling = CompileOptions("captured", (1, 3), capture=CountedCapture(warms_up=False))
+    compiling = CompileOptions("cuda-graphs", (1, 3), capture=CountedCapture(warms_up=False))
     alone = load_alone(model, dtype="int8", compiling=compiling)
     assert divided.shape.dtype == "int8"
     for plan in plans():
@@ -126,8 +126,8 @@ def test_what_is_not_recorded_for_several_ranks_is_refused_by_name(model: Path, 
     overrides = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 96, "intermediate_size": 96}
     gemma = build_tiny_model("gemma3", tmp_path, vocabulary_size=96, config_overrides=overrides)
     error = refusal(gemma, compiling=RECORDED)
-    assert (error.message, error.field) == ("a model of type gemma3_text has no captured steps", "compile_backend")
+    assert (error.message, error.field) == ("a model of type gemma3_text cannot run as CUDA graphs", "compile_backend")
     error = refusal(gemma, dtype="int8", compiling=RECORDED)
     assert error.message == "--tensor-parallel does not divide int8 weights of a model of type gemma3_text"
     error = refusal(model, compiling=RECORDED | {"backend": "eager", "is_deterministic": True})
-    assert error.message == "--deterministic with --tensor-parallel needs captured steps, not --compile-backend eager"
+    assert error.message == "--deterministic with --tensor-parallel needs CUDA graphs, not --compile-backend eager"

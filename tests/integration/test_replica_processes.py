@@ -160,7 +160,7 @@ async def test_an_unknown_compile_backend_is_one_line_that_names_those_there_are
     _, err = await process.communicate()
     assert process.returncode == 1
     (error,) = (line for line in err.decode().splitlines() if not line.startswith("{"))  # log records aside
-    assert error.startswith("error: INVALID_ARGUMENT INVALID_REQUEST: compile_backend 'tensorflow' is not")
+    assert error.startswith("error: compile_backend 'tensorflow' is not")
     assert ", inductor" in error
 
 
@@ -172,7 +172,7 @@ async def test_a_model_that_is_computed_wrongly_is_one_line_and_never_serves(ser
     _, err = await process.communicate()
     assert process.returncode == 1
     (error,) = (line for line in err.decode().splitlines() if not line.startswith("{"))  # log records aside
-    assert error.startswith("error: UNIMPLEMENTED UNSUPPORTED: a model of type roberta is computed differently")
+    assert error.startswith("error: a model of type roberta is computed differently")
     async with running(service, *flags, "--self-check", "off") as (process, _):
         assert process.returncode is None
 
@@ -183,9 +183,7 @@ async def test_a_promise_that_cannot_be_kept_is_one_line_and_never_serves(model:
     _, err = await process.communicate()
     assert process.returncode == 1
     (error,) = (line for line in err.decode().splitlines() if not line.startswith("{"))  # log records aside
-    assert error == (
-        "error: UNIMPLEMENTED UNSUPPORTED: --deterministic on cpu needs native kernels, not --compile-backend eager"
-    )
+    assert error == ("error: --deterministic on cpu needs native kernels, not --compile-backend eager (UNSUPPORTED)")
 
 
 async def test_a_taken_port_is_one_line_and_exit_code_1() -> None:
@@ -196,6 +194,4 @@ async def test_a_taken_port_is_one_line_and_exit_code_1() -> None:
         process = await start("draft_service", "--model", "unused", "--redis-url", "memory://", "--listen", address)
         _, err = await process.communicate()
     assert process.returncode == 1
-    assert err.decode() == (
-        f"error: UNAVAILABLE REPLICA_UNAVAILABLE: cannot listen on {address}: Address already in use\n"
-    )
+    assert err.decode() == (f"error: cannot listen on {address}: Address already in use (REPLICA_UNAVAILABLE)\n")

@@ -1,4 +1,4 @@
-"""Requests that began at a coordinator of an older version are the same requests to this one."""
+"""A request that started at a coordinator of an older version can be retried at this version."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from specdec.types import FinishReason
 from tests.support.coordinator_rig import PROMPT, request, started_coordinator
 from tests.support.store_sessions import forget_session
 
-#: What a version before digests had versions stored for the request below.
+#: Digest of the request below as stored by a version whose digests had no version prefix.
 FORM_1_DIGEST = "10ebf7b7c33729346995280692fc1c99"
 
 
 @pytest.mark.parametrize("num_committed", [5, 12])
-async def test_a_retry_of_a_request_that_an_older_version_stored_is_recognised(num_committed: int) -> None:
+async def test_a_retry_of_a_request_stored_by_an_older_version_is_recognised(num_committed: int) -> None:
     async with started_coordinator() as (rig, newer):
         asked = request(session_id="s", request_id="r", max_new_tokens=12, gamma=2)
         first = await newer.generate(asked)
@@ -28,7 +28,7 @@ async def test_a_retry_of_a_request_that_an_older_version_stored_is_recognised(n
         assert record.request.request_digest != FORM_1_DIGEST
         token_ids = await rig.store.read_tokens("s")
 
-        # The session as the older version would have left it, finished or in the middle.
+        # The session as the older version leaves it, finished or unfinished.
         await forget_session(rig.store._connection, "s")
         lease = await rig.store.acquire("s", owner="older", ttl_s=30.0, create=True)
         stored = replace(record.request, request_digest=FORM_1_DIGEST, finish_reason=None)

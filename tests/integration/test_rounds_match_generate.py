@@ -33,7 +33,7 @@ TIE = 1e-4
 
 @dataclass
 class _Pair:
-    """A target, a perturbed copy of it as draft, and what the target's `generate()` says."""
+    """A target, a perturbed copy of it as draft, and the output of the target's `generate()`."""
 
     target: Path
     draft: Path
@@ -66,7 +66,7 @@ async def _outputs(
     num_kv_blocks: int = 200,
     compiling: CompileOptions | None = None,
 ) -> tuple[list[list[int]], float]:
-    """What every prompt's session emits, and alpha."""
+    """Return the output of each prompt's session, and alpha."""
     proposer, verifier = (
         engine(
             load_worker(
@@ -127,15 +127,15 @@ async def test_greedy_rounds_reproduce_generate_while_sessions_evict_each_other(
 
 async def test_greedy_rounds_through_captured_steps_reproduce_generate(pair):
     capture = CountedCapture()
-    compiling = CompileOptions("captured", row_counts(17), capture=capture)
+    compiling = CompileOptions("cuda-graphs", row_counts(17), capture=capture)
     outputs, _ = await _outputs(pair, together=True, predraft=Predraft.ON, compiling=compiling)
     _assert_same_but_for_ties(pair, outputs)
     assert capture.num_replays > NUM_TOKENS
 
 
 @pytest.mark.parametrize("mode", [Mode.COUPLED, Mode.REJECTION])
-async def test_a_draft_equal_to_the_target_is_accepted_also_after_it_lost_its_sessions(pair, mode):
-    """At T = 1 with the whole law as support, p = q up to the rounding of 16-bit weights."""
+async def test_a_draft_equal_to_the_target_is_accepted_also_after_the_loss_of_its_sessions(pair, mode):
+    """At T = 1 with the whole distribution as support, p equals q up to the rounding of 16-bit weights."""
     same = [
         load_worker(LoadRequest(str(pair.target), device="cpu", dtype="float32", num_kv_blocks=64)) for _ in range(2)
     ]

@@ -1,4 +1,4 @@
-"""Requests routed among draft models: real coordinators, draft services and targets; nothing is spent on trying."""
+"""Requests routed among draft models by scores, with real coordinators, draft services and targets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEFT = (5, 6, 7, 8)
 
 
 async def add_drafts(rig: Rig, *, shadow: bool = False, **good_after: int | None) -> dict[str, Service]:
-    """Draft pools, each of which knows the target's mind about sessions that begin with its token; None: about none."""
+    """Add draft pools, each of which agrees with the target on sessions that begin with its token; None: on none."""
     drafts = {}
     for pool, token_id in good_after.items():
         service = await start_service("draft", salt=1, pool=pool, shadow=shadow)
@@ -39,7 +39,7 @@ async def add_drafts(rig: Rig, *, shadow: bool = False, **good_after: int | None
 
 
 async def ask(coordinator: Coordinator, prompt: tuple[int, ...] = LEFT, **options: Any) -> tuple[Output, set[str]]:
-    """A request's output, and the pools of its accepted tokens; afterwards what it gave to score is scored."""
+    """Return a request's output and the pools of its accepted tokens, after all its spans are scored."""
     task = options.pop("task", "")
     asked = request(prompt, gamma=options.pop("gamma", None), provenance=True, **{"max_new_tokens": 40, **options})
     asked.speculation.task = task
@@ -52,12 +52,12 @@ async def ask(coordinator: Coordinator, prompt: tuple[int, ...] = LEFT, **option
 
 
 async def routes_of(coordinator: Coordinator) -> dict[str, dict[str, Any]]:
-    """By pool and class."""
+    """Return the statistics of routes by pool and class."""
     pools = (await coordinator.stub.GetInfo(pb.GetInfoRequest())).pools
     return {pool.name: {route.request_class: route for route in pool.routes} for pool in pools if pool.role == "draft"}
 
 
-async def test_a_pool_that_was_never_used_is_known_by_its_scores() -> None:
+async def test_an_unused_pool_is_known_by_its_scores() -> None:
     async with Rig(drafts=0) as rig:
         await add_drafts(rig, a_poor=None, b_good=LEFT[0])
         coordinator = await rig.coordinator(routes=True)
@@ -89,8 +89,8 @@ async def test_a_pool_that_was_never_used_is_known_by_its_scores() -> None:
 async def test_a_pool_of_the_targets_own_model_is_scored_as_such_in_every_mode(
     asked: dict[str, Any], least: float
 ) -> None:
-    """Through several spans and a second turn: position, seed, turn and filters are those that the text was drawn with.
-    What of q is cut off is all that is lost."""
+    """This holds through several spans and a second turn, so position, seed, turn and filters of a score are right.
+    Only the truncated part of q is lost."""
     async with Rig(drafts=0) as rig:
         await add_drafts(rig, a_poor=None, b_good=LEFT[0])
         coordinator = await rig.coordinator(routes=True)
@@ -106,7 +106,7 @@ async def test_a_pool_of_the_targets_own_model_is_scored_as_such_in_every_mode(
         assert max(route.alpha for route in routes["a_poor"].values()) < 0.95
 
 
-async def test_a_request_that_names_its_pool_keeps_it_and_one_without_speculation_has_none() -> None:
+async def test_a_request_that_names_its_pool_keeps_it_and_one_without_speculation_has_no_pool() -> None:
     async with Rig(drafts=0) as rig:
         await add_drafts(rig, a=None, b=LEFT[0])
         coordinator = await rig.coordinator(routes=True)
@@ -125,7 +125,7 @@ async def test_without_routing_the_first_pool_by_name_drafts_and_nothing_is_scor
         assert not drafts["b"].worker.steps
 
 
-async def test_where_the_chosen_pool_is_killed_in_mid_stream_another_one_goes_on() -> None:
+async def test_when_the_chosen_pool_dies_in_mid_stream_another_one_drafts() -> None:
     async with Rig(drafts=0) as rig:
         drafts = await add_drafts(rig, a=LEFT[0], b=LEFT[0])
         coordinator = await rig.coordinator(routes=True)
@@ -140,7 +140,7 @@ async def test_where_the_chosen_pool_is_killed_in_mid_stream_another_one_goes_on
         assert "b" in {detail.draft_pool for detail in output.details}
 
 
-async def test_where_a_session_outgrows_its_pools_context_another_one_goes_on() -> None:
+async def test_when_a_session_outgrows_its_pools_context_another_pool_drafts() -> None:
     async with Rig(drafts=0) as rig:
         for pool, context in (("a", 40), ("b", 40), ("c", 512)):
             rig.services.append(await start_service("draft", salt=1, pool=pool, context=context))
@@ -152,10 +152,10 @@ async def test_where_a_session_outgrows_its_pools_context_another_one_goes_on() 
         assert output.finished.stats.num_target_only_steps <= 4
 
 
-async def test_the_alpha_of_a_pools_scores_is_the_one_that_it_has_when_it_is_used() -> None:
-    """At T = 1, of 24 texts each of 48 tokens: the standard error of the difference is below 0.03, so that one in 10^5
-    runs of a right build would be 0.13 apart; seeds are fixed. The exact identity, and what p and q swapped do to it,
-    is in tests/unit/coordinator/test_routing.py."""
+async def test_the_alpha_of_a_pools_scores_equals_its_alpha_in_use() -> None:
+    """24 texts of 48 tokens each at T = 1: the standard error of the difference is below 0.03, so one in 10^5 runs of a
+    correct build would differ by 0.13; seeds are fixed. tests/unit/coordinator/test_routing.py has the exact identity,
+    and its negative control with p and q swapped."""
     async with Rig(drafts=0) as rig:
         await add_drafts(rig, a=None, b=None)
         rig.services[-1].worker._salt = 2
@@ -178,7 +178,7 @@ async def test_a_kind_of_prompt_is_its_class_where_the_request_has_no_label() ->
         assert set((await routes_of(coordinator))["a"]) == {"prose/rejection/greedy"}
 
 
-async def test_labels_beyond_the_limit_are_one_class_and_requests_without_one_keep_theirs() -> None:
+async def test_labels_beyond_the_limit_share_one_class_and_unlabelled_requests_keep_theirs() -> None:
     async with Rig(drafts=0) as rig:
         await add_drafts(rig, a=None, b=None)
         coordinator = await rig.coordinator(routes=True)
@@ -196,7 +196,7 @@ async def test_a_promoted_pool_drafts_for_its_share_of_the_sessions_through_ever
         told = (await first.stub.Promote(pb.PromoteRequest(draft_pool="b", share=0.5))).promotion
         assert (told.draft_pool, told.share, told.most, told.status) == ("b", 0.01, 0.5, "running")
         assert second.canary is not None
-        await second.canary.look_at_store()
+        await second.canary.sync_with_store()
         sessions = [f"s{index}" for index in range(400)]
         promoted = [session_id for session_id in sessions if second.canary.pool_of(session_id)]
         assert 0 < len(promoted) < 40
@@ -217,7 +217,7 @@ async def test_a_coordinator_that_does_not_route_promotes_nothing() -> None:
         assert from_rpc_error(caught.value).code == "UNIMPLEMENTED"
 
 
-async def test_a_shadow_is_scored_and_gets_no_request_however_good_its_scores_are() -> None:
+async def test_a_shadow_is_scored_and_gets_no_request_even_with_the_best_scores() -> None:
     async with Rig(drafts=0) as rig:
         await add_drafts(rig, shadow=True, a_new=LEFT[0])
         await add_drafts(rig, b_old=None)
@@ -257,7 +257,7 @@ async def test_a_promoted_shadow_gets_its_share_of_the_sessions() -> None:
 
 
 def rounds_by_hand(prompt: tuple[int, ...], text: list[int], salt: int) -> tuple[int, int]:
-    """Draft tokens tested and accepted in the rounds of eight that a greedy draft would have had over a text."""
+    """Return the tested and accepted draft tokens in the rounds of eight that a greedy draft would have had."""
     draft, start, num_tested, num_accepted = TableWorker(salt=salt), 0, 0, 0
     while start < len(text):
         missing = text[start : start + SCORED_GAMMA]
@@ -270,7 +270,7 @@ def rounds_by_hand(prompt: tuple[int, ...], text: list[int], salt: int) -> tuple
     return num_tested, num_accepted
 
 
-async def test_a_targets_own_drafts_are_scored_as_the_rounds_that_they_would_have_had() -> None:
+async def test_local_drafts_are_scored_as_the_rounds_that_they_would_have_had() -> None:
     async with Rig(drafts=0, local_drafts={"early-exit": 2, "all": 0}) as rig:
         await add_drafts(rig, model=LEFT[0])
         coordinator = await rig.coordinator(routes=True)
@@ -287,7 +287,7 @@ async def test_a_targets_own_drafts_are_scored_as_the_rounds_that_they_would_hav
         rig.target.engine.check_integrity()
 
 
-async def test_requests_go_to_what_the_target_drafts_with_where_that_makes_more_and_its_tokens_are_the_same() -> None:
+async def test_requests_go_to_local_drafts_where_those_are_faster_and_give_the_same_tokens() -> None:
     async with Rig(drafts=0, local_drafts={"all": 0}) as rig:
         await add_drafts(rig, model=None)
         coordinator = await rig.coordinator(routes=True)
@@ -302,7 +302,7 @@ async def test_requests_go_to_what_the_target_drafts_with_where_that_makes_more_
 
 
 @pytest.mark.parametrize("has_model", [True, False])
-async def test_what_a_target_drafts_with_that_never_has_time_to_score_it_is_tried(has_model: bool) -> None:
+async def test_local_drafts_of_a_target_that_never_has_time_to_score_get_a_trial(has_model: bool) -> None:
     async with Rig(drafts=0, local_drafts={"early-exit": 1, "all": 0}) as rig:
         never_idle(rig)
         if has_model:
@@ -317,7 +317,7 @@ async def test_what_a_target_drafts_with_that_never_has_time_to_score_it_is_trie
         assert seen[-2:] == [{"all"}, {"all"}], seen
 
 
-async def test_a_trial_counts_beside_drafts_that_are_found_in_text() -> None:
+async def test_a_trial_counts_beside_drafts_found_in_text() -> None:
     async with Rig(drafts=0, local_drafts={"all": 0}) as rig:
         never_idle(rig)
         await add_drafts(rig, model=None)
@@ -346,7 +346,7 @@ async def test_requests_that_want_no_draft_spend_no_trial() -> None:
         assert "all" in pools
 
 
-async def test_no_more_than_a_few_requests_try_what_does_not_pay() -> None:
+async def test_a_slow_pool_gets_at_most_a_few_trials() -> None:
     async with Rig(drafts=0, local_drafts={"worse": 1}) as rig:
         never_idle(rig)
         await add_drafts(rig, model=LEFT[0])
@@ -360,15 +360,15 @@ async def test_no_more_than_a_few_requests_try_what_does_not_pay() -> None:
 
 
 def never_idle(rig: Rig) -> None:
-    """The target is needed by others whenever it is to score."""
+    """Keep the target busy with other calls whenever it is to score."""
 
     async def score(asked: Any) -> Any:
-        raise ResourceExhausted("this replica is needed by others", reason="REPLICA_BUSY")
+        raise ResourceExhausted("this replica is busy with other calls", reason="REPLICA_BUSY")
 
     rig.target.engine.score = score  # type: ignore[method-assign]
 
 
-async def test_where_targets_alone_draft_they_are_routed_to_and_compared() -> None:
+async def test_local_drafts_alone_are_routed_to_and_compared() -> None:
     async with Rig(drafts=0, local_drafts={"early-exit": 1, "all": 0}) as rig:
         coordinator = await rig.coordinator(routes=True)
         seen: list[set[str]] = []
@@ -378,7 +378,7 @@ async def test_where_targets_alone_draft_they_are_routed_to_and_compared() -> No
         assert seen[-2:] == [{"all"}, {"all"}], seen
 
 
-async def test_a_session_leaves_a_targets_own_drafts_where_no_target_has_them_any_more() -> None:
+async def test_a_session_leaves_local_drafts_that_no_target_serves_any_more() -> None:
     async with Rig(targets=0, drafts=0) as rig:
         rig.services = [await start_service("target", salt=0, local_drafts={"all": 0})]
         await add_drafts(rig, model=None)

@@ -127,8 +127,8 @@ async def test_a_message_over_the_servers_limit_is_refused_in_one_sentence_that_
             assert not caught.value.retryable
             assert caught.value.reason == "INVALID_REQUEST"
             assert re.fullmatch(
-                rf"the request has 3000\d\d\d bytes; {coordinator.server.address} takes {MESSAGE_LIMIT_BYTES} at most "
-                r"\(its --max-message-bytes\)",
+                rf"the request has 3000\d\d\d bytes; the limit of {coordinator.server.address} is "
+                rf"{MESSAGE_LIMIT_BYTES} \(its --max-message-bytes\)",
                 caught.value.message,
             )
         sync_client.close()

@@ -1,4 +1,4 @@
-"""Simulated replicas as real processes behind a real coordinator, called from a client process of its own."""
+"""Simulated replicas as real processes behind a real coordinator, called from a separate client process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def test_streams_of_law_and_greedy_rounds_run_to_their_ends_and_accept_as_configured(tokenizer_dir: Path) -> None:
+def test_streams_of_sampled_and_greedy_rounds_finish_and_accept_as_configured(tokenizer_dir: Path) -> None:
     with (
         ProcessSystem(tokenizer_dir, simulated_replicas("simulated:8b-0.6b,alpha=0.9", num_drafts=2)) as system,
         StreamProcess(system.endpoint) as client,
@@ -40,11 +40,11 @@ def test_streams_of_law_and_greedy_rounds_run_to_their_ends_and_accept_as_config
     assert sum(run.num_tokens for run in runs) / num_rounds == pytest.approx(4.1, abs=0.4)
     assert all(run.stats["num_target_only_steps"] <= 1 for run in runs)
     assert all(len(run.chunk_s) == run.stats["num_rounds"] for run in runs)
-    # Some 240 rounds take the coordinator well over 0.1 ms each, on its one event loop.
+    # About 240 rounds take the coordinator well over 0.1 ms each, on its one event loop.
     assert 1e-4 * num_rounds < cpu_s < wall_s * (os.cpu_count() or 1)
 
 
-def test_coordinators_of_a_tenant_tell_each_other_through_redis_who_holds_a_prefix(tokenizer_dir: Path) -> None:
+def test_coordinators_of_a_tenant_share_the_locations_of_prefixes_through_redis(tokenizer_dir: Path) -> None:
     prefix = [1 + 7 * index % 1_000 for index in range(1_000)]
     with (
         redis_server() as redis_url,
@@ -64,7 +64,7 @@ def test_coordinators_of_a_tenant_tell_each_other_through_redis_who_holds_a_pref
             runs += (one, other)[index % 2].run([asked])
         with redis.Redis.from_url(redis_url) as client:
             keys = client.keys("specdec:*")
-    # Load alone would have all three targets read the prefix: 992 of its tokens are whole blocks.
+    # Placement by load alone would have all three targets prefill the prefix, 992 tokens of which are whole blocks.
     assert [run.num_cached_prompt_tokens for run in runs] == [0, *[992] * 7]
-    left = {key.partition(b"{")[0] for key in keys if not key.endswith(b":deleted")}  # by their clients
+    left = {key.partition(b"{")[0] for key in keys if not key.endswith(b":deleted")}  # keys that the clients left
     assert left == {b"specdec:acme:prefix:"}

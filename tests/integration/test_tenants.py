@@ -1,15 +1,16 @@
-"""Two tenants on the same replicas and the same Redis share nothing: no session, no KV block, no time."""
+"""Two tenants on the same replicas and Redis share nothing: no session, no KV block, no observable time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import grpc
 import numpy as np
 import pytest
 
 from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
 from specdec.engine.simulated.pair import simulated_pair
-from specdec.errors import InvalidRequest, NotFound
+from specdec.errors import InvalidRequest
 from specdec.rpc import codec
 from specdec.tenant import DEFAULT_TENANT, session_on_replica
 from specdec.types import (
@@ -41,7 +42,7 @@ def num_cached(output: Output) -> int:
     return output.finished.usage.num_cached_prompt_tokens
 
 
-async def test_a_prefix_is_found_by_sessions_of_its_tenant_and_by_nobody_else(redis_url: str) -> None:
+async def test_a_cached_prefix_is_reused_only_within_its_tenant(redis_url: str) -> None:
     async with Rig(store_url=redis_url) as rig:
         for tenant in TENANTS:
             coordinator = await rig.coordinator(tenant=tenant)
@@ -53,7 +54,7 @@ async def test_a_prefix_is_found_by_sessions_of_its_tenant_and_by_nobody_else(re
             ]
 
 
-async def test_sessions_of_one_name_are_two_sessions_in_the_store_and_on_the_replicas(redis_url: str) -> None:
+async def test_two_tenants_may_use_the_same_session_id_for_separate_sessions(redis_url: str) -> None:
     async with Rig(store_url=redis_url) as rig:
         ours, theirs = await rig.coordinator(), await rig.coordinator(tenant="acme")
         said = [(ours, list(PREFIX[:20])), (theirs, list(PREFIX[20:50]))]
@@ -64,15 +65,16 @@ async def test_sessions_of_one_name_are_two_sessions_in_the_store_and_on_the_rep
                     tokens += prompt
                 output = await turn(coordinator, "one", prompt)
                 assert output.token_ids == rig.target.worker.greedy_continuation(tokens, 12)
-                # Neither takes the other's KV: all but the last token is there still.
+                # Neither tenant displaces the other's KV: all but the last token is cached.
                 assert num_cached(output) == (len(tokens) - 3 if number else 0)
                 tokens += output.token_ids
         num_held = rig.target.engine.info().num_sessions
         await ours.stub.DeleteSession(pb.DeleteSessionRequest(session_id="one"))
         assert rig.target.engine.info().num_sessions == num_held - 1
         assert num_cached(await turn(theirs, "one", (5,))) == len(said[1][1]) - 1
-        with pytest.raises(NotFound):
-            await ours.generations.record("one")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await ours.stub.GetSession(pb.GetSessionRequest(session_id="one"))
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
         await theirs.stub.DeleteSession(pb.DeleteSessionRequest(session_id="one"))
         assert rig.target.engine.info().num_sessions == num_held - 2
 
@@ -95,7 +97,7 @@ def position(tenant: str, session_id: str, token_ids: Sequence[int]) -> SessionP
 
 
 class Clock:
-    """What the steps of a simulated device take."""
+    """A clock that the steps of a simulated device advance."""
 
     def __init__(self) -> None:
         self.busy_s = 0.0
@@ -105,12 +107,12 @@ class Clock:
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-async def test_no_tenant_sees_by_the_time_it_takes_that_another_has_sent_a_prefix(role: str) -> None:
-    """Modelled step times, so that equal means equal."""
+async def test_response_time_does_not_reveal_that_another_tenant_sent_a_prefix(role: str) -> None:
+    """Step times are modelled, so equal times are exactly equal."""
     known, other = ([first + index % 1000 for index in range(30 * BLOCK_TOKENS + 1)] for first in (1, 5000))
 
     async def second_prompt_s(first: tuple[str, list[int]], second: tuple[str, list[int]]) -> float:
-        """Busy time of a fresh replica that is sent a prompt after another one."""
+        """Return the busy time of a fresh replica for a prompt that is sent after another one."""
         clock, build = Clock(), SimulatedTarget if role == "target" else SimulatedDraft
         engine = build(simulated_pair("simulated:8b-0.6b,predraft=off"), max_gamma=8, observer=clock)
         for tenant, prompt in (first, second):
@@ -130,7 +132,7 @@ async def test_no_tenant_sees_by_the_time_it_takes_that_another_has_sent_a_prefi
             assert await second_prompt_s((stranger, known), (tenant, known)) == pytest.approx(cold_s, rel=1e-9)
 
 
-def test_the_default_tenant_is_not_named_on_the_wire_and_others_are() -> None:
+def test_the_wire_names_every_tenant_but_the_default_one() -> None:
     engine = SimulatedDraft(simulated_pair("simulated:8b-0.6b"), max_gamma=8)
     for tenant in TENANTS:
         request_ = ProposeRequest(position(tenant, "s", [1, 2]), 1)
@@ -143,7 +145,7 @@ def test_the_default_tenant_is_not_named_on_the_wire_and_others_are() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("tenant", "a/b"), ("tenant", "x" * 65), ("session_id", "{acme}s")])
-def test_a_call_that_would_be_another_tenants_is_refused_by_its_field(field: str, value: str) -> None:
+def test_a_session_id_that_would_reach_another_tenant_is_refused_with_its_field(field: str, value: str) -> None:
     engine = SimulatedDraft(simulated_pair("simulated:8b-0.6b"), max_gamma=8)
     message = codec.encode_propose_request(ProposeRequest(position(DEFAULT_TENANT, "s", [1, 2]), 1), 1)
     setattr(message.round, field, value)

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.logits.filters import FilterContext, filtered_distributions
+from specdec.engine.logits.filters import filtered_distributions
+from specdec.engine.logits.penalties import FilterContext
 from specdec.engine.logits.rows import coupled_choices
 from specdec.engine.options import EAGER, CompileOptions, LoadRequest
 from specdec.errors import InvalidRequest, SpecdecError, Unsupported
@@ -216,9 +217,9 @@ def test_ranks_refuse_together_what_cannot_be_divided(rig: RankRig, tmp_path: Pa
     error = refusal("llama", {"num_attention_heads": 1, "num_key_value_heads": 1})
     assert error.message == "--tensor-parallel 2 does not divide the model's 1 attention heads"
     for options, words in (
-        ({"backend": "native"}, "--compile-backend auto, eager or captured, not native"),
-        ({"backend": "captured"}, "--tensor-parallel captures steps on GPUs, not on a CPU"),
-        ({"is_deterministic": True}, "--tensor-parallel keeps --deterministic in captured steps, on GPUs"),
+        ({"backend": "native"}, "--compile-backend auto, eager or cuda-graphs, not native"),
+        ({"backend": "cuda-graphs"}, "--tensor-parallel records CUDA graphs on GPUs, not on a CPU"),
+        ({"is_deterministic": True}, "--tensor-parallel keeps --deterministic in CUDA graphs, on GPUs"),
     ):
         assert words in refusal("llama", compiling=options).message
     assert "--tensor-parallel divides int8 weights among GPUs" in refusal("llama", dtype="int8").message

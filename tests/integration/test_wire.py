@@ -1,4 +1,4 @@
-"""How many bytes a round costs on both links, at the vocabulary of a real model.
+"""The bytes that a round costs on both links, at the vocabulary of a real model.
 
 The laws are made, not trained: Zipf-like over 151,936 tokens, flat enough that 64 support entries never cover 0.99, the
 target's a noisy copy of the draft's. Everything else is what ships: engines, gRPC, coordinator.
@@ -18,7 +18,7 @@ from tests.support.model_stack import ModelStack
 
 SUPPORT = 64
 GAMMA = 4
-#: Standard deviation of the target's log law around the draft's, which makes alpha 0.8.
+#: Standard deviation of the target's log probabilities around the draft's, which gives an alpha of 0.8.
 NOISE = 0.35
 
 

@@ -14,14 +14,15 @@ from specdec.core.random import DrawKey
 from specdec.core.reference import chain_hash, cut_support, distribution_row, filtered_distribution
 from specdec.core.rejection import verify_rejection
 from specdec.core.sparse import draw_from_support
-from specdec.engine.logits.filters import FilterContext, filtered_distributions, likeliest
+from specdec.engine.logits.filters import filtered_distributions, stable_topk
+from specdec.engine.logits.penalties import FilterContext
 from specdec.types import WEIGHT_TOTAL, SamplingFilters, TokenSource
 
 QUICK = settings(max_examples=80, deadline=None, derandomize=True)
 
 
-def laws(size: int) -> st.SearchStrategy[np.ndarray]:
-    """Laws with zeros, ties and masses from 1 down to 1e-15."""
+def distributions(size: int) -> st.SearchStrategy[np.ndarray]:
+    """Return distributions with zeros, ties and masses from 1 down to 1e-15."""
     exponents = npst.arrays(
         np.float64, size, elements=st.one_of(st.just(-np.inf), st.integers(-15, 0), st.floats(-3, 0))
     )
@@ -37,41 +38,45 @@ uniforms = st.floats(0, 1, exclude_min=True, exclude_max=True)
 
 
 @QUICK
-@given(law=laws(30), s_max=st.integers(1, 30), coverage=st.floats(0.01, 1.0), key=keys)
-def test_supports_are_ascending_positive_and_hold_what_is_drawn(law, s_max, coverage, key) -> None:
-    support, lost = cut_support(law, s_max, coverage)
+@given(distribution=distributions(30), s_max=st.integers(1, 30), coverage=st.floats(0.01, 1.0), key=keys)
+def test_supports_are_ascending_positive_and_hold_what_is_drawn(distribution, s_max, coverage, key) -> None:
+    support, lost = cut_support(distribution, s_max, coverage)
     assert 1 <= len(support.token_ids) <= s_max
     assert (np.diff(support.token_ids.astype(np.int64)) > 0).all()
     assert (support.weights > 0).all()
-    assert (law[support.token_ids] > 0).all()
+    assert (distribution[support.token_ids] > 0).all()
     assert 0.0 <= lost < 1.0
     assert draw_from_support(support, key, 0) in support.token_ids
 
 
 @QUICK
-@given(law=laws(30), ids=st.sets(st.integers(0, 29)), uniform=uniforms)
-def test_rows_sum_to_the_total_and_have_a_z_exactly_when_there_is_a_rest(law, ids, uniform) -> None:
+@given(distribution=distributions(30), ids=st.sets(st.integers(0, 29)), uniform=uniforms)
+def test_rows_sum_to_the_total_and_a_tail_token_comes_with_tail_mass(distribution, ids, uniform) -> None:
     support_ids = np.array(sorted(ids), dtype=np.uint32)
-    row = distribution_row(law, support_ids, uniform)
+    row = distribution_row(distribution, support_ids, uniform)
     assert row.weights.dtype == np.uint32
     assert row.weights.sum(dtype=np.int64) == WEIGHT_TOTAL
     assert len(row.weights) == len(ids) + 1
     assert (row.weights[-1] > 0) == (row.tail_token_id >= 0)
-    np.testing.assert_allclose(row.weights[:-1] / WEIGHT_TOTAL, law[support_ids], rtol=0, atol=31 / WEIGHT_TOTAL)
+    np.testing.assert_allclose(
+        row.weights[:-1] / WEIGHT_TOTAL, distribution[support_ids], rtol=0, atol=31 / WEIGHT_TOTAL
+    )
     if row.tail_token_id >= 0:
         assert row.tail_token_id not in ids
-        assert row.tail_probability == law[row.tail_token_id] > 0
+        assert row.tail_probability == distribution[row.tail_token_id] > 0
 
 
 @QUICK
-@given(q=st.lists(laws(8), min_size=1, max_size=3), p=st.lists(laws(8), min_size=4, max_size=4), key=keys)
+@given(
+    q=st.lists(distributions(8), min_size=1, max_size=3), p=st.lists(distributions(8), min_size=4, max_size=4), key=keys
+)
 def test_decisions_keep_a_prefix_of_the_draft_and_add_one_token(q, p, key) -> None:
-    supports = [cut_support(law, 5)[0] for law in q]
+    supports = [cut_support(distribution, 5)[0] for distribution in q]
     drafts = [draw_from_support(support, key, index) for index, support in enumerate(supports)]
     ids = [*(support.token_ids for support in supports), np.empty(0, dtype=np.uint32)]
     rows = [
-        distribution_row(law, support_ids, uniform)
-        for law, support_ids, uniform in zip(p, ids, key.tail_uniforms(len(drafts)), strict=False)
+        distribution_row(distribution, support_ids, uniform)
+        for distribution, support_ids, uniform in zip(p, ids, key.tail_uniforms(len(drafts)), strict=False)
     ]
     shares, levels = acceptance_levels(drafts, supports, rows)
     assert all(0.0 <= value <= 1.0 for value in shares + levels)
@@ -85,13 +90,13 @@ def test_decisions_keep_a_prefix_of_the_draft_and_add_one_token(q, p, key) -> No
         full = decision.num_accepted == len(drafts)
         assert decision.sources[-1] is (TokenSource.BONUS if full else TokenSource.CORRECTED)
         assert all(0.0 < value <= 1.0 for value in decision.p)
-        # What is emitted has mass under the target: nothing that p excludes ever leaves.
+        # Every emitted token has mass under the target: a token that p excludes is never emitted.
         assert all(p[index][token_id] > 0 for index, token_id in enumerate(decision.token_ids))
 
 
 @QUICK
 @given(tokens=st.lists(st.integers(0, 2**32 - 1), max_size=70), data=st.data())
-def test_a_chain_hash_does_not_depend_on_how_the_tokens_came(tokens, data) -> None:
+def test_a_chain_hash_does_not_depend_on_how_the_tokens_were_split(tokens, data) -> None:
     hasher = ChainHasher()
     while len(hasher) < len(tokens):
         length = data.draw(st.integers(len(hasher) + 1, len(tokens)))
@@ -109,8 +114,8 @@ def test_a_chain_hash_does_not_depend_on_how_the_tokens_came(tokens, data) -> No
     values=npst.arrays(np.float32, (3, 40), elements=st.sampled_from([-np.inf, -1.5, 0.0, 0.25, 7.0])),
     num=st.integers(1, 45),
 )
-def test_the_likeliest_are_those_of_a_stable_sort(values, num) -> None:
-    top, ids = likeliest(torch.tensor(values), num, floor=-torch.inf)
+def test_the_top_tokens_are_those_of_a_stable_sort(values, num) -> None:
+    top, ids = stable_topk(torch.tensor(values), num, floor=-torch.inf)
     order = np.argsort(-values, axis=-1, kind="stable")[:, :num]
     np.testing.assert_array_equal(top.numpy(), np.take_along_axis(values, order, axis=-1))
     matters = top.numpy() > -np.inf
@@ -120,7 +125,7 @@ def test_the_likeliest_are_those_of_a_stable_sort(values, num) -> None:
 @QUICK
 @given(
     logits=npst.arrays(np.float32, 24, elements=st.floats(-30, 30, width=16)),
-    law=st.builds(
+    filters=st.builds(
         SamplingFilters,
         temperature=st.floats(0.125, 4.0),
         top_k=st.integers(0, 30),
@@ -132,16 +137,16 @@ def test_the_likeliest_are_those_of_a_stable_sort(values, num) -> None:
     ),
     history=st.lists(st.integers(0, 23), max_size=12),
 )
-def test_laws_are_laws_and_both_twins_agree(logits, law, history) -> None:
-    reference = filtered_distribution(logits, law, history, len(history) // 2)
-    twin = filtered_distributions(torch.tensor(logits[None]), [FilterContext(law, history, len(history) // 2)])[
+def test_filtered_distributions_sum_to_one_and_both_implementations_agree(logits, filters, history) -> None:
+    reference = filtered_distribution(logits, filters, history, len(history) // 2)
+    twin = filtered_distributions(torch.tensor(logits[None]), [FilterContext(filters, history, len(history) // 2)])[
         0
     ].numpy()
     for values in (reference, twin):
         assert abs(values.sum() - 1.0) < 1e-12
         assert (values >= 0).all()
-        assert not law.top_k or np.count_nonzero(values) <= law.top_k
-    # A threshold met to the last bit may fall either way; then the cut differs by one token and shows as such.
+        assert not filters.top_k or np.count_nonzero(values) <= filters.top_k
+    # A threshold that is met to the last bit may round either way; the cut then differs by one token.
     if np.array_equal(reference > 0, twin > 0):
         np.testing.assert_allclose(twin, reference, rtol=0, atol=1e-13)
     else:

@@ -1,4 +1,4 @@
-"""Whatever a replica's reply holds, it is an answer to its request or an error of its own, and the others are answered.
+"""A damaged reply of a replica is a valid answer or an error of its own request; other requests are answered.
 
 Replies of honest laws are damaged in their bytes; what protobuf can still read goes through the codec as one frame.
 """
@@ -19,7 +19,7 @@ from specdec.core.reference import cut_support, distribution_row
 from specdec.core.rejection import verify_rejection
 from specdec.core.sparse import draw_from_support
 from specdec.errors import Internal
-from specdec.rpc import replies
+from specdec.rpc import proposals, verifications
 from specdec.types import (
     WEIGHT_TOTAL,
     DrawRule,
@@ -44,7 +44,7 @@ damages = st.lists(
 
 
 class Exchange:
-    """One round's requests and honest answers."""
+    """The requests of one round and their correct answers."""
 
     def __init__(self, seed: int, num_draft_tokens: int, *, is_greedy: bool) -> None:
         generator = np.random.default_rng(seed)
@@ -79,7 +79,7 @@ exchanges = st.builds(Exchange, st.integers(0, 1000), st.integers(0, 4), is_gree
 
 
 def damaged(message: Any, damage: list[tuple[str, float, int]]) -> Any:
-    """The message with some of its bytes changed; as it was where protobuf cannot read that."""
+    """Return the message with some bytes changed; unchanged where protobuf cannot parse the result."""
     content = bytearray(message.SerializeToString())
     for kind, place, value in damage:
         at = int(place * len(content))
@@ -97,12 +97,12 @@ def damaged(message: Any, damage: list[tuple[str, float, int]]) -> Any:
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(exchanges, min_size=REPLIES, max_size=REPLIES), st.integers(0, REPLIES - 1), damages)
-def test_a_damaged_draft_is_refused_alone_or_is_a_draft(
+def test_a_damaged_draft_is_refused_alone_or_is_a_valid_draft(
     asked: list[Exchange], victim: int, damage: list[tuple[str, float, int]]
 ) -> None:
-    messages = [replies.encode_proposal(exchange.proposal, index) for index, exchange in enumerate(asked)]
+    messages = [proposals.encode_proposal(exchange.proposal, index) for index, exchange in enumerate(asked)]
     messages[victim] = damaged(messages[victim], damage)
-    answers = replies.decode_proposals(messages, [exchange.propose for exchange in asked])
+    answers = proposals.decode_proposals(messages, [exchange.propose for exchange in asked])
     assert not any(isinstance(answer, Internal) for index, answer in enumerate(answers) if index != victim)
     answer = answers[victim]
     if isinstance(answer, Internal):
@@ -117,12 +117,12 @@ def test_a_damaged_draft_is_refused_alone_or_is_a_draft(
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(exchanges, min_size=REPLIES, max_size=REPLIES), st.integers(0, REPLIES - 1), damages)
-def test_a_damaged_verification_is_refused_alone_or_decides_the_round(
+def test_a_damaged_verification_is_refused_alone_or_decides_a_valid_round(
     asked: list[Exchange], victim: int, damage: list[tuple[str, float, int]]
 ) -> None:
-    messages = [replies.encode_verification(exchange.verification, index) for index, exchange in enumerate(asked)]
+    messages = [verifications.encode_verification(exchange.verification, index) for index, exchange in enumerate(asked)]
     messages[victim] = damaged(messages[victim], damage)
-    answers = replies.decode_verifications(messages, [exchange.verify for exchange in asked])
+    answers = verifications.decode_verifications(messages, [exchange.verify for exchange in asked])
     assert not any(isinstance(answer, Internal) for index, answer in enumerate(answers) if index != victim)
     answer, exchange = answers[victim], asked[victim]
     if isinstance(answer, Internal):
@@ -138,9 +138,9 @@ def test_a_damaged_verification_is_refused_alone_or_decides_the_round(
 
 
 @pytest.mark.parametrize("moved", [1, -1, 1 << 31])
-def test_the_control_weights_that_do_not_sum_are_refused(moved: int) -> None:
+def test_weights_that_do_not_sum_to_the_total_are_refused(moved: int) -> None:
     exchange = Exchange(1, 2, is_greedy=False)
-    message = replies.encode_verification(exchange.verification, 0)
+    message = verifications.encode_verification(exchange.verification, 0)
     weights = np.frombuffer(message.weights, "<u4").copy()
     weights[0] = (int(weights[0]) + moved) % (1 << 32)
     message.weights = weights.tobytes()

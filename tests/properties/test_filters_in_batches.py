@@ -1,4 +1,4 @@
-"""Batched filters give the reference's distributions, whatever the sampling params; and so does a replica."""
+"""Batched filters, and a replica, give the distributions of the reference for all sampling parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.core.reference import filtered_distribution
-from specdec.engine.logits.filters import FilterContext, filtered_distributions
+from specdec.engine.logits.filters import filtered_distributions
+from specdec.engine.logits.penalties import FilterContext
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc.client import TargetLink
 from specdec.rpc.server import TARGET_SERVICE, ServiceServer
@@ -19,7 +20,7 @@ from target_service.verifier import Verifier
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker
 
-#: Below, at and above the number of candidates that a cut looks at first.
+#: Values below, at and above the number of candidates that a cut examines first.
 _SIZES = (3, 511, 512, 513, 1200, 9000)
 
 _MOST = 2**32 - 1
@@ -38,7 +39,7 @@ def _params(draw: st.DrawFn, num_tokens: int) -> SamplingFilters:
 
 @st.composite
 def _cases(draw: st.DrawFn) -> tuple[np.ndarray, list[SamplingFilters]]:
-    """float32 [R, V] logits of several kinds, and R params."""
+    """Return float32 [R, V] logits of several kinds, and R parameter sets."""
     num_tokens = draw(st.sampled_from(_SIZES))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     rows = []
@@ -57,7 +58,7 @@ def _cases(draw: st.DrawFn) -> tuple[np.ndarray, list[SamplingFilters]]:
 
 @settings(deadline=None, max_examples=150)
 @given(_cases())
-def test_filters_in_batches_are_the_reference(case: tuple[np.ndarray, list[SamplingFilters]]) -> None:
+def test_batched_filters_equal_the_reference(case: tuple[np.ndarray, list[SamplingFilters]]) -> None:
     logits, params = case
     contexts = [FilterContext(law, (), 0) for law in params]
     batched = filtered_distributions(torch.from_numpy(logits), contexts).numpy()
@@ -68,7 +69,7 @@ def test_filters_in_batches_are_the_reference(case: tuple[np.ndarray, list[Sampl
 
 
 @pytest.mark.parametrize("top_k", [1999, 2000, 2001, _MOST])
-async def test_a_replica_that_is_asked_directly_keeps_every_token_that_top_k_keeps(top_k: int) -> None:
+async def test_a_replica_keeps_every_token_that_top_k_keeps(top_k: int) -> None:
     worker = TableWorker(vocabulary_size=2000)
     verifier = Verifier(worker)
     servicer = TargetServicer(verifier, EngineMetrics("table", role="target"))

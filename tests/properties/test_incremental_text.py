@@ -1,4 +1,4 @@
-"""Text that grows token by token against decoding the whole output, over every kind of tokenizer there is a model for.
+"""Text decoded token by token equals the text of decoding the whole output, for every kind of tokenizer.
 
 The tokenizers are built here, with hand-made vocabularies whose tokens split characters, words and clean-ups badly.
 """
@@ -34,12 +34,12 @@ KINDS = (
     "bpe_suffix",
     "bpe_cleaned_all_the_same",
 )
-#: Pieces that make and break characters, clean-ups, stop strings and first-token rules.
+#: Pieces that complete or split characters, clean-ups, stop strings and first-token rules.
 PIECES = ("a", "b", "ab", "n", "'", "t", "s", "re", "ve", ".", "!", ",", "?", "n't", "'s", "é", "€", "\ufffd")
 
 
 def _byte_character(byte: int) -> str:
-    """A byte as byte-level BPE spells it."""
+    """Return a byte as byte-level BPE spells it."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     if byte in printable:
         return chr(byte)
@@ -57,7 +57,7 @@ def _byte_level_tokens() -> list[str]:
         b"ab",
     ]
     words = ["".join(map(_byte_character, part)) for part in split]
-    # An added token is spelt in plain characters, of which these are none of the alphabet's.
+    # Added tokens are spelt in plain characters, which are not in the byte-level alphabet.
     return [*dict.fromkeys([*single, *words, "日本", "a日"])]
 
 
@@ -78,7 +78,7 @@ def _build(kind: str) -> PreTrainedTokenizerFast:
         parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         tokens, decoder = spaced + bytes_, decoders.Sequence(parts)
     elif kind == "byte_fallback_strip":
-        # "~" decodes to nothing at all, so it is no context by which a token is told from the first.
+        # "~" decodes to an empty text, so it cannot serve as context for the tokens after it.
         parts = [decoders.Replace("~", ""), decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         tokens, decoder = [*spaced, *bytes_, "~"], decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
     elif kind.startswith("word_piece"):
@@ -107,7 +107,7 @@ def _build(kind: str) -> PreTrainedTokenizerFast:
 
 @cache
 def served(kind: str) -> tuple[ServedTokenizer, PreTrainedTokenizerFast]:
-    """Ours, and Hugging Face's own as the oracle, both read from one directory."""
+    """Return our tokenizer, and Hugging Face's as the oracle, both read from one directory."""
     directory = Path(mkdtemp(prefix=f"specdec-{kind}-"))
     _build(kind).save_pretrained(directory)
     return ServedTokenizer(directory), PreTrainedTokenizerFast.from_pretrained(directory)
@@ -118,14 +118,14 @@ def whole_text(kind: str, token_ids: Sequence[int]) -> str:
 
 
 def outputs(kind: str) -> st.SearchStrategy[list[int]]:
-    # One id beyond the vocabulary: models pad their embeddings, so such an id can be drawn.
+    # Includes one id beyond the vocabulary: models pad their embeddings, so such an id can be drawn.
     return st.lists(st.integers(0, served(kind)[0].vocabulary_size), max_size=24)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_joined_text_is_the_decoded_output(kind: str, data: st.DataObject) -> None:
+def test_the_joined_text_equals_the_decoded_output(kind: str, data: st.DataObject) -> None:
     token_ids = data.draw(outputs(kind))
     detokenizer = IncrementalDetokenizer(served(kind)[0])
     texts = [detokenizer.push_token(token_id) for token_id in token_ids]
@@ -176,7 +176,7 @@ def test_an_output_stops_at_the_first_token_whose_text_holds_a_stop_string(kind:
     assert len(texts) == expected_kept
 
 
-def test_a_token_without_text_does_not_make_the_next_one_the_first() -> None:
+def test_a_token_after_one_without_text_is_not_decoded_as_the_first() -> None:
     tokenizer = served("byte_fallback_strip")[0]
     vocabulary = served("byte_fallback_strip")[1].get_vocab()
     token_ids = [vocabulary[token] for token in ("a", "~", "▁a")]
@@ -207,7 +207,7 @@ def _all_bytes() -> ServedTokenizer:
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=16))
-def test_any_bytes_at_all_become_the_text_that_decoding_them_at_once_gives(data: bytes) -> None:
+def test_arbitrary_bytes_give_the_text_of_decoding_them_at_once(data: bytes) -> None:
     tokenizer = _all_bytes()
     detokenizer = IncrementalDetokenizer(tokenizer)
     texts = [detokenizer.push_token(byte) for byte in data]

@@ -1,4 +1,4 @@
-"""Prompts beside running sessions, on devices of any speed: a bounded delay, nobody left out, nothing torn apart."""
+"""Prompts beside running sessions, on devices of any speed: the delay is bounded and every prompt completes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Job:
 
 @dataclass
 class Device:
-    """Fixed, per token, and per token and token attended to."""
+    """Seconds of a step: fixed, per token, and per pair of a token and a token attended to."""
 
     fixed_s: float
     token_s: float
@@ -40,7 +40,7 @@ class Device:
 
 
 class Replica:
-    """A scheduler and its device; answers a verification by the next one."""
+    """A scheduler and its device; the answer to a verification is followed by the next one."""
 
     def __init__(self, device: Device, budget_s: float, num_sessions: int) -> None:
         self.scheduler = Scheduler(2048, budget_s)
@@ -50,7 +50,7 @@ class Replica:
         self.prompts: list[Job] = []
 
     def step(self, is_quiet: bool = False) -> tuple[float, int]:
-        """Runs a step; `is_quiet`: all sessions are away. Seconds that prefill added to it, and its prefill tokens."""
+        """Run a step; return the seconds that prefill added and its tokens. `is_quiet`: no session is active."""
         running = [*([] if is_quiet else self.verifications), *self.prompts]
         plan = [
             (running[chunk.job_index], chunk.num_tokens)
@@ -88,7 +88,7 @@ prompts = st.lists(st.builds(Job, st.integers(40, 3_000), st.integers(1, 9)), mi
 @example(Device(0.00390625, 0.00021983615913977235, 0.0), 0.099609375, 16,
          [Job(931), Job(50), Job(97)], [False, False, True, True, False])  # fmt: skip
 @given(devices, budgets, st.integers(1, 32), prompts, st.lists(st.booleans(), min_size=1, max_size=7))
-def test_prefill_lengthens_no_step_by_more_than_its_budget_or_is_one_block(device, budget_s, num, jobs, quiet) -> None:
+def test_prefill_lengthens_a_step_by_at_most_its_budget_or_takes_one_block(device, budget_s, num, jobs, quiet) -> None:
     replica = Replica(device, budget_s, num)
     replica.step()
     replica.prompts = jobs
@@ -102,11 +102,11 @@ def test_prefill_lengthens_no_step_by_more_than_its_budget_or_is_one_block(devic
 
 @settings(deadline=None)
 @given(devices, budgets, st.integers(0, 8), st.integers(20, 2_000))
-def test_a_long_prompt_ends_however_many_short_ones_keep_coming(device, budget_s, num, num_tokens) -> None:
+def test_a_long_prompt_completes_while_short_prompts_keep_arriving(device, budget_s, num, num_tokens) -> None:
     replica = Replica(device, budget_s, num)
     long = Job(num_tokens)
     replica.prompts = [long]
-    # It came first, so it has at least every other block.
+    # The prompt came first, so it gets at least every other block.
     for _ in range(2 * (num_tokens // BLOCK_TOKENS + 1)):
         replica.prompts += [Job(40, last_step=replica.scheduler.num_steps) for _ in range(3)]
         replica.step(is_quiet=num == 0)
@@ -115,7 +115,7 @@ def test_a_long_prompt_ends_however_many_short_ones_keep_coming(device, budget_s
 
 @settings(deadline=None)
 @given(devices, budgets, st.integers(0, 8), st.integers(20, 200))
-def test_a_short_prompt_does_not_wait_for_all_of_a_long_one(device, budget_s, num, num_tokens) -> None:
+def test_a_short_prompt_does_not_wait_for_the_whole_of_a_long_one(device, budget_s, num, num_tokens) -> None:
     replica = Replica(device, budget_s, num)
     long, short = Job(100_000), Job(num_tokens)
     replica.prompts = [long]
@@ -129,7 +129,7 @@ def test_a_short_prompt_does_not_wait_for_all_of_a_long_one(device, budget_s, nu
 
 @settings(deadline=None)
 @given(devices, budgets, st.integers(0, 8), prompts)
-def test_the_same_past_gives_the_same_plan(device, budget_s, num, jobs) -> None:
+def test_the_same_history_gives_the_same_plan(device, budget_s, num, jobs) -> None:
     histories = []
     for _ in range(2):
         replica = Replica(device, budget_s, num)

@@ -1,4 +1,4 @@
-"""No honest step is taken for a hang: however prompts and contexts grow, a step's limit is above what it takes."""
+"""A step that works is never taken for hung: its limit is above its time, however prompts and contexts grow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdec.engine.schedule.step_times import StepLoad, StepTimes
 
 
 class Device(NamedTuple):
-    """Seconds of a step, of a token, and of a token per token of its context."""
+    """Seconds per step, per token, and per token and token of its context."""
 
     fixed_s: float
     token_s: float
@@ -23,13 +23,13 @@ class Device(NamedTuple):
         return self.fixed_s + self.token_s * (load.num_tokens + load.num_prefill_tokens) + self.pair_s * pairs
 
 
-#: The narrowest model there is attends to 64 tokens in the time of one token more.
+#: The narrowest supported model attends to 64 tokens in the time of one further token.
 _DEVICES = st.builds(
     lambda fixed_s, token_s, context_share: Device(fixed_s, token_s, token_s * context_share),
     st.sampled_from([1e-4, 5e-3, 0.5]), st.sampled_from([1e-5, 1e-3, 0.1]), st.sampled_from([0.0, 1 / 6000, 1 / 64]),
 )  # fmt: skip
 
-#: What a target runs before it says SERVING.
+#: Steps that a target runs before it reports SERVING.
 _WARM_UP = (StepLoad().with_prefill(33, 0), StepLoad(2, 31), StepLoad(2, 31))
 
 
@@ -44,7 +44,7 @@ def _loads(draw: st.DrawFn) -> StepLoad:
 
 @settings(deadline=None, max_examples=300)
 @given(_DEVICES, st.lists(st.tuples(_loads(), st.integers(1, 60)), min_size=1, max_size=12))
-def test_no_step_of_a_device_of_even_speed_is_beyond_its_limit(
+def test_no_step_of_a_device_of_steady_speed_exceeds_its_limit(
     device: Device, loads: list[tuple[StepLoad, int]]
 ) -> None:
     times = StepTimes()
@@ -55,7 +55,7 @@ def test_no_step_of_a_device_of_even_speed_is_beyond_its_limit(
 
 @settings(deadline=None)
 @given(_DEVICES, _loads().filter(lambda load: not (load.num_tokens and load.num_prefill_tokens)))
-def test_a_step_like_those_before_is_limited_by_what_they_took(device: Device, load: StepLoad) -> None:
+def test_a_step_like_earlier_ones_is_limited_by_their_time(device: Device, load: StepLoad) -> None:
     times = StepTimes()
     for _ in range(3):
         times.observe(load, device.step_s(load))
@@ -64,7 +64,7 @@ def test_a_step_like_those_before_is_limited_by_what_they_took(device: Device, l
 
 @settings(deadline=None)
 @given(_DEVICES, st.integers(1, 20), st.sampled_from([100, 512, 2048]))
-def test_a_prompt_on_a_device_that_hangs_is_not_waited_for_much_longer_than_its_tokens_could_take(
+def test_a_hung_prompt_step_is_given_up_soon_after_the_longest_time_its_tokens_could_take(
     device: Device, num_turns: int, num_tokens: int
 ) -> None:
     times = StepTimes()

@@ -1,10 +1,10 @@
-"""The decisions of a round under every draw there is: what they emit has exactly the target's law, in fractions.
+"""The decisions of a round under every possible draw: the emitted tokens have exactly the target distribution.
 
-Here the shipped functions run with their own loops, `verify_rejection` and `verify_block`, and only the draws are
-dealt to them: each draw's range is cut into cells, a round is decided once for every combination of cells, at the
-lowest and at the highest draw of the last one, and what it emits counts as much as its cells are wide. For rejection
-the tables' numbers are so round that equal cells hold every bound; for block the cells are cut at the levels of the
-paper, worked out here in fractions. No sampling: the false-alarm rate is 0.
+The product's `verify_rejection` and `verify_block` run with their own loops; only the draws are enumerated. Each draw's
+range is cut into cells, a round is decided once for every combination of cells, at the lowest and at the highest draw
+of the last one, and its output counts with the width of its cells, in fractions. For rejection the tables' numbers are
+such that equal cells hold every bound; for block verification the cells are cut at the levels of the paper, calculated
+here in fractions. Nothing is sampled, so the false-alarm rate is 0.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Path = tuple[int, ...]
 
 VOCABULARY = range(4)
 SUPPORT = (0, 1, 3)
-OUTSIDE = 2  # the only token outside, so z is no draw
+OUTSIDE = 2  # the only token outside, so the tail token is determined
 GAMMA = 2
 PARTS = 8
 GRAIN = WEIGHT_TOTAL // PARTS
@@ -38,7 +38,7 @@ BONUS = 0
 
 @cache
 def p_of(path: Path) -> tuple[int, ...]:
-    """The target's law after a path, in eighths; some of it 0."""
+    """The target's distribution after a path, in eighths; some of it 0."""
     cuts = sorted(np.random.default_rng([7, *path]).integers(0, PARTS + 1, 3).tolist())
     return tuple(high - low for low, high in itertools.pairwise([0, *cuts, PARTS]))
 
@@ -74,24 +74,24 @@ class Cell(NamedTuple):
 
 @dataclass
 class Dealer:
-    """A `DrawKey` whose draws are dealt: one combination of cells a time, until all have been."""
+    """A `DrawKey` whose draws are enumerated, one combination of cells at a time."""
 
     cells: Callable[[int, int, Stream], Sequence[Cell]]
-    """Of a draw: its range, its index and its stream."""
+    """A draw's cells: its range, its index and its stream."""
     is_high: bool = False
     dealt: list[int] = field(default_factory=list)
-    """Index of the cell of each draw of this time."""
+    """Index of each draw's cell in the current combination."""
     _num_cells: list[int] = field(default_factory=list)
     _num_drawn: int = 0
     share: Fraction = Fraction(1)
 
     def again(self, *, is_high: bool) -> None:
-        """The same cells, from their one end or the other."""
+        """Return the same cells at their lower or upper end."""
         self.is_high, self._num_drawn, self.share = is_high, 0, Fraction(1)
         self._num_cells = []
 
     def advance(self) -> bool:
-        """Goes on to the next combination; returns whether there is one."""
+        """Advance to the next combination; return whether one is left."""
         while self.dealt and self.dealt[-1] + 1 == self._num_cells[len(self.dealt) - 1]:
             self.dealt.pop()
         if self.dealt:
@@ -121,7 +121,7 @@ class Dealer:
 def every_decision(
     verify: Callable[..., Decision], deal: Callable[[Path], Dealer]
 ) -> Iterator[tuple[Decision, Fraction]]:
-    """Every decision that a round can come to, with its probability."""
+    """Return every possible decision of a round with its probability."""
     for draft in itertools.product(SUPPORT, repeat=GAMMA):
         share = Fraction(1)
         for index, token_id in enumerate(draft):
@@ -139,8 +139,8 @@ def every_decision(
             is_left = dealer.advance()
 
 
-def joint_law(emitted: dict[Path, Fraction]) -> dict[Path, Fraction]:
-    """Law of GAMMA + 1 tokens of which the target writes those that a round did not emit."""
+def joint_distribution(emitted: dict[Path, Fraction]) -> dict[Path, Fraction]:
+    """Distribution of GAMMA + 1 tokens of which the target writes those that a round did not emit."""
     joint: dict[Path, Fraction] = defaultdict(Fraction)
     for path, share in emitted.items():
         for rest in itertools.product(VOCABULARY, repeat=GAMMA + 1 - len(path)):
@@ -149,7 +149,7 @@ def joint_law(emitted: dict[Path, Fraction]) -> dict[Path, Fraction]:
 
 
 def target_share(path: Path, rest: Path) -> Fraction:
-    """Probability that the target goes on from a path like this."""
+    """Return the probability that the target continues a path with these tokens."""
     share = Fraction(1)
     for token_id in rest:
         share *= Fraction(p_of(path)[token_id], PARTS)
@@ -157,7 +157,7 @@ def target_share(path: Path, rest: Path) -> Fraction:
     return share
 
 
-def emitted_law(verify: Callable[..., Decision], deal: Callable[[Path], Dealer]) -> dict[Path, Fraction]:
+def emitted_distribution(verify: Callable[..., Decision], deal: Callable[[Path], Dealer]) -> dict[Path, Fraction]:
     emitted: dict[Path, Fraction] = defaultdict(Fraction)
     for decision, share in every_decision(verify, deal):
         path = decision.token_ids
@@ -172,7 +172,7 @@ def emitted_law(verify: Callable[..., Decision], deal: Callable[[Path], Dealer])
 
 
 def equal_cells(size: int, index: int, stream: Stream) -> Sequence[Cell]:
-    """Eighths of 2^31; and of a residual, whose weights are all whole multiples of four of those."""
+    """Return the cells of eighths of 2^31, and of a residual, whose weights are multiples of four eighths."""
     width = GRAIN if stream is Stream.ACCEPT else 4 * GRAIN
     assert size % width == 0
     return [Cell(Fraction(width, size), low, low + width - 1) for low in range(0, size, width)]
@@ -182,10 +182,10 @@ def deal_equally(draft: Path) -> Dealer:
     return Dealer(equal_cells)
 
 
-def test_rejection_over_every_draw_emits_exactly_the_targets_law() -> None:
-    emitted = emitted_law(verify_rejection, deal_equally)
+def test_rejection_over_every_draw_emits_exactly_the_target_distribution() -> None:
+    emitted = emitted_distribution(verify_rejection, deal_equally)
     assert sum(emitted.values()) == 1
-    assert joint_law(emitted) == joint_law({(): Fraction(1)})
+    assert joint_distribution(emitted) == joint_distribution({(): Fraction(1)})
 
 
 def accept_always(draft: Path, supports: Sequence[Support], rows: Sequence[DistributionRow], key: Dealer) -> Decision:
@@ -193,7 +193,7 @@ def accept_always(draft: Path, supports: Sequence[Support], rows: Sequence[Distr
 
 
 def reject_at_once(draft: Path, supports: Sequence[Support], rows: Sequence[DistributionRow], key: Dealer) -> Decision:
-    """Draws from the target's row wherever the draft token is not accepted: no residual."""
+    """Draw from the target's row instead of the residual if the draft token is not accepted."""
     decision = verify_rejection(draft, supports, rows, key)  # type: ignore[arg-type]
     if decision.num_accepted == GAMMA:
         return decision
@@ -203,9 +203,9 @@ def reject_at_once(draft: Path, supports: Sequence[Support], rows: Sequence[Dist
 
 
 @pytest.mark.parametrize("fault", [accept_always, reject_at_once])
-def test_faults_of_the_loop_are_seen(fault: Callable[..., Decision]) -> None:
+def test_faults_of_the_loop_are_detected(fault: Callable[..., Decision]) -> None:
     """Negative control."""
-    assert joint_law(emitted_law(fault, deal_equally)) != joint_law({(): Fraction(1)})
+    assert joint_distribution(emitted_distribution(fault, deal_equally)) != joint_distribution({(): Fraction(1)})
 
 
 # ---- block: cells between the levels of the paper ----------------------------------------------------------------
@@ -214,7 +214,7 @@ _EPSILON = 1e-12
 
 
 def cells_between(bounds: Sequence[Fraction]) -> list[Cell]:
-    """Those of (0, 1) that the bounds make, empty ones left out."""
+    """Return the intervals of (0, 1) between the bounds, without empty ones."""
     ends = [Fraction(0), *bounds, Fraction(1)]
     return [
         Cell(high - low, float(low) + _EPSILON, float(high) - _EPSILON)
@@ -257,10 +257,10 @@ def deal_by_levels(draft: Path) -> Dealer:
     return Dealer(cells)
 
 
-def test_block_verification_over_every_draw_emits_exactly_the_targets_law() -> None:
-    emitted = emitted_law(verify_block, deal_by_levels)
+def test_block_verification_over_every_draw_emits_exactly_the_target_distribution() -> None:
+    emitted = emitted_distribution(verify_block, deal_by_levels)
     assert sum(emitted.values()) == 1
-    assert joint_law(emitted) == joint_law({(): Fraction(1)})
+    assert joint_distribution(emitted) == joint_distribution({(): Fraction(1)})
 
 
 def test_block_verification_over_every_draw_accepts_more_than_rejection() -> None:
@@ -272,7 +272,7 @@ def test_block_verification_over_every_draw_accepts_more_than_rejection() -> Non
 
 
 @pytest.mark.parametrize(("verify", "deal"), [(verify_rejection, deal_equally), (verify_block, deal_by_levels)])
-def test_a_decision_tells_the_probabilities_that_its_tokens_had(
+def test_a_decision_states_the_probabilities_of_its_tokens(
     verify: Callable[..., Decision], deal: Callable[[Path], Dealer]
 ) -> None:
     for decision, share in every_decision(verify, deal):

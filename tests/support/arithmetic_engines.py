@@ -43,7 +43,7 @@ def make_round(
     round_id: int = 1,
     start: int = 0,
 ) -> SessionPosition:
-    """A round whose committed tokens are start, start + 1, ... (modulo the vocabulary)."""
+    """Return a round whose committed tokens are start, start + 1, ... (modulo the vocabulary)."""
     return SessionPosition(
         session_id=session_id,
         epoch=7,
@@ -63,7 +63,7 @@ GREEDY = SamplingFilters(temperature=0.0)
 
 
 class _Engine:
-    """What both engines share."""
+    """The common part of both engines."""
 
     is_stalled = False
 
@@ -75,7 +75,7 @@ class _Engine:
         self.released: list[str] = []
         self.release_held = asyncio.Event()
         self.broken = asyncio.Event()
-        """Set by a test: the engine has broken down."""
+        """Set by a test to make the engine fail."""
 
     async def _behave(self, session_id: str) -> None:
         self.seen.append(session_id)
@@ -119,10 +119,6 @@ class _Engine:
             device="cpu",
         )
 
-    def share_event_loop(self) -> asyncio.AbstractEventLoop | None:
-        """None: it has no thread of its own."""
-        return None
-
     async def wait_ended(self) -> None:
         await self.broken.wait()
         raise errors.Internal("the engine broke down")
@@ -133,7 +129,7 @@ class _Engine:
 
 
 def make_error(name: str) -> errors.SpecdecError:
-    """The error of the tree with this class name."""
+    """Return the error of the tree with this class name."""
     if name == "KvMiss":
         return errors.KvMiss("send from 16 on", have=16)
     error_type: type[errors.SpecdecError] = getattr(errors, name)
@@ -163,13 +159,13 @@ class ArithmeticDraft(_Engine):
 
 
 def support_of(token_id: int, size: int) -> Support:
-    """`size` ids that include `token_id`, and weights that differ."""
+    """Return a support of `size` ids that include `token_id`, with different weights."""
     ids = np.sort((token_id + 31 * np.arange(size)) % VOCABULARY).astype(np.uint32)
     return Support(ids, np.arange(1, size + 1, dtype=np.uint16))
 
 
 class ArithmeticTarget(_Engine):
-    """Puts weight 100 * (entry + 1) on a support's entries; every second position has no rest."""
+    """Puts weight 100 * (entry + 1) on a support's entries; every second position has no tail mass."""
 
     def __init__(self) -> None:
         super().__init__("target")
@@ -214,7 +210,7 @@ class ArithmeticTarget(_Engine):
 
 
 def distribution_row(index: int, support_size: int) -> DistributionRow:
-    """A row over `support_size` entries, with a rest at even positions and at the bonus position."""
+    """Return a row over `support_size` entries, with tail mass at even positions and at the bonus position."""
     weights = 100 * np.arange(1, support_size + 2, dtype=np.uint32)
     weights[-1] = 0
     rest = WEIGHT_TOTAL - int(weights.sum())

@@ -1,4 +1,4 @@
-"""Pearson's chi-square test. Not here: which outcomes are pooled. Called by tests of sampled laws."""
+"""Pearson's chi-square test. Callers pool rare outcomes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def chi_square_p_value(observed: Sequence[float] | np.ndarray, expected: Sequence[float] | np.ndarray) -> float:
-    """How likely counts at least as far from `expected` are, by chance; both have the same sum."""
+    """Return the probability of counts at least as far from `expected`; both have the same sum."""
     observed, expected = np.asarray(observed, dtype=np.float64), np.asarray(expected, dtype=np.float64)
     assert np.isclose(observed.sum(), expected.sum(), rtol=1e-8)
     statistic = ((observed - expected) ** 2 / expected).sum()

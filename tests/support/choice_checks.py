@@ -1,4 +1,4 @@
-"""Compares the kernels' coupled choices with the reference. Called by tests that load kernels of several processors."""
+"""Comparison of the kernels' coupled choices with the reference, for kernels of several kinds of processor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specdec.engine.logits import kernel_choices
 
 
 def check_coupled_choices() -> None:
-    """Those of the kernels that were loaded last are the reference's, in rows that end within a vector too."""
+    """Check that the loaded kernels choose like the reference, also in rows that end within a vector."""
     rng = np.random.default_rng(1)
     for num_tokens in (1, 3, 16, 1001):
         laws = rng.dirichlet(np.ones(num_tokens), size=8) ** rng.uniform(0.0, 3.0, (8, 1))

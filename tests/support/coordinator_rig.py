@@ -29,6 +29,7 @@ from coordinator.learning.log import LearningLog
 from coordinator.lookup.history import TokenHistory
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
+from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
@@ -124,6 +125,7 @@ class Coordinator:
 
     generations: GenerationService
     pools: ReplicaPools
+    metrics: CoordinatorMetrics
     server: ServiceServer
     stub: coordinator_pb2_grpc.CoordinatorServiceStub
     channel: grpc.aio.Channel
@@ -257,6 +259,7 @@ class Rig:
         lookup: Sequence[str] = (),
         routes: bool = False,
         num_alive: int | None = None,
+        target_wait_s: float = 0.0,
         learning_log: LearningLog | None = None,
         **settings: Any,
     ) -> Coordinator:
@@ -268,6 +271,7 @@ class Rig:
             lookup: pools of drafts that it finds in text.
             routes: it routes requests among draft models.
             num_alive: services that it is to accept; None: all.
+            target_wait_s: how long its requests wait for a lost target.
             learning_log: where it logs what the target says; closed with it.
             settings: of `GenerationSettings`.
         """
@@ -277,10 +281,13 @@ class Rig:
             open_link,
             static_endpoints=[(service.role, service.address) for service in self.services],
             lookup_pools=lookup,
+            target_wait_s=target_wait_s,
         )
         history = TokenHistory(10_000) if "suffix" in lookup else None
         scores = ScoreQueue(pools, retry_s=0.05) if routes else None
         canary = Canary(store.promotions()) if routes else None
+        metrics = CoordinatorMetrics("table")
+        draft_sources = DraftSourceFactory(pools, history, scores, canary, self.tokenizer.decode)
         generations = GenerationService(
             GenerationSettings(
                 **{
@@ -295,24 +302,30 @@ class Rig:
             store=store,
             pools=pools,
             tokenizer=self.tokenizer,
-            metrics=CoordinatorMetrics("table"),
+            draft_sources=draft_sources,
+            metrics=metrics,
             directory=store.prefixes() if has_directory else None,
-            history=history,
-            scores=scores,
-            canary=canary,
             learning_log=learning_log,
         )
         server = ServiceServer(
             "127.0.0.1:0", service_names=(COORDINATOR_SERVICE,), max_message_bytes=MESSAGE_LIMIT_BYTES
         )
-        CoordinatorServicer(generations, pools, self.tokenizer, Mode.REJECTION).add_to(server.grpc_server)
+        CoordinatorServicer(
+            generations=generations,
+            store=store,
+            pools=pools,
+            draft_sources=draft_sources,
+            tokenizer=self.tokenizer,
+            default_mode=Mode.REJECTION,
+            canary=canary,
+        ).add_to(server.grpc_server)
         await server.start()
         num_wanted = len(self.services) if num_alive is None else num_alive
         while sum(replica.is_alive for replica in pools.all_replicas()) < num_wanted:
             await pools.poll()  # again where a starved service was late to describe itself
         channel = grpc.aio.insecure_channel(server.address, options=(("grpc.max_send_message_length", -1),))
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
-        coordinator = Coordinator(generations, pools, server, stub, channel, history, scores, canary)
+        coordinator = Coordinator(generations, pools, metrics, server, stub, channel, history, scores, canary)
         self._coordinators.append(coordinator)
         return coordinator
 

@@ -1,4 +1,4 @@
-"""Eager and captured workers side by side, with or without a device. Called by tests."""
+"""Eager workers and workers with CUDA graphs side by side, with or without a GPU. Called by tests."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ MIXED_LAYERS = {
 
 
 class CountedCapture:
-    """A `specdec.engine.cuda_graphs.capture.Capture` that counts what it recorded and what was run again.
+    """A `specdec.engine.options.Capture` that counts recordings and replays.
 
-    Without another one inside, steps are not recorded but called again: all of captured steps but the recording.
+    Without an inner capture a replay calls the step again, which tests everything except the recording.
     """
 
     def __init__(self, inner: Capture | None = None, *, warms_up: bool = True) -> None:
-        """warms_up: whether a step is run when it would be recorded; it may be slow."""
+        """`warms_up`: whether to run a step when it would be recorded, which may be slow."""
         self._inner = inner
         self._warms_up = warms_up
         self.num_recorded = 0
@@ -63,10 +63,10 @@ class CountedCapture:
 
 
 class Tape(TorchDispatchMode):
-    """Operations as a CUDA graph has them: the same ones again, on tensors that lie where they lay.
+    """Records operations as a CUDA graph does and replays them on the same tensors.
 
-    So what a step takes from the host while it is recorded, it keeps. What a CUDA device would have to be waited for is
-    refused: its numbers, sizes that depend on them, and tensors made of the host's.
+    Numbers that a step takes from the host while it is recorded stay as they are. Operations that would wait for a CUDA
+    device are refused: reads of its numbers, sizes that depend on them, and tensors made of numbers of the host.
     """
 
     _REFUSED = frozenset(
@@ -92,7 +92,7 @@ class Tape(TorchDispatchMode):
         return result
 
     def note(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls what PyTorch knows nothing of, and has it on the tape."""
+        """Call a function that is not a PyTorch operation, and put it on the tape."""
         result = function(*args, **kwargs)
         self._operations.append((function, args, kwargs, result))
         return result
@@ -101,14 +101,14 @@ class Tape(TorchDispatchMode):
         for operation, args, kwargs, recorded in self._operations:
             result = operation(*args, **kwargs)
             for old, new in zip(tree_leaves(recorded), tree_leaves(result), strict=True):
-                if isinstance(new, torch.ScriptObject):  # of ranks, which is waited for outside of operations
+                if isinstance(new, torch.ScriptObject):  # a collective of ranks, which is awaited outside of operations
                     new.wait()  # type: ignore[attr-defined]
                 elif isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # neither a view nor in place
                     old.copy_(new)
 
 
 def record_on_tape(step: Callable[[], None]) -> Callable[[], None]:
-    """A `specdec.engine.cuda_graphs.capture.Capture` for any device."""
+    """Record a step on a tape: a `Capture` for any device."""
     with torch.inference_mode(), Tape() as tape:
         step()
 
@@ -138,7 +138,7 @@ def build(architecture: str, directory: Path, **options: object) -> Path:
 
 
 def load(
-    model: Path, backend: str = "captured", *, device: str = "cpu", dtype: str = "float32", **options: object
+    model: Path, backend: str = "cuda-graphs", *, device: str = "cpu", dtype: str = "float32", **options: object
 ) -> Worker:
     compiling = CompileOptions(backend, **({"row_counts": WIDTHS} | options))
     return load_worker(
@@ -156,7 +156,7 @@ def random_tokens(seed: int, length: int) -> list[int]:
 
 
 class Pair:
-    """An eager and a capturing worker that are given the same steps."""
+    """An eager worker and one with CUDA graphs that run the same steps."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class Pair:
     ) -> None:
         self.capture = capture if isinstance(capture, CountedCapture) else CountedCapture(capture)
         self.eager = load(model, "eager", device=device, dtype=dtype)
-        self.captured = load(
+        self.recorded = load(
             model, device=device, dtype=dtype, capture=self.capture, row_counts=widths, attention=attention
         )
         self.tables = self._tables()
@@ -183,9 +183,9 @@ class Pair:
         return [tuple(ids[:40]), tuple(ids[40:50]), tuple(ids[50:56]), tuple(ids[56:])]
 
     def run(self, *slices: SequenceSlice, uses_cuda_graphs: bool = True) -> torch.Tensor:
-        """One step of both, captured or not; the logits must be equal but for rounding."""
+        """Run one step on both workers; the logits must be equal except for rounding."""
         before = self.capture.num_replays
-        expected, actual = (worker.execute(StepPlan(slices)) for worker in (self.eager, self.captured))
+        expected, actual = (worker.execute(StepPlan(slices)) for worker in (self.eager, self.recorded))
         assert self.capture.num_replays - before == uses_cuda_graphs
         assert actual.shape == expected.shape
         torch.testing.assert_close(actual, expected, rtol=0, atol=self._atol, equal_nan=True)
@@ -193,7 +193,7 @@ class Pair:
 
 
 def check_ragged_steps(pair: Pair, num_steps: int = 20) -> None:
-    """Four sequences of very different contexts, in steps of any mixture of widths, block by block."""
+    """Run four sequences of very different contexts, in steps of mixed widths, across block boundaries."""
     rng = random.Random(2)
     done = [560, 40, 3, 0]
     sequences = [random_tokens(seed, length + 60) for seed, length in enumerate(done)]

@@ -1,4 +1,4 @@
-"""A draft service with both lanes around a table model, and links to it. Called by tests of device lanes."""
+"""A draft service with both Unix sockets around a table model, and links to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.watched_worker import WatchedWorker
 
 
 class NotedProposer(Proposer):
-    """Says which threads its calls were made in."""
+    """A proposer that records the threads of its calls."""
 
     def __init__(self, worker: WatchedWorker) -> None:
         super().__init__(worker)
@@ -30,7 +30,7 @@ class NotedProposer(Proposer):
 
 
 class Replica:
-    """A draft service around a table model, with a port and both lanes."""
+    """A draft service around a table model, with a port and both sockets."""
 
     def __init__(self) -> None:
         self.worker = WatchedWorker(TableWorker(vocabulary_size=24, num_blocks=256, context=512))
@@ -53,8 +53,8 @@ class Replica:
         self.engine.check_integrity()
 
     @property
-    def device_lane(self) -> str:
-        return self.servicer.info().device_lane
+    def device_thread_socket(self) -> str:
+        return self.servicer.info().device_thread_socket
 
 
 @asynccontextmanager
@@ -68,6 +68,7 @@ async def linked(replica: Replica) -> Any:
 
 
 def announce_unix_sockets(replica: Replica, link: DraftLink) -> None:
-    """As whoever polls the replica does."""
+    """Give the link the names of the replica's sockets, as the coordinator does."""
     info = replica.servicer.info()
-    link.lane, link.device_lane = info.lane, info.device_lane
+    link.transports.unix_socket = info.unix_socket
+    link.transports.device_thread_socket = info.device_thread_socket

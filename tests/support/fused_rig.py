@@ -1,4 +1,4 @@
-"""Rows for the kernels between a step's products, with NaN around them, and what transformers makes of them.
+"""Rows for the kernels between a step's products, surrounded by NaNs, and the results of transformers for them.
 
 Called by tests.
 """
@@ -22,7 +22,7 @@ EPS = 1e-5
 
 
 def round_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.7's interpreter cuts bfloat16 off where devices round to nearest: from now on it rounds too."""
+    """Make Triton 3.7's interpreter round bfloat16 to nearest, as devices do; it truncates."""
     from triton import language
     from triton.runtime import interpreter
 
@@ -38,7 +38,7 @@ def round_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def random(*size: int, dtype: torch.dtype, seed: int = 0, device: str = "cpu") -> torch.Tensor:
-    """Random numbers with NaN behind them."""
+    """Return random numbers with NaNs behind them in memory."""
     around = torch.full((size[0] + 3, *size[1:]), torch.nan, dtype=dtype, device=device)
     around[: size[0]] = torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(around)
     return around[: size[0]]
@@ -59,7 +59,7 @@ def llama_norm(gains: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 class Heads:
-    """Rows of queries, keys and values, their positions' angles, and a cache of NaN."""
+    """Rows of queries, keys and values, the angles of their positions, and a cache of NaNs."""
 
     def __init__(
         self, num: int, num_kv: int, dim: int, dtype: torch.dtype, *, is_normed: bool, device: str = "cpu"
@@ -81,7 +81,7 @@ class Heads:
         return fused.rotate(qkv, self.cos[rows], self.sin[rows], self.norm, self.slots[rows], self.layer)
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries [T, H, D], and the rows of the cache."""
+        """Return queries [T, H, D] and the rows of the cache."""
         heads = self.qkv.unflatten(1, (-1, self.dim))
         query, key, value = heads.split((self.num, self.num_kv, self.num_kv), dim=1)
         if self.norm is not None:

@@ -1,5 +1,6 @@
-"""Our kernels where there is no device: in few programs, as Triton's interpreter takes milliseconds for each, whatever
-its size, and on tapes. Called by tests and `rank_rig`.
+"""The Triton kernels without a GPU: interpreted, in few programs, and on tapes. Called by tests and `rank_rig`.
+
+Triton's interpreter takes some milliseconds for each program, whatever its size.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _FEW_SPLITS = Splitting(tile_keys=64, unit_tiles=1, num_splits=1, tile_outputs=6
 
 @contextmanager
 def few_programs() -> Iterator[None]:
-    """Within it, a program makes all outputs of a layer and all of a context; rows and inputs are tiled as ever."""
+    """Use one program for all outputs of a layer and one for a whole context; rows and inputs are tiled as usual."""
 
     def wide(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tiling:
         return replace(tiling(num_rows, num_outputs, dtype), outputs=256)
@@ -40,7 +41,7 @@ def few_programs() -> Iterator[None]:
 
 @contextmanager
 def kernels_on_tape() -> Iterator[None]:
-    """Within it, tapes have our kernels too, launched again with the same tensors and numbers, as a graph does it."""
+    """Put the Triton kernels on tapes too; a replay launches them with the same arguments, as a graph does."""
     launches = {paged_attention: ("paged_attention",), fused_operations: ("normalise", "rotate", "gated"),
                 row_products: ("multiply",)}  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -64,14 +65,14 @@ def _on_tape(launch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 @contextmanager
 def cheap_recordings() -> Iterator[None]:
-    """Within it, steps of one and two sequences are recorded, with our kernels on tapes and in few programs."""
+    """Record steps of one and two sequences only, with the Triton kernels on tapes and in few programs."""
     with few_programs(), kernels_on_tape(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("specdec.engine.cuda_graphs.buckets._NUM_SEQUENCES", (1, 2))
         yield
 
 
 def require_interpreter() -> None:
-    """Skips a test that would run our kernels where they are compiled, or where Triton is missing."""
+    """Skip a test if Triton is missing or would compile the kernels instead of interpreting them."""
     pytest.importorskip("triton", reason="Triton is not installed here: its kernels were not interpreted")
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("kernels are compiled on this machine: see tests/gpu")

@@ -1,4 +1,4 @@
-"""A session store in which something happens at one moment, coordinators on it, and what is left in it. For tests."""
+"""A session store that runs a function at one moment, coordinators on it, and checks of the stored keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.coordinator_rig import Coordinator, Rig
 
 
 class InterruptedStore:
-    """A session store in which something happens before, or after, the first call of one method."""
+    """A session store that runs a function before or after the first call of one method."""
 
     def __init__(
         self,
@@ -70,6 +70,6 @@ async def reason_of(coordinator: Coordinator, asked: pb.GenerateRequest) -> str:
 
 
 async def keys_of(rig: Rig) -> list[bytes]:
-    """But for what tells that a session was deleted."""
+    """Return the stored keys without deletion marks."""
     keys: list[bytes] = await rig.store._connection.run_command("KEYS", "specdec:default:*")
     return [key for key in keys if not key.endswith(b":deleted")]

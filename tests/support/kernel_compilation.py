@@ -1,7 +1,7 @@
-"""Compiles our kernels for a Hopper card, with or without one, and says what came of it in JSON.
+"""Compile the Triton kernels for a Hopper GPU, with or without one, and print the result as JSON.
 
-A program of its own: where a test interprets kernels, Triton compiles none. Takes `attention`, `products`
-or `between_products`. Called by tests.
+This is a separate program because Triton does not compile in a process that interprets kernels. Its argument is
+`attention`, `products` or `between_products`. Called by tests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COUNTS = {"num_rows": "i32", "num_sequences": "i32", "query_stride": "i32", "scr
 FACTORS = {"score_factor": "fp32", "softcap": "fp32", "eps": "fp32"}
 NUMBERS = {"tables": "*i64", "table_firsts": "*i64", "lengths": "*i64", "first_rows": "*i32"}
 PARTS = {"part_sums": "*fp32", "part_maxima": "*fp32", "part_weights": "*fp32"}
-#: Heads of Llama 3.1 8B, and a Gemma's: a window, a cap, a size that is no power of two.
+#: Heads of Llama 3.1 8B and of a Gemma, with a window, a softcap and a size that is not a power of two.
 LLAMA: dict[str, Any] = {
     "WINDOW": 0, "IS_CAPPED": False, "NUM_KV_HEADS": 8, "QUERIES_PER_KV_HEAD": 4, "KEY_DIM": 128, "VALUE_DIM": 128,
     "KEY_PAD": 128, "VALUE_PAD": 128, "PAGE_TOKENS": 16, "TILE_ROWS": 32, "TILE_QUERIES": 8, "TILE_KEYS": 64,
@@ -77,7 +77,7 @@ def compiled(
 
 
 def _stack_bytes(machine_code: bytes) -> int:
-    """What a thread spills out of its registers: decided after PTX, in which it cannot be seen."""
+    """Return the stack bytes of a thread; spills are decided after PTX, which does not show them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(machine_code)
         file.flush()
@@ -98,7 +98,7 @@ def attention() -> dict[str, Any]:
 
 
 def between_products() -> dict[str, Any]:
-    """What a layer of Llama 3.1 8B runs besides products and attention, and what lies between two draft steps."""
+    """Compile the kernels of Llama 3.1 8B between products, and the one between two draft steps."""
     types = BF16 | INTEGERS | COUNTS | FACTORS
     return {
         "norm": compiled(add_and_normalise, types, NORM, num_warps=8),
@@ -110,7 +110,7 @@ def between_products() -> dict[str, Any]:
 
 
 def products() -> dict[str, Any]:
-    """The product that adds to the residual of Llama 3.1 8B, of steps of all sizes, with weights of 16 and 8 bits."""
+    """Compile the product that adds to the residual of Llama 3.1 8B: all step sizes, 16-bit and 8-bit weights."""
     found = {}
     for weight in ("bf16", "i8"):
         types = dict.fromkeys(("inputs", "residual", "output"), "*bf16") | {"weight": f"*{weight}", "scales": "*fp32"}

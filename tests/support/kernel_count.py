@@ -1,4 +1,4 @@
-"""Counts what a step would launch on a device, without one: operations that are no views, and Triton's launches.
+"""Count the kernels that a step would launch on a device: operations other than views, and Triton's launches.
 
 Called by tests.
 """
@@ -15,7 +15,7 @@ from triton.runtime.interpreter import GridExecutor
 
 
 class KernelCount(TorchDispatchMode):
-    """Counts within it, by name."""
+    """Counts launches by name while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class KernelCount(TorchDispatchMode):
 
 
 def counted(counts: list[Counter[str]]) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """A `specdec.engine.cuda_graphs.capture.Capture` that notes what each step launches."""
+    """Return a `Capture` that counts the launches of each step."""
 
     def capture(step: Callable[[], None]) -> Callable[[], None]:
         with torch.inference_mode(), KernelCount() as seen:

@@ -21,6 +21,7 @@ from coordinator.generation.generation_service import GenerationService, Generat
 from coordinator.learning.log import LearningLog
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
+from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.text.tokenizer import ServedTokenizer
 from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
@@ -138,16 +139,25 @@ class ModelStack:
         self._ending.push_async_callback(store.close)
         pools = ReplicaPools(self._target_worker.shape.vocabulary_fingerprint, open_link, static_endpoints=endpoints)
         self._ending.push_async_callback(pools.close)
+        draft_sources = DraftSourceFactory(pools, None)
         generations = GenerationService(
             GenerationSettings(coordinator_id="c", lease_ttl_s=30.0, draft_timeout_s=None, max_running=256),
             store=store,
             pools=pools,
             tokenizer=self._tokenizer,
+            draft_sources=draft_sources,
             metrics=CoordinatorMetrics("target"),
             learning_log=self._learning_log,
         )
         server = ServiceServer("127.0.0.1:0", service_names=(COORDINATOR_SERVICE,))
-        CoordinatorServicer(generations, pools, self._tokenizer, Mode.REJECTION).add_to(server.grpc_server)
+        CoordinatorServicer(
+            generations=generations,
+            store=store,
+            pools=pools,
+            draft_sources=draft_sources,
+            tokenizer=self._tokenizer,
+            default_mode=Mode.REJECTION,
+        ).add_to(server.grpc_server)
         await server.start()
         self._ending.push_async_callback(server.stop, 0.0)
         self._ending.push_async_callback(generations.drain, 0.0)

@@ -1,4 +1,4 @@
-"""Replies read one at a time, as if each had come in a frame of its own."""
+"""Decoding of single replies, as if each came in a separate frame."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from specdec.errors import Internal
-from specdec.rpc import replies
+from specdec.rpc import proposals, verifications
 from specdec.types import Proposal, ProposeRequest, Verification, VerifyRequest
 from specdec.v1 import draft_pb2, target_pb2
 
@@ -14,13 +14,13 @@ AnswerT = TypeVar("AnswerT")
 
 
 def decode_proposal(message: draft_pb2.Proposal, request: ProposeRequest) -> Proposal:
-    """Raises Internal when the reply broke the protocol."""
-    return _only(replies.decode_proposals([message], [request]))
+    """Return the decoded reply. Raises Internal if the reply is malformed."""
+    return _only(proposals.decode_proposals([message], [request]))
 
 
 def decode_verification(message: target_pb2.Verification, request: VerifyRequest) -> Verification:
-    """Raises Internal when the reply broke the protocol."""
-    return _only(replies.decode_verifications([message], [request]))
+    """Return the decoded reply. Raises Internal if the reply is malformed."""
+    return _only(verifications.decode_verifications([message], [request]))
 
 
 def _only(answers: Sequence[AnswerT | Internal]) -> AnswerT:

@@ -1,4 +1,4 @@
-"""Ragged rows over a paged cache whose every other number is NaN, and what attention over them is. Called by tests."""
+"""Ragged rows over a paged cache whose other numbers are NaN, and their expected attention. Called by tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Heads:
     window: int | None = None
     softcap: float | None = None
     value_dim: int | None = None
-    """None: as keys."""
+    """Size of values; None: that of keys."""
 
     @property
     def kind(self) -> AttentionKind:
@@ -42,10 +42,10 @@ class Part:
     """One sequence of a step."""
 
     start: int
-    """Keys before the step's own."""
+    """Number of keys before the step's own."""
     num_rows: int
     seed: int
-    """Of its numbers: two sequences of the same seed have the same at the same positions."""
+    """Seed of its numbers: sequences with the same seed have equal numbers at equal positions."""
 
     @property
     def num_keys(self) -> int:
@@ -53,7 +53,7 @@ class Part:
 
 
 class Step:
-    """A step's rows, its cache and the rows' attention."""
+    """A step's rows, its cache and the attention of the rows."""
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class Step:
         device: str = "cpu",
         shuffle: int = 0,
     ) -> None:
-        """shuffle: a seed, of which pages are whose."""
+        """`shuffle`: seed of the assignment of blocks to sequences."""
         self.heads, self.sequences, self._dtype, self._device = heads, sequences, dtype, device
         num_blocks = [-(-sequence.num_keys // BLOCK_TOKENS) for sequence in sequences]
-        # Some pages are nobody's, and every table goes on with one of those.
+        # Some blocks belong to no sequence, and every table continues with one of those.
         ids = torch.randperm(sum(num_blocks) + 5, generator=torch.Generator().manual_seed(shuffle))
         self.layer = KvCache([heads.shape], num_blocks=len(ids), dtype=dtype, device=torch.device(device)).layers[0]
         self.layer.rows.fill_(torch.nan)
@@ -93,7 +93,7 @@ class Step:
         self.query = torch.cat(queries)
 
     def _numbers(self, sequence: Part) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries [num_keys, H, D] and rows of the cache [num_keys, row_width], position by position."""
+        """Return queries [num_keys, H, D] and rows of the cache [num_keys, row_width] by position."""
         heads, rows = self.heads, []
         num_queries = heads.num_kv * heads.per_kv * heads.dim
         generator = torch.Generator().manual_seed(sequence.seed)
@@ -104,7 +104,7 @@ class Step:
         return numbers[:, :num_queries].unflatten(1, (-1, heads.dim)), numbers[:, num_queries:]
 
     def attend(self, splitting: Splitting = SMALL, layer: LayerKv | None = None) -> torch.Tensor:
-        """What the kernels compute: [T, H, value_dim]."""
+        """Return the attention that the kernels compute, [T, H, value_dim]."""
         heads = self.heads
         return paged_attention(
             self.query, layer or self.layer, heads.kind, self.rows,
@@ -112,7 +112,7 @@ class Step:
         )  # fmt: skip
 
     def expected(self) -> torch.Tensor:
-        """The same in float64, row by row, from the sequences' own numbers: no page, no split."""
+        """Return the attention in float64, row by row, from the sequences' numbers without blocks or splits."""
         heads, outputs = self.heads, []
         for sequence in self.sequences:
             query, kv = (numbers.double().cpu() for numbers in self._numbers(sequence))
@@ -133,12 +133,12 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
 def check(step: Step, splitting: Splitting = SMALL) -> None:
-    """The kernels' attention is the expected one."""
+    """Check that the kernels compute the expected attention."""
     actual = step.attend(splitting)
     assert actual.dtype == step.query.dtype
     torch.testing.assert_close(actual.double().cpu(), step.expected(), rtol=0, atol=TOLERANCE[step.query.dtype])
 
 
 def batch(*sizes: tuple[int, int]) -> list[Part]:
-    """(keys before, rows) of each sequence."""
+    """Return parts from (keys before, rows) of each sequence."""
     return [Part(start, num_rows, seed) for seed, (start, num_rows) in enumerate(sizes)]

@@ -23,17 +23,18 @@ from prometheus_client import CollectorRegistry
 
 import specdec.client
 import specdec.v1
-from coordinator.config import CoordinatorSettings
-from draft_service.config import DraftSettings
 from specdec.cli.__main__ import build_parser
 from specdec.core.restore_rule import RestoreRule
 from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
-from specdec.settings.base import ServiceSettings, parse_settings
+from specdec.settings.base import ServiceSettings
+from specdec.settings.coordinator import CoordinatorSettings
+from specdec.settings.draft import DraftSettings
+from specdec.settings.reading import parse_settings
+from specdec.settings.target import TargetSettings
 from specdec.state.keys import prefix_keys, promotion_key, replica_keys, session_keys
 from specdec.state.kv_tally import KvTally
 from specdec.state.kv_values import KvSpace
 from specdec.types import EngineInfo
-from target_service.config import TargetSettings
 
 SERVICES: dict[str, type[ServiceSettings]] = {
     "coordinator": CoordinatorSettings,

@@ -1,4 +1,4 @@
-"""A real Redis for tests: a `redis-server` of this test run on a unix socket, gone when the run ends.
+"""A real Redis for tests: a `redis-server` on a Unix socket, which ends with the test run.
 
 Import the fixtures into a conftest: `from tests.support.redis_fixture import redis_server, redis_url`.
 """
@@ -23,7 +23,7 @@ class RedisServer:
     def __init__(
         self, directory: Path, *, keeps_log: bool = False, arguments: Sequence[str] = (), machine: Sequence[str] = ()
     ) -> None:
-        """`arguments`: further ones of the process; `machine`: what its command begins with on another machine."""
+        """`arguments`: further arguments of the process; `machine`: prefix of the command on another machine."""
         self._keeps_log = keeps_log
         self._arguments = arguments
         self._machine = machine
@@ -36,7 +36,7 @@ class RedisServer:
         return f"unix://{self._socket}"
 
     def start(self) -> None:
-        """Starts the process and returns once it answers."""
+        """Start the process; return once it answers."""
         program = shutil.which("redis-server")
         if program is None:
             pytest.fail("redis-server is not installed: apt-get install redis-server")
@@ -57,12 +57,12 @@ class RedisServer:
             ],
             stdout=subprocess.DEVNULL,
         )
-        # The client's own retries are the wait for the socket to appear.
+        # The client's retries wait until the socket exists.
         with redis.Redis.from_url(self.url, retry=Retry(ConstantBackoff(0.02), 500)) as client:
             client.ping()
 
     def restart_without_its_last(self, num_bytes: int) -> None:
-        """Crashes and comes back with a log of writes that many bytes shorter, as after a lost page cache."""
+        """Crash and restart with a shorter log of writes, as after a lost page cache."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -71,12 +71,12 @@ class RedisServer:
         self.start()
 
     def signal(self, number: int) -> None:
-        """Sends the process a signal: SIGSTOP makes it hang, SIGCONT lets it go on."""
+        """Send the process a signal: SIGSTOP makes it hang, SIGCONT lets it continue."""
         assert self._process is not None
         self._process.send_signal(number)
 
     def stop(self) -> None:
-        """Ends the process; what it held is lost."""
+        """End the process; its data is lost."""
         if self._process is not None:
             self._process.terminate()
             self._process.wait()
@@ -85,7 +85,7 @@ class RedisServer:
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """Shared by the whole run: a test that stops or flushes it makes its own."""
+    """The server of the whole run; a test that stops or flushes a server starts its own."""
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     server.start()
     yield server

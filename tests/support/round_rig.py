@@ -1,7 +1,7 @@
 """Rounds of one session, one at a time, on real draft and target services in one process: real gRPC, table models.
 
-What the services are asked is noted, and they may be told to fail or to stand still instead of answering. Not a
-coordinator: no store, no text, nothing is published (`coordinator_rig`). Called by tests of the round.
+The requests to the services are recorded, and the services may be told to fail or hang instead of answering. There
+is no store and no text, and nothing is published; `coordinator_rig` has whole coordinators.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
 from coordinator.round.draft_calls import DraftCalls
 from coordinator.round.draft_deadline import DraftDeadline
-from coordinator.round.draft_source import ReplicaDraftSource
+from coordinator.round.draft_sources import ReplicaDraftSource
 from coordinator.round.gamma import DraftPoolStats, GammaChooser, RoundTimes
-from coordinator.round.runner import RoundOutcome, RoundRunner, RoundSetting
+from coordinator.round.outcome import RoundOutcome
+from coordinator.round.runner import RoundRunner
 from coordinator.round.session_calls import SessionCalls
+from coordinator.round.setting import RoundSetting
 from coordinator.round.target_calls import TargetCalls
 from coordinator.round.tokens import SessionTokens
 from specdec.rpc.client import open_link
@@ -30,19 +32,19 @@ SEED = 5
 
 
 class NotedEngine:
-    """An engine that notes what it is asked, and may be told not to answer."""
+    """An engine that records its requests, and may be told not to answer."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.asked: list[Any] = []
-        """Every request, those that were not answered too."""
+        """Every request, unanswered ones included."""
         self.answered: list[Any] = []
         self.error: BaseException | None = None
-        """Raised in place of every answer."""
+        """Error that replaces every answer."""
         self.drafts_nothing = False
-        """Every proposal is without tokens."""
+        """True: every proposal is without tokens."""
         self.gates: dict[str, asyncio.Event] = {}
-        """By session: what its calls wait for."""
+        """Events that the calls of a session wait for, by session."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -70,12 +72,12 @@ class NotedEngine:
 
     @property
     def starts(self) -> list[int]:
-        """From which position each request sent the session's tokens."""
+        """Position from which each request sent the session's tokens."""
         return [request.position.start for request in self.asked]
 
 
 class NotedGamma(GammaChooser):
-    """What the request's chooser is told of its rounds."""
+    """A chooser that records the rounds it observes."""
 
     def __init__(self, gamma: int) -> None:
         super().__init__(DraftPoolStats(), fixed=gamma, max_gamma=16)
@@ -86,15 +88,15 @@ class NotedGamma(GammaChooser):
         super().observe(times)
 
 
-class NotedClock(DraftDeadline):
-    """What the pool's clock is asked and told."""
+class NotedDeadline(DraftDeadline):
+    """A deadline that records its calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[tuple[int, int]] = []
-        """Draft tokens and prefilled ones, of every deadline."""
+        """Draft tokens and prefilled tokens of every deadline."""
         self.told: list[tuple[int, int]] = []
-        """The same, of every answer."""
+        """The same of every observed answer."""
 
     def deadline_s(self, num_tokens: int, num_prefilled: int) -> float:
         self.asked.append((num_tokens, num_prefilled))
@@ -140,15 +142,16 @@ class Rounds:
         self.replicas.draft_pool = "default"
         self.replicas.target_fingerprint = pools.target_info.model_fingerprint
         self.gamma = NotedGamma(gamma)
-        self.draft_clock = NotedClock()
+        self.draft_deadline = NotedDeadline()
         calls = SessionCalls(setting, self.tokens, self.replicas)
-        drafts = ReplicaDraftSource("default", self.gamma, DraftCalls(setting, self.replicas, calls, self.draft_clock))
+        draft_calls = DraftCalls("default", setting, self.replicas, calls, self.draft_deadline)
+        drafts = ReplicaDraftSource(self.gamma, draft_calls)
         target_calls = TargetCalls(setting, self.replicas, calls)
         self._runner = RoundRunner(setting, self.tokens, self.replicas, drafts, target_calls)
         self._num_run = 0
 
     async def run(self, remaining: int = 1000) -> RoundOutcome:
-        """Runs one round and commits it."""
+        """Run one round and commit it."""
         outcome = await self._runner.run(self._num_run, remaining)
         self._num_run += 1
         self.tokens.extend(outcome.token_ids)
@@ -156,7 +159,7 @@ class Rounds:
 
 
 class RoundRig:
-    """The services, and pools connected to them. Use as an async context manager."""
+    """The services, and pools connected to them. An async context manager."""
 
     def __init__(self, *, targets: int = 1, drafts: int = 1, draft_salt: int = 1, **draft_options: Any) -> None:
         """`draft_salt` 0 makes the draft's model the target's; `draft_options` are `start_service`'s."""
@@ -183,7 +186,7 @@ class RoundRig:
         return self
 
     async def connect(self) -> ReplicaPools:
-        """Pools of one more coordinator, to be closed by the caller."""
+        """Return the pools of one more coordinator; the caller closes them."""
         endpoints = [(role, service.address) for role in self._services for service in self.of(role)]
         pools = ReplicaPools("table", open_link, static_endpoints=endpoints)
         while sum(replica.is_alive for replica in pools.all_replicas()) < sum(self._counts.values()):

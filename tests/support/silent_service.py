@@ -1,4 +1,4 @@
-"""A service that takes every call and answers none, as a process that stands still: for tests of links and pools."""
+"""A service that accepts every call and answers none, as a hung process does, for tests of links and pools."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def _wait(request: bytes, context: Any) -> None:
 
 @asynccontextmanager
 async def silent_service() -> AsyncIterator[str]:
-    """Its address."""
+    """Run the service; yield its address."""
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((_Handler(),))
     port = server.add_insecure_port("127.0.0.1:0")

@@ -1,6 +1,6 @@
-"""Sessions as tests of the stores hold them: a request, rounds of it, its log, and its loss.
+"""Sessions for the contract tests of `specdec.state.store`: a request, its rounds, its log, and the loss of it.
 
-Not fixtures (`tests/contract/conftest.py`). Called by the contract tests of `specdec.state.store`.
+Fixtures are in `tests/contract/conftest.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ async def lose_tokens(raw: RedisConnection, session_id: str, keep: int) -> None:
 
 
 async def forget_session(raw: RedisConnection, session_id: str) -> None:
-    """As an expiry or a flush does, which tell nobody."""
+    """Remove a session's keys without a deletion mark, as an expiry or a flush does."""
     await raw.run_command("DEL", *session_keys("default", session_id))
 
 

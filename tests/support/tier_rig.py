@@ -32,7 +32,7 @@ _PATIENCE_S = 30.0
 
 
 def space_of(worker: Any) -> KvSpace:
-    """As the services make it."""
+    """Return the tier that a service would make."""
     shape, layout = worker.shape, worker.shape.kv_layout
     blocks = run_blocks(layout.block_bytes)
     return KvSpace(shape.model_fingerprint, layout.dtype, layout.rank, layout.layer_bytes, blocks)
@@ -46,17 +46,17 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 class Replica:
-    """A target, or a draft, with a tier, whose rule believes that prefill is slow unless told otherwise."""
+    """A target or draft with a tier; the rule takes prefill for slow unless a test sets its cost."""
 
     def __init__(
         self, worker: Any, url: str, *, replay_s_per_token: float | None = 1.0, kind: type[Any] = Verifier
     ) -> None:
-        """`replay_s_per_token`: what prefill is believed to cost; None: as measured."""
+        """`replay_s_per_token`: assumed cost of prefill; None: the measured one."""
         self.worker = worker
         self.tier = KvTier(url, space_of(worker))
         self.engine = kind(worker, ReplicaOptions(kv_tier=self.tier))
         self.num_turns = 0
-        """Of the device thread."""
+        """Turns of the device thread's loop."""
         inbox = self.engine._engine_loop._inbox
         inbox.take = partial(self._take, inbox.take)
         if replay_s_per_token is not None:
@@ -72,7 +72,7 @@ class Replica:
         wait_until(lambda: self.tier.is_up)
 
     def wait_written(self, num_bytes: int) -> None:
-        """Until that many bytes were written in all."""
+        """Wait until `num_bytes` were written in all."""
         wait_until(lambda: self.tier.tally.num_bytes["written"] >= num_bytes)
 
     def _take(self, take: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -80,7 +80,7 @@ class Replica:
         return take(*arguments, **options)
 
     async def close(self) -> None:
-        """Ends it, and checks that nothing was left pinned."""
+        """Close the replica, and check that no block is pinned."""
         self.engine.check_integrity()
         assert not self.engine._engine_loop._calls.restoring
         await self.engine.close()
@@ -90,7 +90,7 @@ class Replica:
 
 
 def prompt(number: int, num_tokens: int = PROMPT_TOKENS) -> list[int]:
-    """Prompts share no beginning."""
+    """Return prompts without a common prefix."""
     return [3 + number % 20, 3 + number // 20, *(3 + index * 7 % 20 for index in range(num_tokens - 2))]
 
 
@@ -104,7 +104,7 @@ def expected(tokens: list[int]) -> int:
 
 @asynccontextmanager
 async def replica_of(a_worker: Any, url: str, **options: Any) -> AsyncIterator[Replica]:
-    """One whose tier is up; closed, and found without anything left behind, at the end."""
+    """Yield a replica whose tier is up; close it at the end and check that it left nothing."""
     replica = Replica(a_worker, url, **options)
     try:
         await asyncio.to_thread(replica.wait_up)
@@ -114,7 +114,7 @@ async def replica_of(a_worker: Any, url: str, **options: Any) -> AsyncIterator[R
 
 
 async def fill(url: str, *prompts: list[int]) -> None:
-    """Lets a replica compute prompts and write what it has."""
+    """Let a replica compute prompts and write their KV."""
     async with replica_of(worker(), url) as replica:
         for number, tokens in enumerate(prompts):
             await replica.ask(tokens, session_id=f"fill-{number}")
@@ -123,14 +123,14 @@ async def fill(url: str, *prompts: list[int]) -> None:
 
 
 async def asked(replica: Replica, tokens: list[int], **position: Any) -> int:
-    """Asks for the next token, which must be the right one; returns how much of the KV was not computed."""
+    """Request the next token, check it, and return the number of tokens whose KV was not computed."""
     verification = await asyncio.wait_for(replica.ask(tokens, **position), 30.0)
     assert int(verification.choice_token_ids[0]) == expected(tokens)
     return verification.num_cached_tokens
 
 
 async def restoring(replica: Replica, number: int) -> None:
-    """Returns once that many calls are held."""
+    """Return once that many calls are blocked."""
     calls = replica.engine._engine_loop._calls
     await asyncio.to_thread(wait_until, lambda: len(calls.restoring) == number)
 

@@ -9,11 +9,12 @@ import pytest
 from pydantic import ValidationError
 from pydantic_settings import SettingsConfigDict
 
-from coordinator.config import CoordinatorSettings
-from draft_service.config import DraftSettings
 from specdec.settings.addresses import advertised_address, join_address, split_address
-from specdec.settings.base import AddressList, ServiceSettings, parse_settings
-from target_service.config import TargetSettings
+from specdec.settings.base import AddressList, ServiceSettings
+from specdec.settings.coordinator import CoordinatorSettings
+from specdec.settings.draft import DraftSettings
+from specdec.settings.reading import parse_settings
+from specdec.settings.target import TargetSettings
 
 
 class ManySettings(DraftSettings):
@@ -78,6 +79,10 @@ def test_a_model_that_is_built_directly_does_not_look_at_the_environment(monkeyp
     assert TargetSettings(model="m").pool == "default"
 
 
+def test_the_former_name_of_the_cuda_graph_backend_is_accepted() -> None:
+    assert parse("--compile-backend", "captured").compile_backend == "cuda-graphs"
+
+
 def test_settings_cannot_be_changed() -> None:
     with pytest.raises(ValidationError):
         parse().pool = "other"  # type: ignore[misc]
@@ -120,7 +125,8 @@ def test_a_usage_error_is_one_line_and_exit_code_2(
 def test_a_tenant_is_a_short_plain_name(tenant: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_settings(CoordinatorSettings, prog="coordinator", argv=["--tokenizer", "t", "--tenant", tenant])
-    assert capsys.readouterr().err == (f"error: --tenant: {tenant!a} is not 1 to 64 letters, digits, '_', '.' or '-'\n")
+    expected = f"error: --tenant: {tenant!a} is not 1 to 64 letters, digits, '_', '.' or '-' (INVALID_REQUEST)\n"
+    assert capsys.readouterr().err == expected
     named = parse_settings(CoordinatorSettings, prog="coordinator", argv=["--tokenizer", "t", "--tenant", "x" * 64])
     assert named.tenant == "x" * 64
 
@@ -137,7 +143,7 @@ def test_a_tenant_is_a_short_plain_name(tenant: str, capsys: pytest.CaptureFixtu
         (TargetSettings, "--num-threads", "100000"),
     ],
 )
-def test_what_no_store_transport_or_machine_takes_is_refused_by_its_flag(
+def test_a_value_beyond_what_store_or_transport_support_is_refused_with_its_flag(
     settings_type: type[ServiceSettings], flag: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = ["--model" if settings_type is TargetSettings else "--tokenizer", "m"]
@@ -193,7 +199,7 @@ def test_addresses_split_and_join_again(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", "host:65536", "host:-1", "::1:50", "http://host:50", "h:5 "])
-def test_what_is_not_an_address_is_refused(address: str) -> None:
+def test_a_malformed_host_and_port_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="must be HOST:PORT"):
         split_address(address)
 

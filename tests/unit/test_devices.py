@@ -17,11 +17,11 @@ from specdec.settings.devices import require_device, require_gpu_each
     [
         ("cuda", 0, "device 'cuda' is not present on this machine, which has no GPU"),
         ("cuda:1", 1, "device 'cuda:1' is not present on this machine, which has one GPU"),
-        ("tpu", 8, "'tpu' is none of auto, cpu, cuda and cuda:N"),
-        ("cuda:-1", 8, "'cuda:-1' is none of"),
+        ("tpu", 8, "'tpu' must be auto, cpu, cuda or cuda:N"),
+        ("cuda:-1", 8, "'cuda:-1' must be auto"),
     ],
 )
-def test_a_device_that_is_not_here_is_refused(
+def test_a_device_that_the_machine_lacks_is_refused(
     name: str, num_gpus: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "num_gpus", lambda: num_gpus)
@@ -34,7 +34,7 @@ def test_a_device_that_is_not_here_is_refused(
 @pytest.mark.parametrize(
     ("name", "num_gpus"), [("auto", 0), ("cpu", 0), ("cuda", 1), ("cuda:1", 2), ("cuda", None), ("cuda:7", None)]
 )
-def test_a_device_that_is_here_passes_and_so_does_what_only_torch_can_tell(
+def test_a_present_device_passes_and_so_does_one_that_only_torch_can_check(
     name: str, num_gpus: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "num_gpus", lambda: num_gpus)

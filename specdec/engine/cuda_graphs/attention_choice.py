@@ -1,8 +1,8 @@
-"""Which attention captured steps run: our kernels where they are right on this device, gathered blocks elsewhere.
+"""Choice of the attention in CUDA graphs: the paged Triton kernels if they pass a trial, gathered attention otherwise.
 
-Triton may be absent, its compiler may fail, a new device may round or order what we did not expect: so the kernels are
-tried, recorded as a step would be, and compared with the gathered attention on a small pool, for the model's own heads,
-windows, caps and dtype. Versions are not asked. Called by `engine.cuda_graphs.steps`.
+Triton may be absent, its compiler may fail, or a new device may round differently. Version numbers do not tell, so the
+kernels are recorded as in a real step and compared with gathered attention on a small pool, for the heads, windows,
+softcaps and dtype of the model. Called by `engine.cuda_graphs.steps`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from specdec.types import BLOCK_TOKENS
 
 _log = logging.getLogger(__name__)
 
-# Small enough that every window of a real model is cut by it.
+# Upper limit of the window in the trial, so that the trial's contexts exceed it.
 _TRIAL_WINDOW = 150
 _TRIAL_BUCKET = Bucket(num_sequences=4, width=3, num_blocks=20)
 _TRIAL_BLOCKS = 32
 _LONG_TABLE = (7, 2, 9, 4, 30, 11, 29, 12, 28, 13, 27, 14, 26, 15, 25, 16, 24, 17)
-# A context over several splits that ends within a block, with rows to spare; one that opens a block, one that begins;
-# the fourth is padding.
+# One context that spans several splits and ends within a block, one whose row opens a block, and one at position 0. The
+# bucket's fourth sequence is padding.
 _TRIAL_SLICES = (
     SequenceSlice((0, 0, 0), 280, _LONG_TABLE, 3),
     SequenceSlice((0,), 32, (3, 0, 5), 1),
     SequenceSlice((0, 0), 0, (8,), 2),
 )
-# Keys, queries and values have spread 1; a wrong mask is off by some tenths, bfloat16 by a hundredth.
+# Keys, queries and values have a standard deviation of 1: a wrong mask changes outputs by tenths, bfloat16 rounding by
+# a hundredth.
 _TRIAL_TOLERANCE = 0.05
 
 
@@ -49,47 +50,47 @@ def choose_attention(
     max_context_tokens: int,
     all_agree: Agreement | None = None,
 ) -> StaticAttention:
-    """The attention that steps of these layers are captured with.
+    """Return the attention that is recorded in the CUDA graphs of these layers.
 
     Args:
-        cache: the pool.
-        layer_kinds: of its layers.
-        capture: records steps.
+        cache: the KV pool.
+        layer_kinds: the attention kind of each layer.
+        capture: records a step.
         wanted: see `CompileOptions.attention`.
-        max_context_tokens: of one sequence.
+        max_context_tokens: maximum context of one sequence.
         all_agree: see `engine.cuda_graphs.steps.capture_steps`.
     """
     is_cuda = cache.layers[0].blocks.device.type == "cuda"
     if (wanted or (PAGED if is_cuda else GATHERED)) == GATHERED:
         return GatheredAttention(cache, layer_kinds)
-    problem = _problem_of_kernels(cache, layer_kinds, capture)
+    problem = _trial_problem(cache, layer_kinds, capture)
     if all_agree is not None and not all_agree(problem is None):
-        problem = problem or "paged attention does not run on another rank"
+        problem = problem or "paged attention failed its trial on another rank"
     if problem is None:
         return PagedAttention(cache, layer_kinds, max_context_tokens)
-    _log.warning("%s; steps gather their blocks instead, which is slower with long contexts", problem)
+    _log.warning("%s; using gathered attention, which is slower with long contexts", problem)
     return GatheredAttention(cache, layer_kinds)
 
 
-def _problem_of_kernels(cache: KvCache, layer_kinds: Sequence[AttentionKind], capture: Capture) -> str | None:
-    """What speaks against our kernels for these layers, here."""
-    own_layers = cache.layers[: len(layer_kinds)]  # what local drafts keep lies behind them
-    pairs = dict.fromkeys(zip((layer.shape for layer in own_layers), layer_kinds, strict=True))
+def _trial_problem(cache: KvCache, layer_kinds: Sequence[AttentionKind], capture: Capture) -> str | None:
+    """Return why the paged kernels cannot serve these layers on this device, or None if they can."""
+    model_layers = cache.layers[: len(layer_kinds)]  # the caches of local drafts follow them
+    pairs = dict.fromkeys(zip((layer.shape for layer in model_layers), layer_kinds, strict=True))
     pool = cache.layers[0].blocks
     try:
         with torch.inference_mode():
             difference = max(_difference(shape, kind, pool.dtype, pool.device, capture) for shape, kind in pairs)
-    except Exception as error:  # what is missing may be Triton, its compiler, or memory on the device
-        return f"paged attention does not run here: {first_line(error)}"
+    except Exception as error:  # Triton or its compiler is missing, or the device's memory is too small
+        return f"paged attention failed its trial: {first_line(error)}"
     if difference > _TRIAL_TOLERANCE:
-        return f"paged attention is off by {difference:.2g} here and is not used"
+        return f"paged attention differs from gathered attention by {difference:.2g}, limit {_TRIAL_TOLERANCE}"
     return None
 
 
 def _difference(
     shape: LayerShape, kind: AttentionKind, dtype: torch.dtype, device: torch.device, capture: Capture
 ) -> float:
-    """The largest difference of both attentions on rows that are not padding."""
+    """Return the largest difference between both attentions over all rows that are not padding."""
     if kind.window is not None:
         kind = replace(kind, window=min(kind.window, _TRIAL_WINDOW))
     generator = torch.Generator().manual_seed(0)

@@ -1,8 +1,7 @@
-"""The sizes of steps that are captured, and which of them a step fits into.
+"""The step sizes that are recorded as CUDA graphs, and the choice of one of them for a step.
 
-A bucket is a rectangle: so many sequences of so many rows each, with contexts of up to so many blocks. Sizes grow
-geometrically, so that a few dozen buckets serve every small step. Not here: what lies in a bucket
-(`engine.cuda_graphs.static_inputs`). Called by `engine.cuda_graphs.steps`.
+A bucket is a rectangle: a number of sequences, a number of rows per sequence, and a maximum context in KV blocks. Sizes
+grow geometrically, so a few dozen buckets serve every small step. Called by `engine.cuda_graphs.steps`.
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ from specdec.engine.base import SequenceSlice
 from specdec.types import BLOCK_TOKENS
 
 _NUM_SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
-#: Of one step.
+#: Maximum number of sequences of a recorded step.
 MOST_SEQUENCES = _NUM_SEQUENCES[-1]
-# Beyond, a step's own work outweighs what capturing saves. Its logits are allocated for good: 128 MiB with 128,000
-# tokens in two bytes each.
+# In larger steps the GPU's work outweighs the launch time that a graph saves. The logits of this many rows stay
+# allocated: 250 MiB for 128,000 tokens in float32.
 _MOST_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The size of a captured step."""
+    """The size of a recorded step."""
 
     num_sequences: int
     width: int
-    """Rows of each sequence."""
+    """Number of rows of each sequence."""
     num_blocks: int
-    """KV blocks of each sequence."""
+    """Maximum number of KV blocks of each sequence."""
 
     @property
     def num_rows(self) -> int:
@@ -38,23 +37,25 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class ContextSteps:
-    """Which contexts get buckets of their own: what an attention pays for one that is longer than need be."""
+    """Context sizes that get separate buckets, for an attention whose cost grows with the bucket's context."""
 
     first_tokens: int
+    """Smallest context."""
     growth: int
+    """Factor between one context size and the next."""
     most_tokens: int
-    """Of all sequences of a bucket together."""
+    """Maximum number of context tokens of a bucket, over all its sequences."""
 
 
 class Buckets:
-    """All buckets of a service."""
+    """All buckets of one kind of step."""
 
     def __init__(self, widths: Iterable[int], steps: ContextSteps | None, max_context_tokens: int) -> None:
         """
         Args:
-            widths: rows of one sequence that steps have, such as 1 for a draft step, gamma + 1 for a verification.
-            steps: the contexts; None: one bucket serves any.
-            max_context_tokens: of one sequence; at least 1.
+            widths: rows per sequence, such as 1 for a draft step and gamma + 1 for a verification.
+            steps: context sizes; None: one bucket serves every context.
+            max_context_tokens: maximum context of one sequence; at least 1.
         """
         most_blocks = -(-max_context_tokens // BLOCK_TOKENS)
         contexts, most_tokens = [], None
@@ -75,13 +76,13 @@ class Buckets:
         ]
 
     def largest_first(self) -> list[Bucket]:
-        """In the order of recording: the first take the memory that the others find."""
+        """Return the buckets in the order of recording: smaller ones reuse the memory of the larger ones."""
         return sorted(
             self._buckets, key=lambda bucket: (bucket.num_sequences, bucket.width, bucket.num_blocks), reverse=True
         )
 
     def smallest_for(self, slices: Sequence[SequenceSlice]) -> Bucket | None:
-        """The bucket that a step is run in; None where none holds it."""
+        """Return the smallest bucket that holds a step, or None if no bucket does."""
         num_sequences = len(slices)
         width = max(len(piece.token_ids) for piece in slices)
         num_blocks = -(-max(piece.start + len(piece.token_ids) for piece in slices) // BLOCK_TOKENS)

@@ -1,9 +1,8 @@
-"""Block tables that stay on the device from step to step; a step brings what was added to them.
+"""Block tables that stay on the device between steps, so that a step transfers only the entries that changed.
 
-A table of a context of 8,000 tokens has 500 entries, of which a step of its sequence adds one in three steps or so.
-Each of the newest sequences has a row of one large array; a few changed entries travel with the numbers of the step
-that needs them and are put in their places by that step, a new sequence's are copied at once. Not here: what else a
-step brings (`engine.cuda_graphs.static_inputs`, which calls this), which ids a table has (`engine.sessions`).
+The table of an 8,000-token context has 500 entries, and a step adds about one entry in three steps. Each recently used
+sequence has a row in one large array. A few changed entries travel with the step's other numbers, and the step itself
+writes them into the array; the table of a new sequence is copied at once. Called by `engine.cuda_graphs.static_inputs`.
 """
 
 from __future__ import annotations
@@ -18,57 +17,60 @@ from numpy.typing import NDArray
 from specdec.engine.base import SequenceSlice
 from specdec.engine.cuda_graphs.buckets import MOST_SEQUENCES
 
-#: Of one sequence and step; more of them are copied instead. A long draft needs two.
+#: Maximum number of changed entries of one sequence that travel with a step; more are copied at once. A long multi-step
+#: draft changes two.
 CHANGES_PER_SEQUENCE = 2
-# Sequences that take turns find their rows again.
+# Twice the sequences of a step, so that sequences that run in alternate steps keep their rows.
 _NUM_ROWS = 2 * MOST_SEQUENCES
 
 
 class DeviceTables:
-    """Rows of block ids. One step at a time; what it placed is in effect for the steps that follow it."""
+    """Rows of block ids. Serves one step at a time; later steps see its changes."""
 
     def __init__(self, row_blocks: int, scratch_block: int, device: torch.device) -> None:
         """
         Args:
-            row_blocks: entries of the longest table.
-            scratch_block: what padding reads.
-            device: of the tables.
+            row_blocks: number of entries of the longest table.
+            scratch_block: block that padding rows read.
+            device: device of the tables.
         """
         is_cuda = device.type == "cuda"
         self.padding_entry = _NUM_ROWS * row_blocks
-        """Where the scratch block is an entry."""
+        """Index of the entry that holds the scratch block."""
         size = self.padding_entry + 1
         self._pinned = torch.full((size,), scratch_block, dtype=torch.int64, pin_memory=is_cuda)
         self.host: NDArray[np.int64] = self._pinned.numpy()
-        """[rows * row_blocks + 1]: what the device has once the step's changes are applied."""
+        """int64 [rows * row_blocks + 1]: the device's content once the step's changes are applied."""
         self.on_device = torch.full((size,), scratch_block, dtype=torch.int64, device=device)
         self._copied = torch.cuda.Event() if is_cuda else None
         self._row_blocks = row_blocks
         self._scratch_block = scratch_block
-        self._row_of: OrderedDict[object, int] = OrderedDict()  # the least recently used first
+        self._row_of: OrderedDict[object, int] = OrderedDict()  # least recently used first
         self._num_right: list[int] = [0] * _NUM_ROWS
-        """Of each row, entries that the device has."""
+        """Number of leading entries of each row that are right on the device."""
 
     def place(
         self, slices: Sequence[SequenceSlice], changed_at: NDArray[np.int64], changed_to: NDArray[np.int64]
     ) -> list[int]:
-        """Where the slices' tables begin; each holds all ids of `SequenceSlice.table`, or of the slice.
+        """Return the index of each slice's first table entry.
+
+        A row holds all ids of `SequenceSlice.table`, or those of the slice if it has no table.
 
         Args:
-            slices: of one step, no more than there are rows.
-            changed_at: written to: entries that the step must `apply`, padding behind them.
-            changed_to: likewise, their ids.
+            slices: slices of one step, at most one per row.
+            changed_at: receives the indices that the step must `apply`, followed by padding.
+            changed_to: receives their block ids.
         """
         if self._copied is not None:
-            self._copied.synchronize()  # nothing is written that is still being copied
+            self._copied.synchronize()  # the pinned memory may still be the source of a copy
         changed_at[:], changed_to[:] = self.padding_entry, self._scratch_block
         num_changes, firsts = 0, []
         for index, piece in enumerate(slices):
-            # A rank that follows knows no tables, only ids; sessions mostly keep their place in the step.
+            # A follower rank receives block ids without a table. Sessions mostly keep their place in the step.
             row = self._row(("place", index) if piece.table is None else piece.table.key)
             table = piece.block_table if piece.table is None else piece.table
             first, end = row * self._row_blocks, min(len(table), self._row_blocks)
-            # Asked whether or not the row is new: what was kept is counted from here on.
+            # `take_kept` is called even for a new row because it counts from its last call.
             num_kept = self._num_equal(first, piece.block_table) if piece.table is None else piece.table.take_kept()
             begin = min(num_kept, self._num_right[row])
             self._num_right[row] = end
@@ -86,7 +88,7 @@ class DeviceTables:
         return firsts
 
     def apply(self, changed_at: torch.Tensor, changed_to: torch.Tensor) -> None:
-        """Puts a step's changes, on the device, where they belong; again and again if need be."""
+        """Write a step's changes into the tables on the device. Idempotent."""
         self.on_device.index_copy_(0, changed_at, changed_to)
 
     def _row(self, key: object) -> int:
@@ -99,7 +101,7 @@ class DeviceTables:
         return row
 
     def _num_equal(self, first: int, block_ids: Sequence[int]) -> int:
-        """How many of a table's first ids already stand in the row that begins at `first`."""
+        """Return how many leading ids of a table equal the row that begins at `first`."""
         ids = np.asarray(block_ids[: self._row_blocks])
         differing = np.flatnonzero(self.host[first : first + len(ids)] != ids)
         return int(differing[0]) if len(differing) else len(ids)

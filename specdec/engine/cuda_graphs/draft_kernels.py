@@ -1,6 +1,6 @@
-"""The Triton kernel between two draft steps: the token that was drawn becomes the next step's input.
+"""The Triton kernel between two draft steps: it makes the drawn token the next step's input.
 
-Not here: launching it (`engine.cuda_graphs.multi_step`). Imports Triton, so it is imported only where that is.
+This module imports Triton, so `engine.cuda_graphs.multi_step` imports it when it launches the kernel.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ def advance(
     PAGE_TOKENS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One position further, for the sequences that are not padding.
+    """Move each sequence that is not padding one position on.
 
     Args:
-        drawn: int64 [num_sequences], the tokens.
-        token_ids: int64 [B], of a step of one row a sequence, as are the next ones.
+        drawn: int64 [num_sequences]: the drawn tokens.
+        token_ids: int64 [B]: inputs of a step with one row per sequence, as are the next five.
         positions: int64 [B].
-        slots: int64 [B], where the row's keys and values go.
-        opened_blocks: int64 [B], that are cleared first; from now on none is.
-        lengths: int64 [B], keys of each sequence.
-        firsts: int64 [B], where its block ids begin.
-        tables: int64, the block ids.
-        num_sequences: at most B.
-        scratch_block: stands for no block.
-        PAGE_TOKENS: tokens of a block.
-        TILE: at least B; a power of two.
+        slots: int64 [B]: KV slot of each row.
+        opened_blocks: int64 [B]: blocks that a step clears first; set to the scratch block, so none is cleared.
+        lengths: int64 [B]: number of keys of each sequence.
+        firsts: int64 [B]: index of each sequence's first block id in `tables`.
+        tables: int64: block ids.
+        num_sequences: number of sequences that are not padding, at most B.
+        scratch_block: block that no sequence has.
+        PAGE_TOKENS: tokens per block.
+        TILE: power of two, at least B.
     """
     places = tl.arange(0, TILE)
     is_own = places < num_sequences

@@ -1,9 +1,8 @@
-"""The Triton kernels of a captured step between its products: norms, rotation and store, gate.
+"""Triton kernels of a recorded step between its matrix products: norms, rotary embedding with KV store, and gate.
 
-Each rounds where transformers' modules round (`modeling_llama`, `modeling_qwen3`): sums and products of 16-bit numbers
-are made in float32 and rounded at every step that PyTorch runs as an operation of its own. A row's numbers depend on
-that row alone. Not here: launches (`engine.cuda_graphs.fused_operations`), attention
-(`engine.cuda_graphs.paged_kernels`). Imports Triton, so it is imported only where that is.
+They round where the modules of transformers round (`modeling_llama`, `modeling_qwen3`): sums and products of 16-bit
+numbers are computed in float32 and rounded wherever PyTorch would end an operation. The result of a row depends on that
+row alone. This module imports Triton, so `engine.cuda_graphs.fused_operations` imports it when it launches a kernel.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ def add_and_normalise(
     SELECTS_ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """residual += delta, then its root mean square normalisation.
+    """Add `delta` to `residual` and write the RMS norm of the sum.
 
     Args:
-        residual: [T, WIDTH]; holds the sum afterwards, unless rows are selected.
-        delta: [T, WIDTH], where there is one.
+        residual: [T, WIDTH]; receives the sum unless SELECTS_ROWS.
+        delta: [T, WIDTH]; read if HAS_DELTA.
         gains: [WIDTH].
-        rows: int64 [R], which rows, where they are selected.
-        output: [T, WIDTH], or [R, WIDTH].
-        num_rows: T, or R.
+        rows: int64 [R]: rows to normalise; read if SELECTS_ROWS.
+        output: [T, WIDTH], or [R, WIDTH] if SELECTS_ROWS.
+        num_rows: T, or R if SELECTS_ROWS.
         eps: added to the mean square.
-        WIDTH: of a row.
-        WIDTH_PAD: the power of two that holds it.
-        HAS_DELTA: whether anything is added.
-        SELECTS_ROWS: whether only some rows are wanted; the sum is then nobody's.
-        TILE_ROWS: rows of one program.
+        WIDTH: numbers per row.
+        WIDTH_PAD: the next power of two.
+        HAS_DELTA: whether `delta` is added.
+        SELECTS_ROWS: whether only `rows` are normalised; the sum is then not stored.
+        TILE_ROWS: rows per program.
     """
     places = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     is_row = places < num_rows
@@ -82,23 +81,23 @@ def rotate_and_store(
     HAS_NORM: tl.constexpr,
     TILE_HEADS: tl.constexpr,
 ):
-    """Queries are normalised and rotated where they lie, keys on their way into the cache; values go there as they are.
+    """Normalise and rotate queries in place and keys into the cache, and copy values into the cache.
 
     Args:
         qkv: [T, (NUM_HEADS + 2 * NUM_KV_HEADS) * DIM]: queries, keys, values.
-        cos: [T, DIM], of the rows' positions.
+        cos: [T, DIM] at the rows' positions.
         sin: [T, DIM].
-        gains: [NUM_HEADS + NUM_KV_HEADS, DIM], of queries and keys, where they are normalised head by head.
-        slots: int64 [T], where the rows' keys and values go.
+        gains: [NUM_HEADS + NUM_KV_HEADS, DIM] of the per-head norms of queries and keys; read if HAS_NORM.
+        slots: int64 [T]: KV slot of each row.
         kv_rows: [slots, 2 * NUM_KV_HEADS * DIM], keys of all heads first.
         num_rows: T.
-        eps: of the normalisation.
-        NUM_HEADS: of the queries.
-        NUM_KV_HEADS: of the cache.
-        DIM: of a head; even.
-        HALF_PAD: the power of two that holds half of it.
+        eps: epsilon of the norms.
+        NUM_HEADS: number of query heads.
+        NUM_KV_HEADS: number of KV heads.
+        DIM: numbers per head; even.
+        HALF_PAD: the next power of two of DIM / 2.
         HAS_NORM: whether queries and keys are normalised.
-        TILE_HEADS: heads of one program, those of a row one after the other.
+        TILE_HEADS: heads per program; the heads of a row are consecutive.
     """
     all_heads: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     half: tl.constexpr = DIM // 2
@@ -142,14 +141,14 @@ def rotate_and_store(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def gate(gate_up, output, num_rows, WIDTH: tl.constexpr, TILE_NUMBERS: tl.constexpr):
-    """silu(gate) * up.
+    """Write silu(gate) * up.
 
     Args:
         gate_up: [T, 2 * WIDTH], gates first.
         output: [T, WIDTH].
         num_rows: T.
-        WIDTH: of a row.
-        TILE_NUMBERS: of the output, that one program writes.
+        WIDTH: numbers per output row.
+        TILE_NUMBERS: output numbers per program.
     """
     places = tl.program_id(0).to(tl.int64) * TILE_NUMBERS + tl.arange(0, TILE_NUMBERS)
     rows = places // WIDTH

@@ -1,8 +1,7 @@
-"""What lies between the products of a captured step, one kernel each.
+"""Launches of the fused kernels between the matrix products of a recorded step.
 
-They write what they are asked to and nothing else, wait for nothing, and give a row the same bits in any company. Not
-here: the arithmetic (`engine.cuda_graphs.fused_kernels`), their order (`engine.cuda_graphs.fused_stack`, which calls
-    this).
+The functions do not wait for the device, and the bits of a row do not depend on the other rows. The kernels are in
+`engine.cuda_graphs.fused_kernels`. Called by `engine.cuda_graphs.fused_stack`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from specdec.engine.model.kv_cache import LayerKv
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How much one program takes; powers of two. It changes no number."""
+    """Work per program, in powers of two. It does not change any result."""
 
     rows: int = 1
     heads: int = 4
@@ -25,28 +24,28 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A root mean square normalisation."""
+    """An RMS norm."""
 
     gains: torch.Tensor
-    """[width]; of queries and keys head by head, [heads, head_dim]."""
+    """[width], or [heads, head_dim] for the per-head norms of queries and keys."""
     eps: float
 
 
 def normalise(
     residual: torch.Tensor, delta: torch.Tensor | None, norm: Norm, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The norm of residual + delta; `residual` holds the sum afterwards.
+    """Add `delta` to `residual` in place and return the norm of the sum.
 
     Args:
         residual: [T, width], contiguous.
         delta: [T, width], contiguous; None: nothing is added.
-        norm: of `width`.
-        rows: int64 [R], those that are wanted; `residual` is then left as it is. None: all.
+        norm: a norm over `width`.
+        rows: int64 [R]: rows to normalise; `residual` is then unchanged. None: all rows.
 
     Returns:
         [T or R, width].
     """
-    # Imported late, here and below: where Triton is absent, so is this and nothing else.
+    # Imported late, here and below: the rest of the package must work without Triton.
     from triton import next_power_of_2
 
     from specdec.engine.cuda_graphs.fused_kernels import add_and_normalise
@@ -54,7 +53,7 @@ def normalise(
     width, tile_rows = residual.shape[1], Tiling().rows
     num_rows = len(residual) if rows is None else len(rows)
     output = torch.empty(num_rows, width, dtype=residual.dtype, device=residual.device)
-    with torch.cuda.device_of(residual):  # Triton launches on the current one
+    with torch.cuda.device_of(residual):  # Triton launches on the current device
         add_and_normalise[(-(-num_rows // tile_rows),)](
             residual, residual if delta is None else delta, norm.gains, residual if rows is None else rows, output,
             num_rows, norm.eps, WIDTH=width, WIDTH_PAD=next_power_of_2(width), HAS_DELTA=delta is not None,
@@ -71,18 +70,18 @@ def rotate(
     slots: torch.Tensor,
     layer: LayerKv,
 ) -> torch.Tensor:
-    """Gives queries and keys their positions, and the cache its keys and values.
+    """Apply the rotary embedding to queries and keys, and store keys and values in the cache.
 
     Args:
         qkv: [T, (H + 2 * num_kv_heads) * head_dim], contiguous; its queries are overwritten.
         cos: [T, head_dim] in the model's dtype, contiguous.
-        sin: likewise.
-        norm: of queries and keys, before they are rotated; None: there is none.
-        slots: int64 [T].
-        layer: the cache; values as wide as keys.
+        sin: as `cos`.
+        norm: norm of queries and keys before the rotation; None: no norm.
+        slots: int64 [T]: KV slot of each row.
+        layer: the layer's cache; values have as many numbers as keys.
 
     Returns:
-        [T, H, head_dim], a view of `qkv`.
+        queries [T, H, head_dim], a view of `qkv`.
     """
     from triton import next_power_of_2
 
@@ -101,7 +100,7 @@ def rotate(
 
 
 def gated(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, [T, width] of [T, 2 * width], contiguous."""
+    """Return silu(gate) * up as [T, width], from contiguous [T, 2 * width] with the gates first."""
     from specdec.engine.cuda_graphs.fused_kernels import gate
 
     num_rows, width = len(gate_up), gate_up.shape[1] // 2

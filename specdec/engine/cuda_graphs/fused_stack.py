@@ -1,10 +1,9 @@
-"""The eager pass of a Llama-shaped model in fewer kernels: ten a layer, whatever lies between products being one each.
+"""The forward pass of a Llama-shaped model in ten kernels a layer: one kernel between two matrix products.
 
-The same weights, in the same order, as `engine.model.llama_stack`, which stays the definition and runs wherever these
-kernels do not. Sums and norms are rounded where transformers' modules round. Keys and values go straight into the
-cache, so the attention that this takes finds them stored. Not here: the kernels
-(`engine.cuda_graphs.fused_operations`), who sees whom (`engine.cuda_graphs.paged_attention`). Called by
-`engine.cuda_graphs.steps`.
+It applies the same weights in the same order as `engine.model.llama_stack`, which remains the definition and runs
+wherever these kernels do not. Sums and norms are rounded where the modules of transformers round. The rotary kernel
+(`engine.cuda_graphs.fused_operations`) stores keys and values in the cache, so the attention
+(`engine.cuda_graphs.paged_attention`) finds them there. Called by `engine.cuda_graphs.steps`.
 """
 
 from __future__ import annotations
@@ -33,24 +32,24 @@ from specdec.engine.options import Agreement, Capture, first_line
 
 _log = logging.getLogger(__name__)
 
-# What configurations call "silu" or "swish", by the version of transformers.
+# The classes of the "silu" and "swish" activations in different versions of transformers.
 _SILU = (nn.SiLU, type(ACT2FN["silu"]))
 _TRIAL_BUCKET = Bucket(num_sequences=1, width=3, num_blocks=1)
 _TRIAL_SLICE = SequenceSlice((0, 0, 0), 0, (0,), 3)
-# Of the length of a layer's output: a wrong sign, head or column is off by tenths, rounding to 16 bits by a hundredth.
+# Limit of the relative error. A wrong sign, head or column gives tenths; rounding to 16 bits gives a hundredth.
 _TRIAL_TOLERANCE = 0.05
 
 
 class StoredContext(RowContext, Protocol):
-    """An attention that finds keys and values stored."""
+    """Attention over keys and values that are in the cache already."""
 
     def attend(self, layer_index: int, query: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
-        """[T, H, value_dim] of query [T, H, key_dim]."""
+        """Return the outputs [T, H, value_dim] of `query` [T, H, key_dim]."""
         ...
 
 
 class FusedStack:
-    """A `LlamaStack`'s pass over a cache."""
+    """The forward pass of a `LlamaStack` over a cache, with fused kernels."""
 
     def __init__(self, stack: LlamaStack, cache: KvCache) -> None:
         self._stack = stack
@@ -58,7 +57,7 @@ class FusedStack:
         self._norm = _norm_of(stack.norm)
 
     def __call__(self, batch: StepBatch, context: RowContext) -> torch.Tensor:
-        """Logits [R, rows of the model's head] of `batch.logit_rows`; `context` is a `StoredContext`."""
+        """Return the logits [R, rows of the output head] of `batch.logit_rows`; `context` is a `StoredContext`."""
         logits: torch.Tensor = self._stack.head(self._run(batch, context, len(self._layers)))
         return logits
 
@@ -87,7 +86,7 @@ class FusedStack:
         num_layers: int,
         outputs: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """What the first layers make of the rows that are wanted, normalised: [R, hidden]; see `LlamaStack._run`."""
+        """Return the first layers' normalised output [R, hidden] for `batch.logit_rows`; see `LlamaStack._run`."""
         stored = cast(StoredContext, context)
         residual = self._stack.embed(batch.token_ids[0])  # [T, hidden]
         delta = None
@@ -100,7 +99,7 @@ class FusedStack:
 
 
 class FusedLayer:
-    """One decoder layer: two norms, four products, two kernels of attention, rotation, gate."""
+    """One decoder layer: two norms, four matrix products, two attention kernels, rotary embedding and gate."""
 
     def __init__(self, layer: StackLayer, index: int, cache: KvCache) -> None:
         self._layer = layer
@@ -119,7 +118,10 @@ class FusedLayer:
         slots: torch.Tensor,
         context: StoredContext,
     ) -> torch.Tensor:
-        """What the layer adds to `residual` [T, hidden], which is given what the layer before adds to it."""
+        """Return the change [T, hidden] that the layer makes to `residual`.
+
+        `delta`, the change made by the layer before, is added to `residual` in place first.
+        """
         layer = self._layer
         qkv = layer.qkv.forward(fused.normalise(residual, delta, self._attention_norm))
         query = fused.rotate(qkv, cos, sin, self._qk_norm, slots, self._kv)
@@ -145,39 +147,38 @@ def fuse_stack(
     capture: Capture,
     all_agree: Agreement | None = None,
 ) -> FusedStack | None:
-    """The pass in fewer kernels, where a trial of its first layer shows that they are right on this device.
+    """Return the pass with fused kernels, or None after a warning if a trial of its first layer fails on this device.
 
     Args:
         stack: the eager pass.
-        cache: the pool, of which nothing is in use yet.
-        attention: over it.
-        capture: records steps.
+        cache: the KV pool, none of whose blocks are in use yet.
+        attention: the attention over `cache`.
+        capture: records a step.
         all_agree: see `engine.cuda_graphs.steps.capture_steps`.
 
-    Returns:
-        None, after one warning, where they are not.
-
     Raises:
-        Exception: they failed, and others wait for them.
+        Exception: the trial raised it while other ranks wait in the same step.
     """
     try:
         with torch.inference_mode():
             error = _relative_error(stack, cache, attention, capture)
-        problem = f"fused kernels are off by {error:.2g} here" if error > _TRIAL_TOLERANCE else None
-    except Exception as failure:  # the compiler, a driver or the device's memory
-        if all_agree is not None:  # the others are in the middle of a step, and wait
+        problem = None
+        if error > _TRIAL_TOLERANCE:
+            problem = f"fused kernels differ from the eager layer by {error:.2g}, limit {_TRIAL_TOLERANCE}"
+    except Exception as failure:  # raised by the compiler, a driver or the allocator
+        if all_agree is not None:  # other ranks wait in the middle of the trial step
             raise
-        problem = f"fused kernels do not run here: {first_line(failure)}"
+        problem = f"fused kernels failed their trial: {first_line(failure)}"
     if all_agree is not None and not all_agree(problem is None):
-        problem = problem or "fused kernels are off on another rank"
+        problem = problem or "fused kernels failed their trial on another rank"
     if problem is None:
         return FusedStack(stack, cache)
-    _log.warning("%s; steps take more kernels instead", problem)
+    _log.warning("%s; using one kernel per operation", problem)
     return None
 
 
 def _relative_error(stack: LlamaStack, cache: KvCache, attention: PagedAttention, capture: Capture) -> float:
-    """The difference of both ways through the first layer, over the length of what that adds to its input."""
+    """Return the difference of the two passes after the first layer, relative to the change that the layer makes."""
     pool = cache.layers[0].blocks
     numbers_of_step = StepNumbers(input_size(_TRIAL_BUCKET, keeps_tables=True), pool.device)
     inputs = StaticInputs(_TRIAL_BUCKET, numbers_of_step, cache.num_blocks - 1, attention.tables)

@@ -1,8 +1,8 @@
-"""Draft steps that follow one another on the device: no number of one is read before the next is begun.
+"""Consecutive draft steps on the device, without reading a result between them.
 
-A step of one row a sequence is replayed over and over; in between one kernel makes the drawn tokens its input and moves
-every sequence one position on, through the block tables on the device. Not here: what is drawn (`engine.drafting`), the
-recordings (`engine.cuda_graphs.steps`, which makes these).
+The graph of a step with one row per sequence is replayed repeatedly. Between two replays one kernel makes the drawn
+tokens the graph's input and moves every sequence one position on, using the block tables on the device. Tokens are
+drawn by `engine.drafting`. Called by `engine.cuda_graphs.steps`.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from specdec.types import BLOCK_TOKENS
 
 
 def last_tokens(slices: Sequence[SequenceSlice]) -> list[SequenceSlice]:
-    """The same sequences at their last tokens alone."""
+    """Return the slices reduced to their last token."""
     return [
         replace(piece, token_ids=piece.token_ids[-1:], start=piece.start + len(piece.token_ids) - 1) for piece in slices
     ]
 
 
-class FollowUp:
-    """Further steps of the sequences of a step that has been begun."""
+class MultiStepReplay:
+    """Replays a graph for the tokens that follow a step."""
 
     def __init__(
         self, inputs: StaticInputs, replay: Callable[[], None], num_sequences: int, scratch_block: int
     ) -> None:
         """
         Args:
-            inputs: of a bucket of one row a sequence, filled with each sequence's last token.
-            replay: runs it.
-            num_sequences: how many are not padding.
-            scratch_block: which nobody has.
+            inputs: inputs of a graph with one row per sequence, filled with each sequence's last token.
+            replay: launches the graph.
+            num_sequences: number of sequences that are not padding.
+            scratch_block: block that no sequence has.
         """
         self._inputs = inputs
         self._replay = replay
@@ -44,7 +44,7 @@ class FollowUp:
         self._scratch_block = scratch_block
 
     def run(self, token_ids: torch.Tensor) -> None:
-        """Runs one token of each sequence, the one after its last; int64 [num_sequences] on the device."""
+        """Run the next token of each sequence: int64 [num_sequences] on the device."""
         from specdec.engine.cuda_graphs.draft_kernels import advance
 
         columns, tables = self._inputs.on_device, self._inputs.tables

@@ -1,9 +1,8 @@
-"""Paged attention by our own kernels: blocks are read where they lie, whatever a context's length.
+"""Paged attention with Triton kernels, which read KV blocks in place.
 
-One launch takes ragged rows: draft steps of one row, verifications, chunks of prompts. Block tables and lengths are
-read on the device, so one recording of a step serves every context. Not here: the arithmetic
-(`engine.cuda_graphs.paged_kernels`), nor whether a device computes it rightly (`engine.cuda_graphs.attention_choice`).
-Called by `engine.cuda_graphs.steps`.
+One launch takes ragged rows: draft steps of one row, verifications, chunks of prompts. The kernels
+(`engine.cuda_graphs.paged_kernels`) read block tables and lengths on the device, so one graph serves every context.
+`engine.cuda_graphs.attention_choice` tries them on a device before use. Called by `engine.cuda_graphs.steps`.
 """
 
 from __future__ import annotations
@@ -23,42 +22,42 @@ from specdec.engine.model.batch import AttentionKind, StepBatch
 from specdec.engine.model.kv_cache import KvCache, LayerKv
 from specdec.types import BLOCK_TOKENS
 
-# Rows of a product at most: beyond, a step's few rows would leave most of it empty. Tensor cores take no float32, and
-# what takes it instead takes minutes to compile for large products.
+# Maximum number of rows of a matrix product. The few rows of a step would leave most of a larger tile empty. Tensor
+# cores do not take float32, and Triton compiles large float32 products for minutes.
 _MOST_TILE_ROWS = 64
 _MOST_TILE_ROWS_FLOAT32 = 16
-# A verification of that many rows reads each key once.
+# A verification of up to this many rows reads each key once.
 _TILE_QUERIES = 8
-_FEWEST_TILE_ROWS = 16  # of tensor cores
-# So many fit into one load. Larger steps load more, by kernels that are compiled in the middle of serving.
+_FEWEST_TILE_ROWS = 16  # the smallest tile of tensor cores
+# The kernels load the rows of this many sequences at once. A step of more sequences compiles another kernel.
 _FEWEST_SEQUENCES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How a context is divided among programs that run side by side.
+    """Division of a context among programs that run in parallel.
 
-    Fixed for a process, whatever a step holds: the order of a row's sums follows from it and from the row's position.
+    It is fixed for a process, whatever a step holds: it and the row's position determine the order of a row's sums.
     """
 
     tile_keys: int = 64
-    """Keys of one product; a power of two, at least 16."""
+    """Number of keys in one matrix product; a power of two, at least 16."""
     unit_tiles: int = 2
-    """Tiles that one program takes together."""
+    """Number of consecutive tiles that one program takes."""
     num_splits: int = 16
-    """Programs; a power of two. 16 for each of 8 KV heads keep a device of 132 processors busy with one sequence."""
+    """Number of programs; a power of two. 16 for each of 8 KV heads occupy 132 multiprocessors with one sequence."""
     tile_outputs: int = 1
-    """Heads of rows that one program merges; a power of two."""
+    """Number of output heads that one program merges; a power of two."""
 
 
 @dataclass(frozen=True, slots=True)
 class RaggedRows:
-    """Which sequences a step's T rows belong to."""
+    """The sequences that a step's T rows belong to."""
 
-    first_rows: torch.Tensor  # int32 [B + 1]; B >= 1, every row is some sequence's
-    lengths: torch.Tensor  # int64 [B]: keys, the step's own among them
-    tables: torch.Tensor  # int64: block ids of all sequences, those of their keys at least
-    table_firsts: torch.Tensor  # int64 [B]: where each sequence's begin
+    first_rows: torch.Tensor  # int32 [B + 1], B >= 1: first row of each sequence, then T
+    lengths: torch.Tensor  # int64 [B]: number of keys, including those of this step
+    tables: torch.Tensor  # int64: block ids of all sequences, at least those of their keys
+    table_firsts: torch.Tensor  # int64 [B]: index of each sequence's first block id
 
 
 def paged_attention(
@@ -71,24 +70,24 @@ def paged_attention(
     softcap: float | None = None,
     splitting: Splitting | None = None,
 ) -> torch.Tensor:
-    """Attention of ragged rows over one layer's cache, which holds the step's own keys already.
+    """Return the attention of ragged rows over one layer's cache, which already holds the step's own keys.
 
-    A sequence's last row stands at its last key, and each row sees the keys up to itself. Waits for nothing and asks
-    the device for nothing. No key past a sequence's last row is read, and no table entry.
+    A sequence's last row is at its last key, and each row sees the keys up to its own. The call does not wait for the
+    device. No key and no table entry past a sequence's last row is read.
 
     Args:
-        query: [T, H, key_dim], heads side by side; T >= 1.
-        layer: the cache.
-        kind: the layer's; without sinks.
-        rows: of whom.
-        scale: multiplies the scores.
-        softcap: bounds them; None: unbounded.
-        splitting: None: the same as all others.
+        query: [T, H, key_dim], contiguous within a row; T >= 1.
+        layer: the layer's cache.
+        kind: the layer's attention kind; without sinks.
+        rows: the rows' sequences.
+        scale: factor of the scores.
+        softcap: bound of the scores; None: unbounded.
+        splitting: the process's splitting by default.
 
     Returns:
-        [T, H, value_dim]; zeros for a row that sees nothing.
+        [T, H, value_dim]; zeros for a row that sees no key.
     """
-    # Imported late: where Triton is absent, so is this attention and nothing else.
+    # Imported late: the rest of the package must work without Triton.
     from triton import next_power_of_2
     from triton.runtime.interpreter import InterpretedFunction
 
@@ -113,7 +112,7 @@ def paged_attention(
     maxima, weights = torch.empty(2, *parts, dtype=torch.float32, device=query.device)
     output = torch.empty(num_rows, num_heads, shape.value_dim, dtype=query.dtype, device=query.device)
     per_e = math.log2(math.e)
-    with torch.cuda.device_of(query):  # Triton launches on the current one
+    with torch.cuda.device_of(query):  # Triton launches on the current device
         attend_parts[(num_rows // (tile_rows // group) + num_sequences, shape.num_kv_heads, splitting.num_splits)](
             query, layer.rows, rows.tables, rows.table_firsts, rows.lengths, rows.first_rows, sums, maxima, weights,
             num_sequences, query.stride(0),
@@ -124,7 +123,7 @@ def paged_attention(
             TILE_KEYS=splitting.tile_keys, UNIT_TILES=splitting.unit_tiles,
             WIDENS_OPERANDS=isinstance(attend_parts, InterpretedFunction),
             num_warps=num_warps(key_pad, value_pad),
-            num_stages=3,  # so block ids come before their keys, and keys before their products
+            num_stages=3,  # pipelines the loads of block ids, of keys, and the products
             **both,
         )  # fmt: skip
         merge_parts[(-(-num_rows * num_heads // splitting.tile_outputs),)](
@@ -136,18 +135,18 @@ def paged_attention(
 
 
 def num_warps(key_pad: int, value_pad: int) -> int:
-    """Of a program. Heads of 256 numbers do not fit into the registers of four warps."""
+    """Return the number of warps of a program. Heads of 256 numbers do not fit into the registers of four warps."""
     return 4 if max(key_pad, value_pad) <= 128 else 8
 
 
 def _tile_rows(next_power_of_2: Callable[[int], int], group: int, dtype: torch.dtype) -> int:
-    """Rows of a product: the same whatever a step holds, for the sake of a row's bits."""
+    """Return the number of rows of a product. It is the same for all steps, so that a row always has the same bits."""
     most = _MOST_TILE_ROWS_FLOAT32 if dtype == torch.float32 else _MOST_TILE_ROWS
     return max(_FEWEST_TILE_ROWS, min(next_power_of_2(_TILE_QUERIES * group), most), next_power_of_2(group))
 
 
 class PagedAttention:
-    """Attention of captured steps through `paged_attention`."""
+    """Attention of CUDA graphs through `paged_attention`."""
 
     name = "paged"
     context_steps: ContextSteps | None = None
@@ -155,7 +154,7 @@ class PagedAttention:
     def __init__(
         self, cache: KvCache, layer_kinds: Sequence[AttentionKind], max_context_tokens: int | None = None
     ) -> None:
-        """max_context_tokens: of one sequence; None: as many as the cache holds."""
+        """`max_context_tokens`: maximum context of one sequence; None: the size of the cache."""
         most_blocks = cache.num_blocks
         if max_context_tokens is not None:
             most_blocks = min(most_blocks, -(-max_context_tokens // BLOCK_TOKENS))
@@ -191,11 +190,11 @@ class _KernelContext:
     ) -> torch.Tensor:
         layer = self.cache.layers[layer_index]
         if self.batch.opened_blocks is not None:
-            layer.clear(self.batch.opened_blocks)  # eager steps read behind masks
+            layer.clear(self.batch.opened_blocks)  # eager attention also reads masked slots
         layer.write(self.batch.slots, kv_rows)
         return self.attend(layer_index, query, scale, softcap)
 
     def attend(self, layer_index: int, query: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
-        """See `engine.cuda_graphs.fused_stack.StoredContext`: no block needs to be cleared for it."""
+        """See `engine.cuda_graphs.fused_stack.StoredContext`. These kernels do not need cleared blocks."""
         layer, kind = self.cache.layers[layer_index], self.layer_kinds[layer_index]
         return paged_attention(query, layer, kind, self.rows, scale=scale, softcap=softcap)

@@ -1,14 +1,14 @@
-"""The two Triton kernels of paged attention: partial sums over parts of the context, and their merging.
+"""The two Triton kernels of paged attention: partial sums over parts of the context, and their merge.
 
-Queries are ragged: sequence b has the rows [first_rows[b], first_rows[b + 1]) of the flat batch, its last row being at
-its last key. The heads that share keys are rows of one matrix, a few queries at a time (a tile). Keys are read through
-block tables, in tiles that begin at fixed positions; units of tiles are dealt to the splits in turn, and a split adds
-up its own in the order of their positions. So which numbers are added in which order depends on a row's own position
-alone: not on the rows beside it, nor on other sequences, nor on how long the table is.
+Queries are ragged: sequence b has the rows [first_rows[b], first_rows[b + 1]) of the flat batch, and its last row is at
+its last key. The heads that share keys form the rows of one matrix, a few queries at a time (a tile). Keys are read
+through block tables, in tiles that begin at fixed positions. Units of tiles are assigned to the splits in turn, and a
+split sums its units in the order of their positions. The order of all sums therefore depends on a row's position alone,
+not on the other rows, on other sequences or on the length of the table.
 
-What no row of a tile sees is not read: neither keys past the last row, nor table entries past them, nor whole tiles
-before the window. A row that sees nothing gets zeros. Not here: sizes, launches, fallbacks
-(`engine.cuda_graphs.paged_attention`). Imports Triton, so it is imported only where that is.
+Data that no row of a tile sees is not read: keys past the last row, their table entries, and whole tiles before the
+window. A row that sees no key gets zeros. This module imports Triton, so `engine.cuda_graphs.paged_attention` imports
+it when it launches a kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton.language as tl
 def _own_units(
     first_position, last_position, split, WINDOW: tl.constexpr, UNIT_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr
 ):
-    """The first unit dealt to `split` of those that rows of these positions see, and the end of all that they see."""
+    """Return the first unit of `split` that rows at these positions see, and the end of all units that they see."""
     first_key = first_position * 0
     if WINDOW > 0:
         first_key = tl.maximum(first_position - (WINDOW - 1), 0)
@@ -30,7 +30,7 @@ def _own_units(
     return first_unit + (split + NUM_SPLITS - first_unit % NUM_SPLITS) % NUM_SPLITS, num_units
 
 
-# A kernel for each value and each address that Triton finds special would be one to compile for each bucket.
+# Without these lists Triton would compile one kernel per bucket, for values and alignments that it specialises.
 @triton.jit(
     do_not_specialize=["num_sequences"],
     do_not_specialize_on_alignment=["tables", "table_firsts", "lengths", "first_rows"],
@@ -66,41 +66,41 @@ def attend_parts(
     MOST_SEQUENCES: tl.constexpr,
     WIDENS_OPERANDS: tl.constexpr,
 ):
-    """One tile of queries of one KV head over the keys of one split.
+    """Attend one tile of queries of one KV head to the keys of one split.
 
     Args:
         query: [T, H, KEY_DIM], rows `query_stride` apart.
         kv_rows: [slots, NUM_KV_HEADS * (KEY_DIM + VALUE_DIM)], keys of all heads first.
-        tables: int64, block ids of all sequences.
-        table_firsts: int64 [B], where each one's begin.
-        lengths: int64 [B], of the keys, the step's own among them.
+        tables: int64: block ids of all sequences.
+        table_firsts: int64 [B]: index of each sequence's first block id.
+        lengths: int64 [B]: number of keys, including those of this step.
         first_rows: int32 [B + 1].
         part_sums: float32 [T, H, NUM_SPLITS, VALUE_DIM], not divided by the weights; written where a split has keys.
-        part_maxima: float32 [T, H, NUM_SPLITS], of the scores times log2(e).
-        part_weights: float32 [T, H, NUM_SPLITS], sums of 2 ** (score - maximum).
+        part_maxima: float32 [T, H, NUM_SPLITS]: maximum score times log2(e).
+        part_weights: float32 [T, H, NUM_SPLITS]: sum of 2 ** (score - maximum).
         num_sequences: B, at most MOST_SEQUENCES.
         query_stride: in elements.
-        score_factor: log2(e) * scale; the scale alone, divided by the cap, where scores are capped.
-        softcap: log2(e) * the cap, where they are.
-        WINDOW: keys that a row sees, itself included; 0: all up to itself.
+        score_factor: log2(e) * scale, or scale / softcap if IS_CAPPED.
+        softcap: log2(e) * softcap; read if IS_CAPPED.
+        WINDOW: number of keys that a row sees, its own included; 0: all keys up to its own.
         IS_CAPPED: whether scores are bounded by tanh.
-        NUM_KV_HEADS: of the cache.
-        QUERIES_PER_KV_HEAD: heads that share keys.
-        KEY_DIM: of a head.
-        VALUE_DIM: of a head.
-        KEY_PAD: the power of two that holds KEY_DIM.
-        VALUE_PAD: likewise.
-        PAGE_TOKENS: tokens of a block of the cache.
-        TILE_ROWS: rows of a product, heads of TILE_QUERIES queries.
+        NUM_KV_HEADS: number of KV heads.
+        QUERIES_PER_KV_HEAD: number of heads that share keys.
+        KEY_DIM: numbers per key.
+        VALUE_DIM: numbers per value.
+        KEY_PAD: power of two, at least KEY_DIM.
+        VALUE_PAD: power of two, at least VALUE_DIM.
+        PAGE_TOKENS: tokens per KV block.
+        TILE_ROWS: rows of a product: the heads of TILE_QUERIES queries, and padding.
         TILE_QUERIES: at most TILE_ROWS / QUERIES_PER_KV_HEAD.
         TILE_KEYS: keys of a product.
-        UNIT_TILES: tiles that are dealt to a split together.
+        UNIT_TILES: consecutive tiles of one split.
         NUM_SPLITS: a power of two.
         MOST_SEQUENCES: a power of two.
-        WIDENS_OPERANDS: products take their operands as float32: Triton's interpreter has none of bfloat16.
+        WIDENS_OPERANDS: whether operands become float32 first, because Triton's interpreter cannot multiply bfloat16.
     """
     place, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # Each sequence's tiles begin at a place that takes no counting: one place in some is nobody's.
+    # A sequence's first tile follows from its first row without counting tiles; a few programs therefore have no tile.
     sequences = tl.arange(0, MOST_SEQUENCES)
     is_sequence = sequences < num_sequences
     first_places = tl.load(first_rows + sequences, mask=is_sequence, other=0) // TILE_QUERIES + sequences
@@ -161,14 +161,14 @@ def attend_parts(
         if WIDENS_OPERANDS:
             key_tile = key_tile.to(tl.float32)
         scores = tl.dot(query_tile, key_tile, input_precision="ieee") * score_factor
-        if IS_CAPPED:  # tanh(x) = 1 - 2 / (1 + e^2x); no kernel library has it for every device
+        if IS_CAPPED:  # tanh(x) = 1 - 2 / (1 + e^2x), because not every device has a tanh
             scores = (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores))) * softcap
         visible = is_row[:, None] & is_key[None, :] & (keys[None, :] <= positions[:, None])
         if WINDOW > 0:
             visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
         new_maxima = tl.maximum(maxima, tl.max(scores, axis=1))
-        base = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)  # a row may have seen nothing so far
+        base = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)  # a row may have seen no key so far
         shares = tl.exp2(scores - base[:, None])
         kept = tl.exp2(maxima - base)
         weights = weights * kept + tl.sum(shares, axis=1)
@@ -208,14 +208,14 @@ def merge_parts(
     MOST_SEQUENCES: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
 ):
-    """What `attend_parts` left of some heads of some rows, each over all splits that it has keys in.
+    """Merge the results of `attend_parts` over all splits in which a row has keys.
 
-    Args: as there, and
+    Args: as for `attend_parts`, and
         output: [T, NUM_HEADS, VALUE_DIM], contiguous.
         num_rows: T.
-        NUM_HEADS: of the queries.
+        NUM_HEADS: number of query heads.
         UNIT_KEYS: TILE_KEYS * UNIT_TILES.
-        TILE_OUTPUTS: heads of one program, those of a row one after the other.
+        TILE_OUTPUTS: heads per program; the heads of a row are consecutive.
     """
     outputs = tl.program_id(0) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
     is_output = outputs < num_rows * NUM_HEADS

@@ -1,8 +1,8 @@
-"""Steps that no recording holds, through the kernels of the recorded ones: chunks of prompts, many sessions at once.
+"""Steps that no CUDA graph holds, such as chunks of prompts and many sessions at once, with the paged kernels.
 
-Gathering such a step's contexts, and masking them for every row and head, takes memory that nobody has set aside:
-gigabytes behind a long prefix. The kernels read blocks where they lie and keep partial sums of a few rows at a time.
-Not here: a lone prompt from its first token on, whose keys are all in the step (`engine.model.attention`). Called by
+Eager attention would gather the contexts of such a step and mask them for every row and head, which takes gigabytes
+behind a long prefix. The paged kernels read blocks in place and keep partial sums of a few rows at a time. A prompt
+that runs alone from its first token has all its keys in the step, so `engine.model.attention` runs it. Called by
 `engine.cuda_graphs.steps`.
 """
 
@@ -24,12 +24,12 @@ from specdec.engine.model.llama_stack import StepPass
 from specdec.engine.model.model_runner import LayerOutputs
 from specdec.types import BLOCK_TOKENS
 
-# Of one launch: their partial sums take 134 MB with 32 heads of 128.
+# Rows of one launch: their partial sums take 134 MB for 32 heads of 128 numbers.
 _MOST_ROWS = 512
 
 
 class RaggedSteps:
-    """Runs steps of any shape on one model; not recorded."""
+    """Runs steps of any shape on one model, without recording them."""
 
     def __init__(
         self,
@@ -41,10 +41,11 @@ class RaggedSteps:
     ) -> None:
         """
         Args:
-            step_pass: of the model.
-            cache: the pool.
-            layer_kinds: of its layers.
-            takes_whole_prompts: rather than leave a lone prompt to another attention, which adds up in another order.
+            step_pass: the model's forward pass.
+            cache: the KV pool.
+            layer_kinds: the attention kind of each layer.
+            takes_whole_prompts: whether to run a single whole prompt too, instead of leaving it to the eager attention,
+                which sums in another order.
         """
         self._pass = step_pass
         self._cache = cache
@@ -52,11 +53,11 @@ class RaggedSteps:
         self._takes_whole_prompts = takes_whole_prompts
 
     def run(self, slices: Sequence[SequenceSlice]) -> tuple[torch.Tensor, LayerOutputs] | None:
-        """Runs a step, within inference mode.
+        """Run a step, within inference mode.
 
         Returns:
-            [R, rows of the model's head] logits, and what layers put out; None: nothing was run, as the eager pass is
-            better at it.
+            Logits [R, rows of the output head] and the outputs of the tapped layers; None if the step was left to the
+            eager pass.
         """
         if len(slices) == 1 and slices[0].start == 0 and not self._takes_whole_prompts:
             return None
@@ -86,12 +87,12 @@ class RaggedSteps:
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """A step on the host, its T rows in the order of the slices."""
+    """Inputs of a step on the host, its T rows in the order of the slices."""
 
     positions: NDArray[np.int64]  # [T]
     slots: NDArray[np.int64]  # [T]
     tables: NDArray[np.int64]
-    table_firsts: NDArray[np.int64]  # one a slice
+    table_firsts: NDArray[np.int64]  # [number of slices]
     logit_rows: NDArray[np.int64]
 
     @classmethod
@@ -111,7 +112,7 @@ class _Numbers:
 
 
 def _launches(slices: Sequence[SequenceSlice]) -> Iterator[tuple[int, list[int], list[int], list[int]]]:
-    """First row, sequences, their lengths and first rows within the launch: at most `_MOST_ROWS` rows each."""
+    """Yield each launch of at most `_MOST_ROWS` rows: first row, sequences, their lengths, first rows in the launch."""
     first_row, sequences, lengths, first_rows = 0, list[int](), list[int](), [0]
     for index, piece in enumerate(slices):
         done = 0
@@ -134,7 +135,7 @@ def _on_device(numbers: NDArray[np.int64] | list[int] | list[list[int]], device:
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedContext:
-    """One step's attention, launch by launch; see `engine.model.attention.RowContext`."""
+    """One step's attention in several launches; see `engine.model.attention.RowContext`."""
 
     batch: StepBatch
     cache: KvCache
@@ -154,7 +155,7 @@ class _LaunchedContext:
         """See `engine.cuda_graphs.fused_stack.StoredContext`."""
         layer, kind = self.cache.layers[layer_index], self.layer_kinds[layer_index]
         outputs = [
-            kernels.paged_attention(query[own], layer, kind, rows, scale=scale, softcap=softcap)
-            for own, rows in self.launches
+            kernels.paged_attention(query[part], layer, kind, rows, scale=scale, softcap=softcap)
+            for part, rows in self.launches
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -1,9 +1,8 @@
-"""Attention of a captured step: which keys its rows see, found on the device from the step's own numbers.
+"""Attention of a recorded step, laid out on the device from the step's inputs.
 
-`GatheredAttention` copies the blocks of a bucket's contexts together and masks what is not visible: an eager step's
-attention, on any device, at the price of the longest context that the bucket holds.
-`engine.cuda_graphs.paged_attention` reads the blocks where they lie, where Triton is. Called by
-`engine.cuda_graphs.steps`.
+`GatheredAttention` copies the blocks of a bucket's contexts together and masks the keys that a row does not see. This
+is the eager attention and works on any device, at the cost of the longest context that the bucket holds.
+`engine.cuda_graphs.paged_attention` reads the blocks in place and needs Triton. Called by `engine.cuda_graphs.steps`.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from specdec.types import BLOCK_TOKENS
 
 
 class StaticAttention(Protocol):
-    """How the rows of captured steps attend."""
+    """Attention of the rows of recorded steps."""
 
     name: str
     context_steps: ContextSteps | None
-    """Contexts whose steps are recorded apart; None: one recording serves any."""
+    """Context sizes that are recorded separately; None: one graph serves every context."""
 
     @property
     def tables(self) -> DeviceTables | None:
-        """Block tables that stay on the device; None: a step brings its own, as a rectangle."""
+        """Block tables that stay on the device; None: each step transfers its own, as a rectangle."""
 
     def lay_out(self, inputs: StaticInputs) -> tuple[StepBatch, RowContext]:
-        """What the forward pass of a step takes. Runs within the step: what it makes is made again by each replay."""
+        """Return the inputs of a step's forward pass. This is part of the recorded step and runs in each replay."""
         ...
 
 
@@ -42,8 +41,8 @@ class GatheredAttention:
     """Attention over copies of whole contexts."""
 
     name = "gathered"
-    # Copying a context four times too long is a few percent of a step of one sequence of a large model; of many
-    # sequences it would be most of it, and the copies need room.
+    # Copying a context that is four times too long takes a few percent of a large model's step of one sequence. For
+    # many sequences it would take most of the step, and the copies need memory, so their total is limited.
     context_steps: ContextSteps | None = ContextSteps(first_tokens=512, growth=4, most_tokens=1 << 17)
     tables = None
 
@@ -67,18 +66,18 @@ class GatheredAttention:
         return batch, PagedContext(batch, self._cache, self._kind_of_layer)
 
     def _view(self, kind: AttentionKind, inputs: StaticInputs) -> KvView:
-        """The blocks that sequences see under one kind, and which of their keys each row sees."""
+        """Return the blocks that the sequences see under one attention kind, and the mask of their keys."""
         positions = inputs.on_device.positions
         B, N = inputs.bucket.num_sequences, inputs.bucket.num_blocks
         tables = inputs.on_device.tables[: B * N].view(B, N)
         num_blocks = tables.shape[1]
         first_blocks = torch.zeros_like(positions[:, :1])  # [B, 1]
         if kind.window is not None:
-            # The blocks that the rows' windows can touch, wherever they begin.
+            # The number of blocks that the rows' windows can touch, wherever they begin.
             num_blocks = min(num_blocks, (kind.window + inputs.bucket.width - 3) // BLOCK_TOKENS + 2)
             first_blocks = (positions[:, :1] - (kind.window - 1)).clamp_(min=0) // BLOCK_TOKENS
         columns = first_blocks + torch.arange(num_blocks, device=tables.device)  # [B, n]
-        # Past a table's end its last block stands in, for positions that nobody has.
+        # Columns past the end of a table read its last block; the mask hides their positions.
         block_ids = tables.gather(1, columns.clamp(max=tables.shape[1] - 1))
         length = num_blocks * BLOCK_TOKENS
         keys = first_blocks * BLOCK_TOKENS + torch.arange(length, device=tables.device)  # [B, L]
@@ -92,13 +91,13 @@ class GatheredAttention:
 
 
 def step_batch(inputs: StaticInputs, groups: tuple[AttentionGroup, ...]) -> StepBatch:
-    """The step as the forward pass takes it, over tensors that stay."""
+    """Return the batch of a step, as views of its static inputs."""
     columns = inputs.on_device
     return StepBatch(
         token_ids=columns.token_ids.view(1, -1),
         position_ids=columns.positions.view(1, -1),
         slots=columns.slots.view(-1),
-        # Blocks that need not be cleared are there as the scratch block.
+        # A sequence that opens no block has the scratch block here.
         opened_blocks=columns.opened_blocks,
         logit_rows=columns.logit_rows.view(-1),
         groups=groups,

@@ -1,10 +1,10 @@
-"""The numbers of a captured step: written on the host, one copy away from where the step reads them.
+"""The inputs of a recorded step: written on the host, then copied to the device in one transfer.
 
-A bucket's rows are laid out as a rectangle. A sequence with fewer rows than the bucket is wide has its own at the end,
-where attention that aligns the last query with the last key wants them; what is left over, rows and whole sequences,
-is padding. Padding stores its keys and values in the scratch block, which is nobody's, and is never asked for logits;
-padding sequences read nothing else, padding rows read no more than their own sequence's first row. Not here: what is
-computed (`engine.cuda_graphs.static_attention`, `engine.model.llama_stack`). Called by `engine.cuda_graphs.steps`.
+A bucket's rows form a rectangle. The rows of a sequence that is narrower than the bucket are at the end of their line,
+because attention aligns the last query with the last key. The remaining rows and sequences are padding. Padding rows
+store their keys and values in the scratch block, which no sequence has, and return no logits. Padding sequences read
+only the scratch block; padding rows of a sequence read no more than its first row does. Called by
+`engine.cuda_graphs.steps`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ NumbersT = TypeVar("NumbersT", torch.Tensor, NDArray[np.int64])
 
 
 class StepNumbers:
-    """One allocation on the host and one on the device for the inputs of all buckets: one step runs at a time."""
+    """One allocation on the host and one on the device, shared by all buckets because one step runs at a time."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        """size: of the largest bucket's inputs, see `input_size`."""
+        """`size`: number of inputs of the largest bucket; see `input_size`."""
         is_cuda = device.type == "cuda"
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=is_cuda)
         self.on_device = torch.zeros(size, dtype=torch.int64, device=device)
         self._copied = torch.cuda.Event() if is_cuda else None
 
     def writable(self) -> NDArray[np.int64]:
-        """The numbers on the host, once the copy before has read them."""
+        """Return the numbers on the host, once the previous copy has read them."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._host.numpy()
 
     def upload(self, count: int) -> None:
-        """Copies the first `count` numbers in the order of the device's work, without waiting for it."""
+        """Enqueue a copy of the first `count` numbers to the device, without waiting."""
         self.on_device[:count].copy_(self._host[:count], non_blocking=True)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self.on_device.device))
@@ -53,17 +53,17 @@ class _Columns(NamedTuple, Generic[NumbersT]):
     token_ids: NumbersT  # [B, W]
     positions: NumbersT  # [B, W]
     slots: NumbersT  # [B, W]
-    logit_rows: NumbersT  # [B, W], of which a step uses the first ones: rows of the rectangle
-    opened_blocks: NumbersT  # [B]
-    lengths: NumbersT  # [B]: tokens with KV once the step's are stored
-    table_firsts: NumbersT  # [B]: where a sequence's block ids begin
-    changed_at: NumbersT  # [B * CHANGES_PER_SEQUENCE]: entries of tables on the device, see `DeviceTables`
-    changed_to: NumbersT  # likewise: their ids
-    tables: NumbersT  # [B * N], where tables are not on the device
+    logit_rows: NumbersT  # [B, W]: rows of the rectangle that return logits, then padding
+    opened_blocks: NumbersT  # [B]: block that each sequence begins and does not fill
+    lengths: NumbersT  # [B]: number of keys once the step's are stored
+    table_firsts: NumbersT  # [B]: index of each sequence's first block id
+    changed_at: NumbersT  # [B * CHANGES_PER_SEQUENCE]: changed entries of tables on the device, see `DeviceTables`
+    changed_to: NumbersT  # [B * CHANGES_PER_SEQUENCE]: their block ids
+    tables: NumbersT  # [B * N], or [0] if tables stay on the device
 
 
 def input_size(bucket: Bucket, *, keeps_tables: bool) -> int:
-    """How many numbers a step of a bucket has; `keeps_tables`: whether its tables are on the device."""
+    """Return the number of inputs of a step; `keeps_tables`: whether block tables stay on the device."""
     return _first_table(bucket) + (0 if keeps_tables else bucket.num_blocks * bucket.num_sequences)
 
 
@@ -77,7 +77,7 @@ def _lay_out(bucket: Bucket, numbers: NumbersT) -> _Columns[NumbersT]:
     first_change, first_table = 4 * B * W + 3 * B, _first_table(bucket)
     opened_blocks, lengths, table_firsts = numbers[4 * B * W : first_change].reshape(3, B)
     changed_at, changed_to = numbers[first_change:first_table].reshape(2, -1)
-    tables = numbers[first_table : first_table + B * bucket.num_blocks]  # no numbers where there are none
+    tables = numbers[first_table : first_table + B * bucket.num_blocks]  # empty if tables stay on the device
     return _Columns(
         per_row[0], per_row[1], per_row[2], per_row[3], opened_blocks, lengths, table_firsts, changed_at, changed_to,
         tables,
@@ -85,15 +85,15 @@ def _lay_out(bucket: Bucket, numbers: NumbersT) -> _Columns[NumbersT]:
 
 
 class StaticInputs:
-    """What a step of one bucket reads: the tensors stay, `fill` changes what is in them."""
+    """Inputs of a step of one bucket. The tensors stay the same; `fill` changes their content."""
 
     def __init__(self, bucket: Bucket, numbers: StepNumbers, scratch_block: int, tables: DeviceTables | None) -> None:
         """
         Args:
-            bucket: its size.
-            numbers: where its numbers are, those of other buckets too.
-            scratch_block: a block of the pool that no sequence ever has.
-            tables: those on the device; None: a step brings its own, each as long as the bucket's contexts.
+            bucket: size of the step.
+            numbers: memory of the inputs, shared with other buckets.
+            scratch_block: block of the pool that no sequence has.
+            tables: block tables on the device; None: each step transfers tables as long as the bucket's context.
         """
         self.bucket = bucket
         self.tables = tables
@@ -102,7 +102,7 @@ class StaticInputs:
         self._scratch_block = scratch_block
 
     def fill(self, slices: Sequence[SequenceSlice]) -> None:
-        """Takes a step that the bucket holds; no slice at all is a step of nothing but padding."""
+        """Write the inputs of a step that the bucket holds; without slices, the step consists of padding."""
         columns = _lay_out(self.bucket, self._numbers.writable())
         columns.token_ids[:] = 0
         columns.positions[:] = 0
@@ -129,7 +129,8 @@ class StaticInputs:
             num_blocks = -(-(piece.start + len(piece.token_ids)) // BLOCK_TOKENS)
             table = columns.tables[index * width : (index + 1) * width]
             table[:num_blocks] = piece.block_table[:num_blocks]
-            # Read behind the mask: another sequence's numbers must not enter the sum even there.
+            # These entries are masked but read, so they must not point to another sequence's blocks, whose NaNs would
+            # reach the sums.
             table[num_blocks:] = piece.block_table[0]
 
     def _fill_rows(
@@ -147,7 +148,7 @@ class StaticInputs:
         columns.slots[:n] = np.where(is_padding, columns.slots[:n], own_slots)
         columns.token_ids[:n][~is_padding] = [token_id for piece in slices for token_id in piece.token_ids]
         columns.lengths[:n] = ends
-        # Blocks begun and not filled: what a former owner left in them is read behind the mask.
+        # Blocks that are begun and not filled: masked slots still hold numbers of a former owner.
         last = ends - 1
         is_opened = (last - last % BLOCK_TOKENS >= starts) & (last % BLOCK_TOKENS < BLOCK_TOKENS - 1)
         columns.opened_blocks[:n][is_opened] = tables[firsts + last // BLOCK_TOKENS][is_opened]

@@ -1,12 +1,10 @@
-"""Small steps through recordings of themselves (`--compile-backend captured`), the default on a CUDA device.
+"""Small steps as CUDA graphs (`--compile-backend cuda-graphs`), the default on a CUDA device.
 
-A draft step or a verification is a few hundred kernels of a few microseconds each, and launching them one by one takes
-longer than running them. So the eager pass of a Llama-shaped model is recorded once for each of a few sizes
-(`engine.cuda_graphs.buckets`), over buffers that stay; a step copies its numbers into the buffers of the smallest size
-that holds it and replays. Prefill chunks and larger steps are not recorded, other models run eagerly.
-
-Not here: the arithmetic, which is the eager pass's own (`engine.model.llama_stack`), and who sees whom
-(`engine.cuda_graphs.static_attention`). Built by `engine.loader`, called by `engine.model.model_runner`.
+A draft step or a verification consists of a few hundred kernels of a few microseconds each, and launching them one by
+one takes longer than running them. The eager pass of a Llama-shaped model (`engine.model.llama_stack`) is therefore
+recorded once for each of a few sizes (`engine.cuda_graphs.buckets`), over fixed buffers. A step copies its inputs into
+the buffers of the smallest size that holds it and replays the graph. Prefill chunks and larger steps are not recorded,
+and other models run eagerly. Built by `engine.loader`, called by `engine.model.model_runner`.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from specdec.engine.cuda_graphs.attention_choice import choose_attention
 from specdec.engine.cuda_graphs.buckets import Bucket, Buckets
 from specdec.engine.cuda_graphs.capture import CudaCapture
 from specdec.engine.cuda_graphs.fused_stack import fuse_stack
-from specdec.engine.cuda_graphs.multi_step import FollowUp, last_tokens
+from specdec.engine.cuda_graphs.multi_step import MultiStepReplay, last_tokens
 from specdec.engine.cuda_graphs.paged_attention import PagedAttention
 from specdec.engine.cuda_graphs.ragged_steps import RaggedSteps
 from specdec.engine.cuda_graphs.static_attention import StaticAttention
@@ -35,25 +33,25 @@ from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_stack import LlamaStack, RowForward, RowPass, StepPass
 from specdec.engine.model.model_runner import FULL, ForwardPass, GraphSource, LayerOutputs
 from specdec.engine.model.start_progress import shown
-from specdec.engine.options import AUTO, CAPTURED, PAGED, Agreement, Capture, CompileOptions, first_line
+from specdec.engine.options import AUTO, CUDA_GRAPHS, PAGED, Agreement, Capture, CompileOptions, first_line
 from specdec.errors import Unsupported
 
 _log = logging.getLogger(__name__)
 
-# A draft step has one row of each session.
+# A draft step has one row per session.
 _DRAFT_ROWS = (1,)
 
 
 def wants_capture(options: CompileOptions, device: torch.device) -> bool:
-    """Whether steps are to be captured where the model allows it; the KV pool then needs a scratch block.
+    """Return whether to record CUDA graphs if the model supports them; the KV pool then needs a scratch block.
 
     Raises:
-        Unsupported: they are to be, and there is nothing to record them with.
+        Unsupported: the options name CUDA graphs, and the device cannot record them.
     """
     is_possible = device.type == "cuda" or options.capture is not None
-    if options.backend == CAPTURED and not is_possible:
-        raise Unsupported(f"captured steps need a CUDA device, not {device.type}", field="compile_backend")
-    return is_possible and options.backend in (AUTO, CAPTURED) and bool(options.row_counts)
+    if options.backend == CUDA_GRAPHS and not is_possible:
+        raise Unsupported(f"CUDA graphs need a CUDA device, not {device.type}", field="compile_backend")
+    return is_possible and options.backend in (AUTO, CUDA_GRAPHS) and bool(options.row_counts)
 
 
 def capture_steps(
@@ -65,34 +63,34 @@ def capture_steps(
     *,
     taps: Sequence[int] = (),
     exits: Mapping[str, EarlyExit] = MappingProxyType({}),
-) -> dict[str, CapturedSteps]:
-    """Records the steps of a service that `wants_capture`.
+) -> dict[str, CudaGraphSteps]:
+    """Record the steps of a service that `wants_capture`.
 
     Args:
-        options: what to record: `row_counts` are the rows of one sequence.
-        source: the model, as it was loaded; its cache has one block more than `shape` says.
-        forward: its eager pass.
-        shape: the worker's.
-        all_agree: whether all who run these steps together say so; each of them asks the same questions. None: nobody
-            else runs them. Where somebody does, a failure in the middle of a step, as for want of memory, is final:
-            the others wait in it.
-        taps: layers whose outputs full steps hand over.
-        exits: whose draft steps are captured too, by the name of the local draft.
+        options: compile options; `row_counts` are the rows per sequence to record.
+        source: the loaded model; its cache has one block more than `shape` says.
+        forward: the model's eager pass.
+        shape: the worker's shape.
+        all_agree: returns whether all ranks of the model report success; every rank calls it at the same points. None:
+            this is the only rank. With other ranks, a failure in the middle of a step, such as a lack of memory, is
+            final, because they wait in that step.
+        taps: layers whose outputs a full step returns.
+        exits: early exits whose draft steps are recorded too, by the name of the local draft.
 
     Returns:
-        Full steps as `FULL`, and those of `exits`; nothing where steps stay eager, which one log line says.
+        The full steps under `FULL`, and those of each exit. Empty, after one log line, if steps stay eager.
 
     Raises:
-        Unsupported: they were asked for, by name or for their promise, and cannot be captured.
+        Unsupported: `compile_backend` or `deterministic` requires CUDA graphs, and they cannot be recorded.
     """
-    asked_for_by = "compile_backend" if options.backend == CAPTURED else None
-    if options.is_deterministic:  # the eager pass attends, and adds up, in an order that depends on the step
-        asked_for_by = "deterministic"
+    required_by = "compile_backend" if options.backend == CUDA_GRAPHS else None
+    if options.is_deterministic:  # in the eager pass, the order of attention's sums depends on the step
+        required_by = "deterministic"
     if not isinstance(forward, LlamaStack):
-        problem = f"a model of type {source.model.config.model_type} has no captured steps"
-        if asked_for_by:
-            raise Unsupported(problem, field=asked_for_by)
-        _log.info("%s: it runs eagerly", problem)
+        problem = f"a model of type {source.model.config.model_type} cannot run as CUDA graphs"
+        if required_by:
+            raise Unsupported(problem, field=required_by)
+        _log.info("%s; running eagerly", problem)
         return {}
     device = source.cache.layers[0].blocks.device
     began_s = time.monotonic()
@@ -113,7 +111,7 @@ def capture_steps(
             raise RuntimeError("--deterministic needs paged attention")
         passes: dict[str, StepPass] = {FULL: partial(stack.with_outputs, layers=taps)}
         passes |= {name: _untapped(stack.early_exit(early_exit)) for name, early_exit in exits.items()}
-        captured = {}
+        recorded = {}
         for name, step_pass in passes.items():
             row_counts = _DRAFT_ROWS if name in exits else options.row_counts
             buckets = Buckets(row_counts, attention.context_steps, shape.max_context_tokens)
@@ -122,32 +120,32 @@ def capture_steps(
                 ragged = RaggedSteps(step_pass, source.cache, source.layer_kinds,
                                      takes_whole_prompts=options.is_deterministic)  # fmt: skip
             num_taps = 0 if name in exits else len(taps)
-            steps = CapturedSteps(step_pass, source.cache, attention, buckets, shape.vocabulary_size, ragged,
+            steps = CudaGraphSteps(step_pass, source.cache, attention, buckets, shape.vocabulary_size, ragged,
                                   num_taps=num_taps, hidden_size=forward.hidden_size)  # fmt: skip
             steps.record(capture, may_lack_room=all_agree is None)
-            captured[name] = steps
-    except Exception as error:  # a driver, a library or the memory of the device: the eager pass may still run
-        problem = f"steps cannot be captured here: {first_line(error)}"
-        if asked_for_by:
-            raise Unsupported(problem, field=asked_for_by) from error
-        _log.warning("%s; they run eagerly", problem)
+            recorded[name] = steps
+    except Exception as error:  # raised by a driver, a library or the allocator: the eager pass may still run
+        problem = f"recording CUDA graphs failed: {first_line(error)}"
+        if required_by:
+            raise Unsupported(problem, field=required_by) from error
+        _log.warning("%s; running eagerly", problem)
         return {}
     _log.info(
-        "captured %d of %d step graphs with %s attention in %.1f s",
-        num_recorded := sum(steps.num_recorded for steps in captured.values()),
-        num_recorded + sum(steps.num_without_room for steps in captured.values()),
+        "recorded %d of %d CUDA graphs with %s attention in %.1f s",
+        num_recorded := sum(steps.num_recorded for steps in recorded.values()),
+        num_recorded + sum(steps.num_without_room for steps in recorded.values()),
         attention.name,
         time.monotonic() - began_s,
     )
-    return captured
+    return recorded
 
 
 def _untapped(forward: RowForward) -> StepPass:
     return lambda batch, context: (forward(batch, context), [])
 
 
-class CapturedSteps:
-    """The recordings of one worker. Not thread-safe: one step at a time, as the worker's."""
+class CudaGraphSteps:
+    """The CUDA graphs of one kind of step of a worker. Not thread-safe: it runs one step at a time."""
 
     def __init__(
         self,
@@ -161,17 +159,17 @@ class CapturedSteps:
         num_taps: int = 0,
         hidden_size: int = 0,
     ) -> None:
-        """Allocates the buffers.
+        """Allocate the buffers.
 
         Args:
-            step_pass: of the model.
-            cache: the pool; its last block is the scratch block, which no sequence may have.
-            attention: over `cache`.
-            buckets: what to record.
-            vocabulary_size: of each row of logits so many are kept.
-            ragged: runs what no recording holds; None: the eager pass does.
-            num_taps: layers whose outputs `step_pass` gives.
-            hidden_size: of those.
+            step_pass: the model's forward pass.
+            cache: the KV pool; its last block is the scratch block, which no sequence may have.
+            attention: the attention over `cache`.
+            buckets: the sizes to record.
+            vocabulary_size: number of logits kept of each row.
+            ragged: runs steps that no bucket holds; None: the eager pass runs them.
+            num_taps: number of layers whose outputs `step_pass` returns.
+            hidden_size: numbers per row of those outputs.
         """
         self._pass = step_pass
         self._attention = attention
@@ -180,7 +178,7 @@ class CapturedSteps:
         self._scratch_block = cache.num_blocks - 1
         pool, sizes = cache.layers[0].blocks, buckets.largest_first()
         most_rows = max((bucket.num_rows for bucket in sizes), default=0)
-        # Steps of one row follow others on the device: what they read must not lie where the others' numbers do.
+        # A multi-step draft replays one-row steps after a wider step, so their inputs need separate memory.
         most_numbers = [0, 0]
         for bucket in sizes:
             size = input_size(bucket, keeps_tables=attention.tables is not None)
@@ -190,29 +188,29 @@ class CapturedSteps:
         self._hidden = [torch.zeros(most_rows, hidden_size, dtype=pool.dtype, device=pool.device)
                         for _ in range(num_taps)]  # fmt: skip
         self.outputs = LayerOutputs((), self._numbers[0].on_device[:0])
-        """Of the step that was run last."""
+        """Outputs of the tapped layers in the last step."""
         self._steps: dict[Bucket, tuple[StaticInputs, Callable[[], None]]] = {}
         self._newest: StaticInputs | None = None
         self.num_without_room = 0
-        """Buckets that the device had no memory left for."""
+        """Number of buckets that the device had no memory for."""
 
     @property
     def num_recorded(self) -> int:
         return len(self._steps)
 
     def record(self, capture: Capture, *, may_lack_room: bool) -> None:
-        """Records the buckets, largest first, while the buffers hold nothing but padding.
+        """Record the buckets, largest first, while the buffers hold padding only.
 
         Args:
-            capture: records.
-            may_lack_room: whether a bucket that the device's memory is too small for stays eager.
+            capture: records a step.
+            may_lack_room: whether a bucket stays eager if the device has no memory for it.
 
         Raises:
-            OutOfMemoryError: the memory is too small, and it may not.
+            OutOfMemoryError: the device has no memory for a bucket, and `may_lack_room` is false.
         """
         parts = [list(part) for _, part in groupby(self._buckets.largest_first(), lambda bucket: bucket.num_sequences)]
         with torch.inference_mode():
-            for part in shown(parts, "capturing step graphs", lambda part: f"{part[0].num_sequences} sequences"):
+            for part in shown(parts, "recording CUDA graphs", lambda part: f"{part[0].num_sequences} sequences"):
                 for bucket in part:
                     inputs = StaticInputs(
                         bucket, self._numbers[bucket.width == 1], self._scratch_block, self._attention.tables
@@ -227,11 +225,11 @@ class CapturedSteps:
             self._prepare_multi_step()
 
     def _prepare_multi_step(self) -> None:
-        """Has the kernel between two draft steps compiled now: in a draft it would be seconds that look like a hang."""
+        """Compile the kernel between two draft steps, which would delay the first multi-step draft by seconds."""
         for bucket, (inputs, _) in self._steps.items():
             if bucket.width == 1 and inputs.tables is not None:
-                nothing = inputs.on_device.token_ids.view(-1)[:0]
-                FollowUp(inputs, lambda: None, 0, self._scratch_block).run(nothing)
+                no_tokens = inputs.on_device.token_ids.view(-1)[:0]
+                MultiStepReplay(inputs, lambda: None, 0, self._scratch_block).run(no_tokens)
                 return
 
     def _step_of(self, inputs: StaticInputs) -> Callable[[], None]:
@@ -239,17 +237,18 @@ class CapturedSteps:
             batch, context = self._attention.lay_out(inputs)
             logits, outputs = self._pass(batch, context)
             logits = logits[:, : self._logits.shape[1]]
-            self._logits[: len(logits), : logits.shape[1]].copy_(logits)  # most ranks of several have a part of them
+            # Ranks other than the first hold a part of the columns only.
+            self._logits[: len(logits), : logits.shape[1]].copy_(logits)
             for kept, output in zip(self._hidden, outputs, strict=True):
                 kept[: len(output)].copy_(output)
 
         return step
 
     def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
-        """Runs a step that one of the recordings holds, or that needs none; within inference mode.
+        """Run a step as a CUDA graph or with the paged kernels, within inference mode.
 
         Returns:
-            [R, at least vocabulary_size] logits, valid until the next step; None: nothing was run.
+            Logits [R, at least vocabulary_size], valid until the next step; None if the step is left to the eager pass.
         """
         bucket = self._buckets.smallest_for(slices)
         self._newest = None
@@ -271,24 +270,24 @@ class CapturedSteps:
         return logits
 
     @property
-    def may_follow(self) -> bool:
-        """Whether `can_follow` is ever true: tables are on the device, and steps of one row recorded."""
+    def supports_multi_step(self) -> bool:
+        """True if `fits_multi_step` can be: tables stay on the device, and one-row steps are recorded."""
         return self._attention.tables is not None and any(bucket.width == 1 for bucket in self._steps)
 
-    def can_follow(self, slices: Sequence[SequenceSlice]) -> bool:
-        """Whether `multi_step` works after a step of these slices."""
+    def fits_multi_step(self, slices: Sequence[SequenceSlice]) -> bool:
+        """Return whether `multi_step` works after a step of these slices."""
         bucket = self._buckets.smallest_for(last_tokens(slices))
-        return self.may_follow and bucket in self._steps and bucket.width == 1
+        return self.supports_multi_step and bucket in self._steps and bucket.width == 1
 
     def multi_step(self, slices: Sequence[SequenceSlice]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Further steps of a step's sequences, one token each; within inference mode.
+        """Prepare further steps of one token per sequence after a step, within inference mode.
 
         Args:
-            slices: what was run last, of one logit row each; their tables reach as far as the further steps do.
+            slices: the last step's slices, with one logit row each; their tables cover all further steps.
 
         Returns:
-            Of the tokens, int64 on the device, in the order of the slices: their logits as from `run`. The next step of
-            another kind ends it.
+            A function that runs one token per slice (int64 on the device, in the order of the slices) and returns
+            logits as `run` does. It is valid until another step runs.
         """
         slices = last_tokens(slices)
         bucket = self._buckets.smallest_for(slices)
@@ -298,9 +297,9 @@ class CapturedSteps:
             inputs.fill(slices)
             tables = self._attention.tables
             assert tables is not None
-            # Slots are looked up before the first of the steps applies what its numbers bring.
+            # The kernel between the steps looks up slots before the first replay would apply these changes.
             tables.apply(inputs.on_device.changed_at, inputs.on_device.changed_to)
-        steps = FollowUp(inputs, replay, len(slices), self._scratch_block)
+        steps = MultiStepReplay(inputs, replay, len(slices), self._scratch_block)
 
         def run(token_ids: torch.Tensor) -> torch.Tensor:
             steps.run(token_ids)

@@ -1,11 +1,9 @@
-"""From a step's logit rows to draft tokens: the one place that says what q was.
+"""Drawing of draft tokens from a step's logit rows, and the distribution q that a draft reports.
 
-q is what was sampled: the distribution is filtered, cut to a support and rounded to integers first, and the token is
-drawn from those very integers. Sessions at different depths of their drafts share steps; each row is drawn from its own
-counter-based stream, so the company does not matter.
-
-Not here: which model the logits are of (a draft's own, a target's first layers or heads), requests and answers, whether
-tokens are accepted (the coordinator). Called by the draft service's `drafting` and the target service's `program`.
+q is exactly what was sampled: the distribution is filtered, cut to a support and rounded to integers, and the token is
+drawn from these integers. Sessions at different depths of their drafts share a step. Each row draws from its own
+counter-based stream, so the other rows do not affect it. The logits may come from a draft model, from the target's
+first layers or from its heads. Called by the draft service's `drafting` and the target service's `program`.
 """
 
 from __future__ import annotations
@@ -18,13 +16,8 @@ import torch
 
 from specdec.core.random import DrawKey, Stream, index_at_uniform
 from specdec.core.sparse import draw_from_support, probability
-from specdec.engine.logits.filters import (
-    FilterContext,
-    filtered_distributions,
-    greedy_choices,
-    processed_logits,
-    split_batches,
-)
+from specdec.engine.logits.filters import filtered_distributions, greedy_choices, split_batches
+from specdec.engine.logits.penalties import FilterContext, processed_logits
 from specdec.engine.logits.rows import coupled_choices, coupled_scores, cut_supports
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.logits.transfer import to_host
@@ -34,43 +27,43 @@ from specdec.types import Proposal, SamplingFilters, ScoreRequest, Stages, Suppo
 
 @dataclass(slots=True)
 class Draft:
-    """What one job has drafted so far."""
+    """The draft of one job so far."""
 
     token_ids: list[int] = field(default_factory=list)
     supports: list[Support] = field(default_factory=list)
     lost_mass: list[float] = field(default_factory=list)
-    likeliest: list[list[int]] = field(default_factory=list)
-    """The likeliest tokens at each position, best first, the drawn one perhaps among them."""
+    top_token_ids: list[list[int]] = field(default_factory=list)
+    """Top tokens at each position, best first; the drawn token may be among them."""
     q: list[float] = field(default_factory=list)
-    """Of tokens that are scored instead of drawn: what each would have been drawn with."""
+    """Probability with which each scored token would have been drawn."""
     is_wide: bool = False
-    """Whether a distribution reached further than a run of steps looks: the rest is drawn one step at a time."""
+    """True once a distribution needed more candidates than a multi-step draft considers, so further tokens take one
+    step each."""
 
     def cut(self, num_draft_tokens: int) -> None:
-        """Keeps the first tokens only."""
-        for column in (self.token_ids, self.supports, self.lost_mass, self.likeliest):
+        """Keep the first tokens only."""
+        for column in (self.token_ids, self.supports, self.lost_mass, self.top_token_ids):
             del column[num_draft_tokens:]
 
     def is_complete(self, gamma: int, filters: SamplingFilters) -> bool:
-        """Whether it has `gamma` tokens, or ends with an end token.
+        """Return whether the draft has `gamma` tokens or ends with an end token.
 
-        Stopping after an end token is exact: it is decided by the tokens already drawn.
+        Stopping after an end token is exact because the decision depends only on tokens drawn so far.
         """
         return len(self.token_ids) >= gamma or self.token_ids[-1] in filters.end_token_ids
 
     def score(self, drawn_id: int, scored_id: int) -> None:
-        """Goes on with a token that was committed, in place of the drawn one."""
+        """Continue with a committed token instead of the drawn one, and note its q."""
         q = probability(scored_id, self.supports[-1]) if self.supports else float(drawn_id == scored_id)
         self.q.append(q)
         self.token_ids.append(scored_id)
 
     def score_text(self, drawn_ids: Sequence[int], scored_ids: Sequence[int]) -> None:
-        """Goes on with committed tokens in place of point masses, up to the first that is another one; where none were
-        drawn the next token could not have been one of the draft's.
+        """Continue with committed tokens up to the first one that differs from the drafted text.
 
         Args:
-            drawn_ids: the point masses.
-            scored_ids: all tokens that are scored, those before included.
+            drawn_ids: drafted tokens, each with q = 1; if empty, the next scored token has q = 0.
+            scored_ids: all scored tokens, including those before.
         """
         missing = scored_ids[len(self.token_ids) :]
         for drawn_id, scored_id in zip(drawn_ids or [-1], missing, strict=False):
@@ -79,14 +72,14 @@ class Draft:
             if drawn_id != scored_id:
                 break
 
-    def is_scored(self, asked: ScoreRequest) -> bool:
-        """Whether all tokens are scored that a round would have tested."""
-        return self.q[-1] == 0.0 or self.is_complete(len(asked.token_ids), asked.position.filters)
+    def is_scored(self, request: ScoreRequest) -> bool:
+        """Return whether all tokens that a round would have tested are scored."""
+        return self.q[-1] == 0.0 or self.is_complete(len(request.token_ids), request.position.filters)
 
     def proposal(
         self, *, kv_len: int, num_cached_tokens: int, forward_s: float, stages: Stages | None = None
     ) -> Proposal:
-        """The answer that it makes; the arguments as in `Proposal`."""
+        """Return the draft as an answer; the arguments are fields of `Proposal`."""
         return Proposal(
             draft_token_ids=np.array(self.token_ids, dtype=np.uint32),
             supports=tuple(self.supports),
@@ -99,14 +92,14 @@ class Draft:
 
 
 class Drawing:
-    """Turns logit rows into draft tokens. Device thread only."""
+    """Draws draft tokens from logit rows. Device thread only."""
 
     def __init__(self, *, s_max: int, coverage: float, top_n: int = 0) -> None:
         """
         Args:
-            s_max: most entries of a support.
-            coverage: share of the distribution a support covers.
-            top_n: how many of the likeliest tokens a draft notes at each position.
+            s_max: maximum number of entries of a support.
+            coverage: share of the distribution that a support covers.
+            top_n: number of top tokens that a draft notes at each position.
         """
         self.s_max = s_max
         self.coverage = coverage
@@ -123,12 +116,12 @@ class Drawing:
         }
 
     def draw(self, jobs: Sequence[Job], logits: StepLogits, *, is_noted: bool = True) -> None:
-        """Draws one token a job from its row of `logits` and adds it to the draft in `job.progress`.
+        """Draw one token per job from its row of `logits` and add it to the draft in `job.progress`.
 
         Args:
-            jobs: of rounds that draft, or whose tokens are scored as if they did.
-            logits: a row a job.
-            is_noted: whether the drafts note the likeliest tokens.
+            jobs: jobs that draft, or that score tokens as if they drafted.
+            logits: one row per job.
+            is_noted: whether the drafts note their top tokens.
         """
         top_n = self._top_n if is_noted else 0
         for kind, drawn_by, rows in _batches(jobs, logits.num_tokens):
@@ -143,11 +136,11 @@ class Drawing:
                     draft.token_ids.append(token_id)
 
     def guess(self, jobs: Sequence[Job], logits: StepLogits) -> list[list[int]]:
-        """The tokens that the target is likeliest to put after each job's last draft token, best first.
+        """Return, best first, the tokens that the target will most probably emit after each job's last draft token.
 
         Args:
-            jobs: of rounds whose draft tokens have all run.
-            logits: a row a job.
+            jobs: jobs whose draft tokens have all run.
+            logits: one row per job.
         """
         guesses: dict[Job, list[int]] = {}
         for kind, guessed_for, rows in _batches(jobs, logits.num_tokens):
@@ -156,7 +149,7 @@ class Drawing:
         return [guesses[job] for job in jobs]
 
     def cut(self, distributions: torch.Tensor) -> Sequence[tuple[Support, float]]:
-        """What drafts are drawn from, of distributions (float64 [R, V]): supports, each with the mass outside it."""
+        """Return the support to draw from and the mass outside it, for each distribution (float64 [R, V])."""
         return cut_supports(distributions, self.s_max, self.coverage)
 
     def _draw_greedy(self, jobs: Sequence[Job], logits: StepLogits, top_n: int) -> list[int]:
@@ -179,12 +172,12 @@ class Drawing:
         return self.draw_from_cuts(jobs, self.cut(distributions), top_n)
 
     def draw_from_cuts(self, jobs: Sequence[Job], cuts: Sequence[tuple[Support, float]], top_n: int) -> list[int]:
-        """Draws a token a job from its support, and adds all but the token to the draft in `job.progress`.
+        """Draw one token per job from its support; add everything except the token to the draft in `job.progress`.
 
         Args:
-            jobs: of rounds whose distributions travel.
-            cuts: as from `cut`.
-            top_n: how many of the likeliest tokens the drafts note; 0: none.
+            jobs: jobs whose rounds carry distributions.
+            cuts: results of `cut`.
+            top_n: number of top tokens that the drafts note.
         """
         token_ids = []
         for job, (support, lost_mass) in zip(jobs, cuts, strict=True):
@@ -193,12 +186,12 @@ class Drawing:
             job.progress.lost_mass.append(lost_mass)
             if top_n:
                 best = np.argsort(support.weights, kind="stable")[: -top_n - 1 : -1]
-                job.progress.likeliest.append(support.token_ids[best].tolist())
+                job.progress.top_token_ids.append(support.token_ids[best].tolist())
         return token_ids
 
 
 def _batches(jobs: Sequence[Job], num_tokens: int) -> list[tuple[RowKind, list[Job], list[int]]]:
-    """Jobs whose rows are treated alike, in batches of bounded size, each with the indices of its rows."""
+    """Return batches of bounded size of jobs of one kind, each with the indices of its rows."""
     rows_of: dict[RowKind, list[int]] = {}
     for row, job in enumerate(jobs):
         rows_of.setdefault(row_kind(job.call.position), []).append(row)
@@ -219,7 +212,7 @@ def _coupled_scores(jobs: Sequence[Job], logits: torch.Tensor) -> torch.Tensor:
 
 
 def _coupled_rows(jobs: Sequence[Job], logits: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int], list[int]]:
-    """Laws, seeds, turns and positions: what a coupled token is drawn from."""
+    """Return the distributions, seeds, turns and positions from which coupled tokens are drawn."""
     return (
         filtered_distributions(logits, [context_of(job) for job in jobs]),
         [job.call.position.seed for job in jobs],
@@ -229,7 +222,7 @@ def _coupled_rows(jobs: Sequence[Job], logits: torch.Tensor) -> tuple[torch.Tens
 
 
 def _bonus_scores(jobs: Sequence[Job], logits: torch.Tensor) -> torch.Tensor:
-    """q at the bonus position, and above all the token that q gives where the target draws its bonus token from p."""
+    """Return log q at the bonus position, with 0 for the token that q gives for the target's bonus draw from p."""
     distributions = filtered_distributions(logits, [context_of(job) for job in jobs])
     uniforms = [
         draw_key_of(job).uniform(len(job.token_ids) - job.call.position.committed_len, Stream.BONUS) for job in jobs
@@ -240,9 +233,9 @@ def _bonus_scores(jobs: Sequence[Job], logits: torch.Tensor) -> torch.Tensor:
 
 
 def _top(scores: torch.Tensor, num: int) -> list[list[int]]:
-    """Ids of the highest scores of each row, best first; impossible tokens are left out.
+    """Return the ids of the highest scores of each row, best first, without impossible tokens.
 
-    Which of equal scores come first is not defined: these are guesses, and every draft step waits for them.
+    The order of equal scores is undefined: these are guesses, and a stable order would delay every draft step.
     """
     values, ids = scores.topk(min(num, scores.shape[-1]), dim=-1)
     return [
@@ -251,17 +244,17 @@ def _top(scores: torch.Tensor, num: int) -> list[list[int]]:
     ]
 
 
-def _note(jobs: Sequence[Job], likeliest: list[list[int]]) -> None:
-    for job, token_ids in zip(jobs, likeliest, strict=True):
-        job.progress.likeliest.append(token_ids)
+def _note(jobs: Sequence[Job], top_token_ids: list[list[int]]) -> None:
+    for job, token_ids in zip(jobs, top_token_ids, strict=True):
+        job.progress.top_token_ids.append(token_ids)
 
 
 def context_of(job: Job) -> FilterContext:
-    """What the next distribution of a job depends on besides its logits."""
+    """Return everything besides the logits that a job's next distribution depends on."""
     return FilterContext(job.call.position.filters, job.token_ids, job.call.position.output_start)
 
 
 def draw_key_of(job: Job) -> DrawKey:
-    """The key of a job's draws from its drafts' supports."""
-    asked = job.call.position
-    return DrawKey(asked.seed, asked.turn, asked.committed_len)
+    """Return the key of a job's draws from its supports."""
+    position = job.call.position
+    return DrawKey(position.seed, position.turn, position.committed_len)

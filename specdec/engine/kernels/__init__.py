@@ -1,1 +1,1 @@
-"""Kernels of our own for CPUs, in C++: found, compiled on the machine that runs them, and loaded."""
+"""C++ kernels for CPUs: found prebuilt or compiled on the machine that runs them, and loaded."""

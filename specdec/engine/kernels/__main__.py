@@ -1,4 +1,4 @@
-"""Compiles the kernels for an image: `python -m specdec.engine.kernels DIRECTORY`. Called by Dockerfiles."""
+"""Compile the kernels for a container image: `python -m specdec.engine.kernels DIRECTORY`. Called by Dockerfiles."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from specdec.errors import SpecdecError
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m specdec.engine.kernels",
-        description="Compiles the kernels for each processor that images run on, and prints the libraries' paths.",
+        description="Compile the kernels for each kind of processor that images support, and print the library paths.",
     )
-    parser.add_argument("directory", type=Path, help="where the libraries go; made if it does not exist")
+    parser.add_argument("directory", type=Path, help="directory for the libraries; created if it does not exist")
     try:
         paths = prebuild(parser.parse_args(arguments).directory)
     except (SpecdecError, OSError) as error:

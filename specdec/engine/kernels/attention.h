@@ -1,7 +1,7 @@
 // Attention of a ragged batch that reads the cache's blocks in place.
 //
-// Each query is summed over its own keys, from whole blocks on, whatever queries share them. Not here: norms, positions
-// and what enters the cache. Included by `step.cpp`.
+// Each query is summed over its own keys, starting at a whole block, whatever other queries share those keys. Norms,
+// the rotary embedding and the KV store are in `layer.h`, which includes this file.
 
 #pragma once
 
@@ -11,10 +11,10 @@
 
 namespace {
 
-// Bytes of a sequence's keys and values that are worth reading before they are used: what a processor keeps near.
+// Maximum number of bytes of a sequence's keys and values that are read ahead: about the size of a core's cache.
 constexpr int64_t MOST_READ_THROUGH = 2 << 20;
 
-// Queries that read the same keys: rows of one sequence, heads of one group.
+// Queries that read the same keys: rows of one sequence and heads of one group.
 struct Queries {
     int count;
     const float* query[MAX_QUERIES];
@@ -28,14 +28,14 @@ struct Cached {
     const int64_t* table;
     int64_t stride;  // between tokens
     int64_t values;  // from a token's key to its value
-    int64_t lowest;  // position that is seen, but for one before it, which sees itself
+    int64_t lowest;  // lowest visible position; a query before it sees only itself
 
     const float* block(int64_t key) const { return rows + table[key / KEYS] * KEYS * stride; }
 };
 
-// Reads what the queries of a sequence see, keys and values of all heads, one after the other. A head's own lie scattered
-// among them, and the processor sees no order in which to read ahead: it would wait for nearly each. It sees none in
-// prefetches either.
+// Reads the keys and values of all heads that the queries of a sequence see, in the order of their addresses. One
+// head's keys are scattered among those of the other heads, so the hardware prefetcher would find no pattern and
+// attention would wait for nearly every key. Software prefetches of scattered keys do not help either.
 void read_through(const Batch& batch, int64_t sequence, const float* rows, int64_t stride, int64_t window) {
     constexpr int64_t line = CACHE_LINE / sizeof(float);
     const int64_t start = batch.start[sequence], tokens = batch.first_row[sequence + 1] - batch.first_row[sequence];
@@ -49,7 +49,7 @@ void read_through(const Batch& batch, int64_t sequence, const float* rows, int64
     }
 }
 
-// scores[q][key - begin] = query . key for whole blocks of keys; what lies beyond the last token is garbage.
+// scores[q][key - begin] = query . key for whole blocks of keys; scores past the last token are undefined.
 template <int DIM_VECTORS, int COUNT>
 void score(const Cached& cached, const Queries& queries, int64_t begin, int64_t end, float* scores, int64_t width) {
     for (int64_t first = begin; first < end; first += LANES) {
@@ -68,9 +68,9 @@ void score(const Cached& cached, const Queries& queries, int64_t begin, int64_t 
     }
 }
 
-// Scores of what a query sees become weights that sum to 1, all others 0.
+// Softmax over the keys that a query sees; all other weights become 0.
 void weigh(float* row, int64_t visible_from, int64_t visible_to, int64_t count, float scaling) {
-    // Other queries of the tile may see these.
+    // Other queries of the tile may see these keys.
     for (int64_t key = 0; key < visible_from; ++key) row[key] = -__builtin_inff();
     for (int64_t key = visible_to; key < count; ++key) row[key] = -__builtin_inff();
     Vector maxima = broadcast(row[visible_from]);

@@ -1,6 +1,6 @@
-// A draft head of one decoder layer: what a full step writes for it, and its own draft step.
+// A draft head with one decoder layer: the features and KV that a full step writes for it, and its draft step.
 //
-// What it means is said in `specdec.engine.heads.base`. Not here: the layer itself. Included by `step.cpp`.
+// `specdec.engine.heads.base` explains the method; `layer.h` computes the layer. Included by `step.cpp`.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace {
 
-// Rows of the batch into the slots of their tokens.
+// Copies rows of the batch into the feature slots of their tokens.
 void keep_features(const DraftHead& head, const Batch& batch, const float* rows) {
     const int64_t width = head.model.hidden;
 #pragma omp for schedule(static)
@@ -20,7 +20,8 @@ void keep_features(const DraftHead& head, const Batch& batch, const float* rows)
         }
 }
 
-// Every token's embedding and the feature before it, each normed, side by side; `hidden` is what the layer adds to.
+// Writes each token's normed embedding and the normed feature of the position before it, side by side, into `joined`,
+// and the residual into `hidden`.
 void join(const DraftHead& head, const Batch& batch) {
     const Model& model = head.model;
     const int64_t width = model.hidden;
@@ -42,7 +43,7 @@ void join(const DraftHead& head, const Batch& batch) {
         }
 }
 
-// Features and KV of the tokens of a full step. Ends with `hidden` overwritten.
+// Computes the features and KV of a full step's tokens. Overwrites `hidden`.
 void note_step(const DraftHead& head, const Batch& batch) {
     const int64_t width = head.model.hidden, wide = head.features_of.inputs;
 #pragma omp for schedule(static)

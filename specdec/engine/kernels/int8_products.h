@@ -1,8 +1,9 @@
 // Rows times int8 weights in panels: y = or += x W^T + bias.
 //
-// A row is rounded to integers of 16 bits, x = scale * (256 * high + low), by its own scale: 1 / 65,024 of its largest
-// number at most, finer than the weights by far. Sums of integers are exact: the same bits on every processor, in any
-// company, by whichever instruction. Included by `products.h`.
+// Each row is rounded to 16-bit integers with its own scale, x = scale * (256 * high + low). The rounding error is at
+// most 1 / 65,024 of the row's largest number, much less than that of the weights. Integer sums are exact, so the
+// result has the same bits on every processor, with every instruction and among any other rows. Included by
+// `products.h`.
 
 #pragma once
 
@@ -12,8 +13,8 @@ namespace {
 
 constexpr float LARGEST_ROUNDED = 127 * 256;
 
-// Rows are kept as numbers of 16 bits where the processor multiplies those and no bytes, otherwise as bytes.
-// SPECDEC_AS_BYTES keeps them so everywhere, for tests to compare.
+// Rows are stored as 16-bit numbers on processors that multiply those but not bytes, otherwise as bytes. Tests define
+// SPECDEC_AS_BYTES, which stores bytes on all processors, to compare both ways.
 #if !defined(SPECDEC_AS_BYTES) && \
     ((defined(__AVX512BW__) && !defined(__AVX512VNNI__)) || (defined(__AVX2__) && !defined(__AVX512F__)))
 #define SPECDEC_AS_NUMBERS
@@ -25,14 +26,14 @@ constexpr bool AS_NUMBERS = false;
 // Rows of one product that share the panel's weights while they are in registers.
 constexpr int MAX_INT8_ROWS = AS_NUMBERS || LANES == 16 ? 6 : 2;
 
-// x * factor to the nearest integers.
+// x * factor, rounded to the nearest integers.
 inline Integers rounded(Vector x, float factor) {
     const Vector magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     return __builtin_convertvector(multiply_add(x, broadcast(factor), magic) - magic, Integers);
 }
 
-// Of one row of `Batch::integers`, from input `at` on: numbers of 16 bits, or the high bytes of all inputs (with ZERO
-// added: 0..255) before the low ones of all.
+// Writes one row of `Batch::integers` from input `at` on: 16-bit numbers, or the high bytes of all inputs (plus ZERO,
+// so 0..255) followed by the low bytes of all inputs.
 template <class Lanes>
 void put_integers(Lanes numbers, int64_t at, int64_t stride, uint8_t* row) {
     constexpr int count = sizeof numbers / sizeof(int32_t);
@@ -49,7 +50,7 @@ void put_integers(Lanes numbers, int64_t at, int64_t stride, uint8_t* row) {
     }
 }
 
-// A row as integers in whole groups; returns its scale, not a number where an entry is none or infinite.
+// Writes a row as integers in whole groups and returns its scale, which is NaN if an entry is NaN or infinite.
 float round_row(const float* x, int64_t inputs, uint8_t* row) {
     Vector most = {}, zeros = {};
     float tail[LANES] = {};  // the last, incomplete vector
@@ -62,7 +63,7 @@ float round_row(const float* x, int64_t inputs, uint8_t* row) {
         zeros += numbers * 0.0f;
     }
     const float longest = largest(most);
-    // Smaller rows count as 0: the inverse of their scale would be infinite.
+    // Rows with smaller numbers count as 0 because the inverse of their scale would be infinite.
     const float inverse = longest > 1e-30f ? LARGEST_ROUNDED / longest : 0.0f;
     for (int64_t at = 0; at < whole; at += LANES) put_integers(rounded(load(x + at), inverse), at, stride, row);
     typedef int32_t Group __attribute__((vector_size(GROUP * 4)));
@@ -75,7 +76,7 @@ float round_row(const float* x, int64_t inputs, uint8_t* row) {
     return longest / LARGEST_ROUNDED + sum(zeros);
 }
 
-// What 256 * high + low, each summed over a row, is for one vector of outputs.
+// Writes one vector of outputs from `high` and `low`, the sums over the high and the low bytes of a row.
 inline void put_sums(const Product& product, int64_t output, Integers high, Integers low, float row_scale, float* y,
                      Into into) {
     high += low >> 8;
@@ -101,28 +102,28 @@ inline Numbers broadcast_numbers(int64_t group) { return _mm256_set1_epi64x(grou
 inline Integers pair_sums(Numbers a, Numbers b) { return reinterpret_cast<Integers>(_mm256_madd_epi16(a, b)); }
 #endif
 
-// Inputs whose products a lane can sum: it gets two of each GROUP, and is added to its neighbour.
+// Number of inputs whose products fit into a lane's sum: a lane takes two of each GROUP, and neighbours are added.
 constexpr int64_t SUMMABLE_INPUTS = 512;
 static_assert(SUMMABLE_INPUTS * 127 * 32768 < INT32_MAX);
 
-// Vectors of outputs that are summed at once: with more, the sums of some rows would not stay in 16 registers.
+// Vectors of outputs that are summed at once, so that the sums of all rows stay in 16 registers.
 template <int ROWS>
 constexpr int PARTS = LANES == 8 && ROWS > 2 ? 1 : PANEL_VECTORS;
 
-// Sums of neighbours: of x, then of y.
+// Sums of neighbouring lanes: those of x, then those of y.
 template <int... LANE>
 inline Integers neighbour_sums(Integers x, Integers y, std::integer_sequence<int, LANE...>) {
     return __builtin_shuffle(x, y, Integers{2 * LANE...}) + __builtin_shuffle(x, y, Integers{2 * LANE + 1 ...});
 }
 
-// Always inlined: else GCC 12 keeps the sums of six rows in memory, as a call takes them.
+// Always inlined, because GCC 12 would keep the sums of six rows in memory for a call.
 template <int ROWS>
 [[gnu::always_inline]] inline void sum_products(const int8_t* weights, const uint8_t* integers, int64_t stride,
                                                 Integers (&high)[ROWS][PARTS<ROWS>],
                                                 Integers (&low)[ROWS][PARTS<ROWS>]) {
     for (int64_t begin = 0; begin < stride; begin += SUMMABLE_INPUTS) {
         const int64_t end = begin + SUMMABLE_INPUTS < stride ? begin + SUMMABLE_INPUTS : stride;
-        Integers sums[ROWS][PARTS<ROWS>][2] = {};  // two lanes an output, so two vectors
+        Integers sums[ROWS][PARTS<ROWS>][2] = {};  // two lanes per output, hence two vectors
         for (int64_t input = begin; input < end; input += GROUP) {
             const int8_t* from = weights + input * PANEL;
             if constexpr (ROWS >= ROWS_TO_ASK_FOR_SHORT) ask_ahead<PANEL * GROUP>(from);
@@ -155,7 +156,7 @@ template <int ROWS>
 template <int ROWS>
 constexpr int PARTS = PANEL_VECTORS;
 
-// sums + the four products of each lane's bytes: of 0..255 with those of -127..127.
+// sums + the four products of each lane's bytes: unsigned `bytes` (0..255) times signed `weights` (-127..127).
 inline Integers dot(Integers sums, Integers bytes, Integers weights) {
 #if defined(__AVX512VNNI__)
     return reinterpret_cast<Integers>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums),
@@ -207,7 +208,7 @@ void multiply_int8_rows(const Product& product, int64_t panel, const Batch& batc
     for (int first = 0; first < PANEL_VECTORS; first += PARTS<ROWS>) {
         Integers high[ROWS][PARTS<ROWS>] = {}, low[ROWS][PARTS<ROWS>] = {};
         sum_products<ROWS>(weights + first * LANES * GROUP, integers, stride, high, low);
-        // Unrolled, here and where rows of floats end, for the sums to stay in registers before.
+        // Unrolled, as at the end of `multiply_rows`, so that the sums stay in registers.
 #pragma GCC unroll 8
         for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 2

@@ -1,7 +1,6 @@
-// The decoder layer: norms, embeddings, positions, what enters the cache, and the gate between its products.
+// The decoder layer: norms, embeddings, rotary embedding, KV store and gate.
 //
-// Not here: products and attention themselves, which layers run, what goes in and out of a step. Included by `step.cpp`
-// and `draft_head.h`.
+// Products are in `products.h`, attention in `attention.h`. Included by `draft_head.h` and, through it, by `step.cpp`.
 
 #pragma once
 
@@ -39,7 +38,7 @@ void normalise_rows(const float* x, const float* gains, const Batch& batch, int6
         normalise(x + row * width, gains, width, epsilon, to + row * width);
 }
 
-// Turns queries and keys to their positions in place: x cos + (-x2, x1) sin.
+// Rotary embedding of one head in place: x cos + (-x2, x1) sin.
 void rotate(float* head, const float* cosines, const float* sines, int64_t head_dim) {
     const int64_t half = head_dim / 2;
     for (int64_t at = 0; at < half; ++at) {
@@ -53,7 +52,7 @@ int64_t slot_of(const Batch& batch, int64_t sequence, int64_t position) {
     return batch.tables[batch.table_offset[sequence] + position / KEYS] * KEYS + position % KEYS;
 }
 
-// Keys and values of one token, each longer by the layer's mark.
+// Stores keys and values of one token, each extended by the layer's `mark` numbers.
 void keep_marked(const Model& model, const Layer& layer, const float* from, int64_t position, float* to) {
     const int64_t dim = model.head_dim;
     for (int64_t head = 0; head < 2 * model.kv_heads; ++head, from += dim, to += dim + layer.mark) {
@@ -63,7 +62,7 @@ void keep_marked(const Model& model, const Layer& layer, const float* from, int6
     }
 }
 
-// Norms and positions of queries and keys, then keys and values into the cache.
+// Applies norms and the rotary embedding to queries and keys, then stores keys and values in the cache.
 void place(const Model& model, const Layer& layer, const Batch& batch) {
     const int64_t dim = model.head_dim, rotated = model.heads + model.kv_heads;
     const int64_t stride = padded(layer.qkv.outputs), cached = 2 * model.kv_heads * (dim + layer.mark);
@@ -85,8 +84,8 @@ void place(const Model& model, const Layer& layer, const Batch& batch) {
         }
 }
 
-// gate_up [tokens, 2 * mlp] -> silu(gate) * up, into the first half of each row. The last vector may reach beyond the
-// half: what it overwrites has been read, what it reads is padding, and nobody reads what it writes there.
+// gate_up [tokens, 2 * mlp] -> silu(gate) * up, into the first half of each row. The last vector may reach beyond that
+// half: it overwrites numbers that have been read, reads padding, and its results there are not used.
 void gate(const Batch& batch, int64_t mlp, int64_t stride) {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < batch.tokens; ++row) {
@@ -98,13 +97,13 @@ void gate(const Batch& batch, int64_t mlp, int64_t stride) {
     }
 }
 
-// Queries, keys and values of rows [tokens, inputs of qkv].
+// Computes queries, keys and values of rows [tokens, inputs of qkv].
 void project(const Model& model, const Layer& layer, const Batch& batch, const float* rows) {
     apply(layer.qkv, batch, rows, layer.qkv.inputs, batch.tokens, batch.qkv, padded(layer.qkv.outputs), Into::store);
     place(model, layer, batch);
 }
 
-// What a layer adds to `hidden` once queries, keys and values are there.
+// Adds the layer's change to `hidden`, once queries, keys and values are there.
 void add_layer(const Model& model, const Layer& layer, const Batch& batch, float* scores) {
     const int64_t hidden = model.hidden, tokens = batch.tokens, wide = padded(layer.gate_up.outputs);
     attend_all(model, layer, batch, scores);

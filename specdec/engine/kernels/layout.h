@@ -1,6 +1,6 @@
-// What a caller lays out: weights in panels, a batch of ragged sequences over a paged cache.
+// The data that a caller lays out: weights in panels, and a batch of ragged sequences over a paged cache.
 //
-// `specdec.engine.native.structures` has the same structures, field by field. Nothing is computed here.
+// `specdec.engine.native.structures` has the same structures, field by field.
 
 #pragma once
 
@@ -12,14 +12,13 @@ constexpr int PANEL_VECTORS = 2;
 constexpr int PANEL = LANES * PANEL_VECTORS;  // outputs side by side in a panel
 constexpr int GROUP = 4;                      // inputs of int8 weights that are multiplied and summed at once
 constexpr int SHARED = 32;                    // inputs of scaled weights that share a scale
-constexpr int ZERO = 128;                     // of a row as integers: the byte that is 0
+constexpr int ZERO = 128;                     // byte that stands for 0 in a row of integers
 constexpr int KEYS = 16;                      // tokens of a KV block
 constexpr int MAX_QUERIES = 4;                // queries that share a key while it is in registers
 constexpr int CACHE_LINE = 64;                // bytes
 
-// How a table of weights is stored; the caller says it by these numbers.
-// A number of SCALED4 or SCALED8 is scale * integer + offset, in float32 and rounded once; SHARED inputs of an output have
-// them in common.
+// Number format of a weight matrix. A weight in SCALED4 or SCALED8 is scale * integer + offset, computed in float32 and
+// rounded once; SHARED consecutive inputs of an output share a scale and an offset.
 enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, SCALED4 = 4, SCALED8 = 5 };
 
 int64_t padded(int64_t outputs) { return (outputs + PANEL - 1) / PANEL * PANEL; }
@@ -28,16 +27,17 @@ int64_t grouped(int64_t inputs) { return (inputs + GROUP - 1) / GROUP * GROUP; }
 
 }  // namespace
 
-// A linear layer. `weights` is [ceil(outputs / PANEL)][inputs][PANEL], zeros beyond `outputs`; in bfloat16 the panel's
-// two halves lie in turn, an output of the first, one of the second, which takes fewer instructions apart. Of int8 weights
-// [ceil(outputs / PANEL)][ceil(inputs / GROUP)][PANEL][GROUP]; of scaled weights [ceil(outputs / PANEL)][inputs / SHARED],
-// each with PANEL scales and PANEL offsets in binary16, then SHARED times PANEL integers: bytes with a sign, or halves of
-// bytes without one, of which the low ones are a row's first and the high ones its second.
+// A linear layer. Layout of `weights`, zeros beyond `outputs`:
+// - float32 and float16: [ceil(outputs / PANEL)][inputs][PANEL].
+// - bfloat16: likewise, with the outputs of the panel's two halves interleaved, for fewer instructions.
+// - int8: [ceil(outputs / PANEL)][ceil(inputs / GROUP)][PANEL][GROUP].
+// - scaled: [ceil(outputs / PANEL)][inputs / SHARED], each with PANEL scales and PANEL offsets in binary16, then SHARED
+//   times PANEL integers: signed bytes, or unsigned half bytes whose low halves are the panel's first outputs.
 struct Product {
     const void* weights;
-    int64_t format;          // of `weights`, a `Format`
-    const float* scales;     // [padded outputs]: of int8 weights; null otherwise
-    const int32_t* offsets;  // [padded outputs]: ZERO times the sum of an output's int8 weights; null otherwise
+    int64_t format;          // `Format` of `weights`
+    const float* scales;     // [padded outputs] for int8 weights, else null
+    const int32_t* offsets;  // [padded outputs]: ZERO times the sum of an output's weights for int8 weights, else null
     const float* bias;       // [padded outputs] or null
     int64_t inputs;
     int64_t outputs;
@@ -52,9 +52,9 @@ struct Layer {
     const float* mlp_gains;        // [hidden]
     const float* qk_gains;         // [heads + kv_heads, head_dim] or null
     float* cache;                  // [slots, 2 * kv_heads * (head_dim + mark)]: keys of all heads, then values
-    int64_t window;                // tokens that a token sees, itself included; 0: all before it
-    int64_t mark;                  // numbers by which keys and values are longer where nobody sees position 0; else 0
-    float unseen;                  // the last of those, of the keys at position 0; all others are 0
+    int64_t window;                // number of tokens that a token sees, itself included; 0: all before it
+    int64_t mark;                  // extra numbers of each key and value, which mask position 0; 0: it is not masked
+    float unseen;                  // last extra number of the keys at position 0; all other extra numbers are 0
 };
 
 struct DraftHead;
@@ -68,62 +68,62 @@ struct Model {
     int64_t head_dim;
     int64_t mlp;
     const void* embeddings;    // [rows of the table, hidden]
-    int64_t embedding_format;  // a `Format`, not INT8
+    int64_t embedding_format;  // FLOAT32, BFLOAT16 or FLOAT16
     const float* cosines;      // [positions, head_dim]
     const float* sines;        // [positions, head_dim]
     const float* final_gains;  // [hidden]
     Product head;
-    float epsilon;     // of the norms
-    float qk_epsilon;  // of the norms of queries and keys
-    float scaling;     // of attention scores
-    const int64_t* tapped;  // [num_tapped], ascending: layers whose outputs are wanted
+    float epsilon;          // epsilon of the norms
+    float qk_epsilon;       // epsilon of the norms of queries and keys
+    float scaling;          // factor of attention scores
+    const int64_t* tapped;  // [num_tapped], ascending: layers whose outputs are returned
     int64_t num_tapped;
-    const DraftHead* draft_heads;  // whose features and KV a step writes
+    const DraftHead* draft_heads;  // heads whose features and KV a step writes
     int64_t num_draft_heads;
 };
 
-// One decoder layer that reads a token's embedding beside the feature of the position before it.
+// A draft head: one decoder layer that reads a token's embedding and the feature of the position before it.
 struct DraftHead {
-    Model model;                 // of its one layer, as wide as the target's; its qkv has twice the inputs
-    Product features_of;         // from the outputs of tapped layers, side by side, to a feature
-    const int64_t* taps;         // [num_taps]: which of the tapped layers
+    Model model;                 // a model of one layer, as wide as the target's; its qkv has twice the inputs
+    Product features_of;         // from the outputs of the tapped layers, side by side, to a feature
+    const int64_t* taps;         // [num_taps]: indices into the tapped layers
     int64_t num_taps;
     const float* feature_gains;  // [hidden]
     float* features;             // [slots, hidden]
-    int64_t adds_normed;         // whether the layer adds to the feature as it is normed, or as it came
-    int64_t keeps_normed;        // whether a drafted token's feature is the output as it is normed, or as it came
+    int64_t adds_normed;         // whether the residual is the feature after its norm (1) or before it (0)
+    int64_t keeps_normed;        // whether a drafted token's feature is taken after the final norm (1) or before it (0)
 };
 
 struct Batch {
     int64_t tokens;
     int64_t sequences;
     int64_t logit_rows;
-    const int64_t* first_row;     // [sequences + 1]: a sequence's rows are side by side, by position
-    const int64_t* start;         // [sequences]: position of its first row
-    const int64_t* tables;        // block ids of all sequences, one after the other
-    const int64_t* table_offset;  // [sequences]: where a sequence's begin
+    const int64_t* first_row;     // [sequences + 1]: first row of each sequence; its rows are ordered by position
+    const int64_t* start;         // [sequences]: position of each sequence's first row
+    const int64_t* tables;        // block ids of all sequences
+    const int64_t* table_offset;  // [sequences]: index of each sequence's first block id
     const int64_t* rows_wanted;   // [logit_rows]
     const int64_t* token_ids;     // [tokens]
-    float* hidden;                // [tokens, hidden]: scratch, as is all below but the logits
+    float* hidden;                // [tokens, hidden]; this and the next eight are working memory
     float* normed;                // [tokens, hidden]
     float* qkv;                   // [tokens, padded (heads + 2 * kv_heads) * head_dim]
     float* attended;              // [tokens, heads * head_dim]
     float* gate_up;               // [tokens, padded 2 * mlp]
     float* joined;                // [tokens, widest input of a draft head]
-    uint8_t* integers;            // [tokens, 2 * widest inputs in whole groups]: rows as integers of 16 bits
-    float* row_scales;            // [tokens]: what these are multiplied with
+    uint8_t* integers;            // [tokens, 2 * widest inputs in whole groups]: rows as 16-bit integers
+    float* row_scales;            // [tokens]: scales of `integers`
     float* scores;                // [num_threads, MAX_QUERIES, longest context in whole blocks]
     int64_t scores_width;
     float* logits;   // [logit_rows, padded outputs of the head]
     float* outputs;  // [num_tapped, tokens, hidden]
 };
 
-// Steps of a token of each sequence that follow a batch, each token the likeliest of the step before.
-struct Run {
-    int64_t steps;            // the batch among them
-    int64_t num_tokens;       // of the head's outputs, those that can be chosen
-    const int64_t* rows;      // [sequences + 1], ascending from 0
-    const int64_t* starts;    // [steps - 1, sequences]: positions of the tokens of each further step
-    int64_t* token_ids;       // [steps, sequences]: what was chosen
-    float* logits;            // [steps, sequences]: of what was chosen
+// A multi-step draft: a batch, then steps of one token per sequence, each the argmax of the step before.
+struct MultiStep {
+    int64_t steps;          // number of steps, including the batch
+    int64_t num_tokens;     // number of the head's outputs that can be chosen
+    const int64_t* rows;    // [sequences + 1], ascending from 0
+    const int64_t* starts;  // [steps - 1, sequences]: positions of each further step's tokens
+    int64_t* token_ids;     // [steps, sequences]: the chosen tokens
+    float* logits;          // [steps, sequences]: their logits
 };

@@ -1,10 +1,9 @@
-"""Loads the kernels: those an image brought along for this kind of processor, else `step.cpp` compiled here, once.
+"""Loading of the kernels: a prebuilt library for this kind of processor, else `step.cpp` compiled once on this machine.
 
-What is compiled here is kept in a cache directory under a digest of all sources, the compiler and the processor, so
-that only the first start on a machine compiles (a few seconds), and a home shared by machines holds one for each. A
-kept library that is damaged or that others could have written is compiled again (`artifact_cache`). Nothing of the
-models is known here. Called by `specdec.engine.loader`; what is loaded then serves
-`specdec.engine.logits.kernel_choices` too.
+A compiled library is kept in a cache directory under a digest of all sources, the compiler and the processor. Only the
+first start on a machine compiles, for a few seconds, and a home directory shared by machines holds one library for
+each. A kept library that is damaged or that other users could have written is compiled again (`artifact_cache`). Called
+by `specdec.engine.loader`; `specdec.engine.logits.kernel_choices` uses the loaded library.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ _loaded: list[ctypes.CDLL] = []
 
 
 def loaded_library() -> ctypes.CDLL | None:
-    """The kernels, for those whom they only make quicker; None where this process has not loaded them."""
+    """Return the kernels for callers to which they are optional; None if this process has not loaded them."""
     return _loaded[-1] if _loaded else None
 
 
 @functools.cache
 def load_library(directory: Path | None) -> ctypes.CDLL:
-    """The compiled kernels.
+    """Return the compiled kernels.
 
     Args:
-        directory: where they are kept between runs; None, or one that cannot be written: nowhere.
+        directory: cache directory. The library is not kept if this is None or cannot be written.
 
     Raises:
-        Unsupported: no C++ compiler on this machine, one that cannot compile them, or nowhere to load them from.
+        Unsupported: there is not a C++ compiler, it cannot compile the kernels, or the library cannot be loaded.
     """
     for path in prebuilt_libraries():
         with contextlib.suppress(OSError):
@@ -68,14 +67,14 @@ def _load_or_compile(directory: Path | None) -> ctypes.CDLL:
         if kept is not None:
             with contextlib.suppress(OSError):
                 artifact_cache.keep(built, kept)
-            # Some machines execute nothing that lies among the temporary files.
+            # Some machines mount the temporary directory without permission to execute.
             if library := _load_kept(kept):
                 return library
-        return _load(built)  # stays loaded when the file is gone
+        return _load(built)  # stays loaded after the file is deleted
 
 
 def _load_kept(path: Path) -> ctypes.CDLL | None:
-    """The library, or None where there is none that is whole, that nobody else can have written, and that may run."""
+    """Return the kept library, or None if it is missing, damaged, writable by other users, or not executable."""
     try:
         return _load(path) if artifact_cache.is_usable(path) else None
     except OSError:
@@ -92,14 +91,14 @@ def _load(path: Path) -> ctypes.CDLL:
     library.specdec_coupled_choices.restype = None
     library.specdec_argmax.argtypes = [pointer, number, number, number, pointer, pointer]
     library.specdec_argmax.restype = None
-    for steps in (library.specdec_step, library.specdec_run, library.specdec_draft):
-        steps.restype = None  # their arguments are `runner`'s structures
+    for steps in (library.specdec_step, library.specdec_multi_step, library.specdec_draft):
+        steps.restype = None  # `runner` sets their argument types
     _loaded.append(library)
     return library
 
 
 def _processor() -> str:
-    """What `-march=native` depends on."""
+    """Return a description of everything that `-march=native` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

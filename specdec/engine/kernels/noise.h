@@ -1,9 +1,9 @@
-// The winner of a row of coupled choices: argmax of log probability + Gumbel noise, keyed token by token.
+// The coupled choice of a row: argmax of log probability + Gumbel noise, with a key for each token.
 //
-// exp(noise) = 1 / -log(u) is at most 1 / (1 - u), which is read off the upper 32 of the 52 bits of u: a token that
-// even by this bound stays below the best one so far cannot win, and of nearly all tokens no logarithm is taken.
+// exp(noise) = 1 / -log(u) is at most 1 / (1 - u), which follows from the upper 32 of the 52 bits of u. A token whose
+// bound is below the best score so far cannot win, so nearly all tokens need no logarithm.
 //
-// Not here: which rows are drawn so. Included by `step.cpp`; called from `specdec.engine.logits.kernel_choices`.
+// Included by `step.cpp`; called through it from `specdec.engine.logits.kernel_choices`.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace {
 
-// 32-bit words in lanes of 64 bits, whose upper halves are anything.
+// 32-bit words in lanes of 64 bits, whose upper halves are undefined.
 constexpr int WORDS = LANES / 2;
 typedef uint64_t Words __attribute__((vector_size(WORDS * 8)));
 typedef int64_t Places __attribute__((vector_size(WORDS * 8)));
@@ -22,14 +22,14 @@ typedef double Doubles __attribute__((vector_size(WORDS * 8)));
 constexpr uint32_t MULTIPLIERS[2] = {0xD2511F53, 0xCD9E8D57};
 constexpr uint32_t KEY_STEPS[2] = {0x9E3779B9, 0xBB67AE85};
 constexpr uint64_t COUPLED = 5;  // specdec.core.random.Stream.COUPLED
-constexpr double SLACK = 1e-9;   // relative, for rounding
+constexpr double SLACK = 1e-9;   // relative slack for rounding
 
-// What noise is keyed by, beside the token.
+// Key of the noise, besides the token.
 struct NoiseKey {
     uint32_t low_seed, high_seed, turn, position;
 };
 
-// Products of the lower halves.
+// Products of the lower 32 bits.
 inline Words multiply(Words a, Words b) {
 #if defined(__AVX512F__)
     return (Words)_mm512_mul_epu32((__m512i)a, (__m512i)b);
@@ -77,13 +77,13 @@ double exact_gap(const NoiseKey& key, int64_t token_id) {
     return -std::log((double((high << 20) | (low >> 12)) + 0.5) * 0x1p-52);
 }
 
-// 2^32 (1 - u) at least, of the words that the upper bits of u are.
+// Lower bound of 2^32 (1 - u), from the words that hold the upper bits of u.
 inline Doubles gaps(Words words) {
     const Doubles shifted = (Doubles)((words & 0xFFFFFFFF) | 0x4330000000000000);  // 2^52 + the word
     return (0x1p52 + 0x1p32 - 1.0) - shifted + 0x1p-21;
 }
 
-// The token that wins; of equal ones the lowest, and -1 where none has mass.
+// Returns the winning token: the lowest of equal ones, or -1 if no token has mass.
 int64_t coupled_choice(const double* masses, int64_t num_tokens, const NoiseKey& key) {
     Words lanes;
     Places first_half, second_half;  // even and odd ids, each in turn
@@ -93,8 +93,8 @@ int64_t coupled_choice(const double* masses, int64_t num_tokens, const NoiseKey&
         second_half[lane] = (lane & 1) * WORDS + (lane + WORDS) / 2;
     }
     int64_t winner = -1;
-    double best = 0.0;   // its score
-    double least = 0.0;  // what a mass has to pass, by 2^32 (1 - u)
+    double best = 0.0;   // score of the winner
+    double least = 0.0;  // a token can win only if its mass is above this times 2^32 (1 - u)
     const auto look = [&](int64_t token_id, double gap) {
         const double mass = masses[token_id];
         if (!(mass > least * gap)) return;

@@ -1,6 +1,5 @@
-// What all products of rows and panels share: where results go, and weights fetched ahead.
-//
-// Included by `products.h` and `int8_products.h`.
+// Shared parts of all products of rows and panels: writing results and prefetching weights. Included by
+// `int8_products.h`.
 
 #pragma once
 
@@ -8,29 +7,29 @@
 
 namespace {
 
-// How far ahead of what is multiplied weights are asked for, and from how many rows on: fewer wait for memory alone, and
-// the processor runs ahead by itself; more keep it multiplying, and it would ask too late. Short weights are all but
-// float32, for which 8 lanes alone ask.
+// Prefetch distance, and the number of rows from which weights are prefetched. With fewer rows the product waits for
+// memory only, and the processor reads ahead by itself; with more rows it is busy multiplying and would read too late.
+// Short weights are all formats except float32, which is prefetched only with 8 lanes.
 constexpr int PREFETCH_BYTES = 2048;
 constexpr int ROWS_TO_ASK_FOR_SHORT = LANES == 8 ? 1 : 3;
 constexpr int ROWS_TO_ASK_FOR_FLOAT = LANES == 8 ? 3 : INT32_MAX;
 
 enum class Into { store, add };
 
-// y = or += result of one row and one vector of outputs.
+// Writes or adds the result of one row and one vector of outputs to y.
 inline void put(const Product& product, int64_t output, Vector result, float* y, Into into) {
     if (product.bias) result += load(product.bias + output);
     store(y + output, into == Into::add ? load(y + output) + result : result);
 }
 
-// How many of so many rows share a panel's weights next, MOST at most: about as many each time, since one row alone after
-// others waits for each of its sums.
+// Returns how many of the remaining rows share a panel's weights next, at most `most`. The rows are divided evenly,
+// because a single last row would wait for each of its sums.
 inline int64_t rows_sharing(int64_t rows, int64_t most) {
     const int64_t times = (rows + most - 1) / most;
     return (rows + times - 1) / times;
 }
 
-// Fetches BYTES of what will be read after `from`.
+// Prefetches BYTES at PREFETCH_BYTES after `from`.
 template <int BYTES>
 inline void ask_ahead(const void* from) {
     for (int at = 0; at < BYTES; at += CACHE_LINE)

@@ -1,10 +1,10 @@
-"""Kernels compiled beforehand, one library for each kind of processor, for images that carry no compiler.
+"""Prebuilt kernels, one library for each kind of processor, for images without a compiler.
 
     python -m specdec.engine.kernels DIRECTORY    # writes them; needs g++
 
-They are found in `prebuilt/` beside this file, where an image's build puts them; a checkout has none. Kinds are as
-coarse as what the kernels tell apart: the width of vectors, and the instruction for bytes. Not here: kernels for the
-very processor they run on (`library`). Called by `library` and `__main__`.
+They are found in `prebuilt/` beside this file, where an image's build puts them; a checkout has none. The kinds differ
+only in the features that the kernels use: the vector width and the instruction for products of bytes. `library`
+compiles for the exact processor instead. Called by `library` and `__main__`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _DIRECTORY = Path(__file__).with_name("prebuilt")
 
 @dataclass(frozen=True, slots=True)
 class ProcessorKind:
-    """Processors that run the same library."""
+    """A set of processors that run the same library."""
 
     architecture: tuple[str, ...]
-    """The compiler's flags."""
+    """Compiler flags."""
     features: frozenset[str]
-    """Words that Linux has in /proc/cpuinfo for each processor of the kind."""
+    """Words in Linux's /proc/cpuinfo that every processor of the kind has."""
 
     @property
     def file_name(self) -> str:
@@ -38,7 +38,7 @@ class ProcessorKind:
 
 _AVX2 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-# The best first.
+# Best kind first.
 _KINDS = {
     "x86_64": (
         ProcessorKind(("-march=x86-64-v4", "-mavx512vnni"), _AVX512 | {"avx512_vnni"}),
@@ -50,11 +50,11 @@ _KINDS = {
 
 
 def prebuild(directory: Path) -> list[Path]:
-    """Writes the libraries of all kinds of this machine's architecture; returns where they are.
+    """Write the libraries of all kinds of this machine's architecture, and return their paths.
 
     Raises:
-        Unsupported: no compiler, or one that cannot compile them.
-        OSError: they cannot be written.
+        Unsupported: there is not a compiler, or it cannot compile the kernels.
+        OSError: the libraries cannot be written.
     """
     compiler = find_compiler()
     with tempfile.TemporaryDirectory(prefix="specdec-native-") as temporary:
@@ -68,7 +68,7 @@ def prebuild(directory: Path) -> list[Path]:
 
 
 def prebuilt_libraries(directory: Path = _DIRECTORY) -> Iterator[Path]:
-    """Those in `directory` that are of this source and run on this processor, the best first."""
+    """Yield the libraries in `directory` that match these sources and run on this processor, best first."""
     if not directory.is_dir():
         return
     features = _processor_features()

@@ -1,8 +1,8 @@
-// Rows times weights in panels: y = or += x W^T + bias, with weights as `Format` has them.
+// Rows times weights in panels: y = or += x W^T + bias, with weights in any `Format`.
 //
-// All but int8 (`int8_products.h`) become, as they are read, the float32 numbers that they are: less memory, the same
-// bits. A row alone and rows in company go through the same sums in the same order, whoever computes which panel.
-// Included by `step.cpp`.
+// Weights of all formats except int8 (`int8_products.h`) are converted to the float32 numbers that they represent while
+// they are read: this reads less memory and gives the same bits. Each row goes through the same sums in the same order,
+// whatever other rows there are and whichever thread computes a panel. Included by `layer.h`.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 namespace {
 
 // Rows of one product that share the panel's weights while they are in registers.
-constexpr int MAX_ROWS = LANES == 8 ? 6 : 8;  // what 16 registers hold the sums of, and 32
+constexpr int MAX_ROWS = LANES == 8 ? 6 : 8;  // limited by the sums that fit into 16, or 32, registers
 
 static_assert(PANEL_VECTORS == 2, "halves of bytes, and of words, are two vectors");
 
@@ -42,7 +42,7 @@ private:
     const Weight* from_;
 };
 
-// The same for weights of BITS bits that share scales and offsets (`Format`): a sum rounded once, as when they were made.
+// Reads weights of BITS bits with shared scales and offsets (`Format`); rounds once, as the conversion to float32 did.
 template <int BITS>
 class Scaled {
 public:
@@ -130,7 +130,7 @@ void multiply_panel(const Product& product, int64_t panel, const float* x, int64
     }
 }
 
-// y [rows, y_stride] = or += x [rows, x_stride] W^T + bias. Ends with all threads together.
+// y [rows, y_stride] = or += x [rows, x_stride] W^T + bias. Ends with a barrier of all threads.
 void apply(const Product& product, const Batch& batch, const float* x, int64_t x_stride, int64_t rows, float* y,
            int64_t y_stride, Into into) {
     const int64_t panels = padded(product.outputs) / PANEL;

@@ -1,20 +1,19 @@
-// One step of a Llama-shaped decoder on a CPU: every layer over a ragged, paged batch, in one call.
+// One step of a Llama-shaped decoder on a CPU: all layers over a ragged, paged batch in one call.
 //
-// A step of few rows is bound by reading the weights once; what a tensor library adds around that (an operation a
-// dozen times a layer, weights in a layout for many rows, copies of keys and values) costs more than the reading.
-// Here weights lie in panels in the order in which they are read, and attention reads the cache's blocks in place.
+// The time of a step with few rows is bound by reading the weights once. A tensor library adds more than that: a dozen
+// operations per layer, weights laid out for many rows, copies of keys and values. Here the panels of weights are in
+// the order in which they are read, and attention reads the cache's blocks in place.
 //
-// A row's result has the same bits whatever else is in the batch: each output is summed over its inputs one after the
-// other, each query over its own keys, and neither order knows the number of rows, their place or the thread; where a
-// product and a sum are rounded once is written down too (`multiply_add`). What is no number spreads further: it may
-// reach every row of its sequence in the step.
+// A row's result has the same bits whatever else is in the batch. Each output is summed over its inputs in order, and
+// each query over its own keys; neither order depends on the number of rows, on their place or on the thread. The code
+// also states where a product and a sum are rounded once (`multiply_add`). NaNs are the exception: they may reach every
+// row of their sequence in the step.
 //
-// Not here: which token comes next, who owns which block. Called through the C interface at the end, from
-// `specdec.engine.native.runner`, which lays the structures out; nothing is allocated here. A step belongs to one
-// thread; with OpenMP its loops are shared among `num_threads`.
+// `specdec.engine.native.runner` lays out the structures and calls the C interface at the end of this file. Nothing is
+// allocated here. One thread calls a step; with OpenMP its loops are divided among `num_threads`.
 
 #include "draft_head.h"
-#include "likeliest.h"
+#include "argmax.h"
 #include "noise.h"
 
 #if defined(_OPENMP)
@@ -25,7 +24,7 @@ static int omp_get_thread_num() { return 0; }
 
 namespace {
 
-// A layer's outputs, copied for the caller.
+// Copies a layer's outputs for the caller.
 void hand_out(const Model& model, const Batch& batch, int64_t tap) {
     const int64_t width = model.hidden;
 #pragma omp for schedule(static)
@@ -38,15 +37,15 @@ void hand_out(const Model& model, const Batch& batch, int64_t tap) {
 
 extern "C" {
 
-// Outputs of a panel: the caller packs weights by it.
+// Returns the number of outputs per panel, by which the caller packs weights.
 int64_t specdec_panel() { return PANEL; }
 
 int64_t specdec_max_queries() { return MAX_QUERIES; }
 
-// Inputs of a group: the caller packs int8 weights by it.
+// Returns the number of inputs per group, by which the caller packs int8 weights.
 int64_t specdec_group() { return GROUP; }
 
-// Whether a model's widths are ones that the loops above take.
+// Returns whether the loops above support a model's widths.
 int specdec_fits(int64_t hidden, int64_t head_dim) {
     return hidden % PANEL == 0 && head_dim % LANES == 0 && attend_of(head_dim) != nullptr;
 }
@@ -72,39 +71,39 @@ void specdec_step(const Model* model, const Batch* batch, int num_threads) {
     }
 }
 
-// Rows of logits that begin `stride` apart: the likeliest token of each, and its logit.
+// Writes the argmax token of each row of logits, and its logit. Rows begin `stride` apart.
 void specdec_argmax(const float* logits, int64_t num_rows, int64_t stride, int64_t num_tokens, int64_t* token_ids,
-                       float* maxima) {
+                    float* maxima) {
     for (int64_t row = 0; row < num_rows; ++row) {
-        token_ids[row] = likeliest(logits + row * stride, num_tokens);
+        token_ids[row] = argmax(logits + row * stride, num_tokens);
         maxima[row] = logits[row * stride + token_ids[row]];
     }
 }
 
-// A step of one logit row a sequence, and those that follow it; the batch's tables have blocks for all of them.
-void specdec_run(const Model* model, const Batch* batch, const Run* run, int num_threads) {
+// Runs a step with one logit row per sequence and the steps that follow it. The batch's tables cover all of them.
+void specdec_multi_step(const Model* model, const Batch* batch, const MultiStep* multi_step, int num_threads) {
     Batch step = *batch;
-    for (int64_t index = 0; index < run->steps; ++index) {
-        int64_t* chosen = run->token_ids + index * step.sequences;
+    for (int64_t index = 0; index < multi_step->steps; ++index) {
+        int64_t* chosen = multi_step->token_ids + index * step.sequences;
         if (index > 0) {
             step.tokens = step.sequences;
-            step.first_row = step.rows_wanted = run->rows;
-            step.start = run->starts + (index - 1) * step.sequences;
+            step.first_row = step.rows_wanted = multi_step->rows;
+            step.start = multi_step->starts + (index - 1) * step.sequences;
             step.token_ids = chosen - step.sequences;
         }
         specdec_step(model, &step, num_threads);
-        specdec_argmax(step.logits, step.sequences, padded(model->head.outputs), run->num_tokens, chosen,
-                          run->logits + index * step.sequences);
+        specdec_argmax(step.logits, step.sequences, padded(model->head.outputs), multi_step->num_tokens, chosen,
+                       multi_step->logits + index * step.sequences);
     }
 }
 
-// A draft step of one head: a token and a row of logits a sequence.
+// Runs a draft step of one head, with one token and one row of logits per sequence.
 void specdec_draft(const DraftHead* head, const Batch* batch, int num_threads) {
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     draft(*head, *batch, batch->scores + omp_get_thread_num() * MAX_QUERIES * batch->scores_width);
 }
 
-// Rows of probabilities, one after the other, each with a key: the token that wins each.
+// Writes the coupled choice of each row of probabilities; rows are contiguous and have one key each.
 void specdec_coupled_choices(const double* masses, int64_t num_rows, int64_t num_tokens, const NoiseKey* keys,
                              int64_t* choices, int num_threads) {
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1 && num_rows > 1)

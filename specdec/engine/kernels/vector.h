@@ -1,7 +1,7 @@
-// Vectors of a processor's width and the arithmetic that the kernels share.
+// Vectors of the processor's width, and the arithmetic that the kernels share.
 //
-// Written with GCC's vector types, so it compiles for any processor; what they cannot say (a product and a sum rounded
-// once) is said by instructions. Not here: anything about models. Included by `layout.h`.
+// Most of it uses GCC's vector types, which compile for any processor. Operations that they cannot express, such as a
+// fused multiply-add, use intrinsics. Included by `layout.h`.
 
 #pragma once
 
@@ -17,7 +17,7 @@
 
 namespace {
 
-// Lanes of the widest float vector of this machine; `Vector` also works where there is none.
+// Number of floats in the processor's widest vector; GCC emulates vectors on processors without them.
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
 #elif defined(__AVX__)
@@ -42,14 +42,14 @@ inline Integers load(const int32_t* from) {
     return vector;
 }
 
-// The bytes of a vector of integers.
+// Loads the bytes of a vector of integers.
 inline Integers load_bytes(const int8_t* from) {
     Integers vector;
     std::memcpy(&vector, from, sizeof vector);
     return vector;
 }
 
-// A number of 16 bits, as a type of its own: the upper half of a float32 (bfloat16), or IEEE 754's binary16.
+// 16-bit numbers as types of their own: the upper half of a float32 (bfloat16), and IEEE 754's binary16.
 struct Bfloat16 {
     uint16_t bits;
 };
@@ -63,7 +63,7 @@ inline float float_of(uint32_t bits) {
     return number;
 }
 
-// By instructions: GCC's own conversion of vectors goes lane by lane.
+// Intrinsics, because GCC converts these vectors lane by lane.
 inline Vector load(const Bfloat16* from) {
 #if defined(__AVX512F__)
     __m256i halves;
@@ -84,7 +84,7 @@ inline Vector load(const Bfloat16* from) {
 #endif
 }
 
-// Two vectors whose numbers lie in turn: those of the first are the lower halves of words, those of the second the upper.
+// Loads two interleaved vectors: the lower halves of the words are the first, the upper halves the second.
 inline void load_paired(const Bfloat16* from, Vector& first, Vector& second) {
     typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
     Words words;
@@ -107,7 +107,7 @@ inline Vector load(const Float16* from) {
     std::memcpy(&halves, from, sizeof halves);
     return vcvt_f32_f16(halves);
 #else
-    // Shifted into place, the exponent is 112 too small, and those of infinity and of what is no number are not enough.
+    // After the shift the exponent is 112 too small; infinities and NaNs get the largest exponent instead.
     Vector vector;
     for (int lane = 0; lane < LANES; ++lane) {
         const uint32_t sign = (from[lane].bits & 0x8000u) << 16, rest = (from[lane].bits & 0x7fffu) << 13;
@@ -118,7 +118,7 @@ inline Vector load(const Float16* from) {
 #endif
 }
 
-// Bytes as numbers.
+// Loads signed bytes as floats.
 inline Vector load_signed(const int8_t* from) {
 #if defined(__AVX512F__)
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
@@ -131,7 +131,7 @@ inline Vector load_signed(const int8_t* from) {
 #endif
 }
 
-// Halves of bytes as numbers: the low ones, then the high ones.
+// Loads half bytes as floats: the low halves, then the high ones.
 inline void load_halves(const uint8_t* from, Vector& low, Vector& high) {
 #if defined(__AVX512F__)
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
@@ -153,8 +153,9 @@ inline void store(float* to, Vector vector) { std::memcpy(to, &vector, sizeof ve
 
 inline Vector broadcast(float value) { return value - Vector{}; }
 
-// a * b + c, rounded once where the processor can. Said and not left to the compiler (`-ffp-contract=off`): it fuses
-// here and not there, by its own tuning, and a row alone and rows in company run through different instances of a loop.
+// a * b + c, rounded once if the processor supports it. This is not left to the compiler (`-ffp-contract=off`), which
+// fuses in some instances of a loop and not in others, so that a row could round differently alone and among other
+// rows.
 inline Vector multiply_add(Vector a, Vector b, Vector c) {
 #if defined(__AVX512F__)
     return _mm512_fmadd_ps(a, b, c);
@@ -173,8 +174,8 @@ inline float largest(Vector vector) {
     return most;
 }
 
-// Where the sums of two vectors' halves come from: segments of WIDTH lanes, one of x and one of y in turn; of each the
-// half that begins at OFFSET. Lane numbers of y begin at LANES.
+// Lane numbers for adding halves of two vectors: segments of WIDTH lanes, alternately of x and of y, and of each
+// segment the half that begins at OFFSET. Lane numbers of y begin at LANES.
 template <int WIDTH, int OFFSET, int... LANE>
 constexpr Integers halves(std::integer_sequence<int, LANE...>) {
     constexpr int half = WIDTH / 2;
@@ -182,7 +183,7 @@ constexpr Integers halves(std::integer_sequence<int, LANE...>) {
 }
 
 // Sums each of LANES vectors: lane i of the result is the sum of vectors[i]. Halves are added to halves, so the order
-// within a sum does not depend on i.
+// of the additions does not depend on i.
 template <int WIDTH = LANES>
 inline Vector sums(Vector* vectors) {
     if constexpr (WIDTH == 1) {
@@ -207,8 +208,8 @@ inline float sum(Vector vector) {
     return lanes[0];
 }
 
-// e^x to about one unit in the last place for x <= 0 and as far as float reaches above: 2^n * p(r), |r| <= ln 2 / 2,
-// p the Taylor polynomial of degree 7 (its next term is below 2^-27).
+// e^x to about one unit in the last place, over the range of float: 2^n * p(r) with |r| <= ln 2 / 2, where p is the
+// Taylor polynomial of degree 7 (its next term is below 2^-27).
 inline Vector exponential(Vector x) {
     const Vector lowest = broadcast(-87.0f), highest = broadcast(88.0f);
     x = x < lowest ? lowest : x;

@@ -1,7 +1,7 @@
-"""Draws that no number is read for: what `rows` finds with the host's help, on the device alone.
+"""Draws on the device alone, without reading a result to the host.
 
-They take more arithmetic: noise for every token instead of the few that may win. Each is the same function of the same
-keys, element by element. Not here: what is made of it (`engine.drafting.device_multi_step`, which calls this).
+They are the same functions of the same keys as in `rows`, element by element, but take more arithmetic: noise for every
+token instead of the few that may win. Called by `engine.drafting.multi_step`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import torch
 from specdec.core.random import UNIFORM_BITS, Stream, philox4x32
 from specdec.core.sparse import MAX_WEIGHT
 
-#: Entries whose noise is made at once: limits working memory.
+#: Number of entries whose noise is computed at once; limits working memory.
 _CHUNK = 1 << 21
 
 
 def dense_coupled_scores(distributions: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """log distribution + keyed Gumbel noise, float64 [R, V]; -inf where the distribution is 0.
+    """Return log distribution + keyed Gumbel noise, float64 [R, V]; -inf where the distribution is 0.
 
-    As `rows.coupled_scores`, entry by entry, without asking where there is mass.
+    Equals `rows.coupled_scores` in every entry, without reading which entries have mass.
 
     Args:
         distributions: float64 [R, V].
@@ -41,13 +41,14 @@ def dense_coupled_scores(distributions: torch.Tensor, keys: torch.Tensor) -> tor
 
 
 def support_draws(masses: torch.Tensor, ids: torch.Tensor, coverage: float, words: torch.Tensor) -> torch.Tensor:
-    """The tokens that are drawn from rows' supports, int64 [R]; `core.sparse.draw_from_support` but for the rounding of
-    a running sum.
+    """Return one token drawn from each row's support, int64 [R].
+
+    Equals `core.sparse.draw_from_support` except for the rounding of a running sum.
 
     Args:
-        masses: float64 [R, K], of each row's likeliest tokens, the likeliest first.
+        masses: float64 [R, K] of each row's top tokens, in descending order.
         ids: int64 [R, K].
-        coverage: of a support.
+        coverage: share of the distribution that a support covers.
         words: int64 [R, 2]: upper and lower 32 bits of each row's random number.
     """
     sizes = (masses.cumsum(dim=-1) < coverage).sum(dim=-1) + 1
@@ -57,6 +58,6 @@ def support_draws(masses: torch.Tensor, ids: torch.Tensor, coverage: float, word
     reach = weights.gather(-1, order).cumsum(dim=-1)
     totals = reach[:, -1]  # below 2^26, so nothing wraps
     points = (words[:, 0] * totals + ((words[:, 1] * totals) >> 32)) >> 32
-    # Of a row that no distribution can be made of, whatever comes out must be a token.
+    # A row of NaNs gives an arbitrary entry, which must still be a token id.
     entries = (reach <= points[:, None]).sum(dim=-1, keepdim=True).clamp(max=ids.shape[1] - 1)
     return ids.gather(-1, entries)[:, 0]

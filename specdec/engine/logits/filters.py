@@ -1,67 +1,44 @@
-"""From logits to distributions, batched over the rows of a step: the torch twin of `specdec.core.reference`.
+"""Filtering of logits into distributions, batched over the rows of a step: temperature, top-k, top-p and min-p.
 
-Takes the logits of one whole step (`[R, V]`, any device); rows whose filters are neutral cost a softmax, and sorting
-happens on the likeliest few tokens unless the distribution itself is wider. Everything is float64 but the plain greedy
-choice. A round's rows go from here to `specdec.engine.logits.rows`, or, when greedy, straight into the answer.
-
-Not here: drawing, supports (`rows`). Called by `specdec.engine.drafting` and the target service's `program`.
+This is the PyTorch counterpart of `specdec.core.reference`. It takes the logits of a whole step (`[R, V]`, any device)
+after the penalties of `specdec.engine.logits.penalties`. Rows with neutral filters cost a softmax. Other rows sort only
+their top tokens, unless the distribution needs more. Everything is float64 except the plain greedy choice. A round's
+distributions go to `specdec.engine.logits.rows`; greedy choices go into the answer directly. Called by
+`specdec.engine.drafting` and the target service's `program`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from specdec.engine.logits.penalties import FilterContext, column, process_logits, processed_logits
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.logits.transfer import to_device
-from specdec.types import SamplingFilters, TokenIds
+from specdec.types import SamplingFilters
 
 MemberT = TypeVar("MemberT")
 
-#: Logits that distributions are made of at once, as far as one call's rows allow: some 75 bytes of working memory each.
+#: Maximum number of logits that are filtered at once, except for a single larger call. Each takes about 75 bytes.
 MAX_BATCH_LOGITS = 1 << 24
 
-#: Candidates a top-p cut looks at first.
+#: Number of top tokens that top-p considers first.
 _FIRST_CANDIDATES = 512
 
-#: And how many times more it looks at next, where those did not reach far enough.
+#: Factor by which top-p increases the number of candidates while they do not suffice.
 _CANDIDATE_GROWTH = 16
-
-
-@dataclass(frozen=True, slots=True)
-class FilterContext:
-    """What a row's distribution depends on besides its logits."""
-
-    filters: SamplingFilters
-    history: Sequence[int] | TokenIds
-    """All session tokens before the row's position, draft tokens included."""
-    output_start: int
-    """Position of this turn's first output token."""
-
-    def masks_end(self, num_more: int = 0) -> bool:
-        """Whether end tokens are masked, here or so many tokens further on."""
-        num_new = len(self.history) + num_more - self.output_start
-        return bool(self.filters.end_token_ids) and num_new < self.filters.min_new_tokens
-
-    @property
-    def changes_logits(self) -> bool:
-        """Whether bias, penalties or the mask touch this row at all."""
-        return bool(self.filters.logit_bias) or self.filters.uses_history or self.masks_end()
 
 
 def split_batches(
     members: Sequence[MemberT], num_rows: Callable[[MemberT], int], num_tokens: int
 ) -> list[list[MemberT]]:
-    """Cuts a step's calls into batches that `MAX_BATCH_LOGITS` allows; one too large for it is a batch of its own.
+    """Cut a step's calls into batches of at most `MAX_BATCH_LOGITS`; a larger call becomes a batch by itself.
 
     Args:
-        members: in the order of their rows.
-        num_rows: how many rows of logits a member has.
+        members: the calls, in the order of their rows.
+        num_rows: returns the number of logit rows of a call.
         num_tokens: V, the width of a row.
     """
     batches: list[list[MemberT]] = []
@@ -77,38 +54,31 @@ def split_batches(
 
 
 def greedy_choices(logits: StepLogits, contexts: Sequence[FilterContext]) -> list[int]:
-    """The likeliest token of each row after bias, penalties and masks; ties go to the lower id.
+    """Return the argmax token of each row after bias, penalties and masks; ties go to the lower id.
 
     Args:
         logits: R rows.
-        contexts: R contexts; temperature, top-k, top-p and min-p cannot change the answer and are not looked at.
+        contexts: R contexts; temperature, top-k, top-p and min-p cannot change the result and are ignored.
     """
     touched = [row for row, context in enumerate(contexts) if context.changes_logits]
     choices = list(logits.top_ids)
     if touched:
         scores = logits.select(touched).values.to(torch.float64)  # [N, V]
-        _process_logits(scores, [contexts[row] for row in touched])
+        process_logits(scores, [contexts[row] for row in touched])
         for row, choice in zip(touched, scores.argmax(dim=-1).tolist(), strict=True):
             choices[row] = choice
     return choices
 
 
-def processed_logits(logits: torch.Tensor, contexts: Sequence[FilterContext]) -> torch.Tensor:
-    """Logits after bias, penalties and masks, float64 [R, V]; what `greedy_choices` chooses by."""
-    scores = logits.to(torch.float64, copy=True)
-    _process_logits(scores, contexts)
-    return scores
-
-
 def filtered_distributions(logits: torch.Tensor, contexts: Sequence[FilterContext]) -> torch.Tensor:
-    """The distribution of each row; the batched `specdec.core.reference.filtered_distribution`.
+    """Return the distribution of each row; the batched `specdec.core.reference.filtered_distribution`.
 
     Args:
         logits: float32 [R, V]; not changed.
         contexts: R contexts.
 
     Returns:
-        float64 [R, V], rows sum to 1; one-hot where greedy.
+        float64 [R, V], whose rows sum to 1; one-hot for greedy rows.
     """
     return distributions_of(processed_logits(logits, contexts), [context.filters for context in contexts])
 
@@ -116,13 +86,13 @@ def filtered_distributions(logits: torch.Tensor, contexts: Sequence[FilterContex
 def distributions_of(
     scores: torch.Tensor, params: Sequence[SamplingFilters], short: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`filtered_distributions` of what bias, penalties and masks have been done to: float64 [R, V], overwritten.
+    """Return the distributions of logits after bias, penalties and masks.
 
     Args:
-        scores: float64 [R, V].
+        scores: float64 [R, V]; overwritten.
         params: R filters.
-        short: bool [R], False. Where it is given nothing is read from the device, and it becomes True for the rows
-            whose distribution is not right yet: top-p alone reaches further than was looked.
+        short: bool [R], initially False. If given, nothing is read from the device, top-p considers only its first
+            candidates, and the rows for which they do not suffice, whose distributions are wrong, become True.
     """
     greedy = [row for row, filters in enumerate(params) if filters.is_greedy]
     dense = [
@@ -143,111 +113,35 @@ def distributions_of(
         distributions[index] = _dense_distributions(scores[index], [params[row] for row in dense])
     if cut:
         index = to_device(cut, scores.device, torch.int64)
-        own_short = None if short is None else short[index]
-        distributions[index] = _cut_distributions(scores[index], [params[row] for row in cut], own_short)
-        if short is not None and own_short is not None:
-            short[index] = own_short
+        cut_short = None if short is None else short[index]
+        distributions[index] = _cut_distributions(scores[index], [params[row] for row in cut], cut_short)
+        if short is not None and cut_short is not None:
+            short[index] = cut_short
     return distributions
 
 
 def _limits_number(filters: SamplingFilters, num_tokens: int) -> bool:
-    """Whether top-k cuts anything off a row of `num_tokens` tokens."""
+    """Return whether top-k removes tokens from a row of `num_tokens` tokens."""
     return 0 < filters.top_k < num_tokens
 
 
-def _process_logits(scores: torch.Tensor, contexts: Sequence[FilterContext]) -> None:
-    """Adds bias, applies penalties and the min_new_tokens mask, in place; `scores` float64 [R, V]."""
-    add_bias(scores, contexts)
-    repeated = [
-        (row, _distinct(c.history, scores.shape[-1]), c.filters.repetition_penalty)
-        for row, c in enumerate(contexts)
-        if c.filters.repetition_penalty != 1.0 and len(c.history)
-    ]
-    if repeated:
-        where = row_and_column(scores, [(row, seen) for row, seen, _ in repeated])
-        penalty = _column(scores, np.concatenate([np.full(len(seen), value) for _, seen, value in repeated]))
-        values = scores[where]
-        scores[where] = torch.where(values < 0, values * penalty, values / penalty)
-    counted = [
-        (row, c.filters, *distinct_counts(c.history[c.output_start :]))
-        for row, c in enumerate(contexts)
-        if c.filters.presence_penalty != 0.0 or c.filters.frequency_penalty != 0.0
-    ]
-    if counted:
-        where = row_and_column(scores, [(row, emitted) for row, _, emitted, _ in counted])
-        scores[where] -= _column(
-            scores,
-            np.concatenate([filters.presence_penalty + filters.frequency_penalty * n for _, filters, _, n in counted]),
-        )
-    mask_ends(scores, contexts)
-
-
-def add_bias(scores: torch.Tensor, contexts: Sequence[FilterContext]) -> None:
-    """The first of what is done to logits, in place; `scores` float64 [R, V]."""
-    biased = [(row, c.filters.logit_bias) for row, c in enumerate(contexts) if c.filters.logit_bias]
-    if biased:
-        where = row_and_column(scores, [(row, list(bias)) for row, bias in biased])
-        scores[where] += _column(scores, [value for _, bias in biased for value in bias.values()])
-
-
-def mask_ends(scores: torch.Tensor, contexts: Sequence[FilterContext], num_more: int = 0) -> None:
-    """The last of what is done to logits, in place; `scores` float64 [R, V], so many tokens after the contexts."""
-    masked = [(row, c.filters.end_token_ids) for row, c in enumerate(contexts) if c.masks_end(num_more)]
-    if masked:
-        where = row_and_column(scores, masked)
-        before = scores[where]
-        # Assigned as a number of the host, it would be copied to the device, and waited for.
-        scores.index_put_(where, scores.new_full((), -torch.inf))
-        # A mask that would leave no token at all is not applied.
-        is_empty = scores.amax(dim=-1) == -torch.inf  # [R]
-        scores[where] = torch.where(is_empty[where[0]], before, scores[where])
-
-
-def _distinct(token_ids: Sequence[int] | TokenIds, num_tokens: int) -> NDArray[np.int64]:
-    """Each id once, ascending; sorting a long history would take as long as the step."""
-    is_there = np.zeros(num_tokens, dtype=bool)
-    is_there[np.asarray(token_ids, dtype=np.int64)] = True
-    return np.flatnonzero(is_there)
-
-
-def distinct_counts(token_ids: Sequence[int] | TokenIds) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Each id once, ascending, and how often it is there."""
-    ids, counts = np.unique(np.asarray(token_ids, dtype=np.uint32), return_counts=True)
-    return ids.astype(np.int64), counts
-
-
-def row_and_column(
-    scores: torch.Tensor, ids_by_row: Iterable[tuple[int, Sequence[int] | NDArray[np.integer[Any]]]]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and column indices of many (row, ids), for one gather or scatter."""
-    pairs = list(ids_by_row)
-    rows = np.repeat([row for row, _ in pairs], [len(ids) for _, ids in pairs])
-    columns = np.concatenate([np.asarray(ids, dtype=np.int64) for _, ids in pairs])
-    device = scores.device
-    return to_device(rows, device, torch.int64), to_device(columns, device, torch.int64)
-
-
-def _column(scores: torch.Tensor, values: Sequence[float] | NDArray[np.float64]) -> torch.Tensor:
-    """float64 values, one a row or an entry, beside `scores`."""
-    return to_device(values, scores.device, torch.float64)
-
-
 def _weights(scores: torch.Tensor, params: Sequence[SamplingFilters]) -> torch.Tensor:
-    """exp(logit / T) with the likeliest at exactly 1; overwrites `scores` (float64 [N, V]) and returns it."""
+    """Overwrite and return `scores` (float64 [N, V]) with exp((logit - maximum) / T), so the largest weight is 1."""
     scores -= scores.amax(dim=-1, keepdim=True)
     if any(filters.temperature != 1.0 for filters in params):
-        scores /= _column(scores, [filters.temperature for filters in params])[:, None]
+        scores /= column(scores, [filters.temperature for filters in params])[:, None]
     return scores.exp_()
 
 
 def _apply_min_p(weights: torch.Tensor, params: Sequence[SamplingFilters]) -> None:
-    """Drops weights (float64 [N, K], the largest 1) below min_p, in place."""
+    """Set weights (float64 [N, K], the largest 1) below min_p to 0, in place."""
     if any(filters.min_p > 0.0 for filters in params):
-        weights[weights < _column(weights, [filters.min_p for filters in params])[:, None]] = 0.0
+        weights[weights < column(weights, [filters.min_p for filters in params])[:, None]] = 0.0
 
 
 def _dense_distributions(scores: torch.Tensor, params: Sequence[SamplingFilters]) -> torch.Tensor:
-    """Distributions of rows with neither top-k nor top-p: no sorting; overwrites `scores` (float64 [N, V])."""
+    """Return the distributions of rows without top-k and top-p, without sorting; overwrites `scores` (float64 [N,
+    V])."""
     weights = _weights(scores, params)
     _apply_min_p(weights, params)
     return weights.div_(weights.sum(dim=-1, keepdim=True))
@@ -256,7 +150,7 @@ def _dense_distributions(scores: torch.Tensor, params: Sequence[SamplingFilters]
 def _cut_distributions(
     scores: torch.Tensor, params: Sequence[SamplingFilters], short: torch.Tensor | None
 ) -> torch.Tensor:
-    """Distributions of rows with top-k or top-p, made from their likeliest tokens alone; `scores` float64 [N, V]."""
+    """Return the distributions of rows with top-k or top-p from their top tokens; `scores` is float64 [N, V]."""
     num_tokens = scores.shape[-1]
     distributions = torch.zeros_like(scores)
     limited = [row for row, filters in enumerate(params) if _limits_number(filters, num_tokens)]
@@ -289,30 +183,30 @@ def _cut_rows(
     num_candidates: int,
     totals: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Writes the distributions of `rows` from their likeliest `num_candidates` tokens.
+    """Write the distributions of some rows from their top `num_candidates` tokens.
 
     Args:
-        distributions: float64 [N, V], zeros where written.
+        distributions: float64 [N, V], zero in the rows to write.
         scores: float64 [N, V], before temperature.
         params: N filters.
-        rows: which of the N, M of them.
-        num_candidates: no smaller than the largest top-k among them.
-        totals: float64 [M], the weight that top-p is a share of; None: that of the tokens top-k left.
+        rows: indices of the M rows.
+        num_candidates: at least the largest top-k of the rows.
+        totals: float64 [M]: total weight that top-p is a share of; None: the weight of the tokens that top-k keeps.
 
     Returns:
-        bool [M]: whether top-p reaches past the candidates, as top-p 1 always does; of rows without top-k, unless those
-        were all tokens, the distribution is not right yet.
+        bool [M]: whether top-p needs more candidates. Such a row without top-k is not right yet, unless all tokens were
+        candidates. With top-p 1 the result is always True.
     """
     chosen = [params[row] for row in rows]
     index = to_device(rows, scores.device, torch.int64)
-    values, ids = likeliest(scores[index], num_candidates, floor=-torch.inf)  # [M, K]
+    values, ids = stable_topk(scores[index], num_candidates, floor=-torch.inf)  # [M, K]
     weights = _weights(values, chosen)
     if totals is None:
         limits = to_device([filters.top_k for filters in chosen], scores.device, torch.int64)
         weights[torch.arange(num_candidates, device=scores.device) >= limits[:, None]] = 0.0
         totals = weights.sum(dim=-1)
-    # Top-p 1 is off: rounding in the sums must not cut a tail.
-    bounds = totals * _column(scores, [filters.top_p if filters.top_p < 1.0 else torch.inf for filters in chosen])
+    # Top-p 1 is off: rounding in the sums must not remove tokens.
+    bounds = totals * column(scores, [filters.top_p if filters.top_p < 1.0 else torch.inf for filters in chosen])
     reach = weights.cumsum(dim=-1)
     is_short = reach[:, -1] < bounds
     weights[torch.nn.functional.pad(reach[:, :-1], (1, 0)) >= bounds[:, None]] = 0.0
@@ -321,13 +215,13 @@ def _cut_rows(
     return is_short
 
 
-def likeliest(values: torch.Tensor, num: int, *, floor: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `num` largest of each row, largest first, ties by lower id.
+def stable_topk(values: torch.Tensor, num: int, *, floor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `num` largest values of each row in descending order; ties go to the lower id.
 
     Args:
         values: float [N, V].
-        num: 1..V, or more for all.
-        floor: the value of entries that cannot matter; which of those are returned is not defined.
+        num: 1..V; larger numbers select all.
+        floor: value of entries that do not matter; it is undefined which of those are returned.
 
     Returns:
         Values and int64 ids, [N, min(num, V)].
@@ -336,7 +230,8 @@ def likeliest(values: torch.Tensor, num: int, *, floor: float) -> tuple[torch.Te
         return torch.sort(values, dim=-1, descending=True, stable=True)
     top, ids = torch.topk(values, num + 1, dim=-1)
     cuts, next_values = top[:, num - 1], top[:, num]
-    # topk takes any of the entries that tie at the cut. To find out whether one does would wait for an accelerator.
+    # topk takes any of the entries that tie at the cut. On an accelerator, checking for a tie would wait for the
+    # device.
     if values.device.type != "cpu" or ((cuts == next_values) & (cuts > floor)).any():
         ids = _ids_from(values, cuts, num)
     else:
@@ -346,7 +241,7 @@ def likeliest(values: torch.Tensor, num: int, *, floor: float) -> tuple[torch.Te
 
 
 def _ids_from(values: torch.Tensor, cuts: torch.Tensor, num: int) -> torch.Tensor:
-    """The ids of each row's `num` largest, ascending; of those that equal the smallest of them, the lower ids.
+    """Return the ids of each row's `num` largest values, ascending; ties at the cut go to the lower ids.
 
     Args:
         values: float [N, V].
@@ -358,7 +253,7 @@ def _ids_from(values: torch.Tensor, cuts: torch.Tensor, num: int) -> torch.Tenso
     """
     above, at_cut = values > cuts[:, None], values == cuts[:, None]
     taken = above | (at_cut & (at_cut.cumsum(dim=-1) <= num - above.sum(dim=-1, keepdim=True)))
-    # Each taken id to the place of its rank, the others to one place more.
+    # Each taken id goes to the place of its rank, all others to one extra place.
     places = torch.where(taken, taken.cumsum(dim=-1) - 1, num)
     ids = torch.arange(values.shape[-1], device=values.device).expand_as(places)
     return ids.new_zeros(len(values), num + 1).scatter_(1, places, ids)[:, :num]

@@ -1,8 +1,8 @@
-"""Choices among logits and laws by the kernels, where this process has them.
+"""Argmax and coupled choices by the C++ kernels, in processes that have loaded them.
 
-The coupled winner of 262,144 tokens takes a millisecond. A row's likeliest token takes NumPy no longer; but after a
-step has read its weights through all caches, NumPy's own code comes from memory again. Not here: what a coupled choice
-is (`rows`), what is made of likeliest tokens (`step_logits`); these two call this, and choose by themselves elsewhere.
+A coupled choice among 262,144 tokens takes a millisecond. A warm NumPy argmax is as fast as the kernel's, but a step
+evicts NumPy's code from the caches when it reads the weights. Called by `rows` and `step_logits`, which have their own
+implementation for processes without kernels.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from specdec.core.random import seed_words
 from specdec.engine.kernels.library import loaded_library
 
 
-def likeliest(logits: torch.Tensor) -> tuple[list[int], list[float]] | None:
-    """Of each row of float32 [R, V] on the host: the first of its likeliest tokens, and its logit; what is no number
-    counts as larger than anything. None where this process has no kernels, or they are not for these rows.
+def argmax(logits: torch.Tensor) -> tuple[list[int], list[float]] | None:
+    """Return the argmax of each row of float32 [R, V] on the host, and its logit.
+
+    The first of equal logits wins, and a NaN counts as the largest. Return None if this process has no kernels or they
+    do not support these rows.
     """
     library = loaded_library()
     num_rows, num_tokens = logits.shape
@@ -34,10 +36,10 @@ def likeliest(logits: torch.Tensor) -> tuple[list[int], list[float]] | None:
 def coupled_choices(
     distributions: torch.Tensor, seeds: Sequence[int], turns: Sequence[int], positions: Sequence[int]
 ) -> NDArray[np.int64] | None:
-    """The chosen ids, int64 [R]; arguments as in `specdec.engine.logits.rows.coupled_choices`.
+    """Return the chosen ids, int64 [R]; the arguments are those of `specdec.engine.logits.rows.coupled_choices`.
 
-    Scores are the C library's logarithms: they may differ from PyTorch's and NumPy's in the last bit, as those do from
-    each other. None where this process has no kernels, or they are not for that; the caller then finds out why.
+    Scores use the C library's logarithm, which may differ from that of PyTorch and NumPy in the last bit, as those
+    differ from each other. Return None if this process has no kernels or they do not support these arguments.
     """
     library = loaded_library()
     if library is None or distributions.device.type != "cpu" or distributions.dtype != torch.float64:
@@ -46,9 +48,9 @@ def coupled_choices(
     keys = [(*seed_words(seed), turn, position) for seed, turn, position in zip(seeds, turns, positions, strict=True)]
     if len(keys) != len(masses):
         return None
-    of_rows = np.array(keys, dtype=np.uint32).reshape(-1, 4)  # as `NoiseKey` in `kernels/noise.h`
-    choices = np.empty(len(of_rows), dtype=np.int64)
+    key_rows = np.array(keys, dtype=np.uint32).reshape(-1, 4)  # `NoiseKey` of `kernels/noise.h`
+    choices = np.empty(len(key_rows), dtype=np.int64)
     library.specdec_coupled_choices(
-        masses.data_ptr(), *masses.shape, of_rows.ctypes.data, choices.ctypes.data, torch.get_num_threads()
+        masses.data_ptr(), *masses.shape, key_rows.ctypes.data, choices.ctypes.data, torch.get_num_threads()
     )
     return choices if (choices >= 0).all() else None  # a row without mass has no winner

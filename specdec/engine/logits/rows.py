@@ -1,12 +1,10 @@
-"""From a step's distributions to what the wire carries: supports, distribution rows, coupled choices, logit rows.
+"""Reduction of a step's distributions to the wire's forms: supports, distribution rows, coupled choices, logit rows.
 
-The torch twins of `specdec.core.sparse` and `specdec.core.coupling` on `[R, V]` tensors of any device; what crosses to
-the host is a few numbers a row. Everything that touches a distribution is float64. A round's rows come here from
-`specdec.engine.logits.filters` and go into the answer that the program finishes its job with; from there
-`specdec.engine.loop.delivery` takes it back to the event loop.
-
-Not here: from logits to distributions (`filters`), deciding what is accepted (that is the coordinator's, in
-`specdec.core`). Called by `specdec.engine.drafting` and the target service's `program`.
+These are the PyTorch counterparts of `specdec.core.sparse` and `specdec.core.coupling` for `[R, V]` tensors on any
+device; only a few numbers per row are copied to the host. Everything that touches a distribution is float64. A round's
+distributions come from `specdec.engine.logits.filters` and go into the answer with which the program finishes its job;
+`specdec.engine.loop.delivery` returns the answer to the event loop. Called by `specdec.engine.drafting` and the target
+service's `program`.
 """
 
 from __future__ import annotations
@@ -21,27 +19,28 @@ from numpy.typing import NDArray
 from specdec.core.random import UNIFORM_BITS, Stream, index_at_mass, locate_uniform, philox4x32, seed_words
 from specdec.core.sparse import DEFAULT_COVERAGE, integer_shares, integer_weights, support_of_top
 from specdec.engine.logits import kernel_choices
-from specdec.engine.logits.filters import likeliest, row_and_column
+from specdec.engine.logits.filters import stable_topk
+from specdec.engine.logits.penalties import row_and_column
 from specdec.engine.logits.transfer import to_device, to_host
 from specdec.types import DistributionRow, LogitRow, Support, TokenIds
 
-#: Candidates a support is cut from before the whole of `s_max` is looked at.
+#: Number of top tokens that a support is cut from first, before all `s_max`.
 FIRST_CANDIDATES = 512
 
-#: Tokens per partial sum when z is drawn.
+#: Number of tokens per partial sum when the tail token is drawn.
 _TAIL_BLOCK = 512
 
-#: Pairs of tokens whose noise is bounded at once: limits working memory, and on a CPU keeps it in cache.
+#: Number of token pairs whose noise is bounded at once; limits working memory, and on a CPU keeps it in the cache.
 _NOISE_CHUNK_CPU = 1 << 14
 _NOISE_CHUNK_ACCELERATOR = 1 << 22
 
-#: Up to here, finding out who may win costs more than the logarithms it saves.
+#: Up to this many entries, finding the possible winners costs more than the logarithms that it saves.
 _FEW_ENTRIES = 1 << 13
 
-#: A distribution with mass on fewer tokens than one in this many is looked at entry by entry.
+#: A distribution with mass on less than this fraction of the tokens (one in four) is processed entry by entry.
 _SPARSE_ONE_IN = 4
 
-#: Relative; rounding costs about 1e-14.
+#: Relative slack of the bound; rounding errors are about 1e-14.
 _BOUND_SLACK = 1e-9
 
 _WORD_RANGE = float(1 << 32)
@@ -52,7 +51,7 @@ _SMALLEST_GAP = 2.0**-21
 def cut_supports(
     distributions: torch.Tensor, s_max: int, coverage: float = DEFAULT_COVERAGE
 ) -> list[tuple[Support, float]]:
-    """Cuts each distribution (float64 [R, V]) to a support; the batched `specdec.core.reference.cut_support`.
+    """Cut each distribution (float64 [R, V]) to a support; the batched `specdec.core.reference.cut_support`.
 
     Returns:
         R supports and the distribution mass outside each, 0..1.
@@ -61,13 +60,13 @@ def cut_supports(
     if s_max > FIRST_CANDIDATES and distributions.device.type == "cpu":
         return [_cut_by_mass(distribution, s_max, coverage) for distribution in distributions.numpy()]
     first = min(s_max, FIRST_CANDIDATES)
-    candidates = likeliest(distributions, first, floor=0.0)
+    candidates = stable_topk(distributions, first, floor=0.0)
     masses, ids = to_host(*candidates)  # [R, first]
     short = np.flatnonzero(masses.sum(axis=-1) < coverage) if first < s_max else np.empty(0, dtype=np.int64)
     supports = [support_of_top(ids[row], masses[row], coverage) for row in range(len(masses))]
     if len(short):
         masses, ids = to_host(
-            *likeliest(distributions[to_device(short, distributions.device, torch.int64)], s_max, floor=0.0)
+            *stable_topk(distributions[to_device(short, distributions.device, torch.int64)], s_max, floor=0.0)
         )
         for index, row in enumerate(short):
             supports[row] = support_of_top(ids[index], masses[index], coverage)
@@ -75,18 +74,18 @@ def cut_supports(
 
 
 def _cut_by_mass(distribution: NDArray[np.float64], s_max: int, coverage: float) -> tuple[Support, float]:
-    """`specdec.core.reference.cut_support` of a distribution [V] on the host, for wide supports.
+    """Cut a distribution [V] on the host to a wide support, as `specdec.core.reference.cut_support`.
 
-    Numbers alone are sorted, some ten times sooner than ids by their numbers; which ids they are of, one comparison
-    with the smallest of them tells.
+    Sorting masses is about ten times faster than sorting ids by mass. The ids follow from one comparison with the
+    smallest mass of the support.
     """
-    # All tokens below half of this together are less than what need not be covered.
+    # The tokens below this mass together have less than half of the mass that need not be covered.
     masses = np.sort(distribution[distribution > (1.0 - coverage) / (2 * len(distribution))])[::-1][:s_max]
     masses = masses[: int(np.searchsorted(np.cumsum(masses), coverage)) + 1]
-    # Those whose weight rounds to 0 are the last.
+    # Tokens whose weight rounds to 0 are at the end.
     masses = masses[: int(np.count_nonzero(integer_shares(masses, masses[0])))]
     ids = np.flatnonzero(distribution >= masses[-1])
-    if len(ids) > len(masses):  # of the tokens at the cut, those of lower id
+    if len(ids) > len(masses):  # of the tokens that tie at the cut, keep the lower ids
         at_cut = np.flatnonzero(distribution[ids] == masses[-1])
         ids = np.delete(ids, at_cut[len(masses) - len(ids) :])
     support = Support(token_ids=ids.astype(np.uint32), weights=integer_shares(distribution[ids], masses[0]))
@@ -96,7 +95,9 @@ def _cut_by_mass(distribution: NDArray[np.float64], s_max: int, coverage: float)
 def distribution_rows(
     distributions: torch.Tensor, support_ids: Sequence[TokenIds], tail_uniforms: Sequence[float]
 ) -> list[DistributionRow]:
-    """p seen through supports, with one token drawn outside each; `specdec.core.reference.distribution_row` in batches.
+    """Return p restricted to each support, with one tail token drawn outside it.
+
+    This is the batched `specdec.core.reference.distribution_row`.
 
     Args:
         distributions: float64 [R, V].
@@ -105,26 +106,26 @@ def distribution_rows(
     """
     num_rows, num_tokens = distributions.shape
     where = row_and_column(distributions, list(enumerate(support_ids)))
-    # Sums per block, then inside the one block that is hit: one reading of the row, and a running sum on the host
-    # that never rises over a token of mass 0, which a parallel scan does not promise.
+    # Sums per block, then a running sum inside the block that is hit. The running sum is computed on the host because
+    # it must not rise over a token of mass 0, which a parallel scan does not guarantee.
     num_blocks = -(-num_tokens // _TAIL_BLOCK)
     outside = distributions.new_zeros(num_rows, num_blocks * _TAIL_BLOCK)
     outside[:, :num_tokens] = distributions
-    # Assigned as a number of the host, the zero would be copied to the device, and waited for.
+    # A Python zero would be copied to the device, and the copy would wait for the device's work.
     outside.index_put_(where, outside.new_zeros(()))
     blocks = outside.view(num_rows, num_blocks, _TAIL_BLOCK)
     on_supports, block_masses = to_host(distributions[where], blocks.sum(dim=-1))  # [all supports], [R, num_blocks]
     on_support = np.split(on_supports, np.cumsum([len(ids) for ids in support_ids])[:-1])
-    rests = block_masses.cumsum(axis=-1)[:, -1]
+    tail_masses = block_masses.cumsum(axis=-1)[:, -1]
     hits = [
-        locate_uniform(block_masses[row], tail_uniforms[row]) if rests[row] > 0.0 else (0, 0.0)
+        locate_uniform(block_masses[row], tail_uniforms[row]) if tail_masses[row] > 0.0 else (0, 0.0)
         for row in range(num_rows)
     ]
     hit_blocks = to_device([block for block, _ in hits], distributions.device, torch.int64)
     (inside,) = to_host(blocks[torch.arange(num_rows, device=distributions.device), hit_blocks])  # [R, _TAIL_BLOCK]
     rows = []
     for row, (block, point) in enumerate(hits):
-        weights = integer_weights(on_support[row], float(rests[row]))
+        weights = integer_weights(on_support[row], float(tail_masses[row]))
         if weights[-1] == 0:
             rows.append(DistributionRow(weights=weights, tail_token_id=-1, tail_probability=0.0))
             continue
@@ -140,7 +141,9 @@ def distribution_rows(
 def coupled_choices(
     distributions: torch.Tensor, seeds: Sequence[int], turns: Sequence[int], positions: Sequence[int]
 ) -> tuple[list[int], list[float]]:
-    """argmax of log distribution + keyed Gumbel noise per row; the batched `specdec.core.reference.coupled_choice`.
+    """Return the argmax of log distribution + keyed Gumbel noise of each row.
+
+    This is the batched `specdec.core.reference.coupled_choice`.
 
     Args:
         distributions: float64 [R, V].
@@ -166,10 +169,9 @@ def coupled_choices(
 def coupled_scores(
     distributions: torch.Tensor, seeds: Sequence[int], turns: Sequence[int], positions: Sequence[int]
 ) -> torch.Tensor:
-    """log distribution + keyed Gumbel noise, float64 [R, V]; -inf where the distribution is 0. Arguments as in
-    `coupled_choices`.
+    """Return log distribution + keyed Gumbel noise, float64 [R, V]; -inf where the distribution is 0.
 
-    For those who want more than the likeliest: a logarithm for each entry with mass, where `coupled_choices` needs few.
+    The arguments are those of `coupled_choices`, which needs fewer logarithms if only the winner is wanted.
     """
     keys = noise_keys(seeds, turns, positions, distributions.device)
     scores = torch.full_like(distributions, -torch.inf)
@@ -184,13 +186,13 @@ def coupled_scores(
 def noise_keys(
     seeds: Sequence[int], turns: Sequence[int], positions: Sequence[int], device: torch.device
 ) -> torch.Tensor:
-    """What each row's noise is keyed by, int64 [R, 4]: low and high word of the seed, turn, position."""
+    """Return the key of each row's noise, int64 [R, 4]: low and high word of the seed, turn, position."""
     keys = [[*seed_words(seed), turn, position] for seed, turn, position in zip(seeds, turns, positions, strict=True)]
     return to_device(keys, device, torch.int64)
 
 
 def _possible_winners(distributions: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and ids of the entries that may win their row, row by row, ids ascending: at least one of each row."""
+    """Return rows and ids of the entries that may win their row, ordered by row and id; at least one per row."""
     if distributions.numel() <= _FEW_ENTRIES:
         rows, ids = distributions.nonzero(as_tuple=True)
         return rows, ids
@@ -199,7 +201,7 @@ def _possible_winners(distributions: torch.Tensor, keys: torch.Tensor) -> tuple[
     reached = _entry_scores(
         distributions, keys, torch.arange(len(distributions), device=distributions.device), likely
     ).exp_()
-    # No other token can win; the slack is for rounding, here and in the exponential.
+    # No other token can win. The slack covers rounding, also in the exponential.
     rows, ids = (bounds >= (reached * (1.0 - _BOUND_SLACK))[:, None]).nonzero(as_tuple=True)
     return rows, ids
 
@@ -207,15 +209,21 @@ def _possible_winners(distributions: torch.Tensor, keys: torch.Tensor) -> tuple[
 def _entry_scores(
     distributions: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor
 ) -> torch.Tensor:
-    """log distribution + noise of single entries, float64 [N]; `keys` int64 [R, 4], `rows` and `token_ids` int64
-    [N]."""
+    """Return log distribution + noise of single entries, float64 [N].
+
+    Args:
+        distributions: float64 [R, V].
+        keys: int64 [R, 4].
+        rows: int64 [N].
+        token_ids: int64 [N].
+    """
     return distributions[rows, token_ids].log_() + gumbel_noise(keys[rows], token_ids)
 
 
 def _score_bounds(distributions: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """What exp(log distribution + noise) is at most, without a logarithm: float64 [R, V], 0 where the distribution is.
+    """Return an upper bound of exp(log distribution + noise), float64 [R, V]; 0 where the distribution is 0.
 
-    exp(noise) = 1 / -log(u) <= 1 / (1 - u), which is tight where it matters: a token seldom wins but with u near 1.
+    exp(noise) = 1 / -log(u) <= 1 / (1 - u), which needs no logarithm. It is tight for u near 1, where tokens win.
     """
     num_tokens = distributions.shape[-1]
     bounds = torch.zeros_like(distributions)
@@ -241,9 +249,9 @@ def _score_bounds(distributions: torch.Tensor, keys: torch.Tensor) -> torch.Tens
 
 
 def _gaps(key: Sequence[torch.Tensor], pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What 1 - u is at least for the even and the odd id of each pair, float64, never 0.
+    """Return a lower bound of 1 - u for the even and the odd id of each pair, float64, never 0.
 
-    Read off the upper 32 of the 52 bits; `key` is the seed's low and high word, turn and position.
+    It follows from the upper 32 of the 52 bits. `key` is the seed's low and high word, turn and position.
     """
     low_seed, high_seed, turn, position = key
     words = philox4x32((turn, position, pairs, int(Stream.COUPLED)), (low_seed, high_seed))
@@ -255,11 +263,11 @@ def _gaps(key: Sequence[torch.Tensor], pairs: torch.Tensor) -> tuple[torch.Tenso
 
 
 def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, float64 [N]; `specdec.core.random.gumbel_noise` with a key per entry.
+    """Return standard Gumbel noise, float64 [N]: `specdec.core.random.gumbel_noise` with one key per entry.
 
     Args:
         keys: int64 [N, 4]: low and high word of the seed, turn, position.
-        token_ids: int64 [N]. Two ids of one pair (2j, 2j + 1) that stand together share a Philox block.
+        token_ids: int64 [N]. Adjacent ids of one pair (2j, 2j + 1) share a Philox block.
     """
     pairs = torch.cat((keys, (token_ids >> 1)[:, None]), dim=-1)  # [N, 5]
     is_new = torch.ones(len(pairs), dtype=torch.bool, device=pairs.device)
@@ -275,21 +283,21 @@ def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 def logit_rows(
     logits: torch.Tensor, support_ids: Sequence[TokenIds], tail_ids: Sequence[int], num_logprobs: int
 ) -> list[LogitRow]:
-    """Raw logits for logprobs, before filters.
+    """Return the raw logits for logprobs, before penalties and filters.
 
     Args:
         logits: float32 [R, V].
         support_ids: R ascending id arrays; empty ones in greedy and coupled rounds.
-        tail_ids: R ids, of z or of the choice; -1 where absent.
-        num_logprobs: how many of the likeliest to add, 0..V.
+        tail_ids: R ids of the tail token or of the choice; -1 where absent.
+        num_logprobs: number of top tokens to add, 0..V.
     """
     num_rows = len(logits)
     where = row_and_column(logits, list(enumerate(support_ids)))
-    tails = to_device(tail_ids, logits.device, torch.int64).clamp(min=0)
-    top = likeliest(logits, num_logprobs, floor=-torch.inf) if num_logprobs else ()
+    tail_columns = to_device(tail_ids, logits.device, torch.int64).clamp(min=0)
+    top = stable_topk(logits, num_logprobs, floor=-torch.inf) if num_logprobs else ()
     on_supports, tail_logits, logsumexps, *tops = to_host(
         logits[where],
-        logits[torch.arange(num_rows, device=logits.device), tails],
+        logits[torch.arange(num_rows, device=logits.device), tail_columns],
         logits.to(torch.float64).logsumexp(dim=-1),
         *top,
     )

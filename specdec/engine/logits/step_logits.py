@@ -1,10 +1,9 @@
-"""The logits of a step, and what is asked of every row of them before anything else.
+"""The logits of a step with the argmax of each row.
 
 They come from the worker and go to the service's program (`draft_service.drafting`, `target_service.program`), which
-makes distributions of them in `specdec.engine.logits.filters` or takes the likeliest.
-
-Whether a distribution can be made of a row and which token is its likeliest are read together: a greedy step then needs
-nothing more from the device. Not here: distributions. Made by `specdec.engine.loop.job`.
+turns them into distributions in `specdec.engine.logits.filters` or takes the argmax tokens. The argmax and whether a
+row is finite are read from the device together, so a greedy step needs no further read. Built by
+`specdec.engine.loop.job`.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from specdec.engine.logits.transfer import to_device, to_host
 
 
 class StepLogits:
-    """Rows of logits. Nobody writes into them."""
+    """Rows of logits, which must not be changed."""
 
     def __init__(self, values: torch.Tensor, top_ids: list[int], maxima: list[float]) -> None:
         self.values = values
         """float32 [R, V]"""
         self.top_ids = top_ids
-        """R ids; ties go to the lower one, and a NaN counts as larger than anything."""
+        """Argmax ids of the R rows; the lower of equal ones, and a NaN counts as the largest."""
         self._maxima = maxima
 
     @classmethod
     def read(cls, values: torch.Tensor) -> StepLogits:
-        """Takes float32 [R, V]; one copy to the host."""
+        """Read float32 [R, V] with one copy to the host."""
         if values.device.type == "cpu":
-            chosen = kernel_choices.likeliest(values)
+            chosen = kernel_choices.argmax(values)
             if chosen is not None:
                 return cls(values, *chosen)
-            array = values.numpy()  # whose argmax takes an eighth of the time of PyTorch's
+            array = values.numpy()  # NumPy's argmax takes an eighth of the time of PyTorch's
             ids: list[int] = array.argmax(axis=-1).tolist()
             return cls(values, ids, [float(row[token_id]) for row, token_id in zip(array, ids, strict=True)])
         maxima, top_ids = (column.tolist() for column in to_host(*values.max(dim=-1)))
@@ -46,16 +45,16 @@ class StepLogits:
 
     @property
     def num_tokens(self) -> int:
-        """V"""
+        """V, the vocabulary size."""
         return self.values.shape[-1]
 
     @property
     def is_finite(self) -> list[bool]:
-        """Whether a distribution can be made of each row: no NaN, no +inf, not -inf throughout."""
+        """List of one flag per row: True if the row has a distribution (no NaN, no +inf, not only -inf)."""
         return [math.isfinite(maximum) for maximum in self._maxima]
 
     def select(self, rows: Sequence[int]) -> StepLogits:
-        """Some of the rows, in ascending order."""
+        """Return some of the rows, in ascending order."""
         if len(rows) == len(self):
             return self
         values = self.values.index_select(0, to_device(rows, self.values.device, torch.int64))

@@ -1,8 +1,7 @@
-"""Numbers between host and device, as few times as a step allows.
+"""Copies between host and device in as few transfers as possible.
 
-On an accelerator every copy to the host waits for all work before it, and a copy from ordinary host memory does too;
-what is read together costs one wait. On a CPU both are free. Called by `step_logits`, `filters` and `rows` beside it,
-and by the draft service.
+On an accelerator every copy to the host waits for all earlier work, and so does a copy from pageable host memory.
+Reading several tensors together costs one wait. On a CPU nothing is copied.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from numpy.typing import NDArray
 
 
 def to_host(*tensors: torch.Tensor) -> list[NDArray[Any]]:
-    """Arrays of the same shapes and types, in one copy.
+    """Return the tensors as arrays of the same shapes and types, in one copy.
 
     Args:
-        tensors: of one device; float32, float64 or integers below 2^53, which float64 holds exactly.
+        tensors: tensors of one device, of float32, float64 or integers below 2^53, which float64 holds exactly.
     """
     if tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
@@ -28,12 +27,12 @@ def to_host(*tensors: torch.Tensor) -> list[NDArray[Any]]:
 
 
 def unpacked(packed: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
-    """float64 [all entries] as arrays of the shapes and types of `tensors`."""
+    """Return float64 [all entries] as arrays with the shapes and types of `tensors`."""
     parts = packed.split([tensor.numel() for tensor in tensors])
     return [part.to(tensor.dtype).view(tensor.shape).numpy() for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def to_device(values: Any, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of numbers or lists of them, without waiting for the device's work."""
+    """Return a tensor of numbers or nested lists, without waiting for the device."""
     host = torch.from_numpy(np.asarray(values)).to(dtype)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -1,8 +1,7 @@
-"""Answers on their way from the device thread back to the event loops that await them.
+"""Carry answers from the device thread back to the event loops that await them.
 
-From here a round's answer goes on in the `proposer` or the `verifier` that awaits it, and from there through the
-`servicer` onto the wire. Not here: what is answered (`device_loop`). A `Waiter` is made on its event loop; an `Outbox`
-belongs to the device thread.
+A round's answer continues in the `proposer` or the `verifier` that awaits it, and from there through the `servicer`
+onto the wire. A `Waiter` is made on its event loop; an `Outbox` belongs to the device thread.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """Someone awaiting a call on an event loop; made there."""
+    """A coroutine that awaits a call on an event loop; made there."""
 
     event_loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     future: asyncio.Future[Any] = field(init=False)
@@ -30,20 +29,21 @@ class Outbox:
     """Answers and errors of one turn of a thread."""
 
     def __init__(self, own: asyncio.AbstractEventLoop | None = None) -> None:
-        """`own`: the event loop that runs on this very thread, where there is one."""
+        """`own` is the event loop that runs on this thread, or None."""
         self._own = own
         self._outcomes: list[tuple[Waiter, Any]] = []
 
     @property
     def is_empty(self) -> bool:
+        """True if nothing waits to be delivered."""
         return not self._outcomes
 
     def put(self, waiter: Waiter, outcome: Any) -> None:
-        """`outcome`: an answer, or an error to raise."""
+        """Add an outcome: an answer, or an error to raise."""
         self._outcomes.append((waiter, outcome))
 
     def deliver(self) -> None:
-        """Hands over what was put, with one callback per event loop."""
+        """Deliver all outcomes, with one callback per event loop."""
         outcomes, self._outcomes = self._outcomes, []
         for event_loop in {waiter.event_loop for waiter, _ in outcomes}:
             own = [(waiter.future, outcome) for waiter, outcome in outcomes if waiter.event_loop is event_loop]
@@ -53,7 +53,7 @@ class Outbox:
             try:
                 event_loop.call_soon_threadsafe(_resolve, own)
             except RuntimeError:
-                _log.warning("an event loop was closed before %d of its calls were answered", len(own))
+                _log.warning("event loop closed before its calls were answered: calls=%d", len(own))
 
 
 def _resolve(outcomes: list[tuple[asyncio.Future[Any], Any]]) -> None:

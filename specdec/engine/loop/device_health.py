@@ -1,11 +1,11 @@
-"""Whether a device that failed a step can run steps at all.
+"""Decide after failed steps whether the device can still run steps.
 
-An accelerator that met an illegal address, or fell off its bus, fails every step from then on, and a process that can
-answer nothing is better restarted. One request may bring down its own step as well, and memory may be short for a
-moment: so a failure alone says little, and what decides is another step of that shape with tokens that belong to
-nobody. Of that shape, for a single token may take another way through the libraries than what fails.
+An accelerator that met an illegal address, or fell off its bus, fails every later step, and its process should be
+restarted. But a single request can also crash its own step, and memory can be short for a moment. A probe therefore
+decides: a step of the same shape with tokens of no session. The shape matters, because a single token may take another
+path through the libraries.
 
-Not here: what becomes of the failed step's calls. Called by `steps`, on the device thread.
+`steps` ends the failed step's calls, and calls this on the device thread.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from specdec.engine.sessions.block_manager import BlockManager
 from specdec.errors import Internal
 from specdec.types import BLOCK_TOKENS
 
-#: So many failed steps make the device suspect, where none as large goes well between them; an error that the
-#: accelerator's driver names, at once.
+#: Number of failed steps, without a successful one as large between them, after which the device is probed. An error
+#: that the accelerator's driver reports causes a probe at once.
 MOST_FAILURES = 3
 
 _log = logging.getLogger(__name__)
 
 
 class DeviceLost(Internal):
-    """The device has failed for good."""
+    """The device has failed permanently."""
 
 
 class DeviceHealth:
@@ -39,22 +39,22 @@ class DeviceHealth:
         self._blocks = blocks
         self._num_failed = 0
         self._failed_tokens = 0
-        """Of the last of them."""
+        """Number of tokens of the last failed step."""
 
     def note_step(self, num_tokens: int) -> None:
-        """A step of so many tokens went well."""
+        """Note a successful step of `num_tokens` tokens."""
         if num_tokens >= self._failed_tokens:
             self._num_failed = 0
 
     def note_failure(self, error: Exception, plan: StepPlan | None) -> None:
-        """A step failed; its sessions' blocks have been freed.
+        """Note a failed step, after its sessions' blocks were freed.
 
         Args:
-            error: that it raised.
-            plan: what it ran; None where it failed before that was known.
+            error: the error that the step raised.
+            plan: its plan; None if it failed before planning.
 
         Raises:
-            DeviceLost: and another one like it, of nobody's tokens, fails too; or the worker is lost.
+            DeviceLost: a probe of the same shape fails too, or the worker is lost.
         """
         if isinstance(error, WorkerLost):
             raise DeviceLost(error.message) from error
@@ -66,12 +66,14 @@ class DeviceHealth:
             return
         failure = self._check(plan)
         if failure is not None:
-            raise DeviceLost(f"the device failed for good, after a step a check of nobody's tokens as well: {failure}")
-        _log.warning("a check of nobody's tokens went well: the device serves on")
+            raise DeviceLost(
+                f"the device failed permanently: a step failed, and so did a probe of its shape: {failure}"
+            )
+        _log.warning("device probe succeeded after a failed step; continuing to serve")
         self._num_failed = 0
 
     def _check(self, plan: StepPlan | None) -> Exception | None:
-        """Runs tokens in blocks of their own; None where that goes well, or says nothing of the device."""
+        """Run a probe in blocks of its own; return its error, or None if it succeeds or proves nothing."""
         lengths = [1] if plan is None else [min(len(part.token_ids), BLOCK_TOKENS) for part in plan.slices]
         lengths = lengths[: self._blocks.num_available]
         table: list[int] = []

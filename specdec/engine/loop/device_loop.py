@@ -1,22 +1,22 @@
-"""The device thread: takes calls from asyncio, runs them step by step on a worker, and hands the answers back.
+"""The device thread: take calls from asyncio, run them step by step on a worker, and return the answers.
 
     asyncio loop                          device thread
     call() ── inbox ──────────────────▶  admit, align, reserve ─▶ running ─▶ step ─▶ program.advance
        ▲                                          │ no blocks yet                        │
        └── one callback per turn ◀── outbox ◀─────┴──── waiting ◀────────────────────────┘
 
-A round comes here from the proposer or the verifier and goes on to `specdec.engine.sessions.calls` (is it new?), to
-`specdec.engine.sessions.table` (what of it is here?) and to `specdec.engine.loop.steps` (run it); its answer leaves
+The proposer or the verifier makes a call. It passes `specdec.engine.sessions.calls` (is it new?) and
+`specdec.engine.sessions.table` (which tokens have KV?), and runs in `specdec.engine.loop.steps`. Its answer leaves
 through `specdec.engine.loop.delivery`.
 
 All state below belongs to the device thread. The asyncio side only posts to the inbox and reads a few numbers for
-`load()`. No forward pass ever runs on the event loop, and the thread sleeps when there is nothing to do. What a service
-does ahead of its calls (`ahead`) gets the steps in which no call could run, so a call waits for at most one of them.
+`load()`. No forward pass runs on the event loop, and the thread sleeps while there is nothing to do. Idle drafting gets
+the steps in which no call can run, so a call waits for at most one of them.
 
-While a step is beyond its time (`watchdog`) every call fails at once; once it ends, the loop goes on. A device that
-fails for good (`device_health`) ends it, and so does a worker that loses one of its ranks, whether a step runs or not.
+While a step exceeds its time limit (`watchdog`), every call fails at once; after the step ends, the loop continues. The
+loop ends when the device fails permanently (`device_health`) or when the worker loses one of its ranks.
 
-Not here: what the logits mean (`Program`), which tokens run (`scheduler`).
+`Program` interprets the logits, and `scheduler` chooses the tokens of a step.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from specdec.engine.sessions.sequence import Sequence
 from specdec.engine.sessions.table import DEFAULT_PIN_TTL_S, SessionTable
 from specdec.errors import Internal, SpecdecError, Unavailable
 
-#: Without any step under way: copies of KV blocks, and whatever else the device thread does between two steps.
+#: Time limit of the work between two steps, such as copies of KV blocks.
 NO_STEP_PATIENCE_S = 10.0
 
 _log = logging.getLogger(__name__)
@@ -63,24 +63,24 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How full a replica is."""
+    """Load of a replica."""
 
     kv_usage: float
     """Share of KV blocks held by sessions, 0..1."""
     num_sessions: int
-    """Sessions with KV."""
+    """Number of sessions with KV."""
     num_running: int
-    """Sessions that call."""
+    """Number of sessions with a running or recent call."""
     draining: bool
-    """Whether it refuses calls: it is closing, or its device is stalled."""
+    """True while calls are refused, because the replica is closing or its device is stalled."""
     num_steps: int
-    """That have ended."""
+    """Number of steps that have ended."""
     step_limit_s: float
-    """How long calls may wait now before a step ends; 0: not known."""
+    """Longest time in which a step should end now, in seconds; 0 if unknown."""
 
 
 class EngineLoop:
-    """Runs one program on one worker. Build it anywhere; call it from asyncio; close it when done."""
+    """One program on one worker. It may be built in any thread, is called from asyncio, and must be closed."""
 
     def __init__(
         self,
@@ -95,10 +95,18 @@ class EngineLoop:
         observer: StepObserver | None = None,
         tier: ColdTier | None = None,
     ) -> None:
-        """Starts the thread. `ahead` is what the service does while no call runs; None: nothing.
+        """Start the thread.
 
-        `observer` is told of every step, branches' too; steps are timed by `clock`. `tier` is offered runs of KV
-        blocks, and asked for those that a call lacks.
+        Args:
+            worker: runs the steps.
+            program: turns logits into tokens and answers.
+            max_step_tokens: token budget of a step.
+            prefill_budget_s: time that prefill may add to a step.
+            pin_ttl_s: time for which a miss pins its session's blocks.
+            clock: clock of steps and pins.
+            ahead: drafting while no call runs; None for none.
+            observer: receives every step, also those of branches.
+            tier: cold tier that receives runs of KV blocks and restores those that a call lacks; None for none.
         """
         self._idle_drafting = ahead or IdleDrafting()
         self._clock = clock
@@ -129,22 +137,22 @@ class EngineLoop:
         )
         self._watchdog = self._steps.watchdog
         self._wakes_at_s = 0.0
-        """When what calls wait for ends, as far as the device thread knew when it last went to sleep."""
+        """End of the wait of pending calls, as the device thread knew it when it last went to sleep."""
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._ended.set_running_or_notify_cancel()  # whoever stops awaiting it does not cancel it
+        self._ended.set_running_or_notify_cancel()  # a waiter that stops awaiting it must not cancel it
         self._worker = worker
         worker.watch(self._note_lost)
         self._thread = threading.Thread(target=self._run, name="specdec-device", daemon=True)
         self._thread.start()
 
     async def call(self, call: Call) -> Any:
-        """Runs a call to its answer.
+        """Run a call and return its answer.
 
-        The same (session, epoch, round) and digest join the call in flight or get its stored answer. Cancelling
-        abandons the call: nothing is answered, the KV that was computed stays.
+        A call with the same (session, epoch, round) and digest joins the running one or gets its stored answer.
+        Cancelling abandons the call: nothing is answered, and the computed KV stays.
 
         Raises:
-            KvMiss, StaleEpoch, ResourceExhausted, Unavailable: as `DraftEngine.propose` says. A call that fails because
+            KvMiss, StaleEpoch, ResourceExhausted, Unavailable: as in `DraftEngine.propose`. A call that fails because
                 the device is stalled is abandoned as if it were cancelled.
             Internal: the step crashed; the session's KV is gone.
         """
@@ -164,45 +172,47 @@ class EngineLoop:
                 self._inbox.post(functools.partial(self._calls.release, call.position.session_id), even_closed=True)
 
     async def release(self, session_ids: list[str]) -> None:
-        """Forgets sessions and frees their KV; calls in flight on them miss. Returns when it is done.
+        """Forget sessions and free their KV; their running calls end with KvMiss. Return when it is done.
 
         Raises:
-            Unavailable: the device is stalled; it is done once that goes on.
+            Unavailable: the device is stalled; the sessions are released once it continues.
         """
         waiter = Waiter()
         if self._inbox.post(functools.partial(self._release, tuple(session_ids), waiter)):
             await self._watchdog.answer_to(waiter)  # otherwise closing frees everything
 
     def share_event_loop(self) -> asyncio.AbstractEventLoop:
-        """The device thread's own event loop, which is looked into between two steps from now on.
+        """Return the device thread's event loop, which runs between two steps from now on.
 
-        A call that is made in it wakes nobody. It stands still while a step runs, and is closed when the thread ends.
+        A call that is made in it wakes no other thread. The event loop does not run during a step, and is closed when
+        the thread ends.
         """
         self._inbox.is_shared = True
         return self._inbox.event_loop
 
     async def close(self) -> None:
-        """Refuses new calls, finishes those in flight, frees everything, ends the thread. Idempotent.
+        """Refuse new calls, finish the running ones, free all KV and end the thread. Idempotent.
 
-        A thread whose device is stalled is left behind: nothing can end it but the process.
+        A thread whose device is stalled is left behind, because only the end of the process can end it.
         """
         self._inbox.close()
         await asyncio.to_thread(self._join)
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the step that runs is far beyond its time; nothing is answered until it ends."""
+        """True while the running step far exceeds its time limit; nothing is answered until it ends."""
         return self._watchdog.is_stalled
 
     async def wait_ended(self) -> None:
-        """Returns once the device thread has ended because of `close`.
+        """Return once the device thread has ended because of `close`.
 
         Raises:
-            Internal: the thread broke down, or the device failed for good; nothing will be answered any more.
+            Internal: the thread broke down, or the device failed permanently. No call will be answered.
         """
         await asyncio.wrap_future(self._ended)
 
     def load(self) -> Load:
+        """Return the current load; any thread may call this."""
         return Load(
             kv_usage=self._blocks.num_held / self._blocks.num_blocks,
             num_sessions=self._sessions.num_with_kv,
@@ -213,19 +223,19 @@ class EngineLoop:
         )
 
     def usual_step_s(self, num_context_tokens: int) -> float:
-        """Seconds of a step of one token after so many; 0 before steps were measured."""
+        """Return the mean seconds of a step of one token with this context; 0 before any measurement."""
         return self._scheduler.usual_step_s(num_context_tokens)
 
     def kv_len(self, session_id: str) -> int:
-        """Tokens of a session that have KV here now; 0 for an unknown one."""
+        """Return the number of a session's tokens with KV; 0 for an unknown session."""
         sequence = self._sessions.get(session_id)
         return 0 if sequence is None else sequence.kv_len
 
     def check_integrity(self) -> None:
-        """Checks the books, between two steps; only while no call is in flight, or after `close`.
+        """Check reference counts and block tables between two steps, while no call runs or after `close`.
 
         Raises:
-            RuntimeError: a block is owned otherwise than counted.
+            RuntimeError: a block is not owned as counted.
         """
         checked: concurrent.futures.Future[None] = concurrent.futures.Future()
         if self._inbox.post(functools.partial(self._check, checked)):
@@ -234,7 +244,7 @@ class EngineLoop:
             self._sessions.check_integrity()
 
     def _step_limit_s(self) -> float:
-        """What runs may take, and before it what calls may have to wait for: the end of a pin, or restored blocks."""
+        """Return the time limit of the running step, plus the wait of calls for a pin or for restored blocks."""
         limit_s = self._watchdog.limit_s() + max(0.0, self._wakes_at_s - self._clock()) + NO_STEP_PATIENCE_S
         return limit_s if math.isfinite(limit_s) else 0.0
 
@@ -243,12 +253,12 @@ class EngineLoop:
             self._thread.join(LOOK_INTERVAL_S)
 
     def _note_lost(self, lost: WorkerLost) -> None:
-        """The worker is gone while nothing runs, or while a step waits for what is gone. Any thread."""
+        """Note that the worker is lost, idle or in a step that waits for a lost rank. Any thread may call."""
         self._watchdog.give_up(f"{lost.message}; the replica ends")
         self._set_ended(DeviceLost(lost.message))
 
     def _set_ended(self, error: SpecdecError | None = None) -> None:
-        """What comes first counts: a worker is lost in one thread, while another finds out by itself."""
+        """Record the end of the thread. The first call wins, because two threads may find a lost worker."""
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             if error is None:
                 self._ended.set_result(None)
@@ -297,7 +307,7 @@ class EngineLoop:
                 self._outbox.deliver()
 
     def _patience_s(self) -> float | None:
-        """How long the thread may sleep until something is asked of it; None: as long as that takes."""
+        """Return how long the thread may sleep without a new command, in seconds; None for any time."""
         if self._calls.may_run or self._idle_drafting.has_work():
             return 0.0
         pin_end_s = self._calls.pin_end_s
@@ -310,9 +320,7 @@ class EngineLoop:
         return max(0.0, wake_s - self._clock())
 
     def _end(self, outcome: SpecdecError) -> None:
-        """The thread's last act; jobs are left only when a fault ends it: they get `outcome`, and nobody may wait for
-        ever.
-        """
+        """End the thread. Jobs are left only after a fault; they get `outcome`, so that no caller waits forever."""
         self._inbox.close()
         for command in self._inbox.take(0.0, may_end=False) or ():
             command()
@@ -330,7 +338,7 @@ class EngineLoop:
             checked.set_result(None)
 
     def _admit(self, call: Call, waiter: Waiter, arrival_s: float) -> None:
-        if waiter.future.done():  # cancelled, or told that the device is stalled
+        if waiter.future.done():  # cancelled, or failed because the device is stalled
             return
         sequence: Sequence | None = None
         try:
@@ -352,7 +360,7 @@ class EngineLoop:
             self._outbox.put(waiter, failure)
 
     def _begin(self, call: Call, waiter: Waiter, arrival_s: float, sequence: Sequence) -> None:
-        """Aligns an admitted call, or takes over the branch that assumed it."""
+        """Align an admitted call, or continue the branch that assumed it."""
         knows_start = self._sessions.knows_start(sequence, call.position)
         branch = self._idle_drafting.take(sequence, call) if knows_start else None
         if branch is None:
@@ -366,7 +374,7 @@ class EngineLoop:
             self._resume(job, branch)
 
     def _resume(self, job: Job, branch: Branch) -> None:
-        """Goes on from a branch that assumed the job's call; often it is answered by that."""
+        """Continue from a branch that assumed the job's call; often the branch is the answer."""
         committed_len = job.call.position.committed_len
         job.num_cached_tokens = committed_len
         self._idle_drafting.resume(job, branch)
@@ -375,7 +383,7 @@ class EngineLoop:
             self._finish(job)
 
     def _finish(self, job: Job) -> None:
-        """Stores a job's answer and sends it."""
+        """Store a job's answer and send it."""
         self._calls.finish(job, job.answer)
         if job.call.preemptible:
             return

@@ -1,17 +1,16 @@
-"""Draft steps: calls that draft with their own worker take one token a step until they have a draft.
+"""Draft steps: calls with a local draft draft one token a step on their own worker until the draft is complete.
 
     running ─▶ only the last committed token pending? ─ no ─▶ no draft: verified as it is
                      │ yes
                      ▼
-               draft steps, those of all calls together ─▶ end_draft ─▶ a full step verifies, with everybody else
+               draft steps of all calls together ─▶ end_draft ─▶ a full step verifies all calls
 
-They come before full steps, so that whoever drafts is verified in one full step together, but only so many in a row
-while others wait. A draft step writes nothing that its session's sequence counts as KV: a call that ends early, or
-fails, leaves its session as it was. Whatever goes wrong costs the draft and never the call. With its draft a call goes
-on to a full step (`steps`).
+Draft steps run before full steps, so that drafting calls are verified together in one full step; their number in a row
+is limited while other calls wait. A draft step writes nothing that its session's sequence counts as KV, so a call that
+ends early or fails leaves its session unchanged. A failure costs the draft and never the call. With its draft a call
+continues in a full step (`steps`).
 
-Not here: what is drawn (`specdec.engine.drafting`, through the service's program), full steps (`steps`, which alone
-calls this, on the device thread).
+`specdec.engine.drafting` samples the tokens, through the service's program. Called by `steps` on the device thread.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from specdec.engine.loop.device_health import DeviceHealth
 from specdec.engine.loop.job import Job, Program, draft_slice_of, split_non_finite
 from specdec.engine.loop.watchdog import Watchdog
 
-#: Draft steps between two full steps for which a call waits: as many as a long draft takes.
+#: Limit on draft steps between two full steps while a call waits: the length of a long draft.
 MOST_IN_A_ROW = 16
 
 _log = logging.getLogger(__name__)
 
 
 class DraftSteps:
-    """Runs the draft steps of one worker."""
+    """The draft steps of one worker."""
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class DraftSteps:
         report: Callable[[int, int, float], None],
         clock: Callable[[], float],
     ) -> None:
-        """`report` is told of every step: sequences, tokens, seconds."""
+        """`report` receives the sequences, tokens and seconds of every step; the others are the loop's."""
         self._worker = worker
         self._program = program
         self._health = health
@@ -55,11 +54,11 @@ class DraftSteps:
         self._num_in_a_row = 0
 
     def choose(self, running: Iterable[Job]) -> list[Job]:
-        """The jobs of the next draft step, all of one local draft; none where a full step's turn has come."""
+        """Return the jobs of the next draft step, all of one local draft; none if a full step is due."""
         waits, drafting = False, []
         for job in running:
             if job.local_draft and job.progress is None and job.num_pending > 1:
-                job.end_draft()  # what it drafts from is not here yet
+                job.end_draft()  # the tokens that it drafts from have no KV yet
             if job.local_draft:
                 drafting.append(job)
             else:
@@ -71,10 +70,10 @@ class DraftSteps:
         return [job for job in drafting if job.local_draft == drafting[0].local_draft][: self._max_step_tokens]
 
     def run(self, jobs: list[Job]) -> None:
-        """Runs one draft step of what `choose` gave.
+        """Run one draft step of the jobs that `choose` returned.
 
         Raises:
-            DeviceLost: the step failed, and the device for good.
+            DeviceLost: the step failed, and the device has failed permanently.
         """
         began_s = self._clock()
         try:
@@ -84,7 +83,7 @@ class DraftSteps:
             self._watchdog.plan = plan
             kept, non_finite, read = split_non_finite(jobs, self._worker.execute(plan))
             for job in non_finite:
-                _log.error("a local draft gave no finite logits for session %s", job.sequence.session_id)
+                _log.error("non-finite logits of a local draft: session=%s", job.sequence.session_id)
                 job.end_draft()
             if kept:
                 self._program.draft(kept, read)

@@ -1,11 +1,10 @@
-"""What is asked of the device thread, in the order in which it is asked, and where that thread sleeps.
+"""The queue of commands for the device thread, in which that thread also sleeps.
 
-A call goes from here to `device_loop`, on the device thread, which admits it. The thread sleeps in an event loop of its
-own, and looks into it between two steps: what reads a socket there (a device lane, `specdec.rpc.unix_socket_server`)
-can ask without waking anybody, and is answered without.
+`device_loop` takes commands on the device thread and admits their calls. The thread sleeps in its own event loop and
+runs it between two steps, so a socket that is read there (`specdec.rpc.device_thread_socket`) makes calls and gets
+answers without waking another thread.
 
-Not here: what is asked (`device_loop`), answers on their way back (`delivery`). Any thread posts, the device thread
-takes.
+Any thread posts; the device thread takes.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ Command = Callable[[], None]
 
 
 class Inbox:
-    """Commands that the device thread has not carried out yet."""
+    """Commands that the device thread has not run yet."""
 
     def __init__(self) -> None:
         self.event_loop = asyncio.new_event_loop()
-        """Runs on the device thread: while that sleeps, and for a look between two steps if `is_shared`."""
+        """Event loop of the device thread. It runs while the thread sleeps and, if `is_shared`, between two steps."""
         self.is_shared = False
-        """Whether others have put something into the event loop."""
+        """True if other code uses the event loop."""
         self._lock = threading.Lock()
         self._commands: list[Command] = []  # guarded by _lock
         self._is_closed = False  # guarded by _lock
@@ -33,10 +32,11 @@ class Inbox:
 
     @property
     def is_closed(self) -> bool:
+        """True once the inbox takes no new commands."""
         return self._is_closed
 
     def post(self, command: Command, *, even_closed: bool = False) -> bool:
-        """Gives the device thread something to do; False, and nothing is done, once the inbox is closed."""
+        """Queue a command; return False without queueing it once the inbox is closed."""
         with self._lock:
             if self._is_closed and not even_closed:
                 return False
@@ -45,17 +45,17 @@ class Inbox:
             return True
 
     def close(self) -> None:
-        """Takes nothing new, and lets the device thread end once it has nothing to do. Idempotent."""
+        """Refuse new commands, and let the device thread end once it is idle. Idempotent."""
         with self._lock:
             self._is_closed = True
             self._wake()
 
     def take(self, patience_s: float | None, *, may_end: bool) -> list[Command] | None:
-        """Everything posted, in order. Called by the device thread.
+        """Return all queued commands in order. Called by the device thread.
 
         Args:
-            patience_s: how long to sleep until something is posted; None: as long as it takes.
-            may_end: whether nothing is in work, so that a closed inbox ends the thread.
+            patience_s: longest sleep until a command is posted, in seconds; None for any time.
+            may_end: True if no call is running, so that a closed inbox ends the thread.
 
         Returns:
             None when the inbox is closed and the thread may end.
@@ -71,7 +71,7 @@ class Inbox:
             return commands
 
     def end(self) -> None:
-        """The thread's last act here: answers leave, what else is under way in the event loop is cancelled."""
+        """End the event loop: answers are written, all other tasks are cancelled."""
         self._look()
         for task in asyncio.all_tasks(self.event_loop):
             task.cancel()
@@ -79,9 +79,11 @@ class Inbox:
         self.event_loop.close()
 
     def _look(self) -> None:
-        """Two turns of the event loop: the first reads what has come, or goes on with whoever has been answered; the
-        second begins what was read, or writes the answers. Each ends by a stop of its own: one that the last sleep left
-        behind would make two in one go into a single turn, look after look.
+        """Run two turns of the event loop.
+
+        The first turn reads messages, or resumes callers that were answered; the second begins the calls that were
+        read, or writes the answers. Each turn ends by its own stop: a stop that the last sleep left behind would
+        otherwise merge the two turns into one.
         """
         for _ in range(2):
             self.event_loop.call_soon(self.event_loop.stop)
@@ -101,11 +103,11 @@ class Inbox:
             timer.cancel()
 
     def _wake(self) -> None:
-        """Ends the sleep there is. The lock is held."""
+        """End the device thread's sleep, if it sleeps. The caller holds the lock."""
         if not self._is_asleep:
             return
         self._is_asleep = False
-        if threading.get_ident() == self._thread_id:  # asked from within the event loop
+        if threading.get_ident() == self._thread_id:  # called from within the event loop
             self.event_loop.stop()
         else:
             self.event_loop.call_soon_threadsafe(self.event_loop.stop)

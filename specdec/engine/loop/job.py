@@ -1,13 +1,10 @@
-"""One call being worked on, and what a service's program does with it.
+"""A running call, and the contract of the program that serves it.
 
-A job is run by running its sequence's tokens: whenever all of them have KV, the program gets the logits of the last
-`num_logit_rows` tokens and either appends a token (one more step) or finishes.
+A job runs the tokens of its sequence. When all of them have KV, the program gets the logits of the last
+`num_logit_rows` tokens and either appends a token, which takes one more step, or finishes the job.
 
-Tokens go from here, as slices of a step, to the worker; their logits, as `specdec.engine.logits.step_logits`, to the
-service's program.
-
-Not here: futures and threads (`device_loop`), the choice of steps (`specdec.engine.schedule.scheduler`). Called by the
-loop's modules and the two programs.
+The worker gets tokens as slices of a step; the program gets their logits as `specdec.engine.logits.step_logits`. Called
+by the loop's modules and by the programs of both services.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from specdec.types import SessionPosition, Stages, TokenIds
 
 
 class RowKind(Enum):
-    """How a round's tokens are drawn; rows of one kind are drawn in one batch."""
+    """Way of sampling a round's tokens; rows of one kind are sampled in one batch."""
 
     GREEDY = auto()
     COUPLED = auto()
@@ -38,7 +35,7 @@ class RowKind(Enum):
 
 
 def row_kind(request: SessionPosition) -> RowKind:
-    """Greedy whenever the temperature is 0, whatever the draw rule."""
+    """Return the kind of a round's rows: greedy at temperature 0, whatever the draw rule."""
     if request.filters.is_greedy:
         return RowKind.GREEDY
     return RowKind.DISTRIBUTION if request.carries_distributions else RowKind.COUPLED
@@ -60,32 +57,32 @@ class Job:
         self._first_step_s: float | None = None
         self.step_began_s = arrival_s
         self.step_tokens = 0
-        """Of the newest step it took part in: when that began, and its tokens, other sessions' included."""
+        """Tokens of the newest step that the job took part in, other sessions' included; it began at `step_began_s`."""
         self.num_cached_tokens = 0
-        """Committed tokens that needed no forward pass; set when the job starts to run."""
+        """Number of committed tokens that needed no forward pass; set when the job starts to run."""
         self.local_draft = call.local_draft
-        """What it drafts with by itself, until it has its draft; "" from then on."""
+        """Local draft that the job still has to make; "" once it is made, or for none."""
         self.draft_s = 0.0
-        """What drafting took, others' steps in between included."""
+        """Seconds that drafting took, with other sessions' steps in between."""
         self._draft_began_s: float | None = None
         self.progress: Any = None
-        """The program's own notes between steps."""
+        """State of the program between steps."""
         self.answer: Any = None
         """Set by `finish`."""
 
     @property
     def elapsed_s(self) -> float:
-        """Time since the call came in."""
+        """Seconds since the call arrived."""
         return self._clock() - self._arrival_s
 
     @property
     def step_s(self) -> float:
-        """Time since the newest step began."""
+        """Seconds since the newest step began."""
         return self._clock() - self.step_began_s
 
     @property
     def stages(self) -> Stages | None:
-        """When what was done, where the call asks; its answer is made now."""
+        """Times of the call's stages up to now, if it asks for them; read when the answer is made."""
         if not self.call.position.is_timed:
             return None
         first_step_s = self._admitted_s if self._first_step_s is None else self._first_step_s
@@ -93,48 +90,49 @@ class Job:
 
     @property
     def kv_len(self) -> int:
-        """Tokens that have KV now."""
+        """Number of tokens with KV."""
         return self.sequence.kv_len
 
     @property
     def num_pending(self) -> int:
+        """Number of tokens without KV."""
         return self.sequence.num_pending
 
     @property
     def token_ids(self) -> TokenIds:
-        """uint32: every token of the sequence, drafts included; valid until the next `append`."""
+        """uint32: all tokens of the sequence, with draft tokens; valid until the next `append`."""
         return self.sequence.token_ids
 
     def append(self, token_id: int) -> None:
-        """Runs `token_id` next and comes back with its logits."""
+        """Run `token_id` next; the program then gets its logits."""
         self.sequence.append(np.array([token_id], dtype=np.uint32))
         self.num_logit_rows = 1
 
     def note_step(self, began_s: float, num_tokens: int) -> None:
-        """It took part in a step that began then, of so many tokens, other sessions' included."""
+        """Note a step that the job took part in: its begin, and its tokens with those of other sessions."""
         self.step_began_s, self.step_tokens = began_s, num_tokens
         if self._first_step_s is None:
             self._first_step_s = began_s
 
     def begin_draft(self) -> None:
-        """Its first draft step begins now; of several calls, the first counts."""
+        """Note that the first draft step begins; later calls have no effect."""
         if self._draft_began_s is None:
             self._draft_began_s = self._first_step_s = self._clock()
 
     def end_draft(self) -> None:
-        """Runs its tokens next, committed and drafted, and comes back with the logits of all that are pending."""
+        """End the local draft: its tokens run next, and the program gets the logits of all pending tokens."""
         self.local_draft = ""
         self.num_logit_rows = 1 + len(self.sequence) - self.call.position.committed_len
         if self._draft_began_s is not None:
             self.draft_s = self._clock() - self._draft_began_s
 
     def finish(self, answer: Any) -> None:
-        """Ends the job; `answer` is stored under the idempotency key and sent to whoever waits."""
+        """End the job; `answer` is stored under the idempotency key and sent to all waiters."""
         self.answer = answer
 
 
 def slice_of(sequence: Sequence, num_tokens: int, num_logit_rows: int) -> SequenceSlice:
-    """The next `num_tokens` tokens without KV, as a part of a step."""
+    """Return the next `num_tokens` tokens without KV as a slice of a step."""
     start, end = sequence.kv_len, sequence.kv_len + num_tokens
     return SequenceSlice(
         token_ids=tuple(sequence.token_ids[start:end].tolist()),
@@ -146,7 +144,7 @@ def slice_of(sequence: Sequence, num_tokens: int, num_logit_rows: int) -> Sequen
 
 
 def draft_slice_of(job: Job) -> SequenceSlice:
-    """The last token of a job that drafts, as a part of a draft step; the sequence's own KV ends before it."""
+    """Return the last token of a drafting job as a slice of a draft step; the sequence's own KV ends before it."""
     last = len(job.sequence) - 1
     return SequenceSlice(
         token_ids=(int(job.sequence.token_ids[last]),),
@@ -158,14 +156,14 @@ def draft_slice_of(job: Job) -> SequenceSlice:
 
 
 def split_non_finite(jobs: list[Job], logits: torch.Tensor) -> tuple[list[Job], list[Job], StepLogits]:
-    """Takes out the jobs with a logit row that no distribution can be made of: NaN, infinite, or -inf throughout.
+    """Separate the jobs with a logit row that gives no distribution: NaN, infinite, or -inf throughout.
 
     Args:
-        jobs: those whose tokens have all run.
+        jobs: jobs whose tokens have all run.
         logits: float32 [R, V]; the rows of job after job, `num_logit_rows` each.
 
     Returns:
-        The jobs that stay, the others, and the rows of those that stay.
+        The jobs with finite logits, the other jobs, and the rows of the finite ones.
     """
     read = StepLogits.read(logits)
     is_finite = read.is_finite
@@ -187,56 +185,55 @@ def split_non_finite(jobs: list[Job], logits: torch.Tensor) -> tuple[list[Job], 
 
 
 class MultiStepDraft(Protocol):
-    """Draft tokens of several steps in a row, drawn where the logits are; read once, at the end."""
+    """Draft tokens of several consecutive steps, sampled where the logits are and read once, at the end."""
 
     num_steps: int
 
     def run_on(self, worker: Worker, plan: StepPlan) -> bool:
-        """Runs them, the first of them `plan`, of a slice a job, and waits for what was drawn.
+        """Run the steps, the first of them `plan` with one slice a job, and wait for their tokens.
 
         Returns:
-            False where the worker cannot; nothing was run then.
+            False if the worker cannot; then nothing was run.
         """
         ...
 
     def take(
         self, index: int, jobs: collections.abc.Sequence[Job]
     ) -> tuple[collections.abc.Sequence[Job], collections.abc.Sequence[Job]]:
-        """Gives jobs their tokens of one step, and ends them or goes on, as `Program.advance` does.
+        """Give jobs their tokens of one step and finish or continue them, as `Program.advance` does.
 
         Returns:
-            The jobs whose logits no distribution can be made of, which got nothing; and those that the next step ran
-            their token for.
+            The jobs with non-finite logits, which got no token, and the jobs whose token the next step ran.
         """
         ...
 
 
 class Program(Protocol):
-    """What a service does with logits: the only place where draft and target differ."""
+    """A service's use of logits: the only place where draft and target differ."""
 
     def advance(self, jobs: collections.abc.Sequence[Job], logits: StepLogits) -> None:
-        """Appends a token to every job or finishes it. Runs on the device thread.
+        """Append a token to every job, or finish it. Runs on the device thread.
 
         Args:
-            jobs: those whose tokens have all run.
+            jobs: jobs whose tokens have all run.
             logits: the rows of job after job, `num_logit_rows` each.
         """
         ...
 
     def multi_step_draft(self, jobs: collections.abc.Sequence[Job], kind: MultiStepDrafts) -> MultiStepDraft | None:
-        """How the next tokens of jobs can be drawn in steps that follow one another; None: not so, or it is only one.
+        """Return a multi-step draft of the jobs' next tokens; None if it is impossible or has only one step.
 
         Args:
-            jobs: those of the next step, a row each.
-            kind: which steps the worker runs so.
+            jobs: jobs of the next step, a row each.
+            kind: multi-step drafts that the worker can run.
         """
         return None
 
     def draft(self, jobs: collections.abc.Sequence[Job], logits: StepLogits) -> None:
-        """Appends a token to the draft of every job, and ends that or goes on. Only of calls with a `local_draft`.
+        """Append a token to the local draft of every job, and end or continue the draft.
 
         Args:
-            jobs: those that took part in a draft step.
+            jobs: jobs with a `local_draft` that took part in a draft step.
             logits: a row a job.
         """
-        raise Unsupported("this program drafts nothing")
+        raise Unsupported("this program makes no local drafts")

@@ -1,10 +1,9 @@
-"""Calls that yield: they run while no other call is in work or expected, and end where one comes.
+"""Preemptible calls: they run while no other call runs or is expected, and end when one arrives.
 
-So a call that somebody waits for waits at most for the step that runs when it comes, and that step is no longer than
-one that it may meet anyway (`steps` plans it as if somebody were expected). What a yielding call would need of the KV
-pool is taken from its reserve alone: no session loses KV for it.
+A normal call therefore waits at most for the running step, which `steps` plans as short as if a call were expected. A
+preemptible call takes KV blocks from the spare part of the pool alone, so no session loses KV for it.
 
-Not here: what such a call asks (`draft_service.scoring`). Called by `device_loop` on the device thread.
+`draft_service.scoring` makes such calls. Called by `device_loop` on the device thread.
 """
 
 from __future__ import annotations
@@ -15,25 +14,25 @@ from specdec.engine.sessions.block_manager import blocks_for
 from specdec.engine.sessions.calls import Call, Calls
 from specdec.errors import ResourceExhausted
 
-#: One part in this many of the KV pool is left to those who are waited for.
+#: 1 / _SPARE_SHARE of the KV pool is reserved for normal calls.
 _SPARE_SHARE = 4
 
 
 class PreemptibleCalls:
-    """Lets yielding calls in, and ends them. Device thread only."""
+    """Admission and end of preemptible calls. Device thread only."""
 
     def __init__(self, calls: Calls[Any, Any]) -> None:
         self._calls = calls
 
     def require_idle(self, call: Call, num_expected: int) -> None:
-        """Refuses a yielding call while the replica has other work.
+        """Refuse a preemptible call while the replica has other work.
 
         Args:
-            call: that yields.
-            num_expected: sessions that may call at any moment.
+            call: the preemptible call.
+            num_expected: number of sessions that may call at any moment.
 
         Raises:
-            ResourceExhausted: it has (REPLICA_BUSY).
+            ResourceExhausted: other calls run or are expected, or KV blocks are short (REPLICA_BUSY).
         """
         blocks = self._calls.sessions.blocks
         spare = blocks.num_available - blocks_for(call.max_kv_len)
@@ -41,7 +40,7 @@ class PreemptibleCalls:
             raise _busy()
 
     def preempt(self) -> None:
-        """Ends the yielding calls where another one has come."""
+        """End the preemptible calls if another call has arrived."""
         jobs = list(self._calls.jobs.values())
         yielding = [job for job in jobs if job.call.preemptible]
         if len(yielding) < len(jobs):
@@ -50,4 +49,4 @@ class PreemptibleCalls:
 
 
 def _busy() -> ResourceExhausted:
-    return ResourceExhausted("this replica is needed by others", reason="REPLICA_BUSY")
+    return ResourceExhausted("this replica is busy with other calls", reason="REPLICA_BUSY")

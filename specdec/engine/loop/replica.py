@@ -1,6 +1,6 @@
-"""What a draft replica and a target replica have in common: an identity, a loop, a load.
+"""The common part of a draft replica and a target replica: identity, device loop and load.
 
-Not here: drafting and verifying (`draft_service.proposer`, `target_service.verifier`, which build on this).
+`draft_service.proposer` and `target_service.verifier` build on it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from specdec.engine.loop.job import Program
 from specdec.engine.schedule.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S
 from specdec.types import BLOCK_TOKENS, DrawRule, EngineInfo, SamplingFilters, SessionPosition
 
-# Braces: no id that the store takes, so never a caller's session.
+# Braces: the store refuses such an id, so it is never a client's session.
 _WARM_UP_SESSION = "{warm-up}"
 
-#: Tokens of a prompt by which prefill is measured where fetching KV competes with it: as long as can be and no run.
+#: Tokens of the prompt that measures prefill, with which fetching KV competes: the longest that is not a whole run.
 _WARM_UP_PROMPT_TOKENS = RUN_BLOCKS * BLOCK_TOKENS - 1
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
-    """Identity and limits of a replica, and what it shares with others."""
+    """Identity and limits of a replica, and its cold tier."""
 
     replica_id: str = "local"
     """Unique name of this process in its pool."""
@@ -40,26 +40,26 @@ class ReplicaOptions:
     pool: str = "default"
     """Name of the replica pool; only reported."""
     max_gamma: int = 16
-    """Most draft tokens a round."""
+    """Limit on the draft tokens of a round."""
     max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS
     """Token budget of one step."""
     prefill_budget_s: float = DEFAULT_PREFILL_BUDGET_S
-    """By how much, in seconds, prefill may lengthen a step that calls are in or may have to wait for."""
+    """Seconds that prefill may add to a step that calls run in or may wait for."""
     shadow: bool = False
-    """Whether requests get it by name or promotion alone; only reported."""
+    """True if requests use the pool by name or promotion alone; only reported."""
     kv_tier: ColdTier | None = None
-    """Where KV blocks are kept beyond this replica; None: nowhere."""
+    """Store of KV blocks outside this replica; None for none."""
 
 
-#: Of a replica that no pool knows.
+#: Options of a replica outside any pool.
 LOCAL_REPLICA = ReplicaOptions()
 
 
 class ReplicaEngine:
-    """Owns the loop and answers what does not depend on the role."""
+    """Owner of the device loop, with the calls that do not depend on the role."""
 
     role: ClassVar[str]
-    """draft | target."""
+    """Role: draft or target."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class ReplicaEngine:
         observer: StepObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts the device thread, which alone uses `worker` from now on; the last three as in `EngineLoop`."""
+        """Start the device thread, which alone uses `worker` from now on; the other arguments as in `EngineLoop`."""
         self._shape = worker.shape
         self._options = options
         self._engine_loop = EngineLoop(
@@ -85,11 +85,11 @@ class ReplicaEngine:
         )
 
     async def release(self, session_ids: list[str]) -> None:
-        """Frees sessions' KV. Idempotent; unknown ids are fine."""
+        """Free the KV of sessions. Idempotent; unknown ids are ignored."""
         await self._engine_loop.release(session_ids)
 
     def info(self) -> EngineInfo:
-        """What this replica is, with its load now."""
+        """Return the identity of this replica and its current load."""
         load = self._engine_loop.load()
         return EngineInfo(
             version=specdec.__version__,
@@ -120,38 +120,38 @@ class ReplicaEngine:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the device hangs; every call fails until its step ends."""
+        """True while the device hangs; every call fails until its step ends."""
         return self._engine_loop.is_stalled
 
     def share_event_loop(self) -> asyncio.AbstractEventLoop | None:
-        """The device thread's own; see `EngineLoop.share_event_loop`."""
+        """Return the event loop of the device thread; see `EngineLoop.share_event_loop`."""
         return self._engine_loop.share_event_loop()
 
     def check_integrity(self) -> None:
-        """Checks the KV books; only while no call is in flight, or after `close`.
+        """Check the KV block counts, while no call runs or after `close`.
 
         Raises:
-            RuntimeError: a block is owned otherwise than counted.
+            RuntimeError: a block is not owned as counted.
         """
         self._engine_loop.check_integrity()
 
     async def wait_ended(self) -> None:
-        """Returns once the engine has been closed.
+        """Return once the engine has been closed.
 
         Raises:
-            Internal: it broke down by itself, or its device failed for good; nothing will be answered any more.
+            Internal: the engine broke down, or its device failed permanently. No call will be answered.
         """
         await self._engine_loop.wait_ended()
 
     async def close(self) -> None:
-        """Finishes what is in flight, then frees everything. Idempotent."""
+        """Finish the running calls, then free everything. Idempotent."""
         await self._engine_loop.close()
 
     async def _release_warm_up(self) -> None:
         await self.release([_WARM_UP_SESSION])
 
     def _warm_up_prompts(self) -> list[SessionPosition]:
-        """Rounds that show what prefill takes, for whoever must know that before the first call."""
+        """Return rounds that measure prefill; the cold tier needs the measurement before the first call."""
         if self._options.kv_tier is None:
             return []
         return [self._warm_up_round(99, SamplingFilters(temperature=0.0), _WARM_UP_PROMPT_TOKENS)]
@@ -159,7 +159,7 @@ class ReplicaEngine:
     def _warm_up_round(
         self, round_id: int, filters: SamplingFilters, num_tokens: int = 2 * BLOCK_TOKENS
     ) -> SessionPosition:
-        """A round of a session that no caller has."""
+        """Return a round of the warm-up session."""
         num_tokens = max(1, min(num_tokens, self._shape.max_context_tokens - 2))
         return SessionPosition(
             session_id=_WARM_UP_SESSION,

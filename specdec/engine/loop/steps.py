@@ -1,13 +1,12 @@
-"""One step of the device, from the plan to what is made of its logits.
+"""Run one step of the device, from its plan to the use of its logits.
 
     scheduler: which tokens ─▶ worker: logits ─▶ rows that are finite ─▶ program: a token or an answer a job ─▶ publish
 
-A round's tokens go from here through the worker (`specdec.engine.model.model_runner`) and come back as logits
-(`specdec.engine.logits.step_logits`) to the service's program, which answers or appends. If a step crashes its calls
-fail, and whatever KV their sessions had is not trusted any more.
+The worker (`specdec.engine.model.model_runner`) runs a round's tokens and returns logits
+(`specdec.engine.logits.step_logits`) to the service's program, which answers or appends a token. If a step crashes, its
+calls fail and the KV of their sessions is dropped.
 
-Not here: calls on their way in and out (`device_loop`, which alone calls this, on the device thread), what logits mean
-(`Program`).
+Called by `device_loop` on the device thread.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from specdec.engine.sessions.calls import Calls
 from specdec.engine.sessions.sequence import Sequence
 from specdec.errors import Internal
 
-#: Most that a run of steps on a processor may take, by its prediction. It saves a tenth of a millisecond a step, and
-#: whoever comes meanwhile waits for all of it.
+#: Limit on the predicted time of a multi-step draft on a CPU. It saves a tenth of a millisecond a step, but a call that
+#: arrives meanwhile waits for all of its steps.
 LONGEST_HOST_RUN_S = 0.02
 
 _log = logging.getLogger(__name__)
 
 
 class StepRunner:
-    """Runs the steps of one worker. Every step is watched, timed, and counted as good or failed."""
+    """The steps of one worker. Every step is watched, timed, and counted as succeeded or failed."""
 
     def __init__(
         self,
@@ -50,7 +49,16 @@ class StepRunner:
         clock: Callable[[], float],
         publish: Callable[[Sequence, int], None],
     ) -> None:
-        """`publish` is told of every sequence with new KV of good passes, and its committed length."""
+        """
+        Args:
+            worker: runs the forward passes.
+            program: turns logits into tokens and answers.
+            calls: the running calls.
+            scheduler: plans the steps and learns their times.
+            observer: receives every step; None for none.
+            clock: clock of the steps.
+            publish: receives every sequence with new valid KV, with its committed length.
+        """
         self.watchdog = Watchdog(scheduler.predict_step_s)
         self._worker = worker
         self._program = program
@@ -72,22 +80,22 @@ class StepRunner:
         )
 
     def run(self, awaited: AwaitedSessions) -> list[Job]:
-        """Runs one step of the running calls; returns those that took part, with or without an answer now.
+        """Run one step of the running calls and return its jobs, with or without an answer.
 
-        Where some of them draft it is a draft step, after which only what is scored may have its answer.
+        If some of them draft, it is a draft step, after which only scored jobs may have an answer.
 
         Args:
             awaited: sessions that may call while the step runs.
 
         Raises:
-            DeviceLost: the step failed, and the device for good.
+            DeviceLost: the step failed, and the device has failed permanently.
         """
         if drafting := self._drafts.choose(self._calls.running):
             self._drafts.run(drafting)
             return drafting
         began_s = self._clock()
         running = [job for job in self._calls.running if not job.local_draft]
-        # Whoever comes while a yielding call runs must find a short step: it counts as somebody who is expected.
+        # A call that arrives while a preemptible call runs must wait for a short step only, so it counts as awaited.
         num_awaited = awaited.count(began_s) + any(job.call.preemptible for job in running[:1])
         chunks = self._scheduler.plan_chunks(running, num_awaited=num_awaited)
         jobs = [running[chunk.job_index] for chunk in chunks]
@@ -110,10 +118,10 @@ class StepRunner:
         return jobs
 
     def run_ahead(self, ahead: IdleDrafting) -> None:
-        """Runs one step of branches. If it crashes they all end: they wrote to no block that a session owns.
+        """Run one step of branches. If it crashes, all branches end; they wrote to no block that a session owns.
 
         Raises:
-            DeviceLost: the step failed, and the device for good.
+            DeviceLost: the step failed, and the device has failed permanently.
         """
         try:
             began_s = self._clock()
@@ -135,7 +143,7 @@ class StepRunner:
             self._health.note_failure(error, self.watchdog.plan)
 
     def _run_chunks(self, jobs: list[Job], chunks: list[StepChunk], began_s: float, num_awaited: int) -> int:
-        """Returns how many steps it ran."""
+        """Run a planned step, or several as a multi-step draft; return their number."""
         slices = tuple(
             slice_of(job.sequence, chunk.num_tokens, chunk.num_logit_rows)
             for job, chunk in zip(jobs, chunks, strict=True)
@@ -158,8 +166,8 @@ class StepRunner:
             if ready:
                 self._program.advance(ready, read)
         if any(job.answer is None and not job.num_pending for job in ready):
-            raise RuntimeError("the program neither finished a job nor went on with it")
-        # Last, and not after a chunk that asked for no logits: until they are read nobody knows that a pass was good.
+            raise RuntimeError("the program neither finished nor continued a job")
+        # Last, and only for jobs whose logits were read: before that, the pass may have produced non-finite numbers.
         for job in ready:
             self._publish(job.sequence, job.call.position.committed_len)
         return 1 if run is None else run.num_steps
@@ -167,8 +175,8 @@ class StepRunner:
     def _multi_step_draft(
         self, jobs: list[Job], chunks: list[StepChunk], plan: StepPlan, num_awaited: int
     ) -> MultiStepDraft | None:
-        """How several steps can be run at once; only where nobody waits for the end of the first, nor most will."""
-        kind = self._worker.draft_runs
+        """Return a multi-step draft for these jobs; None if other calls wait, or will, for the first step."""
+        kind = self._worker.multi_step_drafts
         if kind is MultiStepDrafts.NONE or len(jobs) < len(self._calls.running) or len(jobs) < num_awaited:
             return None
         for job, chunk in zip(jobs, chunks, strict=True):
@@ -176,7 +184,7 @@ class StepRunner:
                 return None
         first = load_of(plan)
         if kind is MultiStepDrafts.GREEDY and first.num_prefill_tokens:
-            return None  # it gains nothing, and hides from the scheduler what prompts take
+            return None  # it gains nothing, and would hide the time of prefill from the scheduler
         run = self._program.multi_step_draft(jobs, kind)
         if run is None or kind is MultiStepDrafts.ANY:
             return run
@@ -186,7 +194,7 @@ class StepRunner:
         return run if run_s <= LONGEST_HOST_RUN_S else None
 
     def _take_drafts(self, run: MultiStepDraft, jobs: list[Job]) -> list[Job]:
-        """Gives jobs what a run drew for them; returns those whose passes were good."""
+        """Give jobs their tokens of a multi-step draft; return the jobs with finite logits."""
         going: Many[Job] = jobs
         failed: list[Job] = []
         for index in range(run.num_steps):
@@ -199,12 +207,12 @@ class StepRunner:
 
     def _fail_non_finite(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
-            _log.error("the model gave no finite logits for session %s", job.sequence.session_id)
-            self._calls.fail(job, Internal("the model gave no finite logits; the session's KV was dropped"))
+            _log.error("non-finite logits: session=%s", job.sequence.session_id)
+            self._calls.fail(job, Internal("the model produced non-finite logits; the session's KV was dropped"))
 
     def _fail(self, jobs: list[Job], error: Exception) -> None:
         for job in jobs:
-            self._sessions.invalidate(job.sequence)  # frees blocks in which the device is tried
+            self._sessions.invalidate(job.sequence)  # frees blocks for the probe of the device
         self._health.note_failure(error, self.watchdog.plan)
         for job in jobs:
             self._calls.end(job, Internal("the forward pass failed; the session's KV was dropped"))

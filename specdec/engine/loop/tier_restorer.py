@@ -1,16 +1,15 @@
-"""Restores sessions' KV from the cold tier before their prefill.
+"""Restore sessions' KV from the cold tier before their prefill.
 
-    begun with blocks, KV missing ─▶ worth it? ─▶ held ─▶ run after run is copied in ─▶ goes on; the rest is prefill
-                                       │ no                │ no more, damaged, or too late
+    begun with blocks, KV missing ─▶ worth it? ─▶ held ─▶ runs are copied in one by one ─▶ resumed; prefill the others
+                                       │ no                │ no further run, damaged, or too late
                                        ▼                   ▼
-                                     prefill             goes on
+                                     prefill             resumed
 
-A call that is held keeps its blocks and stays as open to being superseded, abandoned or released as one that runs; what
-arrives for one that is gone is dropped. What was copied in counts at once: a call that goes on early computes only what
-is missing. Copying happens between steps, a run at a time, so that other sessions' steps wait for one run at most.
+A held call keeps its blocks and can be superseded, abandoned or released like a running one; data that arrives for an
+ended call is dropped. Copied KV counts at once, so a call that resumes early computes only the missing part. Copying
+happens between steps, one run at a time, so that other sessions' steps wait for at most one run.
 
-Not here: the tier, its threads and its rule (`cold_tier`), where runs come from (`offers`). Device thread only, called
-by `device_loop`.
+`cold_tier` has the contract of the tier and its rule. Called by `device_loop` on the device thread.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class _Restore:
-    """One held call and what it waits for."""
+    """One held call and the runs that it waits for."""
 
     job: Job
     first_run: int
-    """Number of the run that was asked for first, counted from the session's start."""
+    """Index of the first requested run, counted from the session's start."""
     next_run: int
-    """Of the one that arrives next."""
+    """Index of the run that arrives next."""
     fetch: Fetch | None = None
     end_s: float = float("inf")
-    """On the loop's clock: when it goes on without the rest."""
+    """Time, on the loop's clock, at which the call resumes without further runs."""
 
 
 class TierRestorer:
-    """Every call that is held for KV from the tier."""
+    """The calls that are held for KV from the tier."""
 
     def __init__(
         self,
@@ -70,11 +69,11 @@ class TierRestorer:
 
     @property
     def end_s(self) -> float:
-        """On the loop's clock: when the first of them goes on at the latest."""
+        """Time, on the loop's clock, at which the first held call resumes at the latest."""
         return min((restore.end_s for restore in self._open.values()), default=float("inf"))
 
     def turn(self, begun: Iterable[Job]) -> None:
-        """Holds those of the calls that begin now whose KV is worth fetching; lets those go on that waited too long."""
+        """Hold the beginning calls whose KV is worth fetching, and resume those that waited too long."""
         for job in begun:
             self._begin(job)
         if self._open:
@@ -84,7 +83,7 @@ class TierRestorer:
         num_blocks = self._tier.run_blocks
         run_tokens = num_blocks * BLOCK_TOKENS
         kv_len = job.sequence.kv_len
-        # The last committed token must run, because its logits are wanted.
+        # The last committed token must run, because its logits are needed.
         runs = range(kv_len // run_tokens, (job.call.position.committed_len - 1) // run_tokens)
         if not runs:
             return
@@ -100,12 +99,12 @@ class TierRestorer:
         self._calls.hold(job)
 
     def _post(self, restore: _Restore, payload: Payload | None) -> None:
-        """Takes what arrived to the device thread; called from a thread of the tier's."""
+        """Pass arrived data to the device thread; called in a thread of the tier."""
         self._inbox.post(partial(self._take, restore, payload), even_closed=True)
 
     def _take(self, restore: _Restore, payload: Payload | None) -> None:
         if restore.job not in self._open:
-            return  # it went on without
+            return  # the call resumed without this run
         if payload is None or restore.fetch is None or restore.job not in self._calls.restoring:
             self._end(restore)
             return
@@ -113,7 +112,7 @@ class TierRestorer:
         try:
             self._copy_in(restore, restore.fetch, payload)
         except Exception:
-            _log.exception("KV from the cold tier could not be copied in")
+            _log.exception("copying KV from the cold tier failed")
             self._end(restore)
             return
         restore.fetch.note_copied(payload.nbytes, time.monotonic() - began_s)
@@ -121,7 +120,7 @@ class TierRestorer:
     def _copy_in(self, restore: _Restore, fetch: Fetch, payload: Payload) -> None:
         num_blocks, sequence = self._tier.run_blocks, restore.job.sequence
         first, end = restore.next_run * num_blocks, (restore.next_run + 1) * num_blocks
-        # A block that the session holds a part of is its own: it is written whole. Full ones stay as they are.
+        # A partly filled block is private and is written as a whole. Full blocks stay unchanged.
         begin = max(first, sequence.kv_len // BLOCK_TOKENS)
         block_ids = sequence.block_table[begin:end]
         fetch.copy_parts(restore.next_run - restore.first_run, begin - first, block_ids)
@@ -136,7 +135,7 @@ class TierRestorer:
             self._end(restore, is_late=restore.job in self._calls.restoring)
 
     def _end(self, restore: _Restore, *, is_late: bool = False) -> None:
-        """The call goes on, if there still is one."""
+        """End a restore and resume its call, unless the call has ended."""
         del self._open[restore.job]
         if restore.fetch is not None:
             restore.fetch.stop(is_late=is_late)

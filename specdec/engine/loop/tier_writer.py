@@ -1,11 +1,10 @@
-"""Offers every run of blocks to the cold tier once its last block is published.
+"""Offer every run of KV blocks to the cold tier once its last block is published.
 
-The device thread only says which blocks a run has; the tier's own thread copies their bytes out, while steps run. That
-needs no pins: a published block is not written again before it is evicted, so what was read is right if every block is
-afterwards where it was (`BlockManager.stamps`), and void otherwise.
+The device thread only names the blocks of a run; the tier's own thread copies their bytes while steps run. No pins are
+needed: a published block is not written again before it is evicted, so a copy is valid if the stamps of its blocks are
+unchanged afterwards (`BlockManager.stamps`), and is dropped otherwise.
 
-Not here: the tier, restoring (`restores`). Called by `steps` and `device_loop` in place of the session table's own
-`publish`.
+Called by `steps` and `device_loop` in place of the session table's own `publish`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from specdec.engine.sessions.table import SessionTable
 
 
 class TierWriter:
-    """Of one worker's blocks to one tier."""
+    """Writer of one worker's blocks to one tier."""
 
     def __init__(self, tier: ColdTier, worker: Worker, sessions: SessionTable) -> None:
         self._tier = tier
@@ -28,7 +27,7 @@ class TierWriter:
         self._sessions = sessions
 
     def publish(self, sequence: Sequence, committed_len: int) -> None:
-        """As `SessionTable.publish`, and offers the runs that are whole now. Device thread only."""
+        """Publish blocks as `SessionTable.publish` does, and offer the runs that are complete. Device thread only."""
         num_blocks = self._tier.run_blocks
         num_before = sequence.num_published // num_blocks
         self._sessions.publish(sequence, committed_len)
@@ -38,7 +37,7 @@ class TierWriter:
             self._tier.offer(names[-1], block_ids, partial(self._read, names))
 
     def _read(self, names: Many[bytes]) -> Payload | None:
-        """The blocks that are published under these names; None where one is not, or not any more. From any thread."""
+        """Return the blocks published under these names, or None if one is not published. Any thread may call this."""
         blocks = self._sessions.blocks
         stamps = blocks.stamps(names)
         if stamps is None:

@@ -1,13 +1,12 @@
-"""Notices that a step goes on far beyond its time: a device that hangs hangs the thread that waits for it.
+"""Detect a step that far exceeds its time limit, because a hanging device blocks the device thread.
 
-A thread of its own looks at the step that runs, four times a second, and measures how long it has run by its own looks:
-time in which the whole process stands still, or this thread gets no turn, does not count. Once a step is beyond its
-time, whoever waits for an answer is told that there will be none; once it has ended after all, calls are taken again.
-The device thread's part is one attribute store where a step begins and one where it ends.
+A separate thread polls the running step four times a second and measures its duration in polls. Time in which the whole
+process is stopped, or in which this thread does not run, therefore does not count. When a step exceeds its limit, all
+waiting calls fail; when it ends after all, calls are accepted again. The device thread only stores one attribute at the
+begin and one at the end of a step.
 
-Not here: how long a step takes (`specdec.engine.schedule.step_times`), what the device thread makes of calls that
-nobody waits for any more (`device_loop`; `steps` makes the watchdog), and the process that stands still as a whole,
-which only others can see.
+`specdec.engine.schedule.step_times` predicts the duration of steps. `steps` makes the watchdog. A process that is
+stopped as a whole can only be detected from outside.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from specdec.engine.schedule.step_times import StepLoad
 from specdec.errors import Unavailable
 from specdec.types import BLOCK_TOKENS
 
-#: Between two looks.
+#: Seconds between two polls.
 LOOK_INTERVAL_S = 0.25
 
-#: What a step may take: this many times its prediction, and so much more, whatever the prediction.
+#: Limit of a step: PATIENCE_FACTOR times its predicted duration plus PATIENCE_S seconds.
 PATIENCE_FACTOR = 2.0
 PATIENCE_S = 2.0
 
@@ -34,23 +33,23 @@ _log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Looks at one device thread's steps, in a thread of its own, until `end`."""
+    """Watcher of one device thread's steps, in its own thread, until `end`."""
 
     def __init__(self, predict_s: Callable[[StepLoad], float]) -> None:
-        """Starts the thread.
+        """Start the thread.
 
         Args:
-            predict_s: seconds that a step takes, rather too many than too few; infinite: it is not watched. Asked of
-                long steps only, from the watchdog's thread.
+            predict_s: cautious estimate of a step's seconds; infinite: the step is not watched. Called for long steps
+                only, in the watchdog's thread.
         """
         self.plan: StepPlan | None = None
-        """What runs now; set by the device thread."""
+        """Plan of the running step; set by the device thread."""
         self.is_stalled = False
-        """Whether the step that runs is beyond its time."""
+        """True while the running step exceeds its limit."""
         self.num_steps = 0
-        """That have ended; counted by the device thread."""
+        """Number of steps that have ended; counted by the device thread."""
         self._predict_s = predict_s
-        self._limit_s = float("inf")  # of the step that stalled last
+        self._limit_s = float("inf")  # limit of the step that stalled last
         self._lost: str | None = None
         self._open: set[Waiter] = set()
         self._seen: StepPlan | None = None
@@ -59,38 +58,38 @@ class Watchdog:
         threading.Thread(target=self._run, name="specdec-watchdog", daemon=True).start()
 
     def end(self) -> None:
-        """Stops looking. Idempotent."""
+        """Stop watching. Idempotent."""
         self._ended.set()
 
     def give_up(self, why: str) -> None:
-        """The device is gone: from now on it is stalled for good. Any thread."""
+        """Note that the device is lost: it stays stalled from now on. Any thread may call this."""
         self._lost, self.is_stalled = why, True
         self._fail_open()
 
     def note_turn(self) -> None:
-        """The device thread has done what it had to do, a step among it or none."""
+        """Note the end of the device thread's turn, with or without a step."""
         if self.plan is not None:
             self.plan = None
             self.num_steps += 1
 
     def limit_s(self) -> float:
-        """Seconds that what runs now may take: twice its prediction and more; infinite where nothing is predicted."""
+        """Return the limit of the running step in seconds; infinite without a prediction."""
         plan = self.plan
         return PATIENCE_S if plan is None else self._limit_of(plan)
 
     def require_moving(self) -> None:
-        """Raises Unavailable while the device is stalled."""
+        """Raise Unavailable while the device is stalled."""
         if self.is_stalled:
             raise self._stalled()
 
     async def answer_to(self, waiter: Waiter) -> Any:
-        """Awaits what the device thread answers.
+        """Wait for the answer of the device thread.
 
         Raises:
-            Unavailable: the device is stalled, or stalls meanwhile; what was asked is carried out once it goes on.
-            SpecdecError: what it answered.
+            Unavailable: the device is stalled, or stalls meanwhile; the command still runs once it continues.
+            SpecdecError: the answer is an error.
         """
-        # In this order: whoever is not among the open ones when the device stalls finds it stalled.
+        # In this order: a waiter that is added after the stall was reported finds the device stalled.
         self._open.add(waiter)
         try:
             self.require_moving()
@@ -99,9 +98,9 @@ class Watchdog:
             self._open.discard(waiter)
 
     def believed_s(self, step_s: float) -> float:
-        """What a step that took `step_s` and has just ended says of those to come.
+        """Return the duration to learn from a step that took `step_s` seconds and has just ended.
 
-        A hang says nothing, but a device that has become slow for good must be believed some day: limit by limit.
+        A hang must not be learned, but a device that stays slow must be, so a stalled step counts with its limit.
         """
         return min(step_s, self._limit_s) if self.is_stalled else step_s
 
@@ -137,9 +136,9 @@ class Watchdog:
 
     def _tell(self) -> None:
         if not self.is_stalled:
-            _log.warning("the step has ended: calls are taken again")
+            _log.warning("stalled step ended: accepting calls again")
             return
-        _log.error("a step runs for more than %.1f s: the device hangs; %d calls fail", self._limit_s, len(self._open))
+        _log.error("device hangs: step_limit_s=%.1f failed_calls=%d", self._limit_s, len(self._open))
         self._fail_open()
 
     def _fail_open(self) -> None:
@@ -153,7 +152,7 @@ class Watchdog:
 
 
 def load_of(plan: StepPlan) -> StepLoad:
-    """What a plan runs, as far as its time depends on it; `scheduler` says which slices are prefill."""
+    """Return the load of a plan; `scheduler` defines which slices count as prefill."""
     load = StepLoad()
     for part in plan.slices:
         num_tokens = len(part.token_ids)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
-from specdec.engine.options import AUTO, CAPTURED, NATIVE, CompileOptions
+from specdec.engine.options import AUTO, CUDA_GRAPHS, NATIVE, CompileOptions
 from specdec.errors import Unsupported
 from specdec.types import BLOCK_TOKENS
 
@@ -41,7 +41,7 @@ def require_keepable(options: CompileOptions, device: torch.device, *, is_native
     """
     if is_native or uses_cuda_graphs:
         return
-    kernels, backend = ("native kernels", NATIVE) if device.type == "cpu" else ("captured steps", CAPTURED)
+    kernels, backend = ("native kernels", NATIVE) if device.type == "cpu" else ("CUDA graphs", CUDA_GRAPHS)
     if options.backend not in (AUTO, backend):
         problem = f"needs {kernels}, not --compile-backend {options.backend}"
     else:

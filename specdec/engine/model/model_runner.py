@@ -103,11 +103,11 @@ class RecordedSteps(Protocol):
         ...
 
     @property
-    def may_follow(self) -> bool:
-        """True if `can_follow` can be true."""
+    def supports_multi_step(self) -> bool:
+        """True if `fits_multi_step` can be true."""
         ...
 
-    def can_follow(self, slices: Sequence[SequenceSlice]) -> bool:
+    def fits_multi_step(self, slices: Sequence[SequenceSlice]) -> bool:
         """Return whether `multi_step` works after a step of these slices."""
         ...
 
@@ -193,8 +193,8 @@ class ModelRunner(Worker):
         self._heads = heads
         self._tapped = tapped_layers(heads)
         self._recorded = recorded
-        if FULL in recorded and recorded[FULL].may_follow:
-            self.draft_runs = MultiStepDrafts.ANY
+        if FULL in recorded and recorded[FULL].supports_multi_step:
+            self.multi_step_drafts = MultiStepDrafts.ANY
         self._forward = forward
         self._cache = cache
         self._kinds = tuple(dict.fromkeys(layer_kinds))
@@ -217,7 +217,7 @@ class ModelRunner(Worker):
     def draft(self, plan: StepPlan, num_steps: int, draw: Callable[[int, torch.Tensor], torch.Tensor]) -> bool:
         """Run a step and the steps that follow it; see `engine.base.Worker.draft`."""
         recorded = self._recorded.get(FULL)
-        if recorded is None or plan.local_draft or plan.block_copies or not recorded.can_follow(plan.slices):
+        if recorded is None or plan.local_draft or plan.block_copies or not recorded.fits_multi_step(plan.slices):
             return False
         with torch.inference_mode():
             logits, run_next = self._run(plan), recorded.multi_step(plan.slices)

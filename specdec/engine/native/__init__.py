@@ -1,1 +1,1 @@
-"""Llama-shaped models on a CPU, run by kernels of our own."""
+"""Llama-shaped models on a CPU, run by compiled C++ kernels."""

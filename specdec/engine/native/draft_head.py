@@ -1,8 +1,7 @@
-"""A draft head of one decoder layer as the kernels compute it: its features and KV in the call of a full step, a draft
-step in a call of its own.
+"""The kernels' structures of a draft head with one decoder layer.
 
-It lays out what `engine.model.feature_layer` tells; what that means is said in `engine.heads.base`. Not here: the call
-(`runner`), heads that are computed in PyTorch (`engine.heads`).
+A full step also computes the head's features and KV; a draft step of the head is a separate kernel call. The weights
+come from `engine.model.feature_layer`; `engine.heads.base` explains the method. Called by `runner`.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from specdec.engine.native.structures import DraftHead, Layer, Model, Product
 
 
 class NativeHead:
-    """One head. Its cache belongs to whoever made it."""
+    """One draft head. It does not own its cache."""
 
     def __init__(self, packing: Packing, layer: FeatureLayer, cached: Sequence[LayerKv], taps: Sequence[int]) -> None:
         """
         Args:
-            packing: keeps its weights.
-            layer: one that `fits`.
-            cached: its features' part of the cache, and its KV's.
-            taps: which of the outputs that a full step hands out it reads.
+            packing: packs and keeps the weights.
+            layer: a layer that `fits`.
+            cached: caches of its features and of its KV.
+            taps: indices of the tapped layer outputs that it reads.
         """
         features, kv = cached
         self._packing = packing
@@ -54,12 +53,12 @@ class NativeHead:
             keeps_normed=layer.keeps_normed,
         )
         self.num_inputs = max(layer.qkv.weight.shape[1], layer.features.weight.shape[1])
-        """Of its widest product of joined rows."""
+        """Number of inputs of its widest product over joined rows."""
         self.widen = layer.widen
 
     @staticmethod
     def fits(library: ctypes.CDLL, layer: FeatureLayer, target: Model, num_embeddings: int) -> bool:
-        """Whether the kernels compute a head of a target that they compute, whose tokens are below `num_embeddings`."""
+        """Return whether the kernels support this head for a supported target with token ids below `num_embeddings`."""
         width = layer.embedding.shape[1]
         return (
             width == target.hidden

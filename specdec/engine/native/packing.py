@@ -1,6 +1,6 @@
-"""Weights as the kernels read them (`layout.h`), and the memory that holds them.
+"""Packing of weights into the layout that the kernels read (`layout.h`), and the memory that holds them.
 
-Not here: which products a model has (`runner`, `draft_head`), the formats of their numbers (`weight_formats`).
+Number formats are in `weight_formats`. Called by `runner`, `model_layout` and `draft_head`.
 """
 
 from __future__ import annotations
@@ -15,49 +15,49 @@ from specdec.engine.linear.int8 import LARGEST_INT8, round_to_int8
 from specdec.engine.native.structures import Product
 from specdec.engine.native.weight_formats import FORMAT_OF, Format, halved, pack, pack_shortest
 
-#: Of a row as integers: the kernels take bytes of 0..255, and this one is 0 (`ZERO` in `layout.h`).
+#: Byte that stands for 0 in a row of integers: the kernels read unsigned bytes (`ZERO` in `layout.h`).
 _ZERO_BYTE = 128
-#: Beyond, the sums of an output's products would leave 32 bits.
+#: Maximum number of inputs of an int8 product: the sum for an output must fit into 32 bits.
 MOST_INT8_INPUTS = (1 << 31) // (255 * LARGEST_INT8)
 
 
 class Packing:
-    """Lays weights out for one worker, and keeps them as long as that lives."""
+    """Packs the weights of one worker and keeps them as long as it lives."""
 
     def __init__(self, library: ctypes.CDLL, *, is_compact: bool) -> None:
-        """`is_compact`: in the shortest format that holds them exactly; the logits have the same bits either way."""
+        """`is_compact`: use the shortest format that holds the weights exactly; the logits have the same bits."""
         self.group: int = library.specdec_group()
         self._panel: int = library.specdec_panel()
         self._is_compact = is_compact
         self._pages = LargePages()
-        self._kept: list[torch.Tensor] = []  # what the structures point to
+        self._kept: list[torch.Tensor] = []  # the structures point to these
 
     @property
     def num_bytes(self) -> int:
-        """Of all that is kept."""
+        """Total size of the kept tensors."""
         return sum(tensor.nbytes for tensor in self._kept)
 
     def padded(self, outputs: int) -> int:
-        """So many outputs in whole panels."""
+        """Return the number of outputs rounded up to whole panels."""
         return -(-outputs // self._panel) * self._panel
 
     def keep(self, tensor: torch.Tensor) -> int:
-        """The address of a contiguous copy that lives as long as this."""
+        """Keep a contiguous tensor and return its address."""
         self._kept.append(tensor.detach().contiguous())
         return self._kept[-1].data_ptr()
 
     def embedding(self, table: torch.Tensor) -> tuple[int, Format]:
-        """Address and format of a table [rows, H]."""
+        """Keep a table [rows, H] and return its address and format."""
         table = halved(table.detach()) if self._is_compact else table
         return self.keep(table), FORMAT_OF[table.dtype]
 
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_int8: bool = False) -> Product:
-        """One product.
+        """Pack the weights of a linear layer.
 
         Args:
             weight: [outputs, inputs].
             bias: [outputs].
-            is_int8: round the weight to integers.
+            is_int8: whether to round the weights to integers.
         """
         weight = weight.detach().contiguous()
         outputs, inputs = weight.shape
@@ -78,6 +78,6 @@ class Packing:
         )  # fmt: skip
 
     def _pad(self, rows: torch.Tensor) -> torch.Tensor:
-        """[outputs, ...] -> [whole panels of outputs, ...], zeros appended."""
+        """Append zeros to [outputs, ...] up to whole panels."""
         padding = self.padded(len(rows)) - len(rows)
         return torch.cat((rows, rows.new_zeros(padding, *rows.shape[1:]))) if padding else rows

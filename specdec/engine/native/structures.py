@@ -1,7 +1,4 @@
-"""The structures that the kernels take, field by field as in `kernels/layout.h`, which says what each is.
-
-Nothing is laid out here. Called by `specdec.engine.native.runner`.
-"""
+"""The kernels' structures, field by field as in `kernels/layout.h`, which describes the fields."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ class Layer(Structure):
 
 
 class Model(Structure):
-    """A model, or the first layers of one."""
+    """A model, or the first layers of a model."""
 
     _fields_ = [
         ("layers", POINTER(Layer)),
@@ -68,7 +65,7 @@ class Model(Structure):
 
 
 class DraftHead(Structure):
-    """A draft head of one layer."""
+    """A draft head with one decoder layer."""
 
     _fields_ = [
         ("model", Model),
@@ -83,7 +80,7 @@ class DraftHead(Structure):
 
 
 class Batch(Structure):
-    """One step."""
+    """The batch of one step."""
 
     _fields_ = [
         ("tokens", c_int64),
@@ -110,8 +107,8 @@ class Batch(Structure):
     ]
 
 
-class Run(Structure):
-    """Steps that follow one, each token the likeliest of the step before."""
+class MultiStep(Structure):
+    """A multi-step draft with greedy tokens."""
 
     _fields_ = [
         ("steps", c_int64),

@@ -25,7 +25,7 @@ from specdec.engine.model.checkpoint_model import pick_device
 from specdec.engine.model.layer_probe import ProbedLayer, refusing_failures
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass
-from specdec.engine.options import CAPTURED, CompileOptions, LoadRequest
+from specdec.engine.options import CUDA_GRAPHS, CompileOptions, LoadRequest
 from specdec.engine.parallel.group import RankGroup
 from specdec.engine.parallel.leader import LeaderWorker
 from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
@@ -108,7 +108,7 @@ class ShardedModel(ModelPart):
 
     def wants_cuda_graphs(self, options: CompileOptions) -> bool:
         # `auto` runs eager steps: CUDA graphs of several ranks have not been measured on two GPUs yet.
-        is_requested = options.backend == CAPTURED or options.is_deterministic
+        is_requested = options.backend == CUDA_GRAPHS or options.is_deterministic
         return is_requested and wants_capture(options, self.device)
 
     def load(self, request: LoadRequest, directory: Path, config: PreTrainedConfig, dtype: torch.dtype | str) -> None:

@@ -1,17 +1,15 @@
-"""Which tokens of which sessions run in the next step.
+"""Choose the tokens of each session that run in the next step.
 
-A round comes here once its blocks are reserved; the chunks that are planned go into a step plan for the worker
+The KV blocks of a round are reserved before it is scheduled; the planned chunks go into a step plan for the worker
 (`specdec.engine.loop.steps`).
 
-Every step is one ragged batch. Sequences that are nearly done (draft steps, verification rows, a short delta) go
-first, whole, least recently served first. Long ones (prefill) get what is left of the token budget, of which a fixed
-share is theirs even when the others could fill the step, and within it no more than the prefill budget: the time by
-which prefill may lengthen a step that others are in, or that others may have to wait for. Of that, one half goes to
-the prompt that came first, so that none starves, and the other to the one with the least left, so that a short prompt
-does not wait for all of a long one.
+Every step is one ragged batch. Short work (draft steps, verification rows, a short delta) runs first and whole, least
+recently served first. Prefill gets the rest of the token budget, with a fixed share that short work cannot take. Within
+it, prefill is limited by the prefill budget: the time by which it may lengthen a step that other sessions run in or
+wait for. Half of the prefill goes to the oldest prompt, so that none starves, and half to the one with the fewest
+tokens left, so that a short prompt does not wait for a long one.
 
-Not here: tensors, KV blocks (reserved before a job gets here), waiting for blocks, a clock. Called by `steps` and by
-the simulated device.
+Called by `steps` and by the simulated device; reads no clock.
 """
 
 from __future__ import annotations
@@ -25,36 +23,36 @@ from specdec.types import BLOCK_TOKENS
 
 DEFAULT_MAX_STEP_TOKENS = 512
 
-#: A verification then takes at most this much longer beside a prompt: a stream of four tokens a round stays below
-#: 20 ms a token with a 70B target, whose chunks of this length still run at two thirds of full speed.
+#: Longest time that prefill adds to a verification. A stream of four tokens a round then stays below 20 ms a token with
+#: a 70B target, whose prefill chunks of this length still run at two thirds of full speed.
 DEFAULT_PREFILL_BUDGET_S = 0.05
 
-#: One part in this many of a step's budget is for prefill chunks whenever there are any.
+#: Prefill gets at least 1 / _PREFILL_SHARE of a step's token budget whenever a prompt waits.
 _PREFILL_SHARE = 4
 
 
 class Schedulable(Protocol):
-    """What the scheduler must know of a job. Jobs are given in order of arrival."""
+    """The part of a job that the scheduler uses. Jobs are given in order of arrival."""
 
     num_logit_rows: int
-    """Rows wanted for the last tokens; they must run in one step."""
+    """Number of last tokens whose logits are needed; they run in one step."""
     last_step: int
-    """The step that served it last; at first `Scheduler.num_steps` at its arrival. Set by `plan_chunks`."""
+    """Step that last served the job; initially `Scheduler.num_steps` at its arrival. Set by `plan_chunks`."""
 
     @property
     def num_pending(self) -> int:
-        """Tokens to run; at least `num_logit_rows`."""
+        """Number of tokens to run; at least `num_logit_rows`."""
         ...
 
     @property
     def kv_len(self) -> int:
-        """Tokens that have run."""
+        """Number of tokens that have run."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepChunk:
-    """The next tokens of one job."""
+    """The next tokens of one job in a step."""
 
     job_index: int
     num_tokens: int
@@ -62,7 +60,7 @@ class StepChunk:
 
 
 class Scheduler:
-    """Plans step after step; remembers how many there were and what they took."""
+    """Planner of steps, which remembers their number and learns their times."""
 
     def __init__(
         self,
@@ -78,16 +76,15 @@ class Scheduler:
         self.num_steps = 0
 
     def plan_chunks(self, jobs: Iterable[Schedulable], *, num_awaited: int = 0) -> list[StepChunk]:
-        """Chooses the chunks of the next step; empty only when there is no job.
+        """Return the chunks of the next step; empty only when there is no job.
 
-        A step exceeds the token budget only when one job's logit-bearing tail alone does. Prefill lengthens it by no
-        more than the prefill budget, as predicted from the steps observed, or is one block of tokens, the least there
-        is; but while prompts are all there is and `num_awaited` is 0, nobody can be delayed and only the token budget
-        counts.
+        A step exceeds the token budget only if the logit rows of one job alone do. Prefill lengthens the step by at
+        most the prefill budget, as predicted from observed steps, or is one block of tokens, the minimum. While only
+        prompts are waiting and `num_awaited` is 0, no session can be delayed and only the token budget applies.
 
         Args:
-            jobs: those that can run, in order of arrival.
-            num_awaited: sessions that may call while the step runs.
+            jobs: jobs that can run, in order of arrival.
+            num_awaited: number of sessions that may call while the step runs.
         """
         indexed = list(enumerate(jobs))
         short = [(index, job) for index, job in indexed if is_short(job)]
@@ -98,7 +95,7 @@ class Scheduler:
         num_context_tokens = 0
         for index, job in sorted(short, key=lambda entry: entry[1].last_step):
             if job.num_pending > budget and chunks:
-                break  # and not a smaller one behind it, which would let it wait for ever
+                break  # a smaller job behind it must not overtake it, or it could wait forever
             chunks.append(StepChunk(index, job.num_pending, job.num_logit_rows))
             budget -= job.num_pending
             num_context_tokens += job.kv_len
@@ -113,33 +110,33 @@ class Scheduler:
         return chunks
 
     def observe_step(self, seconds: float) -> None:
-        """The step planned last took this long."""
+        """Record the duration of the step that was planned last."""
         self._times.observe(self._planned, seconds)
 
     def observe_run(self, num_steps: int, num_sequences: int, seconds: float) -> None:
-        """The step planned last, and those of one more token a sequence that followed it, took this long together."""
+        """Record the joint duration of the last planned step and the one-token steps that followed it."""
         self._times.observe_run(self._planned, num_steps, num_sequences, seconds)
 
     def predict_step_s(self, load: StepLoad) -> float:
-        """Seconds that a step takes, rather too many than too few; infinite before anything was measured.
+        """Return a cautious estimate of a step's seconds; infinite before any measurement.
 
-        May be asked from another thread while a step runs.
+        Another thread may call this while a step runs.
         """
         return self._times.step_s(load)
 
     def usual_step_s(self, num_context_tokens: int) -> float:
-        """Seconds of a step that is one token of one session with so much context; 0 before steps were measured."""
+        """Return the mean seconds of a step of one token with this context; 0 before any measurement."""
         return self._times.usual_s(StepLoad(1, num_context_tokens))
 
     def predict_replay_s(self, num_tokens: int, kv_len: int) -> float:
-        """Seconds to run the next tokens of a prompt, alone on the device; 0 before that was measured."""
+        """Return the seconds to run the next tokens of a prompt alone on the device; 0 before any measurement."""
         return self._times.replay_s(num_tokens, kv_len, self.max_step_tokens)
 
     def _share_prefill(self, jobs: Sequence[Schedulable], max_tokens: int, budget_s: float) -> list[int]:
-        """Tokens for each prompt, 0 or more: block by block, in turns of the oldest and the shortest one left."""
+        """Return the tokens for each prompt, given out block by block to the oldest and the shortest in turn."""
         shares = [0] * len(jobs)
         queues = list(range(len(jobs))), sorted(range(len(jobs)), key=lambda index: jobs[index].num_pending)
-        # The side that begins has the larger half, and all of a step that takes one block only.
+        # The side that begins gets the larger half, and the whole of a step that takes only one block.
         self._is_oldest_first = not self._is_oldest_first
         side = int(not self._is_oldest_first)
         while max_tokens > 0:
@@ -159,12 +156,12 @@ class Scheduler:
 
 
 def is_short(job: Schedulable) -> bool:
-    """Whether a job runs whole in one step, ahead of prefill: at most a block of tokens before its logit rows."""
+    """Return whether a job runs whole in one step: it has at most a block of tokens before its logit rows."""
     return job.num_pending <= BLOCK_TOKENS + job.num_logit_rows
 
 
 def _prefill_chunk(job_index: int, job: Schedulable, share: int) -> StepChunk:
-    """All of the job, or as much of its share as leaves the logit-bearing tail whole."""
+    """Return all of the job, or the part of its share that leaves the logit rows in one piece."""
     if share == job.num_pending:
         return StepChunk(job_index, share, job.num_logit_rows)
     return StepChunk(job_index, min(share, job.num_pending - job.num_logit_rows), 0)

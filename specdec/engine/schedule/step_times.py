@@ -1,10 +1,8 @@
-"""What the prefill in a step costs, learned from the steps that were run.
+"""Predict the time of steps, learned from the steps that were run.
 
-Three records, each of one kind of step, so that hours without a prompt do not make any of them forget: steps without
-prefill; how much longer a step took for the prefill beside its other tokens; whole steps of nothing but prefill.
-Arithmetic on what it is told, no clock: the same steps give the same predictions. Not here: how a line is fitted
-(`specdec.core.forward_time`), what is decided by it (`scheduler`, which alone calls this, and the loop's watchdog
-through it).
+Three records keep the kinds of steps apart, so that hours without a prompt do not age the others: steps without
+prefill, the additional time of prefill beside other tokens, and steps of prefill alone. The same steps give the same
+predictions, because no clock is read. `specdec.core.forward_time` fits the lines. Called by `scheduler` alone.
 """
 
 from __future__ import annotations
@@ -13,23 +11,23 @@ from typing import NamedTuple
 
 from specdec.core.forward_time import ForwardTime
 
-#: A prediction reaches this many times as far as the most tokens that its record was measured with.
+#: Predictions are given for up to this many times the largest measured number of tokens.
 MAX_GROWTH = 2
 
 
 class StepLoad(NamedTuple):
-    """What a step runs, as far as its time depends on it."""
+    """Amount of work in a step, as far as its time depends on it."""
 
     num_tokens: int = 0
-    """Of draft steps, verifications and short deltas."""
+    """Number of tokens of draft steps, verifications and short deltas."""
     num_context_tokens: int = 0
-    """That their sequences hold already."""
+    """Number of tokens that their sequences hold already."""
     num_prefill_tokens: int = 0
     num_prefill_pairs: float = 0.0
     """Prefill tokens times the tokens that each of them attends to."""
 
     def with_prefill(self, num_tokens: int, kv_len: int) -> StepLoad:
-        """The same with the next `num_tokens` tokens of a prompt whose first `kv_len` have run."""
+        """Return the load with the next `num_tokens` tokens of a prompt whose first `kv_len` have run."""
         return self._replace(
             num_prefill_tokens=self.num_prefill_tokens + num_tokens,
             num_prefill_pairs=self.num_prefill_pairs + num_tokens * (kv_len + 0.5 * num_tokens),
@@ -37,7 +35,7 @@ class StepLoad(NamedTuple):
 
 
 class _Record:
-    """A fit without its first observation: whatever is cold is paid for in that one."""
+    """A fit that ignores its first observation, which pays for cold caches."""
 
     def __init__(self, *, is_fixed: bool) -> None:
         self.time = ForwardTime(is_fixed=is_fixed)
@@ -52,23 +50,23 @@ class _Record:
         self._most_tokens = max(self._most_tokens, num_tokens)
 
     def predict(self, num_tokens: int, context: float) -> float:
-        """Seconds; infinite for more than can be told from what was measured."""
+        """Return seconds; infinite for more tokens than the measurements cover."""
         if not self.time.is_measured or num_tokens > MAX_GROWTH * self._most_tokens:
             return float("inf")
         return self.time.predict(num_tokens, context)
 
 
 class StepTimes:
-    """Predicts by how much prefill lengthens a step, and what a whole step takes at most."""
+    """Predictor of the time that prefill adds to a step, and of whole steps."""
 
     def __init__(self) -> None:
         self._without = _Record(is_fixed=True)
-        # As long as all chunks had one size, all of their time counts as per token: too much rather than too little.
+        # While all chunks have one size, all of their time counts as per token, which overestimates.
         self._beside = _Record(is_fixed=False)
         self._alone = _Record(is_fixed=False)
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        """A step took this long."""
+        """Record the duration of a step."""
         if not load.num_prefill_tokens:
             self._without.observe(load.num_tokens, load.num_context_tokens, seconds)
             return
@@ -79,25 +77,25 @@ class StepTimes:
         record.observe(load.num_prefill_tokens, load.num_prefill_pairs, longer_s)
 
     def observe_run(self, load: StepLoad, num_steps: int, num_sequences: int, seconds: float) -> None:
-        """A step, and those of one more token a sequence that followed it, took this long together.
+        """Record the joint duration of a step and the one-token steps that followed it.
 
-        Nothing is learned where the first one read a prompt, as how much of the time was that cannot be told.
+        Nothing is learned if the first step had prefill, because its share of the time is unknown.
         """
         if not load.num_prefill_tokens:
             num_tokens = load.num_tokens + (num_steps - 1) * num_sequences
-            # On average they took what a step takes that is as long as they were on average.
+            # The mean time of the steps is the time of a step of mean length.
             self._without.observe(num_tokens / num_steps, load.num_context_tokens, seconds / num_steps)
 
     def prefill_s(self, load: StepLoad) -> float:
-        """Seconds by which the prefill of `load` lengthens the step; all of the step where there is nothing else.
+        """Return the seconds that the prefill of `load` adds to the step, or the whole step if it is prefill alone.
 
-        Infinite for more than can be told from what was measured.
+        Infinite for more tokens than the measurements cover.
         """
         record = self._beside if load.num_tokens else self._alone
         return record.predict(load.num_prefill_tokens, load.num_prefill_pairs)
 
     def replay_s(self, num_tokens: int, kv_len: int, step_tokens: int) -> float:
-        """Seconds to run the next `num_tokens` tokens of a prompt in steps of `step_tokens` and nothing else.
+        """Return the seconds to run the next `num_tokens` tokens of a prompt in steps of `step_tokens` tokens.
 
         0 before such a step was measured.
         """
@@ -106,13 +104,13 @@ class StepTimes:
         return time.predict(load.num_prefill_tokens, load.num_prefill_pairs) + num_more_steps * time.predict(0, 0)
 
     def usual_s(self, load: StepLoad) -> float:
-        """Seconds that a step without prefill takes on average; 0 before such a step was measured."""
+        """Return the mean seconds of a step without prefill; 0 before such a step was measured."""
         return self._without.time.predict(load.num_tokens, load.num_context_tokens)
 
     def step_s(self, load: StepLoad) -> float:
-        """Seconds that a step takes, rather too many than too few; infinite before anything was measured.
+        """Return a cautious estimate of a step's seconds; infinite before any measurement.
 
-        Scaled up from whole steps of one kind: what prefill adds to others is a difference of predictions.
+        It is scaled up from whole steps of one kind, because the time that prefill adds is a difference of predictions.
         """
         num_tokens = load.num_tokens + load.num_prefill_tokens
         context = load.num_context_tokens + load.num_prefill_pairs

@@ -1,19 +1,18 @@
-"""Which KV block belongs to whom: allocation, sharing, reference counts and the prefix cache.
+"""Allocate KV blocks: sharing, reference counts and the prefix cache.
 
-With its blocks a session goes back to `table`, and its tokens to `specdec.engine.schedule.scheduler`.
+`table` calls this for a session, whose tokens then go to `specdec.engine.schedule.scheduler`.
 
 A block is in exactly one of three states:
 
-    free      nobody holds it and nothing in it is worth keeping
-    held      its reference count says how many block tables contain it
-    cached    nobody holds it, but it is published, so a table may still adopt it; the least recently held goes first
+    free      no table holds it and its contents are not needed
+    held      its reference count is the number of block tables that contain it
+    cached    no table holds it, but it is published and a table may still adopt it; the least recently held is evicted
+              first
 
 Publishing names a block by the chain hash of every token up to its end, salted by the tenant (`specdec.core.chain`).
-Only full blocks of committed tokens are published, and a published block is never written again: that is the caller's
-part of the bargain.
+The caller publishes only full blocks of committed tokens and never writes to a published block again.
 
-Not here: tensors, tokens, sessions, threads. Called by `specdec.engine.sessions.table` from the device thread alone,
-`stamps` apart.
+Called by `specdec.engine.sessions.table` from the device thread alone, except for `stamps`, which any thread may call.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from specdec.types import BLOCK_TOKENS
 
 
 def blocks_for(num_tokens: int) -> int:
-    """Blocks that `num_tokens` tokens need."""
+    """Return the number of blocks that `num_tokens` tokens need."""
     return -(-num_tokens // BLOCK_TOKENS)
 
 
@@ -43,16 +42,16 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `grow` could hand out now."""
+        """Number of blocks that `grow` can hand out now."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_held(self) -> int:
-        """Blocks in at least one table."""
+        """Number of blocks in at least one table."""
         return self.num_blocks - self.num_available
 
     def grow(self, table: list[int], num_tokens: int) -> bool:
-        """Extends `table` until it covers `num_tokens` tokens.
+        """Extend `table` until it covers `num_tokens` tokens.
 
         Returns:
             False, with nothing changed, when too few blocks are available.
@@ -67,25 +66,25 @@ class BlockManager:
         return True
 
     def truncate(self, table: list[int], num_tokens: int) -> None:
-        """Cuts `table` to the blocks that `num_tokens` tokens need and lets go of the rest."""
+        """Cut `table` to the blocks that `num_tokens` tokens need and release the others."""
         keep = blocks_for(num_tokens)
-        # Last first: of one chain, the blocks nearest its root are evicted last, because all others hang on them.
+        # Last first: the blocks nearest the root of a chain are evicted last, because all later blocks depend on them.
         for block_id in reversed(table[keep:]):
             self._let_go(block_id)
         del table[keep:]
 
     def free(self, table: list[int]) -> None:
-        """Empties `table`."""
+        """Release all blocks of `table`."""
         self.truncate(table, 0)
 
     def publish(self, block_id: int, block_hash: bytes) -> None:
-        """Makes a held, full block findable. Where the hash has a block already, that one stays the published one."""
+        """Publish a held, full block under its hash. A block that is already published under the hash stays."""
         if block_hash not in self._block_of and block_id not in self._hash_of:
             self._block_of[block_hash] = block_id
             self._hash_of[block_id] = block_hash
 
     def adopt(self, table: list[int], block_hashes: Iterable[bytes]) -> int:
-        """Appends published blocks to `table`, in the order of `block_hashes`, until one is not found.
+        """Append published blocks to `table`, in the order of `block_hashes`, until one is not found.
 
         Returns:
             The number of blocks appended.
@@ -102,21 +101,22 @@ class BlockManager:
         return num_adopted
 
     def share(self, table: list[int], block_ids: Iterable[int]) -> None:
-        """Appends held blocks of another table to `table`; nobody may write to them while both hold them."""
+        """Append held blocks of another table to `table`. Neither may write to them while both hold them."""
         for block_id in block_ids:
             self._ref_counts[block_id] += 1
             table.append(block_id)
 
     def is_published(self, block_hash: bytes) -> bool:
+        """Return whether a block is published under this hash."""
         return block_hash in self._block_of
 
     def stamps(self, block_hashes: Iterable[bytes]) -> list[tuple[int, int]] | None:
-        """Where published blocks lie: ids, each with a number that changes before the block may be written again.
+        """Return the ids of published blocks, each with a number that changes before the block may be written again.
 
-        From any thread. What is read of the blocks is right if the stamps are still the same afterwards.
+        Any thread may call this. A copy of the blocks is valid if the stamps are still the same after copying.
 
         Returns:
-            None where one of them is not published.
+            None if one of them is not published.
         """
         stamps = []
         for block_hash in block_hashes:
@@ -127,10 +127,10 @@ class BlockManager:
         return stamps
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Compares the books with the block tables in use.
+        """Compare the reference counts with the block tables in use.
 
         Args:
-            tables: every table there is.
+            tables: every existing table.
 
         Raises:
             RuntimeError: a block is counted wrongly, owned twice, or lost.

@@ -1,19 +1,18 @@
-"""The one gate for calls of sessions: join the same call, repeat a stored answer, or supersede what is in work.
+"""The gate for calls of sessions: join the same call, repeat a stored answer, or supersede the running call.
 
-    admit ─▶ align ─▶ enter ─▶ waiting ─▶ running ─▶ finish: stored, and told to whoever waits
+    admit ─▶ align ─▶ enter ─▶ waiting ─▶ running ─▶ finish: stored, and sent to all waiters
       │                                      hold │ ▲ go_on
       │                                           ▼ │
-      │                                         restoring: KV for its blocks is on its way
-      │ the same call is in work: waits for its answer
-      │ it was answered: told at once
-      │ another call of the session is in work: that one ends with StaleEpoch
+      │                                         restoring: KV for its blocks is being fetched
+      │ the same call is in progress: wait for its answer
+      │ it was answered: return the stored answer
+      │ another call of the session is in progress: that one ends with StaleEpoch
 
-A call waits while blocks that others hold, or pins, may come back, in order of arrival. From here a round goes
-where its caller runs it, a step of the device (`specdec.engine.loop.steps`, or a simulated one), and its answer back
-through `tell`.
+A call waits, in order of arrival, while blocks that are held or pinned may still be released. The caller then runs the
+round in steps of the device (`specdec.engine.loop.steps`, or a simulated one), and the answer returns through `tell`.
 
-Not here: which tokens have KV (`table`), steps, threads, what a waiter is. Called by `specdec.engine.loop.device_loop`
-from the device thread and by `specdec.engine.simulated.replica` on its event loop, each from one thread alone.
+`table` knows which tokens have KV. Called by `specdec.engine.loop.device_loop` from the device thread and by
+`specdec.engine.simulated.replica` on its event loop, each from one thread alone.
 """
 
 from __future__ import annotations
@@ -31,36 +30,37 @@ from specdec.types import ProposeRequest, ScoreRequest, SessionPosition, TokenId
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A validated request, in the terms of the engine."""
+    """A validated request as the engine runs it."""
 
     request: ProposeRequest | VerifyRequest | ScoreRequest
     digest: bytes
-    """Of everything that was asked; with (session, epoch, round) the idempotency key."""
+    """Digest of the whole request; with (session, epoch, round) the idempotency key."""
     draft_token_ids: TokenIds
     """uint32 [L]: tokens to run after the committed ones."""
     num_logit_rows: int
-    """Rows wanted when the committed and draft tokens have run; at least 1."""
+    """Number of rows of logits to return once the committed and draft tokens have run; at least 1."""
     max_kv_len: int
-    """The most tokens that can need KV before the job finishes."""
+    """Largest number of tokens that can need KV before the job finishes."""
     preemptible: bool = False
-    """Nobody waits for it: it ends where another call comes, and its session with it."""
+    """True if no client waits for the call: it ends, with its session, when another call arrives."""
     keeps_session: bool = False
-    """Of one that yields: its session is left to the next one, until somebody releases it."""
+    """True if the session of a preemptible call stays for the next one, until it is released."""
     local_draft: str = ""
-    """What the worker is to draft with before the tokens run, one of `ModelShape.local_drafts`; "": nothing."""
+    """Draft that the worker makes before the tokens run, one of `ModelShape.local_drafts`; "" for none."""
 
     @property
     def position(self) -> SessionPosition:
+        """Session position of the request."""
         return self.request.position
 
 
 class CallInWork(Protocol):
-    """What the gate must know of a job: a call with its aligned sequence."""
+    """The part of a job that the gate uses: a call with its aligned sequence."""
 
     call: Call
     sequence: Sequence
     num_cached_tokens: int
-    """Committed tokens that needed no forward pass; set when the job begins to run."""
+    """Number of committed tokens that needed no forward pass; set when the job begins to run."""
 
 
 JobT = TypeVar("JobT", bound=CallInWork)
@@ -68,34 +68,40 @@ WaiterT = TypeVar("WaiterT")
 
 
 class Calls(Generic[JobT, WaiterT]):
-    """Every call in work, at most one a session, with those who wait for its answer."""
+    """All calls in progress, at most one a session, with the waiters for their answers."""
 
     def __init__(self, sessions: SessionTable, tell: Callable[[WaiterT, Any], None]) -> None:
-        """`tell` hands a waiter its outcome: an answer, or an error to raise."""
+        """
+        Args:
+            sessions: the sessions of the replica.
+            tell: gives a waiter its outcome: an answer, or an error to raise.
+        """
         self.sessions = sessions
         self.jobs: dict[str, JobT] = {}
-        """By session id: running and waiting."""
+        """Running and waiting jobs by session id."""
         self.running: list[JobT] = []
-        """In order of arrival."""
+        """Running jobs in order of arrival."""
         self.restoring: list[JobT] = []
-        """They have their blocks, and run once whoever held them lets them go on."""
+        """Jobs that have their blocks and run after `go_on`."""
         self.pin_end_s: float | None = None
-        """On the session table's clock, while nothing but pins and those that restore keep calls from running: when to
-        try again; infinite: when one of those goes on."""
+        """Time to try again, on the session table's clock, while only pins and restoring jobs keep calls from running.
+
+        Infinite: try again when a restoring job goes on. None: no such wait.
+        """
         self._tell = tell
         self._waiters: dict[JobT, list[WaiterT]] = {}
         self._waiting: deque[JobT] = deque()  # for KV blocks, in order of arrival
 
     @property
     def may_run(self) -> bool:
-        """Whether a job runs, or one that waits may begin to."""
+        """True if a job runs, or if a waiting one may begin to."""
         return len(self.jobs) > len(self.restoring) and self.pin_end_s is None
 
     def admit(self, call: Call, waiter: WaiterT) -> Sequence | None:
-        """Joins, repeats or supersedes.
+        """Join the same call, repeat its stored answer, or supersede the session's running call.
 
         Returns:
-            The session's sequence, for the caller to align and `enter`; None: `waiter` has its answer or will get it.
+            The session's sequence, for the caller to align and `enter`; None if `waiter` has its answer or will get it.
 
         Raises:
             StaleEpoch: a newer call of the session has been seen.
@@ -115,15 +121,15 @@ class Calls(Generic[JobT, WaiterT]):
         return sequence
 
     def enter(self, job: JobT, waiter: WaiterT) -> None:
-        """Takes in the job of a call that was admitted and aligned; it waits for its blocks."""
+        """Add the job of a call that was admitted and aligned; it waits for its blocks."""
         self.jobs[job.sequence.session_id] = job
         self._waiters[job] = [waiter]
         self._waiting.append(job)
 
     def start_waiting(self) -> list[JobT]:
-        """Lets jobs run in order of arrival as far as KV blocks go; returns those that begin now.
+        """Start jobs in order of arrival while KV blocks suffice, and return those that begin now.
 
-        A job that the pool can never hold, or that has nothing to wait for, ends with ResourceExhausted.
+        A job that the pool can never hold, or for which no block will be released, ends with ResourceExhausted.
         """
         self.pin_end_s = None
         begun: list[JobT] = []
@@ -148,28 +154,28 @@ class Calls(Generic[JobT, WaiterT]):
         return begun
 
     def hold(self, job: JobT) -> None:
-        """Keeps a job that runs from doing so, with all its blocks, until `go_on`."""
+        """Suspend a running job, which keeps all its blocks, until `go_on`."""
         self.running.remove(job)
         self.restoring.append(job)
 
     def go_on(self, job: JobT) -> None:
-        """Lets a job run that was held; it may have more KV than before."""
+        """Resume a suspended job; it may have more KV than before."""
         self.restoring.remove(job)
         self.running.append(job)
         job.num_cached_tokens = min(job.sequence.kv_len, job.call.position.committed_len)
 
     def finish(self, job: JobT, answer: Any) -> None:
-        """Stores a job's answer under its idempotency key and tells it."""
+        """Store a job's answer under its idempotency key and send it to the waiters."""
         self.sessions.store_answer(job.sequence, StoredAnswer(job.call.digest, answer))
         self.end(job, answer)
 
     def fail(self, job: JobT, error: SpecdecError) -> None:
-        """Ends a job whose KV is not to be trusted."""
+        """End a job with an error and invalidate its KV."""
         self.sessions.invalidate(job.sequence)
         self.end(job, error)
 
     def end(self, job: JobT, outcome: Any) -> None:
-        """Takes a job out; `outcome`, an answer or an error, goes to everyone who waits for it."""
+        """Remove a job and send `outcome`, an answer or an error, to all its waiters."""
         del self.jobs[job.sequence.session_id]
         next(jobs for jobs in (self.running, self.restoring, self._waiting) if job in jobs).remove(job)
         for waiter in self._waiters.pop(job):
@@ -177,11 +183,12 @@ class Calls(Generic[JobT, WaiterT]):
         self.sessions.settle(job.sequence)
 
     def end_all(self, outcome: SpecdecError) -> None:
+        """End every job with the same error."""
         for job in list(self.jobs.values()):
             self.end(job, outcome)
 
     def abandon(self, session_id: str, waiter: WaiterT) -> None:
-        """A caller went away: the job goes too unless someone else waits for it."""
+        """Remove a waiter that left; the job ends unless another waiter remains."""
         job = self.jobs.get(session_id)
         if job is None or waiter not in self._waiters[job]:
             return
@@ -190,15 +197,15 @@ class Calls(Generic[JobT, WaiterT]):
             self.end(job, None)
 
     def release(self, session_id: str) -> None:
-        """Forgets a session and frees its KV; a call in work on it misses. An unknown id is fine."""
+        """Forget a session and free its KV; its running call ends with KvMiss. Unknown ids are ignored."""
         job = self.jobs.get(session_id)
         if job is not None:
-            # Not stale: the session may have been made anew while the release was under way.
+            # KvMiss and not StaleEpoch: the session may have been created again while the release was on its way.
             self.end(job, KvMiss(f"session {session_id} was released; send from 0 on", have=0))
         self.sessions.release(session_id)
 
     def _reserve(self, job: JobT) -> bool:
-        # While something runs, or soon will, blocks will come back by themselves.
+        # While a job runs or is about to, blocks will be released without preempting another job.
         behind = () if self.running or self.restoring else [other.sequence for other in reversed(self._waiting)]
         return self.sessions.reserve(
             job.sequence,

@@ -1,8 +1,7 @@
-"""How many rounds a replica has answered, and how many for others between two answers of one session.
+"""Count the rounds that a replica answers, and those of other sessions between two answers of one session.
 
-Counted here and not by those who ask, because several coordinators may share a replica and each sees its own calls
-alone. Not here: what is made of it (a coordinator's gamma, docs/protocol.md section 7). Told by whoever makes the
-answers, from one thread alone.
+The replica counts, because several coordinators may share it and each sees only its own calls. Coordinators choose
+gamma by the counts (docs/protocol.md section 7). Use from one thread alone.
 """
 
 from __future__ import annotations
@@ -13,29 +12,29 @@ from specdec.engine.sessions.sequence import Sequence
 
 
 class OtherAnswers(NamedTuple):
-    """What a replica answered for others."""
+    """Answers that a replica gave to other sessions."""
 
     num_rounds: int = 0
     num_rows: int = 0
-    """Positions in them."""
+    """Number of positions in those answers."""
 
 
 class ConcurrentRounds:
-    """Counts the answers of one replica."""
+    """Counter of the answers of one replica."""
 
     def __init__(self) -> None:
         self._num_rounds = 0
         self._num_rows = 0
 
     def note(self, sequence: Sequence, num_rows: int) -> OtherAnswers:
-        """Counts an answer.
+        """Count an answer.
 
         Args:
-            sequence: of the session that gets it.
-            num_rows: positions in it.
+            sequence: sequence of the answered session.
+            num_rows: number of positions in the answer.
 
         Returns:
-            What was answered for others since the session's answer before; nothing where this is its first.
+            Answers to other sessions since this session's previous answer; zeros for its first answer.
         """
         self._num_rounds += 1
         self._num_rows += num_rows

@@ -1,8 +1,8 @@
-"""What both services check of a request before the engine sees it, and the digest of what it asks.
+"""Check requests before the engine sees them, and compute the digest of a request.
 
-A step carries many sessions, so a request that could make it fail is refused here, on its own, before anything is
-stored or reserved. From here a request goes, as a `Call`, to the device thread (`specdec.engine.loop.device_loop`). Not
-here: what only one service knows (gamma, supports). Called by the proposer and the verifier.
+A step carries many sessions, so a request that could make it fail is refused here, alone, before anything is stored or
+reserved. Afterwards a request goes, as a `Call`, to the device thread (`specdec.engine.loop.device_loop`). The services
+check what only one of them knows (gamma, supports). Called by the proposer and the verifier.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _DIGEST_BYTES = 16
 
 
 def check_round(request: SessionPosition, vocabulary_size: int) -> None:
-    """Refuses a round that no replica of this vocabulary could run.
+    """Refuse a round that no replica of this vocabulary could run.
 
     Raises:
-        InvalidRequest: naming the field and the limit.
+        InvalidRequest: a field is out of range; the message names the field and the limit.
     """
     if not request.session_id:
         raise InvalidRequest("round.session_id is empty", field="round.session_id")
@@ -40,10 +40,10 @@ def check_round(request: SessionPosition, vocabulary_size: int) -> None:
 
 
 def check_scored(request: ScoreRequest, vocabulary_size: int) -> None:
-    """Refuses what is no span of committed tokens.
+    """Refuse a request that does not name a span of committed tokens.
 
     Raises:
-        InvalidRequest: naming the field and the limit.
+        InvalidRequest: a field is out of range; the message names the field and the limit.
     """
     if request.position.start:
         raise InvalidRequest("round.start must be 0 where tokens are scored", field="round.start")
@@ -55,20 +55,20 @@ def check_scored(request: ScoreRequest, vocabulary_size: int) -> None:
 
 
 def digest_of(request: ProposeRequest | VerifyRequest) -> bytes:
-    """Digest of everything a request asks; two calls of one round with equal digests ask the same."""
-    asked = request.position
-    filters = asked.filters
+    """Return a digest of the whole request; two calls of one round with equal digests are the same request."""
+    position = request.position
+    filters = position.filters
     scalars: tuple[object, ...] = (
-        asked.start,
-        asked.prefix_hash,
+        position.start,
+        position.prefix_hash,
         (filters.temperature, filters.top_p, filters.top_k, filters.min_p),
         (filters.repetition_penalty, filters.presence_penalty, filters.frequency_penalty),
         sorted(filters.logit_bias.items()),
         (filters.min_new_tokens, filters.end_token_ids),
-        (asked.seed, asked.turn, asked.output_start, int(asked.draw_rule)),
+        (position.seed, position.turn, position.output_start, int(position.draw_rule)),
         request.gamma if isinstance(request, ProposeRequest) else request.num_logprobs,
     )
-    arrays = [asked.token_ids]
+    arrays = [position.token_ids]
     if isinstance(request, VerifyRequest):
         arrays += [request.draft_token_ids, *request.support_ids]
         if request.local_draft is not None:

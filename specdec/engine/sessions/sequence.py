@@ -1,18 +1,18 @@
-"""One session as a replica holds it: its tokens, how many of them have KV, where that KV lies, and what was answered.
+"""One session as a replica holds it: its tokens, the part of them that has KV, the KV blocks, and the last answer.
 
-A round reads and changes its sequence by way of `table`; the tokens without KV are cut into slices of a step by
-`specdec.engine.loop.job`.
+A round reads and changes its sequence through `table`; `specdec.engine.loop.job` cuts the tokens without KV into slices
+of a step.
 
-Tokens are committed ones first, then the draft tokens of the call in work. Between calls every token has KV.
+Committed tokens come first, then the draft tokens of the running call. Between calls every token has KV.
 
     0 ........ published ........ kv_len ........ len(sequence)
     | shared, immutable | private  |  not run yet  |
 
-A fork is the same session as it may go on. It shares the full blocks before the point where it parts and owns what
-follows. Forks live only while their root stands still: whatever changes the root's tokens or blocks ends them first, so
-a shared block is never written while two read it.
+A fork is a possible continuation of the session. It shares the full blocks before the fork point and owns the blocks
+after it. Every change of the root's tokens or blocks ends all forks first, so that a shared block is never written
+while two sequences read it.
 
-Not here: the decision what to keep (`table`), which blocks exist (`block_manager`), tensors. Device thread only.
+`table` decides what to keep and `block_manager` which blocks exist. Device thread only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from specdec.types import BLOCK_TOKENS, TokenIds
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """The answer of a session's newest round, and the digest of what was asked."""
+    """Answer of a session's newest round, with the digest of its request."""
 
     digest: bytes
     value: Any
@@ -44,29 +44,29 @@ class Sequence:
     def __init__(self, session_id: str, tenant: str = DEFAULT_TENANT) -> None:
         self.session_id = session_id
         self.tenant = tenant
-        """Who else may find the blocks that it publishes."""
+        """Tenant whose sessions may find the published blocks."""
         self.epoch = 0
         self.newest_round = -1
         self.answer: StoredAnswer | None = None
-        """Of (epoch, newest_round)."""
+        """Stored answer of (epoch, newest_round)."""
         self.in_flight = False
-        """A call works on the session: its KV is not evicted."""
+        """True while a call runs on the session: its KV is not evicted."""
         self.answered_at: tuple[int, int] | None = None
-        """Rounds and positions that the replica had answered when it last answered this session."""
+        """Numbers of rounds and positions that the replica had answered at its last answer to this session."""
         self.called_s = float("-inf")
-        """When it was last called, on the session table's clock."""
+        """Time of the last call, on the session table's clock."""
         self.pinned_until_s = float("-inf")
-        """Between a miss and its resend, on the session table's clock."""
+        """End of the pin between a miss and its resend, on the session table's clock."""
         self.kv_len = 0
         self.confirmed_len = 0
-        """Leading tokens that were committed when `epoch` last called."""
+        """Number of leading tokens that were committed at the last call of `epoch`."""
         self.block_table = BlockTable()
         self.num_published = 0
-        """Leading blocks that are published or adopted: never written again."""
+        """Number of leading blocks that are published or adopted and are never written again."""
         self.forks: list[Sequence] = []
-        """Of a root: every fork that lives, forks of forks too."""
+        """All live forks of a root, with their own forks."""
         self.root: Sequence | None = None
-        """Of a fork that lives: the session's own sequence."""
+        """The session's own sequence, for a live fork."""
         self._tokens: TokenIds = np.empty(0, dtype=np.uint32)
         self._len = 0
         self._hasher = ChainHasher()
@@ -81,11 +81,11 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens without KV."""
+        """Number of tokens without KV."""
         return self._len - self.kv_len
 
     def append(self, token_ids: TokenIds) -> None:
-        """Adds tokens that have no KV yet."""
+        """Append tokens that have no KV yet."""
         end = self._len + len(token_ids)
         if end > len(self._tokens):
             grown = np.empty(max(end, 2 * len(self._tokens), 64), dtype=np.uint32)
@@ -95,10 +95,10 @@ class Sequence:
         self._len = end
 
     def truncate_to(self, length: int, blocks: BlockManager) -> None:
-        """Forgets the tokens from `length` on, and their KV.
+        """Drop the tokens from `length` on, with their KV.
 
-        Inside a published block, which must not be written again, KV is forgotten from the block's start on: those
-        few tokens stay known and run again into a block of the session's own.
+        A published block must not be written again. If `length` lies inside one, KV is dropped from the block's start:
+        its remaining tokens stay known and run again into a private block.
         """
         self.end_forks(blocks)
         self._len = min(self._len, length)
@@ -112,25 +112,25 @@ class Sequence:
         blocks.truncate(self.block_table, self.kv_len)
 
     def settle(self, blocks: BlockManager) -> None:
-        """Ends a call: tokens that were not run, and blocks reserved for more, go."""
+        """End a call: drop tokens that did not run and blocks that were reserved for more."""
         self.truncate_to(self.kv_len, blocks)
 
     def drop_kv(self, blocks: BlockManager) -> None:
-        """Gives every block back but keeps the tokens: they run again."""
+        """Release every block but keep the tokens, which then run again."""
         self.end_forks(blocks)
         blocks.free(self.block_table)
         self.kv_len = self.num_published = 0
 
     def forget(self, blocks: BlockManager) -> None:
-        """Drops every token, every block and the stored answer; the newest round's key stays."""
+        """Drop every token, every block and the stored answer; the newest round's key stays."""
         self.truncate_to(0, blocks)
         self.answer = None
 
     def fork(self, length: int, capacity: int, blocks: BlockManager) -> Sequence | None:
-        """A fork that parts after `length` tokens, all with KV, and has room for `capacity`.
+        """Return a fork after `length` tokens, all with KV, with blocks for `capacity` tokens.
 
-        Where `length` lies inside a block, the fork's own block must be given that block's contents before it is read
-        or written: the pair `(self.block_table[i], fork.block_table[i])` of `i = length // BLOCK_TOKENS`.
+        If `length` lies inside a block, the caller copies that block's contents to the fork's block before it is read
+        or written: from `self.block_table[i]` to `fork.block_table[i]` with `i = length // BLOCK_TOKENS`.
 
         Returns:
             None, with nothing changed, when too few blocks are available.
@@ -149,7 +149,7 @@ class Sequence:
         return fork
 
     def become(self, fork: Sequence, blocks: BlockManager) -> None:
-        """Goes on as `fork`, one of this root's: its tokens and blocks replace ours, and every fork ends."""
+        """Continue as `fork`, a fork of this root: take over its tokens and blocks, and end every fork."""
         common = min(len(self), len(fork))
         parted = np.flatnonzero(self.token_ids[:common] != fork.token_ids[:common])
         self._hasher.truncate(min(len(self._hasher), int(parted[0]) if len(parted) else common))
@@ -160,33 +160,33 @@ class Sequence:
         self.end_forks(blocks)
 
     def end_forks(self, blocks: BlockManager) -> None:
-        """Gives back what forks own and lets none of them go on."""
+        """Release the blocks that forks own and end all forks."""
         for fork in self.forks:
             blocks.free(fork.block_table)
             fork.root = None
         self.forks.clear()
 
     def hash_at(self, length: int) -> bytes:
-        """Chain hash of the first `length` tokens; `length` is at most `len(self)`."""
+        """Return the chain hash of the first `length` tokens; `length` is at most `len(self)`."""
         self._extend_hasher(length)
         return self._hasher.at(length)
 
     def block_names(self, first: int, end: int) -> list[bytes]:
-        """What blocks [first, end) of this session are published as; all of them full."""
+        """Return the names under which blocks [first, end) of this session are published; all of them are full."""
         return list(self._block_names(first, end * BLOCK_TOKENS))
 
     def adopt_published(self, limit: int, blocks: BlockManager) -> None:
-        """Takes over published blocks that hold this session's next tokens, for full blocks that end by `limit`."""
+        """Adopt published blocks that hold this session's next tokens, as far as full blocks end by `limit`."""
         first = self.kv_len // BLOCK_TOKENS
         if first >= limit // BLOCK_TOKENS or not blocks.is_published(self._block_name(first)):
             return
-        blocks.truncate(self.block_table, first * BLOCK_TOKENS)  # a block of our own that holds less gives way
+        blocks.truncate(self.block_table, first * BLOCK_TOKENS)  # replaces a private block that holds less
         first += blocks.adopt(self.block_table, self._block_names(first, limit))
         self.num_published = first
         self.kv_len = first * BLOCK_TOKENS
 
     def publish(self, limit: int, blocks: BlockManager) -> None:
-        """Offers the full blocks that end by `limit` (committed tokens only) and have KV to other sessions."""
+        """Publish the full blocks with KV that end by `limit` (committed tokens only) to other sessions."""
         for name in self._block_names(self.num_published, min(limit, self.kv_len)):
             blocks.publish(self.block_table[self.num_published], name)
             self.num_published += 1

@@ -1,17 +1,16 @@
-"""The position protocol of docs/protocol.md section 5: which session a call means, and what of it is here already.
+"""The position protocol (docs/protocol.md section 5): find a call's session and align it with the committed tokens.
 
-A round comes here from `specdec.engine.sessions.calls`; once it has its blocks it runs
-(`specdec.engine.schedule.scheduler`). Draft and target service share this one implementation. A call passes three
-gates: `fence` (is it the newest?), `align` (which of its tokens have KV here?) and `reserve` (are there blocks for the
-rest?).
+`specdec.engine.sessions.calls` passes a round through three gates: `fence` (is it the newest?), `align` (which of its
+tokens have KV here?) and `reserve` (are there blocks for the others?). With its blocks the round is scheduled
+(`specdec.engine.schedule.scheduler`). Draft and target service share this implementation.
 
-What may be answered with KV_MISS(have): only a length that is surely common, because a second miss in one round counts
-as a replica failure. Within an epoch committed tokens never change, so it is the last block boundary of what that epoch
-committed and we still hold; across epochs (a coordinator restarted, the store lost its last second) nothing is sure and
-`have` is 0. That costs bytes, not forward passes: nothing is thrown away at a miss, and of the tokens sent again those
-that equal ours keep their KV.
+KV_MISS(have) names only a length that both sides certainly share, because a second miss in one round counts as a
+replica failure. Within an epoch committed tokens never change, so `have` is the last block boundary that the epoch
+committed and that is still held. Across epochs (a coordinator restarted, or the store lost its last second) nothing is
+certain, and `have` is 0. This costs bytes but no forward passes: a miss drops nothing, and tokens that are sent again
+keep their KV where they are equal.
 
-Not here: threads, futures, steps, tensors. Called by `calls` and by whoever aligns its calls, from one thread alone.
+Use from one thread alone.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from specdec.engine.sessions.sequence import Sequence, StoredAnswer
 from specdec.errors import KvMiss, ResourceExhausted, StaleEpoch
 from specdec.types import BLOCK_TOKENS, SessionPosition, TokenIds
 
-#: How long a miss keeps a session's blocks from eviction while the caller sends the tokens again.
+#: Time in which a session's blocks are not evicted after a miss, while the caller sends the tokens again.
 DEFAULT_PIN_TTL_S = 5.0
 
-#: One part in this many of the pool is never given to forks: they must not crowd out sessions or the prefix cache.
+#: 1 / _SPARE_SHARE of the pool is never given to forks, so that they do not evict sessions or the prefix cache.
 _SPARE_SHARE = 4
 
-#: How long after its last call a session counts as running.
+#: Time after its last call in which a session counts as running.
 _RUNNING_S = 1.0
 
-#: Sessions remembered, with or without KV; the least recently used idle ones go first.
+#: Number of sessions that are remembered, with or without KV; the least recently used idle ones are dropped first.
 DEFAULT_MAX_SESSIONS = 4096
 
-#: Answers kept for repetition, the newest; a repetition of an older one is worked out again. The largest, of
-#: distributions over a whole vocabulary, have megabytes.
+#: Number of newest answers kept for repetition; the repetition of an older one is computed again. The largest answers,
+#: with distributions over a whole vocabulary, have megabytes.
 MAX_ANSWERS = 256
 
 
 class SessionTable:
-    """Every session this replica knows, least recently used first."""
+    """All sessions of a replica, least recently used first."""
 
     def __init__(
         self,
@@ -64,23 +63,24 @@ class SessionTable:
 
     @property
     def num_with_kv(self) -> int:
-        """Sessions that hold KV blocks."""
+        """Number of sessions that hold KV blocks."""
         return sum(1 for sequence in list(self._sessions.values()) if sequence.block_table)
 
     @property
     def num_running(self) -> int:
-        """Sessions with a call in work, or whose last one came within the last second: between two they draft, or are
-        drafted for."""
+        """Number of sessions with a running call, or with a call within the last second: between two calls of a round
+        the other service works for them."""
         since_s = self._clock() - _RUNNING_S
         return sum(
             1 for sequence in list(self._sessions.values()) if sequence.in_flight or sequence.called_s >= since_s
         )
 
     def get(self, session_id: str) -> Sequence | None:
+        """Return a session's sequence, or None for an unknown id."""
         return self._sessions.get(session_id)
 
     def fence(self, request: SessionPosition) -> Sequence:
-        """Finds or opens the session of a call.
+        """Find or open the session of a call.
 
         Raises:
             StaleEpoch: a newer epoch, or a newer round of this epoch, has been seen.
@@ -99,10 +99,10 @@ class SessionTable:
         return sequence
 
     def align(self, sequence: Sequence, request: SessionPosition, draft_token_ids: TokenIds) -> None:
-        """Makes `sequence` hold exactly the call's tokens, with as much KV as is known to be right.
+        """Make `sequence` hold exactly the call's tokens, with as much KV as is certainly valid.
 
-        At least the last committed token is left without KV, because its logits are always wanted. Published blocks of
-        other sessions are looked up by `reserve`.
+        At least the last committed token is left without KV, because its logits are always needed. `reserve` looks up
+        published blocks of other sessions.
 
         Raises:
             KvMiss: the session's first `start` tokens are not known here; its blocks are pinned until the resend.
@@ -119,16 +119,16 @@ class SessionTable:
         sequence.in_flight = True
 
     def knows_start(self, sequence: Sequence, request: SessionPosition) -> bool:
-        """Whether the session's first `start` tokens are the ones held here, with KV."""
+        """Return whether the session's first `start` tokens are the ones held here, with KV."""
         return request.start == 0 or (
             request.start <= sequence.kv_len and sequence.hash_at(request.start) == request.prefix_hash
         )
 
     def fork(self, sequence: Sequence, length: int, capacity: int) -> Sequence | None:
-        """Forks a sequence, or a fork of it, after `length` tokens, with room for `capacity`; see `Sequence.fork`.
+        """Fork a sequence or a fork after `length` tokens, with blocks for `capacity` tokens; see `Sequence.fork`.
 
         Returns:
-            None where blocks are short: sessions come first.
+            None if blocks are short, because sessions take precedence.
         """
         num_new = blocks_for(capacity) - length // BLOCK_TOKENS
         if self.blocks.num_available - num_new < self.blocks.num_blocks // _SPARE_SHARE:
@@ -136,7 +136,7 @@ class SessionTable:
         return sequence.fork(length, capacity, self.blocks)
 
     def adopt_fork(self, sequence: Sequence, request: SessionPosition, fork: Sequence) -> None:
-        """Begins a call as `align` does, but on a fork that holds the call's tokens and some after them, with KV."""
+        """Begin a call as `align` does, on a fork that holds the call's tokens, and some after them, with KV."""
         self._advance_key(sequence, request)
         sequence.pinned_until_s = float("-inf")
         sequence.become(fork, self.blocks)
@@ -144,23 +144,23 @@ class SessionTable:
         sequence.in_flight = True
 
     def end_forks(self) -> None:
-        """Ends the forks of every session."""
+        """End the forks of every session."""
         for sequence in self._sessions.values():
             sequence.end_forks(self.blocks)
 
     def reserve(
         self, sequence: Sequence, *, committed_len: int, max_kv_len: int, preemptable: Iterable[Sequence] = ()
     ) -> bool:
-        """Gives `sequence` published blocks for its committed tokens and fresh ones for up to `max_kv_len` tokens.
+        """Give `sequence` published blocks for its committed tokens and new ones for up to `max_kv_len` tokens.
 
         Blocks are taken from all forks, then from idle sessions, least recently used first, then from the
-        `preemptable` ones: aligned sessions that do not run yet. Those keep their tokens and run them again.
+        `preemptable` sessions, which are aligned but do not run yet. Those keep their tokens and run them again.
 
         Returns:
-            False when blocks must first be given back by running calls, or by pins.
+            False if running calls or pins must release blocks first.
 
         Raises:
-            ResourceExhausted: the whole pool is smaller than that (KV_EXHAUSTED).
+            ResourceExhausted: the whole pool is too small (KV_EXHAUSTED).
         """
         if blocks_for(max_kv_len) > self.blocks.num_blocks:
             raise ResourceExhausted(
@@ -168,7 +168,7 @@ class SessionTable:
                 f"{self.blocks.num_blocks}",
                 reason="KV_EXHAUSTED",
             )
-        # At least the last committed token must run, because its logits are always wanted.
+        # At least the last committed token must run, because its logits are always needed.
         sequence.adopt_published(committed_len - 1, self.blocks)
         if self.blocks.grow(sequence.block_table, max_kv_len):
             return True
@@ -191,7 +191,7 @@ class SessionTable:
         return False
 
     def next_pin_end_s(self) -> float | None:
-        """When, on the table's clock, the first pin ends that keeps blocks from calls; None where there is none."""
+        """Return the time, on the table's clock, at which the first pin on blocks ends; None without pins."""
         now_s = self._clock()
         return min(
             (
@@ -203,11 +203,11 @@ class SessionTable:
         )
 
     def publish(self, sequence: Sequence, committed_len: int) -> None:
-        """Shares the full blocks of committed tokens that have KV by now."""
+        """Publish the full blocks of committed tokens that have KV."""
         sequence.publish(committed_len, self.blocks)
 
     def store_answer(self, sequence: Sequence, answer: StoredAnswer) -> None:
-        """Keeps the answer of the newest round for its repetition; the oldest answer kept may go."""
+        """Store the answer of the newest round for its repetition; the oldest stored answer may be dropped."""
         sequence.answer = answer
         self._answered[sequence] = None
         self._answered.move_to_end(sequence)
@@ -216,28 +216,29 @@ class SessionTable:
             oldest.answer = None
 
     def settle(self, sequence: Sequence) -> None:
-        """Ends a call on `sequence`: only tokens with KV stay."""
+        """End a call on `sequence`: only tokens with KV stay."""
         sequence.in_flight = False
         sequence.settle(self.blocks)
 
     def invalidate(self, sequence: Sequence) -> None:
-        """Ends a call on `sequence` after a crash: its KV is not to be trusted."""
+        """End a call on `sequence` after a crash and drop its KV, which may be wrong."""
         sequence.in_flight = False
         sequence.forget(self.blocks)
 
     def release(self, session_id: str) -> None:
-        """Forgets a session altogether; an unknown id is fine."""
+        """Forget a session with its tokens and KV. Unknown ids are ignored."""
         sequence = self._sessions.pop(session_id, None)
         if sequence is not None:
             self._answered.pop(sequence, None)
             sequence.forget(self.blocks)
 
     def release_all(self) -> None:
+        """Forget every session."""
         for session_id in list(self._sessions):
             self.release(session_id)
 
     def check_integrity(self) -> None:
-        """Every block owned exactly as counted, and every session's numbers in their order.
+        """Check that every block is owned as counted and that every session's lengths are consistent.
 
         Raises:
             RuntimeError: they are not.
@@ -292,7 +293,7 @@ def _is_evictable(sequence: Sequence, now_s: float) -> bool:
 
 
 def common_length(ours: TokenIds, theirs: TokenIds) -> int:
-    """Length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     length = min(len(ours), len(theirs))
     different = np.flatnonzero(ours[:length] != theirs[:length])
     return int(different[0]) if len(different) else length

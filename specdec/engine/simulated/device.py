@@ -1,13 +1,11 @@
-"""A device that computes nothing: steps take the time a model says, one after the other, calls joining between steps.
+"""A device that computes nothing: each step takes a modelled time, and calls join between steps.
 
-Everything happens on one thread that runs events at absolute times, each event told the time it was due, not the time
-it ran: what the machine is late by never adds up, and the only lateness a caller can see is that of its own answer.
-asyncio's own timers are not used because they are a millisecond coarse.
+One thread runs events at absolute times. Each event receives the time at which it was due, not the time at which it
+ran, so delays of the machine do not accumulate; a caller sees only the delay of its own answer. asyncio's timers are
+not used because their resolution is a millisecond.
 
-A call comes from its replica's gate (`specdec.engine.sessions.calls`) and goes, answered, back through it to the
-`servicer`.
-
-Not here: what the steps compute (`text`), sessions and calls (`replica`, which alone calls this).
+A call comes from its replica's gate (`specdec.engine.sessions.calls`), and its answer goes back through the gate to the
+`servicer`. Called by `replica`.
 """
 
 from __future__ import annotations
@@ -27,27 +25,27 @@ from specdec.engine.schedule.scheduler import Scheduler
 
 _PR_SET_TIMERSLACK = 29  # linux/prctl.h
 
-#: Sessions whose branches are remembered; the oldest go first.
+#: Maximum number of sessions whose branches are kept; the oldest are dropped first.
 MAX_BRANCHED_SESSIONS = 1024
 
-#: Branch tokens of one step at most; more sessions' branches wait.
+#: Maximum number of branch tokens of one step; the branches of further sessions wait.
 MAX_BRANCH_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardTime:
-    """How long a forward pass takes."""
+    """Duration of a forward pass."""
 
     fixed_s: float
     per_token_s: float
 
     def step_s(self, num_tokens: int) -> float:
-        """Return the seconds that a step of `num_tokens` tokens in all takes."""
+        """Return the seconds of a step of `num_tokens` tokens, over all its sessions."""
         return self.fixed_s + self.per_token_s * num_tokens
 
 
 class Timeline:
-    """A thread that runs actions at absolute `time.monotonic()` times, in their order."""
+    """A thread that runs actions in the order of their absolute `time.monotonic()` times."""
 
     def __init__(self) -> None:
         self._events: list[tuple[float, int, Callable[[float], object]]] = []
@@ -58,13 +56,13 @@ class Timeline:
         self._thread.start()
 
     def at(self, due_s: float, action: Callable[[float], object]) -> None:
-        """Runs `action(due_s)` at that time or as soon after it as can be. From any thread."""
+        """Run `action(due_s)` at that time or as soon as possible after it. May be called from any thread."""
         with self._wake:
             heapq.heappush(self._events, (due_s, next(self._order), action))
             self._wake.notify()
 
     def end(self) -> None:
-        """Ends the thread; what is not yet due never runs. Idempotent."""
+        """End the thread; actions that are not yet due never run. Idempotent."""
         with self._wake:
             self._is_ended = True
             self._wake.notify()
@@ -87,29 +85,29 @@ class Timeline:
 
 
 def _end_waits_punctually() -> None:
-    """Asks the kernel not to batch this thread's timers with others, which makes them 50 us late; Linux only."""
+    """Ask the kernel not to batch this thread's timers, which delays them by 50 us; Linux only."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
 
 
 @dataclass(eq=False, slots=True)
 class Branches:
-    """Drafts for every likely outcome of a round that is being verified.
+    """Drafts for each likely outcome of a round that is being verified.
 
-    The first step runs the last draft token, whose distribution the outcomes after full acceptance need; each later
+    The first step runs the last draft token, because outcomes after full acceptance need its distribution. Each later
     step drafts one token of every branch.
     """
 
     num_branches: int
     num_steps: int
     committed_lens: range
-    """Lengths the session may have after the round: any other outcome was not branched."""
+    """Committed lengths after the round that have a branch."""
     num_done: int = 0
 
 
 @dataclass(eq=False, slots=True)
 class Work:
-    """One call's steps: the first runs what has no KV yet, in chunks where it is long, each later one a single token.
+    """The steps of one call: the first runs all tokens without KV, in chunks if they are many, each later one a token.
 
     Implements `specdec.engine.schedule.scheduler.Schedulable`.
     """
@@ -118,27 +116,28 @@ class Work:
     num_pending: int
     num_steps: int
     context_tokens: int
-    """Committed tokens of the session."""
+    """Number of committed tokens of the session."""
     finish: Callable[[float], None]
     """Called on the device's thread with the time at which the last step ended."""
     is_hit: bool = False
-    """The session's newest token was guessed: its branches, as far as they got, are the first steps."""
+    """True if the session's newest token was guessed; the steps of its branches then count as first steps."""
     branches: Branches | None = None
-    """What to begin, at low priority, once this is done."""
+    """Branches to draft at low priority once this is done."""
     num_done: int = 0
     kv_len: int = 0
     num_logit_rows: int = 1
     last_step: int = 0
     step_s: float = 0.0
+    """Duration of its newest step."""
     step_tokens: int = 0
-    """Of its newest step: what that took, and its tokens, other sessions' included."""
+    """Number of tokens of its newest step, including those of other sessions."""
 
 
 @dataclass
 class SimulatedDevice:
-    """Runs work in steps that a real scheduler plans: calls that wait when a step begins may join it.
+    """Runs work in steps that the real scheduler plans: calls that wait when a step begins may join it.
 
-    Calls always go before branches, but a step that has begun ends: a cancelled branch costs at most one.
+    Calls always precede branches, but a step that has begun also ends: a cancelled branch costs at most one step.
     """
 
     forward: ForwardTime
@@ -152,11 +151,11 @@ class SimulatedDevice:
     _is_busy: bool = False
 
     def submit(self, work: Work, arrival_s: float) -> None:
-        """Lets work arrive at a time. From any thread."""
+        """Let work arrive at a time. May be called from any thread."""
         self.timeline.at(arrival_s, lambda now_s: self._arrive(work, now_s))
 
     def forget(self, session_id: str) -> None:
-        """Drops a session's branches and no longer expects it back. From any thread."""
+        """Drop a session's branches and stop expecting its next call. May be called from any thread."""
         self.timeline.at(time.monotonic(), lambda _: self._forget(session_id))
 
     # Everything below runs on the timeline's thread.
@@ -224,7 +223,7 @@ class SimulatedDevice:
     def _occupy(
         self, now_s: float, step_s: float, num_sequences: int, num_tokens: int, end: Callable[[float], None]
     ) -> None:
-        """A step of `step_s` begins; `end` is called with its end, and the next one follows."""
+        """Begin a step of `step_s`; at its end, call `end` with the time and begin the next step."""
         self._is_busy = True
         if self.observer is not None:
             self.observer.observe_step(num_sequences=num_sequences, num_tokens=num_tokens, seconds=step_s)
@@ -248,7 +247,7 @@ class SimulatedDevice:
         work.finish(now_s)
 
     def _next_branches(self) -> list[Branches]:
-        """Unfinished branches, oldest first, as many as one step takes."""
+        """Return unfinished branches, oldest first, up to `MAX_BRANCH_TOKENS` tokens."""
         taken: list[Branches] = []
         num_tokens = 0
         for branches in self._branches.values():

@@ -1,14 +1,14 @@
-"""Draft and target engines without a model: real calls, positions and batching, modelled times, a set acceptance.
+"""Draft and target engines without a model: real calls, positions and batching, with modelled times and acceptance.
 
-What they measure is everything around a model. Gate, sessions, rollback, misses and stored answers are the real
-engine's (`specdec.engine.sessions`, through `specdec.engine.simulated.replica`); forward passes are waits
-(`specdec.engine.simulated.device`); tokens and distributions come from a generator whose acceptance is set
-(`specdec.engine.simulated.text`). The network between coordinator and engine can be made slower. The draft engine
-pre-drafts as docs/protocol.md section 6 says: after its answer the device drafts the likely outcomes, and the next call
-is a hit if the committed token was among them.
+They serve to measure everything around a model. Gate, sessions, rollback, misses and stored answers are those of the
+real engine (`specdec.engine.sessions`, through `specdec.engine.simulated.replica`). Forward passes are waits
+(`specdec.engine.simulated.device`). Tokens and distributions come from a generator with a chosen acceptance
+(`specdec.engine.simulated.text`). The network between coordinator and engine can be slowed down. The draft engine
+pre-drafts as in docs/protocol.md section 6: after its answer the device drafts likely outcomes, and the next call is a
+hit if the committed token was among them.
 
-Not a test double for exactness: filters, logprobs and the prompt's text are ignored. Not here: the numbers
-(`specdec.engine.simulated.pair`). Built by the services' entry points for `--model simulated:70b-1b`.
+Filters, logprobs and the prompt's text are ignored, so these engines cannot prove exactness. The numbers are in
+`specdec.engine.simulated.pair`. Built by the services' entry points for `--model simulated:70b-1b`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NO_PROBABILITIES = np.empty(0, dtype=np.float64)
 
 
 class SimulatedDraft(SimulatedReplica):
-    """A `specdec.engine_api.DraftEngine` on a simulated device of its own."""
+    """A `specdec.engine_api.DraftEngine` with its own simulated device."""
 
     role = "draft"
 
@@ -59,53 +59,54 @@ class SimulatedDraft(SimulatedReplica):
         Raises:
             InvalidRequest: the request can never run.
         """
-        asked = request.position
-        check_round(asked, VOCABULARY_SIZE)
+        position = request.position
+        check_round(position, VOCABULARY_SIZE)
         if not 1 <= request.gamma <= self._max_gamma:
             raise InvalidRequest(f"gamma is {request.gamma}, it must be in 1..{self._max_gamma}", field="gamma")
-        gamma = min(request.gamma, MAX_CONTEXT_TOKENS - asked.committed_len)
+        gamma = min(request.gamma, MAX_CONTEXT_TOKENS - position.committed_len)
         proposal: Proposal = await self._call(
             Call(
                 replace(request, gamma=gamma),
                 digest_of(request),
                 NO_TOKENS,
                 num_logit_rows=1,
-                max_kv_len=asked.committed_len + gamma - 1,
+                max_kv_len=position.committed_len + gamma - 1,
             )
         )
         return proposal
 
     async def score(self, request: ScoreRequest) -> Score:
-        """See `DraftEngine.score`. Answered at once where no call is in work, with the time that it would have taken.
+        """See `DraftEngine.score`. The answer comes at once and states the time that it would have taken.
 
         Raises:
             InvalidRequest: the request can never run.
-            ResourceExhausted: a call is in work.
+            ResourceExhausted: another call is running.
         """
-        asked = request.position
-        check_round(asked, VOCABULARY_SIZE)
+        position = request.position
+        check_round(position, VOCABULARY_SIZE)
         check_scored(request, VOCABULARY_SIZE)
         if self._calls.jobs:
-            raise ResourceExhausted("this replica is needed by others", reason="REPLICA_BUSY")
-        text, scored = SimulatedText(self._pair.text, asked), enumerate(request.token_ids.tolist(), asked.committed_len)
-        if asked.carries_distributions:
-            q = [probability(token_id, text.support(position)) for position, token_id in scored]
+            raise ResourceExhausted("this replica is busy with other requests", reason="REPLICA_BUSY")
+        text = SimulatedText(self._pair.text, position)
+        scored = enumerate(request.token_ids.tolist(), position.committed_len)
+        if position.carries_distributions:
+            q = [probability(token_id, text.support(at)) for at, token_id in scored]
         else:
-            q = [float(text.draft_choice(position) == token_id) for position, token_id in scored]
-        num_tokens = asked.committed_len + len(request.token_ids) - 1
+            q = [float(text.draft_choice(at) == token_id) for at, token_id in scored]
+        num_tokens = position.committed_len + len(request.token_ids) - 1
         return Score(tuple(q), forward_s=self._forward.step_s(num_tokens), step_s=self._pair.draft_step_s())
 
     def _begin(self, job: SimulatedJob, now_s: float) -> None:
         request = cast(ProposeRequest, job.call.request)
-        asked, gamma = request.position, request.gamma
-        text = SimulatedText(self._pair.text, asked)
-        job.answer = proposal = _draft(text, asked, gamma, num_cached_tokens=job.num_cached_tokens)
+        position, gamma = request.position, request.gamma
+        text = SimulatedText(self._pair.text, position)
+        job.answer = proposal = _proposal(text, position, gamma, num_cached_tokens=job.num_cached_tokens)
         job.new_token_ids = proposal.draft_token_ids[:-1]
         branches = foresee = None
         if self._pair.predrafts:
-            outcomes = range(asked.committed_len + 1, asked.committed_len + gamma + 2)
+            outcomes = range(position.committed_len + 1, position.committed_len + gamma + 2)
             branches = Branches(self._pair.num_branches(gamma), gamma + 1, outcomes)
-            # What a hit says is worked out as long before as a model would have drafted it.
+            # Compute the tokens of a hit ahead of time, as a model would have drafted them.
             foresee = partial(text.foresee, range(outcomes[0], outcomes[-1] + gamma))
         self._submit(
             job,
@@ -113,13 +114,13 @@ class SimulatedDraft(SimulatedReplica):
             after=foresee,
             num_pending=max(1, job.sequence.num_pending),
             num_steps=gamma,
-            is_hit=text.is_predicted(asked.committed_len - 1),
+            is_hit=text.is_predicted(position.committed_len - 1),
             branches=branches,
         )
 
 
 class SimulatedTarget(SimulatedReplica):
-    """A `specdec.engine_api.TargetEngine` on a simulated device of its own."""
+    """A `specdec.engine_api.TargetEngine` with its own simulated device."""
 
     role = "target"
 
@@ -136,12 +137,12 @@ class SimulatedTarget(SimulatedReplica):
         """See `TargetEngine.verify`.
 
         Raises:
-            InvalidRequest: the request can never run, or asks for logprobs, which a simulated target has not.
+            InvalidRequest: the request can never run, or asks for logprobs.
         """
-        asked, num_draft_tokens = request.position, len(request.draft_token_ids)
-        check_round(asked, VOCABULARY_SIZE)
+        position, num_draft_tokens = request.position, len(request.draft_token_ids)
+        check_round(position, VOCABULARY_SIZE)
         check_token_ids(request.draft_token_ids, VOCABULARY_SIZE, "draft_token_ids")
-        num_supports = num_draft_tokens if asked.carries_distributions else 0
+        num_supports = num_draft_tokens if position.carries_distributions else 0
         if num_draft_tokens > self._max_gamma or len(request.support_ids) != num_supports:
             raise InvalidRequest(
                 f"{num_draft_tokens} draft tokens with {len(request.support_ids)} supports; at most {self._max_gamma} "
@@ -149,26 +150,26 @@ class SimulatedTarget(SimulatedReplica):
                 field="draft_token_ids",
             )
         if request.num_logprobs is not None:
-            raise InvalidRequest("a simulated target has no logprobs", field="num_logprobs")
+            raise InvalidRequest("a simulated target cannot return logprobs", field="num_logprobs")
         verification: Verification = await self._call(
             Call(
                 request,
                 digest_of(request),
                 request.draft_token_ids,
                 num_logit_rows=num_draft_tokens + 1,
-                max_kv_len=asked.committed_len + num_draft_tokens,
+                max_kv_len=position.committed_len + num_draft_tokens,
             )
         )
         return verification
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Raises Unsupported: it drafts nothing by itself."""
-        raise Unsupported("a simulated target drafts nothing by itself")
+        """Raise Unsupported: a simulated target has no local drafts."""
+        raise Unsupported("a simulated target has no local drafts to score with")
 
     def _begin(self, job: SimulatedJob, now_s: float) -> None:
         request, num_rows = cast(VerifyRequest, job.call.request), job.call.num_logit_rows
         text = SimulatedText(self._pair.text, request.position)
-        job.answer = _look(text, request, num_cached_tokens=job.num_cached_tokens)
+        job.answer = _verification(text, request, num_cached_tokens=job.num_cached_tokens)
         num_tokens = max(num_rows, job.sequence.num_pending)
         self._submit(job, now_s, num_pending=num_tokens, num_logit_rows=num_rows, num_steps=1)
 
@@ -184,13 +185,13 @@ class SimulatedTarget(SimulatedReplica):
         }
 
 
-def _draft(text: SimulatedText, asked: SessionPosition, gamma: int, *, num_cached_tokens: int) -> Proposal:
-    positions = range(asked.committed_len, asked.committed_len + gamma)
-    if asked.carries_distributions:
+def _proposal(text: SimulatedText, position: SessionPosition, gamma: int, *, num_cached_tokens: int) -> Proposal:
+    positions = range(position.committed_len, position.committed_len + gamma)
+    if position.carries_distributions:
         token_ids = [text.draft_draw(index) for index in range(gamma)]
-        supports = tuple(text.support(position) for position in positions)
+        supports = tuple(text.support(at) for at in positions)
     else:
-        token_ids, supports = [text.draft_choice(position) for position in positions], ()
+        token_ids, supports = [text.draft_choice(at) for at in positions], ()
     return Proposal(
         draft_token_ids=np.array(token_ids, dtype=np.uint32),
         supports=supports,
@@ -201,17 +202,17 @@ def _draft(text: SimulatedText, asked: SessionPosition, gamma: int, *, num_cache
     )
 
 
-def _look(text: SimulatedText, request: VerifyRequest, *, num_cached_tokens: int) -> Verification:
-    asked, num_rows = request.position, len(request.draft_token_ids) + 1
+def _verification(text: SimulatedText, request: VerifyRequest, *, num_cached_tokens: int) -> Verification:
+    position, num_rows = request.position, len(request.draft_token_ids) + 1
     choices, probabilities = NO_TOKENS, _NO_PROBABILITIES
     rows: tuple[DistributionRow, ...] = ()
-    positions = range(asked.committed_len, asked.committed_len + num_rows)
-    if asked.carries_distributions:
-        uniforms = DrawKey(asked.seed, asked.turn, asked.committed_len).tail_uniforms(num_rows - 1)
-        looked_through = (*request.support_ids, NO_TOKENS)
-        rows = tuple(map(text.distribution_row, positions, looked_through, uniforms))
+    positions = range(position.committed_len, position.committed_len + num_rows)
+    if position.carries_distributions:
+        uniforms = DrawKey(position.seed, position.turn, position.committed_len).tail_uniforms(num_rows - 1)
+        support_ids = (*request.support_ids, NO_TOKENS)
+        rows = tuple(map(text.distribution_row, positions, support_ids, uniforms))
     else:
-        choices = np.array([text.target_choice(position) for position in positions], dtype=np.uint32)
+        choices = np.array([text.target_choice(at) for at in positions], dtype=np.uint32)
         probabilities = np.ones(num_rows)
     return Verification(
         choice_token_ids=choices,

@@ -1,8 +1,8 @@
-"""The numbers that describe a simulated pair, and the model names that set them (dials).
+"""The numbers that describe a simulated pair, and the model names that set them.
 
-`simulated:70b-1b` is a preset; dials follow after commas: `simulated:70b-1b,alpha=0.9/0.4/0.9,stretch=128,
-odd_alpha=0.5,predraft=off,predict=0.8,fan_out=4,delay_ms=2.5`. Not here: the engines that use them (`engines`). Called
-by the services' entry points and by `bench`, whose ideal times are made of these numbers alone.
+`simulated:70b-1b` is a preset; options follow after commas: `simulated:70b-1b,alpha=0.9/0.4/0.9,stretch=128,
+odd_alpha=0.5,predraft=off,predict=0.8,fan_out=4,delay_ms=2.5`. Called by the services' entry points and by `bench`,
+which computes ideal times from these numbers.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from specdec.engine.simulated.device import ForwardTime
-from specdec.engine.simulated.text import TextDials
-from specdec.engine_api import SIMULATED_PREFIX
+from specdec.engine.simulated.text import TextOptions
 from specdec.errors import InvalidRequest
+from specdec.types import SIMULATED_PREFIX
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPair:
-    """Everything that can be set of a draft and a target."""
+    """Parameters of a simulated draft and target."""
 
     target: ForwardTime
     draft: ForwardTime
-    text: TextDials
+    text: TextOptions
     fan_out: int = 8
-    """F: next tokens guessed for each accepted length."""
+    """F: number of next tokens guessed for each accepted length."""
     predrafts: bool = True
     link_delay_s: float = 0.0
-    """One way of the network between coordinator and this engine, added to the real one."""
+    """One-way delay between coordinator and this engine, added to that of the real network."""
 
     def draft_step_s(self) -> float:
-        """t_d: one draft token of one session."""
+        """Return t_d: the time of one draft token of one session."""
         return self.draft.step_s(1)
 
     def branched_step_s(self, gamma: int) -> float:
-        """t_d': one token of every branch of one session."""
+        """Return t_d': the time of one token of every branch of one session."""
         return self.draft.step_s(self.num_branches(gamma))
 
     def verify_s(self, gamma: int) -> float:
-        """t_v: the committed token and gamma draft tokens of one session."""
+        """Return t_v: the time of the committed token and gamma draft tokens of one session."""
         return self.target.step_s(gamma + 1)
 
     def num_branches(self, gamma: int) -> int:
@@ -46,15 +46,15 @@ class SimulatedPair:
 
 
 def _pair(t_ar_ms: float, t_v_ms: float, t_d_ms: float, alpha: float) -> SimulatedPair:
-    """A pair from its times for one token, for five, and for a draft token.
+    """Return a pair from the target's times for one and for five tokens and the draft's time for one.
 
-    A draft step over 40 branch tokens is taken to cost a fifth more than over one.
+    A draft step over 40 branch tokens is assumed to take a fifth longer than over one token.
     """
     per_token_ms = (t_v_ms - t_ar_ms) / 4
     return SimulatedPair(
         target=ForwardTime((t_ar_ms - per_token_ms) / 1e3, per_token_ms / 1e3),
         draft=ForwardTime(0.995 * t_d_ms / 1e3, 0.005 * t_d_ms / 1e3),
-        text=TextDials(alphas=(alpha,)),
+        text=TextOptions(alphas=(alpha,)),
     )
 
 
@@ -64,7 +64,7 @@ PRESETS = {
     "8b-0.6b": _pair(5.5, 6.0, 1.5, 0.75),
 }
 
-_DIALS: dict[str, Callable[[SimulatedPair, str], SimulatedPair]] = {
+_OPTIONS: dict[str, Callable[[SimulatedPair, str], SimulatedPair]] = {
     "alpha": lambda pair, value: replace(pair, text=replace(pair.text, alphas=tuple(map(float, value.split("/"))))),
     "odd_alpha": lambda pair, value: replace(
         pair, text=replace(pair.text, odd_alphas=tuple(map(float, value.split("/"))))
@@ -78,22 +78,22 @@ _DIALS: dict[str, Callable[[SimulatedPair, str], SimulatedPair]] = {
 
 
 def simulated_pair(model: str) -> SimulatedPair:
-    """Reads a model name such as `simulated:70b-1b,predraft=off`.
+    """Return the pair that a model name such as `simulated:70b-1b,predraft=off` describes.
 
     Raises:
-        InvalidRequest: no such preset or dial, or a value it does not take.
+        InvalidRequest: an unknown preset or option, or a value that the option does not accept.
     """
-    preset, *dials = model.removeprefix(SIMULATED_PREFIX).split(",")
+    preset, *options = model.removeprefix(SIMULATED_PREFIX).split(",")
     pair = PRESETS.get(preset)
     if pair is None:
-        raise InvalidRequest(f"no simulated pair {preset!r}; there are {', '.join(PRESETS)}", field="model")
-    for dial in dials:
-        name, _, value = dial.partition("=")
+        raise InvalidRequest(f"unknown simulated pair {preset!r}; choose one of {', '.join(PRESETS)}", field="model")
+    for option in options:
+        name, _, value = option.partition("=")
         try:
-            pair = _DIALS[name](pair, value)
+            pair = _OPTIONS[name](pair, value)
         except (KeyError, ValueError) as error:
             raise InvalidRequest(
-                f"simulated pair: {dial!r} is not a dial and its value; the dials are {', '.join(_DIALS)}",
+                f"simulated pair: cannot read {option!r}: expected NAME=VALUE with one of {', '.join(_OPTIONS)}",
                 field="model",
             ) from error
     text = pair.text
@@ -103,5 +103,5 @@ def simulated_pair(model: str) -> SimulatedPair:
         and pair.fan_out >= 1
         and pair.link_delay_s >= 0.0
     ):
-        raise InvalidRequest(f"simulated pair: a dial of {model!r} is out of its range", field="model")
+        raise InvalidRequest(f"simulated pair: a value in {model!r} is out of range", field="model")
     return pair

@@ -1,9 +1,8 @@
-"""What a simulated draft and a simulated target have in common: the real gate, the real KV books, a simulated device.
+"""The common base of simulated drafts and targets: the real gate and session table, and a simulated device.
 
-A call passes the same gate (`specdec.engine.sessions.calls`) and the same books (`specdec.engine.sessions.table`) as in
-a real engine; its steps are waits on `specdec.engine.simulated.device`, and its answer is known as it begins.
-
-Not here: what is answered (`specdec.engine.simulated.engines`, which builds on this), the numbers (`pair`).
+A call passes the same gate (`specdec.engine.sessions.calls`) and session table (`specdec.engine.sessions.table`) as in
+a real engine. Its steps are waits on `specdec.engine.simulated.device`, and its answer is computed when it begins.
+`specdec.engine.simulated.engines` derives the engines.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from specdec.types import BLOCK_TOKENS, EngineInfo, TokenIds
 MAX_CONTEXT_TOKENS = 131_072
 DEFAULT_NUM_KV_BLOCKS = 65_536
 
-#: From an answer to work that it must not be delayed by: the interpreter runs one thread at a time.
+#: Delay between an answer and less urgent work, which would hold the interpreter lock and delay the answer.
 _PAUSE_S = 1e-3
 
 NO_TOKENS: TokenIds = np.empty(0, dtype=np.uint32)
@@ -41,26 +40,26 @@ NO_TOKENS: TokenIds = np.empty(0, dtype=np.uint32)
 
 @dataclass(eq=False, slots=True)
 class SimulatedJob:
-    """A call in work; on the event loop."""
+    """A call in progress. Event loop only."""
 
     call: Call
     sequence: Sequence
     arrival_s: float
     num_cached_tokens: int = 0
     answer: Any = None
-    """Worked out as the job begins to run."""
+    """The answer; computed when the job begins to run."""
     new_token_ids: TokenIds = field(default_factory=lambda: NO_TOKENS)
     """Draft tokens that have KV once the job is done."""
     work: Work | None = None
-    """On the device, once the job runs."""
+    """Steps on the device, once the job runs."""
 
 
 class SimulatedReplica:
-    """Owns the gate and the device. Use from one event loop."""
+    """Owns the gate and the device. Use it from one event loop."""
 
     role: ClassVar[str]
     is_stalled: ClassVar[bool] = False
-    """Nothing can hang: no step is really run."""
+    """Always False: no step is run that could hang."""
 
     def __init__(
         self,
@@ -75,19 +74,21 @@ class SimulatedReplica:
         observer: StepObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """See `specdec.engine.loop.replica.ReplicaOptions`; `scheduler` plans the steps, `observer` is told of them,
-        and pins end by `clock`."""
+        """See `specdec.engine.loop.replica.ReplicaOptions`.
+
+        `scheduler` plans the steps, `observer` is notified of each, and `clock` measures when pins end.
+        """
         self._pair = pair
         self._max_gamma = max_gamma
         self._clock = clock
         self._blocks = BlockManager(num_kv_blocks)
         self._sessions = SessionTable(self._blocks, clock=clock)
-        self._calls: Calls[SimulatedJob, asyncio.Future[Any]] = Calls(self._sessions, _tell)
+        self._calls: Calls[SimulatedJob, asyncio.Future[Any]] = Calls(self._sessions, _resolve)
         self._timeline = Timeline()
         self._device = SimulatedDevice(self._forward, self._timeline, scheduler or Scheduler(), observer)
         self._pin_timer: asyncio.TimerHandle | None = None
         self._is_closing = False
-        self._idle = asyncio.Event()  # once it is closing
+        self._idle = asyncio.Event()  # set once it is closing and has no jobs
         self._closed = asyncio.Event()
         self._info = EngineInfo(
             version=specdec.__version__,
@@ -115,7 +116,7 @@ class SimulatedReplica:
         raise NotImplementedError
 
     def info(self) -> EngineInfo:
-        """What this replica is, with its load now."""
+        """Return the replica's description with its current load."""
         return replace(
             self._info,
             kv_usage=self._blocks.num_held / self._blocks.num_blocks,
@@ -125,17 +126,17 @@ class SimulatedReplica:
         )
 
     async def warm_up(self) -> None:
-        """Nothing is cold."""
+        """Do nothing: there is nothing to warm up."""
 
     async def release(self, session_ids: list[str]) -> None:
-        """Frees sessions' KV; calls in flight on them miss. Idempotent."""
+        """Free the KV of sessions; calls in flight on them miss. Idempotent."""
         for session_id in session_ids:
             self._device.forget(session_id)
             self._calls.release(session_id)
         self._start_waiting(time.monotonic())
 
     async def close(self) -> None:
-        """Finishes what is in flight, then frees everything. Idempotent."""
+        """Finish the calls in flight, then free everything. Idempotent."""
         self._is_closing = True
         self._start_waiting(time.monotonic())
         await self._idle.wait()
@@ -143,20 +144,16 @@ class SimulatedReplica:
         self._sessions.release_all()
         self._closed.set()
 
-    def share_event_loop(self) -> asyncio.AbstractEventLoop | None:
-        """None: it has no thread of its own."""
-        return None
-
     async def wait_ended(self) -> None:
-        """Returns once the engine has been closed."""
+        """Return once the engine has been closed."""
         await self._closed.wait()
 
     def check_integrity(self) -> None:
-        """Checks the KV books. Raises RuntimeError where they are wrong."""
+        """Check the session table's invariants. Raises RuntimeError if one is violated."""
         self._sessions.check_integrity()
 
     async def _call(self, call: Call) -> Any:
-        """Runs a call to its answer, as `specdec.engine.loop.device_loop.EngineLoop.call` does."""
+        """Run a call and return its answer, as `specdec.engine.loop.device_loop.EngineLoop.call` does."""
         if self._is_closing:
             raise Unavailable("this replica is draining", reason="DRAINING")
         arrival_s = time.monotonic()
@@ -166,20 +163,20 @@ class SimulatedReplica:
             if sequence is not None:
                 self._sessions.align(sequence, call.position, call.draft_token_ids)
                 self._calls.enter(SimulatedJob(call, sequence, arrival_s), waiter)
-        finally:  # whatever became of this call, it may have ended another one
+        finally:  # even if this call failed, it may have ended another one
             self._start_waiting(arrival_s)
         try:
             return await waiter
         except asyncio.CancelledError:
             job = self._calls.jobs.get(call.position.session_id)
-            # One that the device has runs to its end: whoever waits may go away, and its steps are spent all the same.
+            # A job that is on the device runs to its end even if its caller has gone.
             if job is not None and job.work is None:
                 self._calls.abandon(call.position.session_id, waiter)
                 self._start_waiting(time.monotonic())
             raise
 
     def _start_waiting(self, now_s: float) -> None:
-        """Begins what has its blocks by now, and comes again when a pin ends that others wait for."""
+        """Begin the jobs that have their blocks, and schedule another call for the end of a pin that jobs wait for."""
         for job in self._calls.start_waiting():
             self._begin(job, now_s)
         if self._pin_timer is not None:
@@ -194,13 +191,14 @@ class SimulatedReplica:
             self._idle.set()
 
     def _begin(self, job: SimulatedJob, now_s: float) -> None:
-        """Works out a job's answer and submits its work, which begins to travel now."""
+        """Compute a job's answer and submit its work, which leaves the coordinator at `now_s`."""
         raise NotImplementedError
 
-    def _submit(
-        self, job: SimulatedJob, now_s: float, *, after: Callable[[], None] | None = None, **of_work: Any
-    ) -> None:
-        """Gives a job to the device; `after` is called on its thread once the answer is on its way."""
+    def _submit(self, job: SimulatedJob, now_s: float, *, after: Callable[[], None] | None = None, **work: Any) -> None:
+        """Submit a job to the device; `work` are fields of `Work`.
+
+        `after` is called on the device's thread once the answer is on its way.
+        """
         event_loop = asyncio.get_running_loop()
 
         def finish(now_s: float) -> None:
@@ -209,9 +207,13 @@ class SimulatedReplica:
             if after is not None:
                 self._timeline.at(now_s + self._pair.link_delay_s + _PAUSE_S, lambda _: after())
 
-        asked = job.call.position
+        position = job.call.position
         job.work = Work(
-            asked.session_id, context_tokens=asked.committed_len, finish=finish, kv_len=job.sequence.kv_len, **of_work
+            position.session_id,
+            context_tokens=position.committed_len,
+            finish=finish,
+            kv_len=job.sequence.kv_len,
+            **work,
         )
         self._device.submit(job.work, now_s + self._pair.link_delay_s)
 
@@ -226,12 +228,12 @@ class SimulatedReplica:
         self._start_waiting(time.monotonic())
 
     def _times(self, job: SimulatedJob) -> dict[str, Any]:
-        """What an answer says of its own time."""
+        """Return the answer's fields about its own time."""
         return {"forward_s": time.monotonic() - job.arrival_s}
 
 
-def _tell(waiter: asyncio.Future[Any], outcome: Any) -> None:
-    if waiter.done():  # whoever waited has gone
+def _resolve(waiter: asyncio.Future[Any], outcome: Any) -> None:
+    if waiter.done():  # the caller has gone
         return
     if isinstance(outcome, BaseException):
         waiter.set_exception(outcome)

@@ -7,9 +7,10 @@ import argparse
 from specdec.cli.__main__ import build_parser
 from tests.support.reference.markdown import code, document, item, items, paragraph
 
-_INTRODUCTION = """An error is one line on the standard error stream. The exit code is 0 only on success, 2 for a usage
-error, 130 after Ctrl-C and 1 otherwise. Output has no colour without a terminal or with `NO_COLOR`. The flags of the
-three service programs are on the [configuration](configuration.md) page."""
+_INTRODUCTION = """An error is one line on the standard error stream, `error: message (REASON)`; with `--json` or
+`--json-lines` it is one JSON object with `error`, `code`, `reason` and `field`. The exit code is 0 only on success, 2
+for a usage error, 130 after Ctrl-C and 1 otherwise. Output has no colour without a terminal or with `NO_COLOR`. The
+flags of the three service programs are on the [configuration](configuration.md) page."""
 
 
 def page() -> str:
@@ -23,6 +24,9 @@ def page() -> str:
             continue
         blocks += [f"## specdec {name}", paragraph(_capitalised(summaries[name]))]
         shown = [action for action in command._actions if action.help != argparse.SUPPRESS]
+        if name == "serve":
+            blocks.append(paragraph("It takes all flags of `specdec up` except `--target`."))
+            shown = [action for action in shown if not action.option_strings]
         blocks.append(items([_argument(action) for action in shown if action.dest != "help"]))
     return document("Command line", *blocks)
 
@@ -45,7 +49,7 @@ def _value(action: argparse.Action) -> str:
 def _help(action: argparse.Action) -> str:
     text = (action.help or "") % {**vars(action), "prog": "specdec"}
     has_default = action.default not in (None, argparse.SUPPRESS, "", (), False) and action.nargs != 0
-    if has_default and "default" not in text and isinstance(action.default, (str, int, float)):
+    if has_default and "default" not in text.lower() and isinstance(action.default, (str, int, float)):
         text = f"{text}; default {action.default}" if text else f"default {action.default}"
     return text
 

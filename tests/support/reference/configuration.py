@@ -9,10 +9,10 @@ from typing import Any, Literal, Union
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from coordinator.config import CoordinatorSettings
-from draft_service.config import DraftSettings
 from specdec.settings.base import ReplicaSettings, ServiceSettings
-from target_service.config import TargetSettings
+from specdec.settings.coordinator import CoordinatorSettings
+from specdec.settings.draft import DraftSettings
+from specdec.settings.target import TargetSettings
 from tests.support.reference.markdown import code, document, item, items, paragraph
 
 _SERVICES: dict[str, type[ServiceSettings]] = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 ADVICE = {
+    "ADDRESS_IN_USE": "Another program listens at the address. Choose another with the flag that the message names. "
+    "Raised by `specdec up` only.",
     "CLIENT_CLOSED": "The program closed the client before the call ended. Raised by the Python client only.",
     "CONTEXT_TOO_LONG": "Shorten the prompt or lower `max_new_tokens`. The message has the limit.",
     "COORDINATOR_UNAVAILABLE": "Nothing serves at the endpoint. Start `specdec up`, or name another endpoint with "

@@ -74,4 +74,4 @@ def test_both_attentions_of_a_step_are_timed_where_they_run(capsys: pytest.Captu
     missing = {"paged", "gathered"} - systems
     said = capsys.readouterr().err
     assert all(f"bench gpu: {name} attention: " in said for name in missing)
-    assert "bench gpu: gathered attention: no step of 65 sequences of 20 tokens is captured" in said
+    assert "bench gpu: gathered attention: no step of 65 sequences of 20 tokens is recorded" in said

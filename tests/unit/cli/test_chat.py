@@ -42,7 +42,7 @@ def test_a_line_that_is_not_unicode_is_refused_before_it_is_sent(
     servicer, environ = coordinator(answer)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8"))
     assert run(["chat"], environ) == 1
-    assert capsys.readouterr().err.startswith("error: INVALID_ARGUMENT INVALID_REQUEST: messages[0].content:")
+    assert capsys.readouterr().err.startswith("error: messages[0].content:")
     assert servicer.requests == []
 
 
@@ -87,7 +87,7 @@ def test_a_model_without_template_is_told_before_the_first_message(
     monkeypatch.setattr("sys.stdin", Unread())
     assert run(["chat"], environ) == 1
     expected = "the model has no chat template: it is a completion model; use `specdec generate PROMPT`"
-    assert capsys.readouterr().err == f"error: INVALID_ARGUMENT NO_CHAT_TEMPLATE: {expected}\n"
+    assert capsys.readouterr().err == f"error: {expected} (NO_CHAT_TEMPLATE)\n"
     assert servicer.requests == []
 
 
@@ -116,9 +116,9 @@ def test_an_error_returns_to_the_prompt_with_the_conversation_as_it_was(
     assert run(["chat"], environ) == 0
     assert said(servicer.requests[-1]) == ["one", "<1><2>", "two"]
     err = capsys.readouterr().err
-    assert "error: INVALID_ARGUMENT CONTEXT_TOO_LONG: the session would hold 600 tokens\n" in err
+    assert "error: the session would hold 600 tokens (CONTEXT_TOO_LONG)\n" in err
     assert "/trim" in err
-    assert "error: UNAVAILABLE REPLICA_UNAVAILABLE: gone\n" in err
+    assert "error: gone (REPLICA_UNAVAILABLE)\n" in err
 
 
 def test_without_a_terminal_an_error_is_the_end(
@@ -128,7 +128,7 @@ def test_without_a_terminal_an_error_is_the_end(
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
     assert run(["chat"], environ) == 1
     assert len(servicer.requests) == 1
-    assert capsys.readouterr().err == ("error: INVALID_ARGUMENT CONTEXT_TOO_LONG: the session would hold 600 tokens\n")
+    assert capsys.readouterr().err == ("error: the session would hold 600 tokens (CONTEXT_TOO_LONG)\n")
 
 
 def test_trim_drops_the_oldest_turns(coordinator: Serve, at_terminal: Callable[[str], None]) -> None:
@@ -142,7 +142,7 @@ def test_trim_drops_the_oldest_turns(coordinator: Serve, at_terminal: Callable[[
 
 
 def with_context(servicer: ScriptedCoordinator, num_characters: int) -> None:
-    """Tokens are characters of messages, and so many are the context, the answer's among them."""
+    """Count each character of a message as a token, and limit prompt and answer together to `num_characters`."""
     servicer.served = pb.GetInfoResponse(max_context_tokens=num_characters)
     servicer.num_tokens = lambda request: sum(len(message.content) for message in request.messages.messages)
 

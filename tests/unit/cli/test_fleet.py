@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.errors import InvalidRequest, ResourceExhausted
+from specdec.errors import InvalidRequest, ResourceExhausted, error_line
 from specdec.supervision.fleet import KNOWN_AFTER_S, MAX_REPLICAS, Fleet, Scaling
 from specdec.supervision.processes import Child
 from specdec.supervision.services import STOP_GRACE_S, Service
@@ -20,11 +20,17 @@ SERVES = (
     """print('{"level": "info", "message": "listening", "advertised": "h:1"}', flush=True)\n"""
     "signal.sigwait([signal.SIGTERM])\n"
 )
-FAILS = "raise SystemExit('error: RESOURCE_EXHAUSTED KV_EXHAUSTED: no memory')\n"
+FAILS = "raise SystemExit('error: no memory (KV_EXHAUSTED)')\n"
 HANGS = "import signal\nsignal.pause()\n"
 CLINGS = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVES.replace(
     "sigwait([signal.SIGTERM])", "pause()"
 )
+
+
+def told(scaling: Scaling) -> str:
+    """Return the error line of a request that failed."""
+    assert scaling.failure is not None
+    return error_line(scaling.failure)
 
 
 class Clock:
@@ -125,7 +131,7 @@ def test_replicas_that_are_added_have_names_of_their_own_and_are_waited_for(
     fleet: Fleet, launcher: Launcher, clock: Clock
 ) -> None:
     scaling = reach(fleet, clock, target=3, draft=2)
-    assert (scaling.failure, scaling.counts) == ("", {"target": 3, "draft": 2})
+    assert (scaling.failure, scaling.counts) == (None, {"target": 3, "draft": 2})
     assert sorted(names(fleet)) == ["coordinator", "draft-0", "draft-1", "target-0", "target-1", "target-2"]
     assert all(service.is_serving for service in fleet.services)
     assert launcher.num_alike == {"target-0": 1, "draft-0": 1, "target-1": 3, "target-2": 3, "draft-1": 2}
@@ -134,7 +140,7 @@ def test_replicas_that_are_added_have_names_of_their_own_and_are_waited_for(
 def test_a_further_draft_model_gets_one_replica_and_a_refused_one_nothing(fleet: Fleet, clock: Clock) -> None:
     joining = fleet.join("new", "/m")
     look_until(fleet, joining.ended.is_set)
-    assert (joining.failure, joining.counts) == ("", {"target": 1, "draft": 1, "draft-new": 1})
+    assert (joining.failure, joining.counts) == (None, {"target": 1, "draft": 1, "draft-new": 1})
     assert sorted(names(fleet)) == ["coordinator", "draft-0", "draft-new-0", "target-0"]
     with pytest.raises(InvalidRequest):
         fleet.join("taken", "/m")
@@ -147,7 +153,7 @@ def test_the_name_of_a_draft_that_joined_and_never_served_is_free_again(
     launcher.write(FAILS)
     failing = fleet.join("new", "/m")
     look_until(fleet, failing.ended.is_set)
-    assert failing.failure == "RESOURCE_EXHAUSTED KV_EXHAUSTED: no memory"
+    assert told(failing) == "error: no memory (KV_EXHAUSTED)"
     launcher.room = 0
     with pytest.raises(ResourceExhausted):
         fleet.join("new", "/m")
@@ -158,17 +164,17 @@ def test_the_name_of_a_draft_that_joined_and_never_served_is_free_again(
     with pytest.raises(InvalidRequest):
         fleet.join("new", "/m")
     fleet.scale({"draft-new": 0})
-    assert "other numbers were asked for" in hanging.failure
+    assert "other numbers" in told(hanging)
     look_until(fleet, lambda: "draft-new" not in launcher.roles)
     launcher.write(SERVES)
     joining = fleet.join("new", "/m")
     look_until(fleet, joining.ended.is_set)
-    assert (joining.failure, joining.counts) == ("", {"target": 1, "draft": 1, "draft-new": 1})
+    assert (joining.failure, joining.counts) == (None, {"target": 1, "draft": 1, "draft-new": 1})
     # One that has served is a pool like the others: it may have no replica, and comes back by its number.
     assert reach(fleet, clock, **{"draft-new": 0}).counts["draft-new"] == 0
     with pytest.raises(InvalidRequest):
         fleet.join("new", "/m")
-    assert reach(fleet, clock, **{"draft-new": 1}).failure == ""
+    assert reach(fleet, clock, **{"draft-new": 1}).failure is None
 
 
 def test_the_oldest_leave_and_a_later_one_may_have_their_name(fleet: Fleet, clock: Clock) -> None:
@@ -204,12 +210,15 @@ def test_one_that_ends_before_it_serves_is_not_tried_again(
 ) -> None:
     launcher.write(FAILS)
     scaling = reach(fleet, clock, target=2)
-    assert scaling.failure == "RESOURCE_EXHAUSTED KV_EXHAUSTED: no memory"
+    assert told(scaling) == "error: no memory (KV_EXHAUSTED)"
     for _ in range(5):
         clock.now_s += 60
         fleet.look()
     assert sorted(names(fleet)) == ["coordinator", "draft-0", "target-0"]
-    assert "[target-1] is not started again: RESOURCE_EXHAUSTED KV_EXHAUSTED: no memory\n" in capsys.readouterr().err
+    assert (
+        "[target-1] ended before it served and is not started again: no memory (KV_EXHAUSTED)\n"
+        in capsys.readouterr().err
+    )
 
 
 def test_one_that_was_added_comes_back_when_it_is_killed(fleet: Fleet, clock: Clock) -> None:
@@ -230,7 +239,7 @@ def test_one_that_does_not_serve_leaves_before_those_that_do(fleet: Fleet, clock
     os.kill(added.pid, signal.SIGKILL)
     added._process.wait()
     fleet.look()
-    assert reach(fleet, clock, target=1).failure == ""
+    assert reach(fleet, clock, target=1).failure is None
     assert sorted(names(fleet)) == ["coordinator", "draft-0", "target-0"]
 
 
@@ -253,19 +262,19 @@ def test_one_that_does_not_drain_is_made_to_end(fleet: Fleet, launcher: Launcher
     assert not clinging.is_alive
 
 
-def test_a_later_request_overrules_one_that_is_not_reached(fleet: Fleet, clock: Clock) -> None:
+def test_a_later_request_replaces_one_that_has_not_ended(fleet: Fleet, clock: Clock) -> None:
     first = fleet.scale({"target": 4})
     second = reach(fleet, clock, target=1)
-    assert (first.ended.is_set(), "other numbers" in first.failure) == (True, True)
-    assert (second.failure, second.counts) == ("", {"target": 1, "draft": 1})
+    assert (first.ended.is_set(), "other numbers" in told(first)) == (True, True)
+    assert (second.failure, second.counts) == (None, {"target": 1, "draft": 1})
 
 
 @pytest.mark.parametrize(
     ("counts", "words"),
     [
-        ({"target": 0}, "target=0: must be 1 to 256"),
-        ({"draft": -1}, "draft=-1: must be 0 to 256"),
-        ({"draft": 257}, "draft=257: must be 0 to 256"),
+        ({"target": 0}, "target=0: the number must be 1 to 256"),
+        ({"draft": -1}, "draft=-1: the number must be 0 to 256"),
+        ({"draft": 257}, "draft=257: the number must be 0 to 256"),
         ({"coordinator": 2}, "this system has no coordinator model"),
     ],
 )
@@ -295,4 +304,4 @@ def test_stopping_ends_those_that_start_and_those_that_leave_too(fleet: Fleet, c
     assert len(services) == 5
     fleet.stop()
     assert not any(service.is_alive for service in services)
-    assert scaling.failure == "UNAVAILABLE DRAINING: specdec up is ending"
+    assert told(scaling) == "error: specdec up is ending (DRAINING)"

@@ -30,13 +30,13 @@ def run_interrupted(module: str, *argv: str, before: str = "default_int_handler"
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("module", ["specdec.cli.up", "grpc", "rich", "tenacity", "specdec.client.results"])
+@pytest.mark.parametrize("module", ["specdec.cli.generate", "grpc", "rich", "tenacity", "specdec.client.results"])
 def test_it_is_exit_code_130_and_no_traceback(module: str) -> None:
     done = run_interrupted(module, "generate", "hi")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_it_is_ignored_where_whoever_started_the_command_said_so() -> None:
+def test_an_interrupt_is_ignored_if_the_caller_ignores_it() -> None:
     done = run_interrupted("grpc", "health", before="SIG_IGN")
     assert done.returncode == 2
     assert "the following arguments are required" in done.stderr

@@ -27,8 +27,8 @@ def test_a_draft_joins_where_requests_are_routed_alone() -> None:
     routed = launcher("--route", "auto")
     assert routed.join("new", "/m") == "draft-new"
     assert routed.roles == ("target", "draft", "draft-new")
-    assert routed._replica_arguments("draft-new-0")[:6] == ["--model", "/m", "--pool", "new", "--shadow", "on"]
-    assert "--shadow" not in routed._replica_arguments("draft-0")
+    assert routed.replica_arguments("draft-new-0")[:6] == ["--model", "/m", "--pool", "new", "--shadow", "on"]
+    assert "--shadow" not in routed.replica_arguments("draft-0")
     routed.forget("draft-new")
     assert routed.roles == ("target", "draft")
     assert routed.join("new", "/other") == "draft-new"
@@ -41,7 +41,7 @@ def test_a_name_that_is_taken_or_none_is_refused(name: str) -> None:
 
 
 def pool(name: str, *, is_chosen: bool, **classes: tuple[float, float]) -> pb.PoolInfo:
-    """Of each class alpha and the tokens it is of."""
+    """Return a pool with the acceptance rate of each class and the number of tokens that were tested."""
     routes = [
         pb.RouteInfo(request_class=of_class, alpha=alpha, num_tested=num_tested, is_chosen=is_chosen)
         for of_class, (alpha, num_tested) in classes.items()
@@ -72,10 +72,10 @@ def test_a_pool_is_promoted_on_its_score_in_every_class_that_is_known(
     assert servicer.promoted == ([] if exit_code else ["new"])
 
 
-def test_a_pool_that_is_not_there_is_not_waited_for(coordinator: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+def test_promoting_an_unknown_pool_fails_at_once(coordinator: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     _, environ = coordinator(answer)
     assert run(["promote", "new", "--on-score"], environ) == 1
-    assert "POOL_NOT_FOUND: new is no draft pool here" in capsys.readouterr().err
+    assert "error: this system has no draft pool called new (POOL_NOT_FOUND)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -93,11 +93,11 @@ def test_a_pool_that_is_not_there_is_not_waited_for(coordinator: Serve, capsys: 
         (["--draft", "medusa:h", "--target-model", "t", "--join", "p"], "a target reads its medusa when it starts"),
     ],
 )
-def test_what_no_training_can_be_asked_for_is_a_usage_error(
+def test_impossible_training_flags_are_a_usage_error(
     flags: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["--log", str(tmp_path), "--draft", "d", "--out", str(tmp_path / "new")]
     assert run(["distill", *given, *flags], {}) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: INVALID_ARGUMENT INVALID_REQUEST: ")
+    assert line.endswith("(INVALID_REQUEST)")
     assert words in line

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import specdec
+from specdec.errors import error_line
 from specdec.supervision.processes import Child, free_ports
 
 
@@ -46,7 +47,7 @@ def test_the_last_line_of_a_child_that_fails_is_its_reason(tmp_path: Path, envir
     child.stop()
 
 
-def test_a_child_that_says_nothing_is_told_by_its_exit_code(tmp_path: Path, environ: Mapping[str, str]) -> None:
+def test_a_child_without_output_is_reported_by_its_exit_code(tmp_path: Path, environ: Mapping[str, str]) -> None:
     child = Child("target-0", write_module(tmp_path, "raise SystemExit(3)"), [], environ)
     wait_for_end(child)
     assert child.last_words() == "exit code 3"
@@ -116,7 +117,7 @@ def test_records_from_info_up_are_told_while_it_starts_and_the_last_one_is_its_s
     child.stop()
 
 
-def test_an_error_record_is_told_and_is_the_last_word(
+def test_an_error_record_is_shown_and_is_the_reason_of_the_end(
     tmp_path: Path, environ: Mapping[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     records = [{"level": "error", "message": "the device is gone"}, {"level": "info", "message": "stopped"}]
@@ -132,10 +133,10 @@ def test_a_refused_replica_is_kept_by_its_address(tmp_path: Path, environ: Mappi
     child = Child("coordinator", write_records(tmp_path, {"level": "error", **words}), [], environ)
     wait_for_end(child)
     child.stop()
-    assert child.refusals == {"h:1": "FAILED_PRECONDITION VOCABULARY_MISMATCH: refused: x"}
+    assert error_line(child.refusals["h:1"]) == "error: refused: x (VOCABULARY_MISMATCH)"
 
 
-def test_a_child_imports_what_we_are_whatever_lies_in_the_current_folder(
+def test_a_child_imports_the_same_packages_from_any_working_directory(
     tmp_path: Path, environ: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = write_module(tmp_path, "import specdec\nprint(specdec.__version__, specdec.__file__)")
@@ -175,10 +176,10 @@ def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path, environ: Mapping
         os.close(descriptor)
 
 
-def test_a_child_is_listened_to_where_its_words_cannot_be_told(
+def test_a_childs_output_is_read_even_if_it_cannot_be_shown(
     tmp_path: Path, environ: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pipe that nobody reads would hold the child up once it is full."""
+    """A pipe that is not read would block the child once it is full."""
     much = "import sys\nfor _ in range(3000):\n    print('x' * 100)\nprint('done')\n"
     with open("/dev/full", "w", encoding="utf-8") as full:
         monkeypatch.setattr(sys, "stderr", full)
@@ -191,7 +192,7 @@ def test_a_child_is_listened_to_where_its_words_cannot_be_told(
             full.close()
 
 
-def test_free_ports_are_all_different_and_none_that_a_connection_may_get() -> None:
+def test_free_ports_are_different_and_outside_the_ephemeral_range() -> None:
     ports = free_ports(20)
     assert len(set(ports)) == 20
     given_out = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -201,7 +202,7 @@ def test_free_ports_are_all_different_and_none_that_a_connection_may_get() -> No
 def test_a_child_loads_nothing_from_the_folder_it_was_started_in(
     tmp_path: Path, environ: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a folder that others may write to, a file named like a module would run as whoever started it."""
+    """In a folder that other users may write to, a file named like a module would run with this user's rights."""
     module = write_module(tmp_path, "import queue\nprint('own', flush=True)\n")
     anywhere = tmp_path / "anywhere"
     anywhere.mkdir()
@@ -214,13 +215,13 @@ def test_a_child_loads_nothing_from_the_folder_it_was_started_in(
     child.stop()
 
 
-def test_of_several_processes_that_end_the_first_reason_is_told(tmp_path: Path, environ: Mapping[str, str]) -> None:
+def test_the_first_error_line_of_several_processes_is_the_reason(tmp_path: Path, environ: Mapping[str, str]) -> None:
     source = (
-        "print('loading')\nprint('error: INVALID_ARGUMENT INVALID_REQUEST: no such device')\n"
+        "print('loading')\nprint('error: no such device (INVALID_REQUEST)')\n"
         'print(\'{"level": "ERROR", "message": "leaving: rank 0 is gone"}\')\n'
-        "print('error: UNAVAILABLE REPLICA_UNAVAILABLE: a rank is gone')\nraise SystemExit(1)\n"
+        "print('error: a rank is gone (REPLICA_UNAVAILABLE)')\nraise SystemExit(1)\n"
     )
     child = Child("target-0", write_module(tmp_path, source), [], environ)
     wait_for_end(child)
-    assert child.failure() == "INVALID_ARGUMENT INVALID_REQUEST: no such device"
+    assert error_line(child.failure()) == "error: no such device (INVALID_REQUEST)"
     child.stop()

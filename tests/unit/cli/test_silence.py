@@ -1,4 +1,4 @@
-"""What a silent stream says it waits for."""
+"""A stream without tokens reports on stderr which part of the system it waits for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATIENCE_S = 0.02
 
 
 class Asked(ScriptedCoordinator):
-    """Counts the questions about what is served."""
+    """Counts the calls of GetInfo."""
 
     def __init__(self, *pools: pb.PoolInfo) -> None:
         super().__init__([], served=pb.GetInfoResponse(pools=pools))
@@ -54,18 +54,18 @@ def clients() -> Iterator[Any]:
 
 
 def own_stderr() -> contextlib.redirect_stderr[io.StringIO]:
-    """Within it standard error can be read while another thread writes to it, which pytest's own cannot."""
+    """Redirect stderr to a buffer that can be read while another thread writes, which capsys does not allow."""
     return contextlib.redirect_stderr(io.StringIO())
 
 
 def said(stderr: io.StringIO, num_lines: int) -> list[str]:
-    """Waits for so many lines."""
+    """Return the lines on stderr once there are `num_lines`."""
     while stderr.getvalue().count("\n") < num_lines:
         time.sleep(0.005)
     return stderr.getvalue().splitlines()
 
 
-def test_a_target_that_is_gone_is_told_once_for_each_silence(clients: Any) -> None:
+def test_a_lost_target_is_reported_once_per_silence(clients: Any) -> None:
     servicer = Asked(pool("draft"))
     with own_stderr() as stderr, SilenceWatch(clients(servicer), patience_s=PATIENCE_S) as watch:
         assert said(stderr, 1) == ["target lost, waiting"]
@@ -99,7 +99,7 @@ def test_a_stream_that_speaks_is_not_asked_about(clients: Any) -> None:
     assert not servicer._asked.acquire(blocking=False)
 
 
-def test_a_coordinator_that_is_gone_is_told() -> None:
+def test_a_lost_coordinator_is_reported() -> None:
     with (
         own_stderr() as stderr,
         Client("127.0.0.1:1", budgets=Budgets(connect_s=0)) as client,
@@ -108,7 +108,7 @@ def test_a_coordinator_that_is_gone_is_told() -> None:
         assert said(stderr, 1) == ["coordinator lost, waiting"]
 
 
-def test_a_text_that_is_asked_for_while_the_target_starts_again_is_waited_for_and_said_to_be(
+def test_a_request_while_the_target_restarts_waits_and_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     gone = Unavailable("no target replica can be reached", retry_after_s=0.7)

@@ -1,4 +1,4 @@
-"""Where a command's words cannot go, or nothing can be read: one line and an exit code, or nobody to tell."""
+"""Commands whose standard streams are closed, full or broken end with one line and an exit code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdec.cli.__main__ import _stop_event
 
 
 def shell(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs `specdec ARGUMENTS` with what `command` does to its streams."""
+    """Run `specdec ARGUMENTS` with the redirections of `command`."""
     line = f'exec "$0" -m specdec.cli "$@" {command}'
     return subprocess.run(["bash", "-c", line, sys.executable, *arguments], capture_output=True, text=True,
                           timeout=120, check=False)  # fmt: skip

@@ -19,7 +19,7 @@ SERVES = (
     """print('{"level": "info", "message": "listening", "advertised": "h:1"}', flush=True)\n"""
     "signal.sigwait([signal.SIGTERM])\n"
 )
-FAILS = "import sys\nsys.exit('error: INTERNAL INTERNAL: no luck')\n"
+FAILS = "import sys\nsys.exit('error: no luck (INTERNAL)')\n"
 
 
 class Clock:
@@ -119,7 +119,7 @@ def test_a_child_that_fails_at_its_restart_says_why_and_is_tried_again(
     supervisor.look()
     assert told(capsys) == [
         "[target-0] ended (signal 9), restarting in 1 s",
-        "[target-0] ended (exit code 1: INTERNAL INTERNAL: no luck), restarting in 2 s",
+        "[target-0] ended (exit code 1: no luck (INTERNAL)), restarting in 2 s",
     ]
 
 

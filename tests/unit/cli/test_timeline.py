@@ -51,7 +51,7 @@ def test_the_first_round_of_a_session_is_in_no_picture(tmp_path: Path) -> None:
     assert (picture.title, picture.num_rounds, picture.round_ms) == ("rounds of the target alone", 1, 5.0)
 
 
-def test_a_replica_that_tells_nothing_of_itself_is_one_stage(tmp_path: Path) -> None:
+def test_a_call_to_a_replica_without_times_is_one_stage(tmp_path: Path) -> None:
     file = written(tmp_path / "t", *(entry("a", index, draft=call(0, tells_stages=False)) for index in range(3)))
     (picture,) = pictures_of(read_rounds(file))
     assert [(stage.place, stage.work) for stage in picture.stages[:3]] == [
@@ -64,11 +64,11 @@ def test_lines_that_a_killed_coordinator_left_unfinished_are_left_out(
 ) -> None:
     file = written(tmp_path / "t", *(entry("a", index) for index in range(3)))
     whole = file.read_bytes()
-    for damage, told in ((whole[:40], "line 4 is no round"), (b"\xff\n{}\n", "line 4 and 1 more are no round")):
+    for damage, told in ((whole[:40], "line 4 is damaged"), (b"\xff\n{}\n", "line 4 and 1 more are damaged")):
         file.write_bytes(whole + damage)
         assert run(["timeline", str(file)], {}) == 0
         captured = capsys.readouterr()
-        assert captured.err == f"note: {file}: {told}, and left out\n"
+        assert captured.err == f"note: {file}: {told} and left out\n"
         assert captured.out.startswith("rounds of the target alone: 1,")
 
 
@@ -77,12 +77,12 @@ def test_lines_that_a_killed_coordinator_left_unfinished_are_left_out(
     [
         (None, "No such file or directory"),
         ("", "holds no session of three rounds or more"),
-        ("no json\n", "line 1 is no round"),
-        ('{"a": 1}\n', "line 1 is no round"),
-        ("[]\n", "line 1 is no round"),
+        ("no json\n", "line 1 is not a round of a timeline"),
+        ('{"a": 1}\n', "line 1 is not a round of a timeline"),
+        ("[]\n", "line 1 is not a round of a timeline"),
     ],
 )
-def test_what_is_no_timeline_is_refused_in_a_line(
+def test_a_file_that_is_not_a_timeline_is_refused_in_one_line(
     content: str | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if content is not None:

@@ -1,4 +1,4 @@
-"""What `specdec up` serves, from its command line."""
+"""Models and in-target drafts that `specdec up` serves, from its command line."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from draft_service.config import DraftSettings
 from specdec.cli import up_flags
 from specdec.cli.__main__ import build_parser
 from specdec.cli.launching import Launcher
-from specdec.settings.base import parse_settings
+from specdec.settings.draft import DraftSettings
 from specdec.settings.draft_specs import parse_local_drafts
-from target_service.config import TargetSettings
+from specdec.settings.reading import parse_settings
+from specdec.settings.target import TargetSettings
 
 DRAFTS = ("eagle3:heads", "exit=early-exit:3:heads/adapter.safetensors", "medusa:some/hub-id", "mtp")
 
@@ -34,7 +34,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_paths_of_heads_and_adapters_hold_on_the_machines_of_a_ray_cluster(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replicas run in directories of their own there; what is no path here is left to them."""
+    """Replicas run in other directories there, so paths become absolute; hub ids stay as they are."""
     local_drafts = served("--ray-address", "127.0.0.1:1").local_drafts
     monkeypatch.chdir("/")
     specs = parse_local_drafts(local_drafts)
@@ -57,6 +57,6 @@ def test_every_replica_is_started_as_deterministic_as_the_system_is(flag: str) -
     launcher = Launcher(args, up_flags.models(args), endpoint="127.0.0.1:1", redis_url="memory://", metrics={},
                         environ={})  # fmt: skip
     for name, settings_type in (("target-0", TargetSettings), ("draft-0", DraftSettings)):
-        started = launcher._replica_arguments(name)
+        started = launcher.replica_arguments(name)
         settings = parse_settings(settings_type, prog=name, argv=started)
         assert settings.deterministic == (flag == "--deterministic")

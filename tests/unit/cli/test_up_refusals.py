@@ -1,4 +1,4 @@
-"""What `specdec up` refuses before it starts anything: one line that names the flag."""
+"""`specdec up` refuses flags that cannot work with one line that names the flag, before it starts anything."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
-    """The exit code and what stands in the only error line, after what `up` says it is doing."""
+    """Return the exit code and the only error line, which follows the lines about the start."""
     code = run(["up", "--listen", "127.0.0.1:0", *flags], {})
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -38,14 +38,14 @@ def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
         (
             ["--deterministic", "--tensor-parallel", "2"],
             0,
-            "--tensor-parallel keeps --deterministic in captured steps",
+            "--tensor-parallel keeps --deterministic in CUDA graphs",
         ),
         (["--kv-cache-bytes-target", "12"], 0, "--kv-cache-bytes-target must be at least "),
         (["--kv-cache-bytes-draft", "12"], 0, "--kv-cache-bytes-draft must be at least "),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_what_this_machine_or_model_cannot_do_is_told_by_the_flags_name(
+def test_what_the_machine_or_model_cannot_do_is_refused_with_the_name_of_the_flag(
     flags: list[str], num_gpus: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(devices, "num_gpus", lambda: num_gpus)
@@ -54,7 +54,7 @@ def test_what_this_machine_or_model_cannot_do_is_told_by_the_flags_name(
     assert words in line
 
 
-def test_half_a_model_is_told_with_both_lengths(
+def test_a_truncated_model_is_refused_with_both_lengths(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for file in model.iterdir():
@@ -69,7 +69,7 @@ def test_half_a_model_is_told_with_both_lengths(
     )
 
 
-def test_half_a_gguf_file_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_truncated_gguf_file_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "half.gguf").write_bytes(b"GGUF\x03\0\0\0" + bytes([9, *[0] * 7, 9, *[0] * 7]))
     code, line = refused(capsys, "--target", str(tmp_path / "half.gguf"))
     assert code == 1

@@ -1,4 +1,4 @@
-"""What a wait shows where there is no terminal: a line at once, then one every few seconds."""
+"""A wait without a terminal shows a line at once and then one every few seconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from specdec.cli.waiting import LINE_INTERVAL_S, Waiting
 
 
-def test_a_line_at_once_and_every_few_seconds_says_what_is_waited_for_by_then(
+def test_a_line_at_once_and_every_few_seconds_shows_the_current_stage(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     now_s = 100.0

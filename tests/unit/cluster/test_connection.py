@@ -38,31 +38,29 @@ def environ(tmp_path: Path) -> dict[str, str]:
     return {"RAY_TMPDIR": str(tmp_path), "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": ""}
 
 
-def test_an_address_where_nobody_listens(environ: dict[str, str]) -> None:
-    line = "error: UNAVAILABLE REPLICA_UNAVAILABLE: --ray-address 127.0.0.1:1: no Ray cluster answers there"
+def test_an_address_without_a_listener_is_refused(environ: dict[str, str]) -> None:
+    line = "error: --ray-address 127.0.0.1:1: no Ray cluster answers there (REPLICA_UNAVAILABLE)"
     assert told(place("127.0.0.1:1", **environ)) == line
 
 
-def test_an_address_where_somebody_listens_and_never_answers(environ: dict[str, str]) -> None:
+def test_an_address_whose_listener_never_answers_is_refused(environ: dict[str, str]) -> None:
     with socket.create_server(("0.0.0.0", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        assert told(place(address, **environ)).startswith(
-            f"error: UNAVAILABLE REPLICA_UNAVAILABLE: --ray-address {address}: no Ray cluster answer"
-        )
+        assert told(place(address, **environ)).startswith(f"error: --ray-address {address}: no Ray cluster answer")
 
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:x", "http://127.0.0.1:1"])
-def test_what_is_no_address(address: str, environ: dict[str, str]) -> None:
+def test_a_malformed_address_is_refused(address: str, environ: dict[str, str]) -> None:
     line = told(place(address, **environ))
-    assert line.startswith("error: INVALID_ARGUMENT INVALID_REQUEST: --ray-address must be HOST:PORT")
+    assert line.startswith("error: --ray-address must be HOST:PORT")
     assert address in line
 
 
-def test_ray_is_not_installed(environ: dict[str, str], tmp_path: Path) -> None:
+def test_a_missing_ray_is_one_line_with_the_command_that_installs_it(environ: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("raise ImportError('no module named ray')\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     assert told(place("127.0.0.1:1", **environ, PYTHONPATH=path)).startswith(
-        "error: UNIMPLEMENTED UNSUPPORTED: --ray-address needs the package ray (pip install 'specdec[ray]')"
+        "error: --ray-address needs the package ray (pip install 'specdec[ray]')"
     )
 
 
@@ -87,14 +85,16 @@ def other_head() -> Iterator[tuple[str, dict[str, Any]]]:
     server.stop(None)
 
 
-def test_a_cluster_of_another_version(other_head: tuple[str, dict[str, Any]], environ: dict[str, str]) -> None:
+def test_a_cluster_of_another_version_is_refused(
+    other_head: tuple[str, dict[str, Any]], environ: dict[str, str]
+) -> None:
     address, _ = other_head
     assert told(place(address, **environ)) == (
-        f"error: UNIMPLEMENTED UNSUPPORTED: --ray-address {address}: its Ray is 2.1.0, ours {ray.__version__}"
+        f"error: --ray-address {address}: its Ray is 2.1.0, ours {ray.__version__} (UNSUPPORTED)"
     )
 
 
 def test_a_cluster_that_wants_a_token(other_head: tuple[str, dict[str, Any]], environ: dict[str, str]) -> None:
     address, answer = other_head
     answer["code"] = grpc.StatusCode.UNAUTHENTICATED
-    assert told(place(address, **environ)).endswith("the cluster wants a token (RAY_AUTH_TOKEN, or ~/.ray/auth_token)")
+    assert "the cluster requires a token (RAY_AUTH_TOKEN, or ~/.ray/auth_token)" in told(place(address, **environ))

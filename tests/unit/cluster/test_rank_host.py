@@ -1,4 +1,4 @@
-"""What an actor does for the rank it keeps: real processes, no Ray."""
+"""The actor that keeps a rank: starts, relays and ends a real process, without Ray."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, str
     return only(os.environ | {"OMP_NUM_THREADS": "2", "LD_PRELOAD": "x", "HF_HOME": "/hub"}, CALLER_VARIABLES)
 
 
-def test_a_rank_sees_what_is_meant_for_it_and_no_more(tmp_path: Path, environ: Mapping[str, str]) -> None:
+def test_a_rank_gets_only_the_variables_that_are_meant_for_it(tmp_path: Path, environ: Mapping[str, str]) -> None:
     (tmp_path / "some_rank.py").write_text(TELLS)
     (told, _), ending = RankHost().run("some_rank", ["--model", "m"], environ)
     arguments, seen = json.loads(told)

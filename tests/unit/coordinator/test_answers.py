@@ -1,4 +1,4 @@
-"""What a replica may answer: nothing beyond what it was asked and nothing outside the vocabulary is believed."""
+"""The checks of a replica's answer: it may not exceed its request or name a token outside the vocabulary."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def proposal(*draft_token_ids: int, supports: list[list[int]] | None = None) -> 
 
 
 def verification(*, choices: tuple[int, ...] = (), tails: tuple[int, ...] = ()) -> Verification:
-    """Of choices, or of rows that draw `tails` from outside their supports."""
+    """Return a verification with choices, or with rows that name `tails` as their tail tokens."""
     return Verification(
         choice_token_ids=np.array(choices, np.uint32),
         choice_probabilities=np.ones(len(choices)),
@@ -52,30 +52,30 @@ def refused(proposal: Proposal, *, gamma: int = 3, with_supports: bool = True) -
     return error.value.message
 
 
-def test_a_draft_of_no_more_tokens_than_asked_with_a_support_for_each_is_believed() -> None:
+def test_a_draft_of_at_most_gamma_tokens_with_a_support_for_each_is_accepted() -> None:
     for draft in (proposal(), proposal(1), proposal(1, 2, 9), proposal(0, 2, supports=[[0, 1, 9], [2, 3]])):
         check_proposal(draft, gamma=3, with_supports=True, vocabulary_size=VOCABULARY)
     check_proposal(proposal(1, 9, supports=[]), gamma=2, with_supports=False, vocabulary_size=VOCABULARY)
 
 
-def test_a_draft_longer_than_asked_or_with_another_number_of_supports_is_none() -> None:
+def test_a_draft_longer_than_gamma_or_with_another_number_of_supports_is_refused() -> None:
     assert refused(proposal(1, 2, 3, 4)) == "the draft answered 4 tokens and 4 supports to gamma 3"
     assert refused(proposal(1, 2, supports=[[1]])) == "the draft answered 2 tokens and 1 supports to gamma 3"
     assert refused(proposal(1, 2), with_supports=False) == "the draft answered 2 tokens and 2 supports to gamma 3"
 
 
 @pytest.mark.parametrize("supports", [[[0, 1, 10], [2, 3]], [[2, 3], [0, 1, 10]], [[10], [2]]])
-def test_a_support_outside_the_vocabulary_is_none_wherever_it_stands(supports: list[list[int]]) -> None:
+def test_a_support_token_outside_the_vocabulary_is_refused_at_any_position(supports: list[list[int]]) -> None:
     draft = proposal(*(each[0] for each in supports), supports=supports)
     assert refused(draft) == "the draft answered token id 10, the vocabulary has 10"
 
 
-def test_a_draft_token_outside_the_vocabulary_is_none_where_no_supports_travel() -> None:
+def test_a_draft_token_outside_the_vocabulary_is_refused_in_rounds_without_supports() -> None:
     message = refused(proposal(1, 10, 2, supports=[]), with_supports=False)
     assert message == "the draft answered token id 10, the vocabulary has 10"
 
 
-def test_a_target_that_chooses_outside_the_vocabulary_is_named() -> None:
+def test_a_target_that_answers_a_token_outside_the_vocabulary_is_named_in_the_error() -> None:
     for right in (verification(choices=(1, 9)), verification(tails=(3, 9))):
         check_verification(right, "t:1", vocabulary_size=VOCABULARY)
     for wrong in (verification(choices=(1, 10)), verification(tails=(10, 3))):
@@ -89,11 +89,11 @@ def test_a_target_that_chooses_outside_the_vocabulary_is_named() -> None:
     [KvMiss("gone", have=0), StaleEpoch("old"), Unavailable("dead"), ResourceExhausted("full"), Internal("broken")],
     ids=lambda error: error.reason,
 )
-def test_what_a_round_can_do_something_about_is_passed_on_as_it_is(error: SpecdecError) -> None:
+def test_an_error_that_a_round_can_handle_is_passed_on_unchanged(error: SpecdecError) -> None:
     assert target_fault(error, "t:1") is error
 
 
-def test_what_a_target_finds_wrong_with_a_question_is_our_fault_and_not_the_clients() -> None:
+def test_a_request_that_a_target_refuses_is_reported_as_internal_not_as_the_clients_fault() -> None:
     fault = target_fault(InvalidRequest("temperature is 9", field="temperature"), "t:1")
     assert type(fault) is Internal
     assert fault.message == "target t:1 refused a verification: INVALID_ARGUMENT temperature is 9"

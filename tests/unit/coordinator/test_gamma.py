@@ -1,6 +1,6 @@
-"""Gamma follows the numbers: what pays is asked for, what does not is not, and nothing is held against a session.
+"""The choice of gamma on computed times: it finds the best goodput and follows changes.
 
-Times are what a formula says, so no test looks at a clock; tokens are counted as their expectation.
+Times come from formulas, so that no test depends on a clock; tokens are counted by their expectation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROMPT_TOKENS = 100
 
 @dataclass
 class World:
-    """Draft and target as the formulas of docs/protocol.md sections 6 and 7 describe them; times in seconds."""
+    """Draft and target after the formulas of docs/protocol.md sections 6 and 7; times in seconds."""
 
     draft_step_s: float = 0.0025
     verify_s: float = 0.020
@@ -38,12 +38,12 @@ class World:
     """Share of rounds whose draft was there before it was asked for."""
 
     def round_s(self, gamma: int, num_sessions: int = 1) -> float:
-        """Expected time of a round in which every session drafts `gamma` tokens."""
+        """Return the expected time of a round in which every session drafts `gamma` tokens."""
         draft_s = (1.0 - self.hit_rate) * gamma * self.draft_step_s
         return draft_s + self.verify_s + num_sessions * (gamma + 1) * self.row_s + self.link_s
 
     def goodput(self, gamma: int, alpha: float, num_sessions: int = 1) -> float:
-        """Expected tokens a second of one session among `num_sessions` alike."""
+        """Return the expected tokens per second of one session among `num_sessions` equal ones."""
         return expected_tokens_per_round([alpha] * gamma) / self.round_s(gamma, num_sessions)
 
     def best_gamma(self, alpha: float, num_sessions: int = 1) -> int:
@@ -65,7 +65,7 @@ def play(
     num_tokens: int = 10_000,
     seed: int = 1,
 ) -> Iterator[tuple[float, list[int]]]:
-    """Rounds of all sessions as one batch, one for each alpha: yields alpha and the gammas chosen.
+    """Run rounds of all sessions as one batch, one for each alpha; yield alpha and the chosen gammas.
 
     They end once all sessions have `num_tokens` new tokens. A draft runs first what it has not seen of its session, 64
     tokens a step.
@@ -94,7 +94,7 @@ def play(
                     num_prefilled=1,
                     num_draft_prefilled=num_unseen,
                     committed_len=lengths[index],
-                    num_asked=gamma,
+                    num_requested=gamma,
                     step_tokens=rows,
                     num_concurrent=len(gammas) - 1,
                     num_other_rows=rows - gamma - 1,
@@ -114,19 +114,19 @@ def chosen(chooser: GammaChooser, world: World, alpha: float, rounds: int, *, se
     return [gammas[0] for _, gammas in play([chooser], world, [alpha] * rounds, seed=seed)]
 
 
-def test_a_fixed_gamma_is_kept_and_only_the_limit_cuts_it() -> None:
+def test_a_fixed_gamma_is_lowered_only_by_the_limit() -> None:
     fixed = one(fixed=5)
     assert [fixed.choose(limit) for limit in (9, 5, 3, 0)] == [5, 5, 3, 0]
 
 
-def test_the_first_round_asks_for_a_few_tokens() -> None:
+def test_the_first_round_requests_a_few_tokens() -> None:
     assert one().choose(100) == FIRST_GAMMA
     assert one().choose(2) == 2
 
 
 @pytest.mark.parametrize("alpha", [0.2, 0.4, 0.6, 0.76, 0.9, 0.98])
 @pytest.mark.parametrize("draft_step_s", [0.0005, 0.0025, 0.01, 0.03])
-def test_a_steady_law_gets_nearly_the_best_goodput(alpha: float, draft_step_s: float) -> None:
+def test_constant_acceptance_gets_nearly_the_best_goodput(alpha: float, draft_step_s: float) -> None:
     world = World(draft_step_s=draft_step_s)
     # Three runs: which acceptances one happens to draw moves it by a hundredth.
     gammas = [gamma for seed in (1, 2, 3) for gamma in chosen(one(), world, alpha, 600, seed=seed)[100:]]
@@ -137,7 +137,7 @@ def test_a_steady_law_gets_nearly_the_best_goodput(alpha: float, draft_step_s: f
 
 @pytest.mark.parametrize("num_sessions", [1, 4, 16, 64])
 @pytest.mark.parametrize("alpha", [0.4, 0.7, 0.9])
-def test_under_load_rows_are_paid_for_by_everybody(num_sessions: int, alpha: float) -> None:
+def test_under_load_each_row_is_charged_at_its_cost_to_all_sessions(num_sessions: int, alpha: float) -> None:
     world = World(row_s=0.0004)
     pool = DraftPoolStats()
     rounds = list(play([one(pool) for _ in range(num_sessions)], world, [alpha] * 400))[150:]
@@ -151,7 +151,7 @@ def test_under_load_rows_are_paid_for_by_everybody(num_sessions: int, alpha: flo
 
 
 def test_without_a_price_on_rows_a_full_target_would_be_overfilled() -> None:
-    """The negative control of the test above: what is best for one session alone is far from best for 64."""
+    """Negative control of the test above: the best gamma of one session alone is far from the best for 64."""
     world = World(row_s=0.0004)
     alone = world.best_gamma(0.7, 1)
     assert world.goodput(alone, 0.7, 64) < 0.93 * world.goodput(world.best_gamma(0.7, 64), 0.7, 64)
@@ -176,7 +176,7 @@ def test_a_drifting_acceptance_costs_little_against_the_best_fixed_gamma(draft_s
     assert auto >= 0.95 * best
 
 
-def test_target_only_is_entered_with_few_probes_and_left_again() -> None:
+def test_target_only_rounds_are_entered_with_few_probes_and_left_again() -> None:
     world, chooser = World(draft_step_s=0.015), one()
     late = chosen(chooser, world, 0.1, 1200)[200:]
     assert set(late) <= {0, 1}
@@ -186,14 +186,14 @@ def test_target_only_is_entered_with_few_probes_and_left_again() -> None:
     assert min(later[-100:]) >= 3
 
 
-def test_a_new_session_begins_with_what_its_pool_has_shown() -> None:
+def test_a_new_session_starts_from_the_statistics_of_its_pool() -> None:
     good, bad = DraftPoolStats(), DraftPoolStats()
     chosen(one(good), World(draft_step_s=0.004), 0.95, 80)
     chosen(one(bad), World(draft_step_s=0.004), 0.2, 80)
     assert one(good).choose(8) > one(bad).choose(8)
 
 
-def test_drafts_that_are_there_before_they_are_asked_for_make_longer_ones_pay() -> None:
+def test_drafts_that_are_made_ahead_make_a_larger_gamma_worth_it() -> None:
     without, hits = World(draft_step_s=0.008), World(draft_step_s=0.008, hit_rate=0.9)
     late = [chosen(one(), world, 0.8, 400)[-100:] for world in (without, hits)]
     assert np.mean(late[1]) > np.mean(late[0]) + 1
@@ -214,7 +214,7 @@ def slow_round(*, num_prefilled: int, seconds: float) -> RoundTimes:
         num_prefilled=num_prefilled,
         num_draft_prefilled=num_prefilled,
         committed_len=4000,
-        num_asked=4,
+        num_requested=4,
         step_tokens=5,
     )
 
@@ -228,7 +228,7 @@ def test_a_prefill_does_not_count_as_a_slow_round() -> None:
     assert not pool.draft_wait.is_measured
 
 
-def test_a_cold_first_round_does_not_lead_to_target_only() -> None:
+def test_a_slow_first_round_does_not_lead_to_target_only_rounds() -> None:
     chooser = one()
     chooser.observe(slow_round(num_prefilled=5, seconds=9.0))
     assert chosen(chooser, World(), 0.9, 20)[-1] >= 4
@@ -244,7 +244,7 @@ def test_a_slow_draft_that_recovers_is_used_again_within_a_few_probes() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [4, 5, 6, 12, 40, 150])
-def test_after_a_slow_spell_requests_of_any_length_draft_again_within_a_few_hundred_tokens(num_tokens: int) -> None:
+def test_after_a_slow_period_requests_of_any_length_draft_again_within_a_few_hundred_tokens(num_tokens: int) -> None:
     def request(pool: DraftPoolStats, seed: int) -> list[int]:
         rounds = play([one(pool)], World(), itertools.repeat(0.9), num_tokens=num_tokens, seed=seed)
         return [gammas[0] for _, gammas in rounds]
@@ -268,7 +268,7 @@ def test_sessions_without_a_draft_probe_for_one_another() -> None:
 
 
 @pytest.mark.parametrize("claimed_s", [float("nan"), float("inf"), 3e38, -1e9])
-def test_a_target_that_tells_nonsense_of_its_time_does_not_end_speculation(claimed_s: float) -> None:
+def test_nonsense_in_a_targets_reported_time_does_not_end_speculation(claimed_s: float) -> None:
     world = World()
     pool, other_pool = DraftPoolStats(), DraftPoolStats()
     for record in (pool, other_pool):
@@ -282,7 +282,7 @@ def test_a_target_that_tells_nonsense_of_its_time_does_not_end_speculation(claim
         num_prefilled=1,
         num_draft_prefilled=1,
         committed_len=150,
-        num_asked=2,
+        num_requested=2,
         step_tokens=3,
     )
     for _ in range(2):
@@ -292,7 +292,7 @@ def test_a_target_that_tells_nonsense_of_its_time_does_not_end_speculation(claim
 
 
 @pytest.mark.parametrize("claimed", [1 << 20, (1 << 32) - 1])
-def test_a_target_that_tells_nonsense_of_others_does_not_end_speculation(claimed: int) -> None:
+def test_nonsense_in_a_targets_report_of_other_sessions_does_not_end_speculation(claimed: int) -> None:
     world = World(row_s=0.0003)
     pool, other_pool = DraftPoolStats(), DraftPoolStats()
     for record in (pool, other_pool):

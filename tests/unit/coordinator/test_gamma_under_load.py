@@ -1,7 +1,7 @@
-"""Gamma of many sessions that share one target, in steps that take whoever waits: nearly the best goodput there is.
+"""The choice of gamma by many sessions that share one target comes near the best common goodput.
 
-A simulation by events, no clock: sessions draft by themselves, the target is never idle while one waits, and groups
-form as they do in a real pool. Times are what a formula says; acceptance is drawn.
+An event simulation without a clock: sessions draft independently, each step of the target takes all waiting sessions,
+and groups form as in a real pool. Times come from formulas; acceptance is drawn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TRIP_S, JITTER_S = 0.0015, 0.0005
 
 @dataclass(frozen=True)
 class Pair:
-    """A step of the target is `fixed_s` + `row_s` a position; a draft token is `draft_step_s`, whoever else drafts."""
+    """A step of the target takes `fixed_s` + `row_s` per position, and a draft token `draft_step_s`."""
 
     fixed_s: float
     row_s: float
@@ -55,7 +55,7 @@ class SharedTarget:
     pair: Pair
     sessions: list[Session]
     knows_others: bool = True
-    """False: nobody is told that others share the target."""
+    """False: no session is told that others share the target."""
     knows_coordinators: bool = True
     """False: a coordinator counts the answers that it gets itself."""
     now_s: float = 0.0
@@ -69,7 +69,7 @@ class SharedTarget:
     _random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(7))
 
     def goodput(self) -> float:
-        """Tokens a second of all sessions, the first quarter left out."""
+        """Return the tokens per second of all sessions, without the first quarter of the time."""
         for session in self.sessions:
             self._begin_round(session)
         warm: tuple[int, float] | None = None
@@ -132,7 +132,7 @@ class SharedTarget:
                 num_prefilled=1,
                 num_draft_prefilled=1,
                 committed_len=session.length,
-                num_asked=session.gamma,
+                num_requested=session.gamma,
                 step_tokens=step_tokens if self.knows_others else num_rows,
                 num_concurrent=others[0],
                 num_other_rows=others[1],
@@ -152,7 +152,7 @@ def goodput(
     knows_others: bool = True,
     knows_coordinators: bool = True,
 ) -> float:
-    """`num_coordinators`: each has its sessions' share and a record of its own."""
+    """Return the goodput; each of `num_coordinators` has its share of the sessions and statistics of its own."""
     pools = [DraftPoolStats() for _ in range(num_coordinators)]
     sessions = [
         Session(
@@ -176,19 +176,19 @@ def test_sessions_that_share_a_target_come_near_the_best_common_gamma(
     assert goodput(pair, num_sessions) >= share * best_fixed(pair, num_sessions)
 
 
-def test_sessions_that_do_not_know_of_each_other_overfill_the_target() -> None:
+def test_sessions_that_ignore_each_other_overfill_the_target() -> None:
     """The negative control of the test above."""
     pair = Pair(fixed_s=0.018, row_s=0.000375, draft_step_s=0.0025, alpha=0.9)
     assert goodput(pair, 64, knows_others=False) < 0.9 * best_fixed(pair, 64)
 
 
 @pytest.mark.parametrize("num_coordinators", [2, 4])
-def test_coordinators_that_share_a_target_come_as_near_as_one_alone(num_coordinators: int) -> None:
+def test_coordinators_that_share_a_target_come_as_near_as_a_single_one(num_coordinators: int) -> None:
     pair = Pair(fixed_s=0.018, row_s=0.000375, draft_step_s=0.0025, alpha=0.9)
     assert goodput(pair, 64, num_coordinators=num_coordinators) >= 0.95 * goodput(pair, 64)
 
 
-def test_coordinators_that_count_their_own_rounds_alone_overfill_the_target() -> None:
+def test_coordinators_that_count_only_their_own_rounds_overfill_the_target() -> None:
     """The negative control of the test above."""
     pair = Pair(fixed_s=0.018, row_s=0.000375, draft_step_s=0.0025, alpha=0.9)
     assert goodput(pair, 64, num_coordinators=4, knows_coordinators=False) < 0.95 * goodput(pair, 64)

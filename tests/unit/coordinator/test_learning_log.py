@@ -1,4 +1,4 @@
-"""How long a learning log is kept, and what reading it believes."""
+"""The retention of a learning log, and the checks of its segments when they are read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_segment_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert first.start == 2
 
 
-def test_what_is_too_old_is_deleted_and_so_is_the_oldest_of_what_is_too_much(tmp_path: Path) -> None:
+def test_segments_that_are_too_old_or_beyond_the_size_limit_are_deleted(tmp_path: Path) -> None:
     first = CountedLog(tmp_path, max_age_s=100.0)
     write(first)
     first.close()
@@ -79,13 +79,13 @@ def test_a_damaged_segment_is_refused_by_name(tmp_path: Path) -> None:
 
 
 class Trap:
-    """Unpickling it would run it."""
+    """An object that runs code when it is unpickled."""
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return (os.system, ("exit 3",))
 
 
-def test_a_pickle_is_refused_unopened(tmp_path: Path) -> None:
+def test_a_pickle_is_refused_without_loading_it(tmp_path: Path) -> None:
     path = tmp_path / "s.safetensors"
     path.write_bytes(pickle.dumps(Trap()))
     with pytest.raises(InvalidRequest, match="no segment"):
@@ -111,9 +111,7 @@ def test_a_pickle_is_refused_unopened(tmp_path: Path) -> None:
         ("more", np.array([1]), "other arrays"),
     ],
 )
-def test_a_segment_that_says_what_cannot_be_is_refused(
-    tmp_path: Path, name: str, value: np.ndarray, words: str
-) -> None:
+def test_a_segment_with_impossible_values_is_refused(tmp_path: Path, name: str, value: np.ndarray, words: str) -> None:
     path = tmp_path / "s.safetensors"
     path.write_bytes(encode_segment(FACTS, [TURN]))
     metadata = {

@@ -1,4 +1,4 @@
-"""When leases are renewed, and which are given up: on a clock that is told, against a store that notes it."""
+"""Renewal of leases, on a clock that tests set and against a store that records renewals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specdec.state.redis_store import open_store
 from specdec.state.store import Lease, SessionStore
 from tests.support.coordinator_rig import eventually
 
-#: The keeper looks six times as often, by the machine's clock; a third of it passes by the one that is told.
+#: The keeper checks six times in this time by the machine's clock; a renewal is due after a third by the set clock.
 TTL_S = 0.3
 THIRD_S = TTL_S / 3
 SEVERAL_LOOKS_S = TTL_S
@@ -34,18 +34,18 @@ class Clock:
 
 
 def keeper_threads() -> set[threading.Thread]:
-    """One that waited for its store may outlive its test."""
+    """Return the running threads of keepers. A thread that waits for its store may outlive its test."""
     return {thread for thread in threading.enumerate() if thread.name == "lease keeper"}
 
 
 class NotedStore:
-    """A session store that notes which sessions are renewed together, and may be told to fail or to stand still."""
+    """A session store that records which sessions are renewed together, and that tests may let fail or block."""
 
     def __init__(self, store: SessionStore) -> None:
         self._store = store
         self.renewed: list[list[str]] = []
         self.errors: dict[str, SpecdecError] = {}
-        """By session: what its renewals end with."""
+        """Errors of renewals, by session id."""
         self.gate: threading.Event | None = None
         self.num_asked = 0
         self.num_closed = 0
@@ -93,14 +93,14 @@ def lease(session_id: str = "s") -> Lease:
 
 
 async def renewals(store: NotedStore, num_times: int) -> list[list[str]]:
-    """All batches so far, once there are so many and several looks have added no more."""
+    """Return all batches, after at least `num_times` were sent and several checks have added none."""
     async with asyncio.timeout(20):
         await eventually(lambda: len(store.renewed) >= num_times)
     await asyncio.sleep(SEVERAL_LOOKS_S)
     return store.renewed
 
 
-async def test_a_lease_is_renewed_after_every_third_of_its_life_and_not_before(
+async def test_a_lease_is_renewed_after_each_third_of_its_life_and_not_earlier(
     clock: Clock, store: NotedStore, keeper: LeaseKeeper
 ) -> None:
     keeper.keep(lease())
@@ -114,21 +114,19 @@ async def test_a_lease_is_renewed_after_every_third_of_its_life_and_not_before(
     assert await renewals(store, 2) == [["s"]] * 2
 
 
-async def test_a_lease_that_is_due_at_this_very_moment_is_renewed(
-    clock: Clock, store: NotedStore, keeper: LeaseKeeper
-) -> None:
+async def test_a_lease_that_is_due_exactly_now_is_renewed(clock: Clock, store: NotedStore, keeper: LeaseKeeper) -> None:
     keeper.keep(Lease("s", "us", 1, 0.375))
     clock.now += 0.125
     assert await renewals(store, 1) == [["s"]]
 
 
-async def test_leases_are_looked_at_several_times_in_a_life(clock: Clock, keeper: LeaseKeeper) -> None:
+async def test_leases_are_checked_several_times_in_their_life(clock: Clock, keeper: LeaseKeeper) -> None:
     keeper.keep(lease())
-    async with asyncio.timeout(60 * TTL_S):  # it needs a twentieth of that
+    async with asyncio.timeout(60 * TTL_S):  # a twentieth of that is enough
         await eventually(lambda: clock.num_asked > 60)
 
 
-async def test_each_lease_has_its_own_time_and_a_dropped_one_none(
+async def test_each_lease_is_renewed_on_its_own_schedule_and_a_dropped_one_never(
     clock: Clock, store: NotedStore, keeper: LeaseKeeper
 ) -> None:
     first = lease("first")
@@ -145,7 +143,7 @@ async def test_each_lease_has_its_own_time_and_a_dropped_one_none(
     assert await renewals(store, 2) == [["first"], ["second"]]
 
 
-async def test_of_two_leases_of_a_session_only_the_later_one_is_kept_and_dropping_the_other_does_nothing(
+async def test_the_later_lease_of_a_session_is_kept_when_the_earlier_one_is_dropped(
     clock: Clock, store: NotedStore, keeper: LeaseKeeper
 ) -> None:
     earlier, later = lease(), lease()
@@ -157,7 +155,7 @@ async def test_of_two_leases_of_a_session_only_the_later_one_is_kept_and_droppin
     assert keeper.num_kept == 0
 
 
-async def test_a_lease_that_was_lost_is_renewed_no_more_and_one_that_could_not_be_is_tried_at_the_next_look(
+async def test_a_lost_lease_is_dropped_and_a_failed_renewal_is_repeated_at_the_next_check(
     clock: Clock, store: NotedStore, keeper: LeaseKeeper, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.errors = {"lost": LeaseLost("taken"), "failed": Unavailable("the store is gone")}
@@ -168,10 +166,10 @@ async def test_a_lease_that_was_lost_is_renewed_no_more_and_one_that_could_not_b
     assert batches[0] == ["lost", "failed", "kept"]
     assert all(batch == ["failed"] for batch in batches[1:])
     assert keeper.num_kept == 2
-    assert caplog.messages == ["lost the lease of session lost: taken"]
+    assert caplog.messages == ["lease lost: session=lost: taken"]
 
 
-async def test_a_lease_given_back_while_it_was_renewed_is_not_told_as_lost_nor_is_its_successor_dropped(
+async def test_a_lease_released_during_its_renewal_is_not_reported_lost_and_its_successor_is_kept(
     clock: Clock, store: NotedStore, keeper: LeaseKeeper, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.errors = {"s": LeaseLost("given back"), "t": LeaseLost("given back")}
@@ -190,7 +188,7 @@ async def test_a_lease_given_back_while_it_was_renewed_is_not_told_as_lost_nor_i
     assert caplog.messages == []
 
 
-async def test_leases_are_renewed_together_but_no_more_at_once_than_a_commit_may_wait_for(
+async def test_leases_are_renewed_in_batches_of_limited_size(
     clock: Clock, store: NotedStore, keeper: LeaseKeeper
 ) -> None:
     names = [f"s{index}" for index in range(2 * MAX_BATCH + 1)]
@@ -200,10 +198,8 @@ async def test_leases_are_renewed_together_but_no_more_at_once_than_a_commit_may
     assert await renewals(store, 3) == [names[:MAX_BATCH], names[MAX_BATCH : 2 * MAX_BATCH], names[2 * MAX_BATCH :]]
 
 
-async def test_a_loop_that_has_not_turned_for_longer_than_the_patience_has_its_leases_left_until_it_turns(
-    clock: Clock, store: NotedStore
-) -> None:
-    keeper = LeaseKeeper(store, loop_patience_s=8.0)  # type: ignore[arg-type]
+async def test_leases_of_a_hung_loop_are_not_renewed_until_it_turns_again(clock: Clock, store: NotedStore) -> None:
+    keeper = LeaseKeeper(store, loop_timeout_s=8.0)  # type: ignore[arg-type]
     keeper.keep(lease())
     await asyncio.sleep(SEVERAL_LOOKS_S)
     clock.now += 8.0
@@ -218,7 +214,7 @@ async def test_a_loop_that_has_not_turned_for_longer_than_the_patience_has_its_l
     await keeper.close()
 
 
-async def test_a_keeper_ends_its_thread_closes_its_store_and_may_keep_again(
+async def test_closing_ends_the_thread_and_closes_its_store_and_the_keeper_can_be_used_again(
     clock: Clock, store: NotedStore, keeper: LeaseKeeper
 ) -> None:
     before, others = threading.active_count(), keeper_threads()
@@ -234,10 +230,10 @@ async def test_a_keeper_ends_its_thread_closes_its_store_and_may_keep_again(
             await keeper.close()
         assert store.num_closed == num_closed
         assert not thread.is_alive()
-    assert threading.active_count() <= before + 1  # that of `to_thread`
+    assert threading.active_count() <= before + 1  # the thread of `to_thread`
 
 
-async def test_a_keeper_whose_store_does_not_answer_is_closed_all_the_same(
+async def test_a_keeper_whose_store_does_not_answer_can_be_closed(
     clock: Clock, store: NotedStore, keeper: LeaseKeeper
 ) -> None:
     keeper.keep(lease())
@@ -249,7 +245,7 @@ async def test_a_keeper_whose_store_does_not_answer_is_closed_all_the_same(
     store.gate.set()
 
 
-def test_a_keeper_whose_loop_goes_away_without_closing_it_ends_without_a_complaint(
+def test_a_keeper_whose_loop_is_closed_first_ends_without_an_error(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     complaints: list[Any] = []
@@ -269,7 +265,7 @@ def test_a_keeper_whose_loop_goes_away_without_closing_it_ends_without_a_complai
     assert store.num_closed == 1
 
 
-async def test_a_fault_of_a_keeper_whose_loop_lives_is_told(
+async def test_an_error_in_the_thread_of_a_live_loop_is_reported(
     clock: Clock, store: NotedStore, keeper: LeaseKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     complaints: list[Any] = []

@@ -1,4 +1,4 @@
-"""How a coordinator takes sessions: under a name that is its own process's, without leaving anything half taken."""
+"""A coordinator takes sessions under a name of its own process, and undoes an acquisition that is cancelled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.store_sessions import LONG_TTL_S, REQUEST, tokens
 
 
 class HeldStore:
-    """A session store whose acquisitions take effect at once and are answered when the gate opens."""
+    """A session store whose acquisitions take effect at once, but are answered when the gate opens."""
 
     def __init__(self, store: SessionStore) -> None:
         self._store = store
@@ -44,7 +44,7 @@ def leases(store: Any, *, ttl_s: float = LONG_TTL_S) -> Leases:
     return Leases(store, "c", ttl_s)
 
 
-async def test_a_lease_is_known_as_ours_by_the_process_that_took_it_and_by_no_other_of_the_same_name(
+async def test_only_the_process_that_took_a_lease_recognises_it_as_its_own(
     store: SessionStore,
 ) -> None:
     ours, theirs = leases(store), leases(store)
@@ -67,7 +67,7 @@ async def test_two_requests_of_one_coordinator_do_not_share_a_session(store: Ses
     assert (again.owner, again.epoch > first.epoch) == (first.owner, True)
 
 
-async def test_a_session_is_only_made_where_that_is_asked_for(store: SessionStore) -> None:
+async def test_a_session_is_created_only_on_request(store: SessionStore) -> None:
     with pytest.raises(NotFound):
         await leases(store).acquire("s", create=False)
     with pytest.raises(NotFound):
@@ -76,7 +76,7 @@ async def test_a_session_is_only_made_where_that_is_asked_for(store: SessionStor
 
 
 async def abandoned(held: HeldStore, *, create: bool) -> None:
-    """An acquisition that is cancelled after the store has done it and before that is known."""
+    """Cancel an acquisition after the store has done it and before its answer."""
     taking = asyncio.ensure_future(leases(held).acquire("s", create=create))
     await asyncio.wait_for(held.taken.wait(), 10)
     taking.cancel()
@@ -86,13 +86,13 @@ async def abandoned(held: HeldStore, *, create: bool) -> None:
         await taking
 
 
-async def test_cancelling_leaves_no_session_that_was_made_for_it(store: SessionStore) -> None:
+async def test_cancelling_leaves_no_session_that_was_created_for_it(store: SessionStore) -> None:
     await abandoned(HeldStore(store), create=True)
     assert await store.load("s") is None
 
 
 @pytest.mark.parametrize("was_left", [True, False])
-async def test_cancelling_gives_a_session_with_a_request_back_as_it_was(store: SessionStore, was_left: bool) -> None:
+async def test_cancelling_releases_a_session_with_a_request_unchanged(store: SessionStore, was_left: bool) -> None:
     lease = await store.acquire("s", owner="before", ttl_s=LONG_TTL_S, create=True)
     await store.begin_request(lease, REQUEST, keep=0, token_ids=tokens(1, 2, 3))
     await store.release(lease, left=was_left)
@@ -102,7 +102,7 @@ async def test_cancelling_gives_a_session_with_a_request_back_as_it_was(store: S
     assert (record.owner, record.was_left, record.num_tokens) == ("", was_left, 3)
 
 
-async def test_cancelling_an_acquisition_that_fails_is_a_cancellation_and_no_error(store: SessionStore) -> None:
+async def test_cancelling_an_acquisition_that_fails_raises_only_the_cancellation(store: SessionStore) -> None:
     failing = HeldStore(store)
     acquire = failing.acquire
 
@@ -120,7 +120,7 @@ async def test_a_takeover_waits_for_a_dead_owners_lease_to_end(store: SessionSto
     assert taken.epoch > dead.epoch
 
 
-async def test_a_takeover_of_a_session_whose_owner_lives_is_refused_in_the_end(store: SessionStore) -> None:
+async def test_a_takeover_from_a_live_owner_is_refused_in_the_end(store: SessionStore) -> None:
     await store.acquire("s", owner="alive", ttl_s=LONG_TTL_S, create=True)
     began = asyncio.get_running_loop().time()
     with pytest.raises(SessionBusy):

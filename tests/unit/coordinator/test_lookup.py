@@ -1,4 +1,4 @@
-"""Drafts found in text: what is found, for whom, and how much is remembered."""
+"""Drafts found in text: what is found, in which sessions' text, and how much text is kept."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ def test_a_match_that_is_too_short_gives_nothing(kind: LookupKind) -> None:
     assert lookup_of(kind, []).find(4) == []
 
 
-def test_ngram_takes_the_latest_place_and_suffix_the_most_frequent_follower() -> None:
+def test_ngram_uses_the_latest_occurrence_and_suffix_the_most_frequent_continuation() -> None:
     text = [7, 8, 1, 50, 7, 8, 1, 51, 7, 8, 2, 52, 7, 8]
     assert lookup_of(LookupKind.NGRAM, text).find(1) == [2]
     assert lookup_of(LookupKind.SUFFIX, text).find(1) == [1]
 
 
-def test_a_repeat_that_overlaps_itself_goes_on_as_it_began() -> None:
+def test_a_repeat_that_overlaps_itself_is_continued_periodically() -> None:
     assert lookup_of(LookupKind.NGRAM, [4, 1, 2, 3, 1, 2, 3, 1]).find(5) == [2, 3, 1, 2, 3]
 
 
-async def test_suffix_looks_at_the_tenants_other_outputs_and_ngram_does_not() -> None:
+async def test_suffix_searches_the_tenants_other_outputs_and_ngram_does_not() -> None:
     history = await history_of(SENTENCE)
     assert lookup_of(LookupKind.SUFFIX, [1, 2, *SENTENCE[:3]], history).find(8) == SENTENCE[3:]
     assert lookup_of(LookupKind.NGRAM, [1, 2, *SENTENCE[:3]], history).find(8) == []
 
 
-async def test_text_that_comes_into_the_history_later_is_found_from_then_on() -> None:
+async def test_text_that_is_added_to_the_history_later_is_found_from_then_on() -> None:
     history = TokenHistory(1000)
     lookup = lookup_of(LookupKind.SUFFIX, [1, 2], history)
     history.add(SENTENCE)
@@ -65,7 +65,7 @@ async def test_text_that_comes_into_the_history_later_is_found_from_then_on() ->
     assert lookup.find(8) == SENTENCE[3:]
 
 
-async def test_the_longer_match_wins_and_of_equals_the_sessions_own() -> None:
+async def test_the_longer_match_wins_and_the_sessions_own_text_wins_a_tie() -> None:
     history = await history_of([5, 6, 7, 60])
     assert lookup_of(LookupKind.SUFFIX, [5, 6, 7, 61, 5, 6, 7], history).find(1) == [61]
     assert lookup_of(LookupKind.SUFFIX, [6, 7, 61, 5, 6, 7], history).find(1) == [60]
@@ -86,7 +86,7 @@ async def test_the_history_is_bounded_and_forgets_the_oldest() -> None:
     assert lookup_of(LookupKind.SUFFIX, [190, 191, 192], history).find(2) == [193, 194]
 
 
-async def test_a_session_finds_its_way_in_a_history_that_was_begun_anew() -> None:
+async def test_a_session_is_matched_again_in_a_new_automaton_of_the_history() -> None:
     history = TokenHistory(100)
     lookup = lookup_of(LookupKind.SUFFIX, [1, 10, 11], history)
     for start in (200, 300, 10, 400):
@@ -97,7 +97,7 @@ async def test_a_session_finds_its_way_in_a_history_that_was_begun_anew() -> Non
     assert lookup.find(3) == [14, 15, 16]
 
 
-async def test_more_than_can_be_kept_is_not_waited_for() -> None:
+async def test_text_beyond_the_limit_is_dropped() -> None:
     history = TokenHistory(40)
     history.add(list(range(1000)))
     await history.settle()

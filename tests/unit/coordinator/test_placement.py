@@ -1,4 +1,4 @@
-"""A session stays with its replica while it lives, and is only ever sent what a replica may lack."""
+"""A session stays with its replica while that lives, and only tokens that a replica may lack are sent."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_the_less_loaded_of_two_takes_a_new_session() -> None:
     assert all(choose_replica(f"s{index}", [busy, idle]) is idle for index in range(20))
 
 
-def test_sessions_that_are_held_from_long_ago_are_no_work() -> None:
-    """Else a replica that has just been added would get every new session until it held as many as the old ones."""
+def test_sessions_that_are_only_held_count_less_than_running_ones() -> None:
+    """Otherwise a new replica would get every new session until it held as many as the old ones."""
     old, new = make_replica("a:1", num_sessions=500, num_running=2), make_replica("b:1")
     chosen = []
     for index in range(40):
@@ -70,7 +70,7 @@ def test_sessions_spread_over_many_equal_replicas() -> None:
     assert max(loads) - min(loads) <= 8
 
 
-def test_every_coordinator_thinks_of_the_same_two_replicas_for_a_session() -> None:
+def test_every_coordinator_picks_the_same_two_replicas_for_a_session() -> None:
     found = []
     for index in range(12):
         replicas = [make_replica(f"{name}:1") for name in "abcdef"]
@@ -101,7 +101,8 @@ async def connect(rig: Rig) -> ReplicaPools:
     pools = ReplicaPools(
         "table", open_link, static_endpoints=[(service.role, service.address) for service in rig.services]
     )
-    await pools.poll()
+    while sum(replica.is_alive for replica in pools.all_replicas()) < len(rig.services):
+        await pools.poll()  # again where a starved service was late to describe itself
     return pools
 
 
@@ -120,7 +121,7 @@ async def test_a_session_sticks_until_its_replica_fails(rig: Rig) -> None:
     await pools.close()
 
 
-async def test_a_target_that_drains_keeps_its_sessions_and_is_none_to_go_to(rig: Rig) -> None:
+async def test_a_draining_target_keeps_its_sessions_and_gets_no_new_ones(rig: Rig) -> None:
     pools = await connect(rig)
     replicas = SessionReplicas("s", pools)
     replicas.target_fingerprint = "table-0-table"
@@ -135,7 +136,7 @@ async def test_a_target_that_drains_keeps_its_sessions_and_is_none_to_go_to(rig:
     await pools.close()
 
 
-async def test_a_session_is_counted_where_it_goes_and_once(rig: Rig) -> None:
+async def test_a_session_is_counted_once_at_the_replica_that_gets_it(rig: Rig) -> None:
     pools = await connect(rig)
     replicas = SessionReplicas("s", pools)
     replicas.target_fingerprint, replicas.draft_pool = "table-0-table", "default"
@@ -147,7 +148,7 @@ async def test_a_session_is_counted_where_it_goes_and_once(rig: Rig) -> None:
     await pools.close()
 
 
-async def test_a_session_has_no_replica_before_it_is_told_its_pool_and_its_model(rig: Rig) -> None:
+async def test_a_session_has_no_replica_before_its_pool_and_model_are_set(rig: Rig) -> None:
     pools = await connect(rig)
     replicas = SessionReplicas("s", pools)
     assert (replicas.draft_pool, replicas.target_fingerprint) == ("", "")
@@ -156,7 +157,7 @@ async def test_a_session_has_no_replica_before_it_is_told_its_pool_and_its_model
     await pools.close()
 
 
-async def test_a_draft_is_kept_while_it_is_in_use_and_of_the_sessions_pool(rig: Rig) -> None:
+async def test_a_draft_is_kept_while_it_is_in_use_and_in_the_sessions_pool(rig: Rig) -> None:
     pools = await connect(rig)
     replicas = SessionReplicas("s", pools)
     replicas.draft_pool = "default"
@@ -200,7 +201,7 @@ async def test_an_unknown_pool_is_refused_and_an_unnamed_one_is_routed(rig: Rig)
     await pools.close()
 
 
-def test_only_what_a_replica_may_lack_is_sent() -> None:
+def test_only_tokens_that_a_replica_may_lack_are_sent() -> None:
     replicas, replica = SessionReplicas("s", ReplicaPools("v", open_link)), make_replica("a:1")
     assert replicas.start_for(replica, 10) == 0
     replicas.learn(replica, 8)
@@ -213,7 +214,7 @@ def test_only_what_a_replica_may_lack_is_sent() -> None:
     assert replicas.start_for(make_replica("b:1"), 10) == 9
 
 
-def test_the_sessions_seen_longest_ago_are_forgotten_first() -> None:
+def test_the_least_recently_used_sessions_are_forgotten_first() -> None:
     placement = Placement(ReplicaPools("v", open_link), capacity=2)
     first, second = placement.session("a"), placement.session("b")
     assert placement.session("a") is first

@@ -1,4 +1,4 @@
-"""Pools of replicas on real services: who is in use, what they allow together, and what is said when that changes."""
+"""Pools of replicas on real services: which are in use, their common limits, and what is reported when that changes."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ async def test_a_replica_is_out_of_use_from_a_failed_call_until_it_answers_again
         assert not rig.pools.serves("table-1-table")
 
 
-async def test_a_draft_that_was_late_and_then_gone_begins_afresh_when_it_is_back() -> None:
+async def test_a_late_draft_that_died_is_reset_when_it_comes_back() -> None:
     async with RoundRig() as rig:
         (draft,) = rig.pools.drafts("default")
-        assert draft.replica_health.note_late(asked_at=draft.link.heard_at + 1.0, heard_at=0.0)
+        assert draft.health.note_late(called_at=draft.link.heard_at + 1.0, heard_at=0.0)
         await rig.pools.poll()
-        assert draft.replica_health.is_marked  # describing itself is its event loop's work, not its device's
+        assert draft.health.is_marked  # describing itself is its event loop's work, not its device's
         draft.fail(Unavailable("gone"))
         await rig.pools.poll()
-        assert not draft.replica_health.is_marked
+        assert not draft.health.is_marked
         assert draft.is_in_use
 
 
-async def test_the_smallest_context_and_gamma_of_the_replicas_bind_all_sessions() -> None:
+async def test_the_smallest_context_and_gamma_of_all_replicas_limit_every_session() -> None:
     services = [
         await start_service(TARGET, salt=0, context=100, max_gamma=6),
         await start_service(TARGET, salt=0, context=300, max_gamma=8),
@@ -61,7 +61,7 @@ async def test_the_smallest_context_and_gamma_of_the_replicas_bind_all_sessions(
         await service.kill()
 
 
-async def test_what_is_served_is_unknown_until_a_target_has_been_connected() -> None:
+async def test_the_served_model_is_unknown_until_a_target_has_been_connected() -> None:
     pools = ReplicaPools("table", open_link, static_endpoints=[(TARGET, "127.0.0.1:1")])
     with pytest.raises(Unavailable, match="no target replica has been connected yet"):
         _ = pools.target_info
@@ -74,7 +74,7 @@ async def test_what_is_served_is_unknown_until_a_target_has_been_connected() -> 
     await pools.close()
 
 
-async def test_a_change_of_readiness_is_told_once() -> None:
+async def test_a_change_of_readiness_is_reported_once() -> None:
     told = []
 
     async def note(is_ready: bool) -> None:
@@ -94,7 +94,7 @@ async def test_a_change_of_readiness_is_told_once() -> None:
     await pools.close()
 
 
-async def test_a_replica_of_the_other_role_is_left_out_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_replica_of_the_other_role_is_left_out_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     service = await start_service(TARGET, salt=0)
     pools = ReplicaPools("table", open_link, static_endpoints=[(TARGET, service.address), (DRAFT, service.address)])
     with caplog.at_level(logging.ERROR):
@@ -107,7 +107,7 @@ async def test_a_replica_of_the_other_role_is_left_out_and_that_is_said_once(cap
     await service.kill()
 
 
-async def test_sessions_sent_to_a_replica_count_until_it_tells_its_own_number() -> None:
+async def test_sessions_sent_to_a_replica_count_until_it_reports_its_own_number() -> None:
     async with RoundRig(drafts=0) as rig:
         (target,) = rig.pools.targets()
         assert target.load == (0, 0)
@@ -120,7 +120,7 @@ async def test_sessions_sent_to_a_replica_count_until_it_tells_its_own_number() 
         assert target.load == (1, 1)  # the one that it really holds, and that has just called
 
 
-async def test_releasing_a_session_frees_it_at_every_replica_and_fails_at_none() -> None:
+async def test_releasing_a_session_frees_it_at_every_replica_and_ignores_failures() -> None:
     async with RoundRig() as rig:
         await rig.rounds().run()
         assert [engine.info().num_sessions for engine in (*rig.targets, *rig.drafts)] == [1, 1]

@@ -1,4 +1,4 @@
-"""Prefixes are looked up at growing depths, in bounded time, and told of without anybody waiting."""
+"""Prefixes are looked up at growing lengths, in bounded time, and noted in the background."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 
 from coordinator.replicas import prefixes as module
-from coordinator.replicas.placement import SessionReplicas
+from coordinator.replicas.placement import FIRST_REQUEST_ROWS, PrefixRule, SessionReplicas
 from coordinator.replicas.pool import ReplicaPools
-from coordinator.replicas.prefix_rule import FIRST_REQUEST_ROWS, PrefixRule
 from coordinator.replicas.prefixes import LOOK_UP_TIMEOUT_S, MAX_NOTES, Prefixes, prefix_lengths
 from coordinator.replicas.replica import TARGET, TargetReplica
 from specdec.core.chain import ChainHasher
@@ -24,7 +23,7 @@ from specdec.state.store import KvLocation
 from specdec.types import BLOCK_TOKENS, EngineInfo
 
 
-def test_prefixes_are_looked_at_from_four_blocks_on_at_doubling_depths_and_at_the_last_full_block() -> None:
+def test_prefixes_have_doubling_lengths_from_four_blocks_on_and_end_at_the_last_full_block() -> None:
     assert prefix_lengths(0) == prefix_lengths(63) == []
     assert prefix_lengths(64) == prefix_lengths(79) == [64]
     assert prefix_lengths(80) == [64, 80]
@@ -48,7 +47,7 @@ async def held(prefixes: Prefixes, num_tokens: int, hash_at: Callable[[int], byt
     return await prefixes.answer(prefixes.look_up(num_tokens, hash_at))
 
 
-async def test_a_prefix_that_two_prompts_share_is_found_at_the_deepest_length_that_was_told(
+async def test_a_prefix_that_two_prompts_share_is_found_at_the_longest_noted_length(
     store: RedisSessionStore,
 ) -> None:
     prefixes = Prefixes(store.prefixes())
@@ -62,7 +61,7 @@ async def test_a_prefix_that_two_prompts_share_is_found_at_the_deepest_length_th
     assert await held(prefixes, 63, ours.at) == {}
 
 
-async def test_without_a_directory_nothing_is_known_and_nothing_is_told() -> None:
+async def test_without_a_directory_nothing_is_known_and_nothing_is_noted() -> None:
     prefixes = Prefixes(None)
     prefixes.note(ChainHasher(range(100)).at, {"a": 100})
     assert await held(prefixes, 100, ChainHasher(range(100)).at) == {}
@@ -82,7 +81,7 @@ async def silent_url() -> AsyncIterator[str]:
     server.close()
 
 
-async def test_a_directory_that_does_not_answer_is_given_up_in_time_and_told_of_once(
+async def test_a_directory_that_does_not_answer_in_time_is_ignored_and_logged_once(
     silent_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     connection = RedisConnection(silent_url)
@@ -92,7 +91,7 @@ async def test_a_directory_that_does_not_answer_is_given_up_in_time_and_told_of_
         for _ in range(3):
             assert await held(prefixes, 100, hashes.at) == {}
     assert [record.getMessage() for record in caplog.records] == [
-        "the directory of prefixes cannot be used: no answer in time"
+        "prefix directory unavailable: no answer within 0.1 s"
     ]
     for _ in range(3 * MAX_NOTES):
         prefixes.note(hashes.at, {"a": 100})
@@ -135,7 +134,7 @@ def replica(
     return made
 
 
-def test_a_holder_is_gone_to_until_it_is_busier_by_more_than_its_prefix_saves() -> None:
+def test_a_holder_gets_the_session_until_it_is_busier_by_more_than_its_prefix_saves() -> None:
     rule = PrefixRule()
     for _ in range(50):
         rule.note_request(100)
@@ -147,7 +146,7 @@ def test_a_holder_is_gone_to_until_it_is_busier_by_more_than_its_prefix_saves() 
         assert chosen is (holder if num_running <= 5 else idle)
 
 
-def test_of_two_holders_the_one_that_saves_more_of_the_work_is_taken() -> None:
+def test_of_two_holders_the_one_that_saves_more_rows_is_chosen() -> None:
     rule = PrefixRule()
     usual, shallow, deep = replica("usual"), replica("shallow"), replica("deep", num_running=2)
     held = {"shallow": 128, "deep": 128 + 2 * int(FIRST_REQUEST_ROWS) + 1}
@@ -161,7 +160,7 @@ def test_the_usual_replica_is_kept_where_it_holds_as_much() -> None:
     assert PrefixRule().choose(usual, [other, usual], {"usual": 64, "other": 64}) is usual
 
 
-def test_a_replica_without_a_name_of_its_own_holds_nothing() -> None:
+def test_a_replica_without_a_valid_incarnation_holds_nothing() -> None:
     usual = replica("usual")
     for incarnation in ("", "no name", "x" * 65, "\u0661"):
         nameless = replica("nameless", incarnation=incarnation)
@@ -169,7 +168,7 @@ def test_a_replica_without_a_name_of_its_own_holds_nothing() -> None:
         assert PrefixRule().choose(usual, [usual, nameless], {incarnation or "none": 512}) is usual
 
 
-async def test_holders_that_take_no_sessions_are_passed_over() -> None:
+async def test_holders_that_take_no_sessions_are_skipped() -> None:
     pools = ReplicaPools("v", open_link)
     dead, draining, other = replica("dead"), replica("draining", draining=True), replica("other")
     dead.is_alive = False
@@ -181,12 +180,12 @@ async def test_holders_that_take_no_sessions_are_passed_over() -> None:
 
 
 @pytest.mark.parametrize("name", ["dead", "draining", "late", "of another model"])
-async def test_a_session_does_not_come_back_to_a_replica_that_cannot_take_it(name: str) -> None:
+async def test_a_session_does_not_return_to_a_replica_that_cannot_take_it(name: str) -> None:
     pools = ReplicaPools("v", open_link)
     home, other = replica("home", draining=name == "draining"), replica("other", num_running=1)
     home.is_alive = name != "dead"
     if name == "late":
-        home.replica_health.note_late(asked_at=1.0, heard_at=0.0)
+        home.health.note_late(called_at=1.0, heard_at=0.0)
     if name == "of another model":
         home.info = replace(home.info, model_fingerprint="another")  # type: ignore[type-var]
     pools._replicas = {(TARGET, each.address): each for each in (home, other)}
@@ -197,7 +196,7 @@ async def test_a_session_does_not_come_back_to_a_replica_that_cannot_take_it(nam
     assert replicas.start_for(other, 120) == 0
 
 
-async def test_a_session_comes_back_however_busy_its_replica_is_and_is_believed_to_be_there_as_far_as_it_goes() -> None:
+async def test_a_session_returns_to_the_replica_of_its_kv_however_busy_that_is() -> None:
     pools = ReplicaPools("v", open_link)
     home, other = replica("home", num_running=99), replica("other")
     pools._replicas = {(TARGET, each.address): each for each in (home, other)}
@@ -207,4 +206,4 @@ async def test_a_session_comes_back_however_busy_its_replica_is_and_is_believed_
         replicas.begin_turn(agreed_len, [KvLocation("home", 90)], {"other": 64})
         assert replicas.choose_target() is home
         assert replicas.start_for(home, 120) == start
-    assert replicas.homes == [KvLocation("home", 60)]
+    assert replicas.locations == [KvLocation("home", 60)]

@@ -1,4 +1,4 @@
-"""A turn's tokens against what the session holds, and how long its output may be."""
+"""The tokens of a turn after those that the session holds, and the limit of its output."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def prompt_of(num_tokens: int) -> Prompt:
     return Prompt(0, np.zeros(num_tokens, np.uint32), "prompt")
 
 
-def test_the_default_length_is_clipped_to_the_context_and_a_named_one_is_not() -> None:
+def test_the_default_output_limit_is_clipped_to_the_context_and_an_explicit_one_is_not() -> None:
     assert resolve_sampling(ask(), prompt_of(10), 1000).max_new_tokens == 256
     assert resolve_sampling(ask(), prompt_of(10), 40).max_new_tokens == 30
     assert resolve_sampling(ask(max_new_tokens=30), prompt_of(10), 40).max_new_tokens == 30
@@ -75,7 +75,7 @@ def test_the_default_length_is_clipped_to_the_context_and_a_named_one_is_not() -
     assert (caught.value.reason, caught.value.field) == ("CONTEXT_TOO_LONG", "sampling.max_new_tokens")
 
 
-def test_a_prompt_that_fills_the_context_is_refused_by_its_own_name() -> None:
+def test_a_prompt_that_fills_the_context_is_refused_with_its_field() -> None:
     assert resolve_sampling(ask(), prompt_of(39), 40).max_new_tokens == 1
     with pytest.raises(InvalidRequest, match="prompt must leave room") as caught:
         resolve_sampling(ask(), prompt_of(40), 40)

@@ -1,5 +1,6 @@
-"""Rounds against real services: what is sent of a session, who takes a target's place, and what a round tells of
-itself. A draft that fails: `test_draft_calls`."""
+"""Rounds against real services: the tokens that are sent, the failover of a target, and what a round reports.
+
+Drafts that fail are in `test_draft_calls`."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tests.support.round_rig import SEED, RoundRig, Rounds
 # ---- what is sent ------------------------------------------------------------------------------------------------
 
 
-async def test_after_accepted_drafts_only_what_no_replica_has_run_is_sent() -> None:
+async def test_after_accepted_drafts_only_tokens_that_the_replica_has_not_run_are_sent() -> None:
     async with RoundRig(draft_salt=0) as rig:
         rounds = rig.rounds(gamma=3)
         outcomes = [await rounds.run() for _ in range(5)]
@@ -36,7 +37,7 @@ async def test_after_accepted_drafts_only_what_no_replica_has_run_is_sent() -> N
         assert [(times.num_prefilled, times.num_draft_prefilled) for times in told] == [(1, 2)] * 4
 
 
-async def test_every_request_says_whose_round_it_is_and_how_it_is_drawn() -> None:
+async def test_every_request_carries_its_session_round_seed_and_filters() -> None:
     async with RoundRig(draft_salt=0) as rig:
         rounds = rig.rounds(temperature=0.5, epoch=7, turn=3, num_logprobs=2)
         for _ in range(2):
@@ -50,7 +51,7 @@ async def test_every_request_says_whose_round_it_is_and_how_it_is_drawn() -> Non
         assert [request.num_logprobs for request in rig.targets[0].asked] == [2, 2]
 
 
-async def test_after_a_rejection_a_replica_is_sent_everything_from_the_rejected_token_on_and_misses_nothing() -> None:
+async def test_after_a_rejection_a_replica_is_sent_all_tokens_from_the_rejected_one_on() -> None:
     async with RoundRig(draft_salt=1) as rig:
         rounds = rig.rounds(gamma=3)
         lengths, outcomes = [], []
@@ -68,7 +69,7 @@ async def test_after_a_rejection_a_replica_is_sent_everything_from_the_rejected_
         )
 
 
-async def test_a_replica_that_lost_the_session_is_sent_all_of_it_once_more() -> None:
+async def test_a_replica_that_lost_the_session_is_sent_all_of_it_again() -> None:
     async with RoundRig(draft_salt=0) as rig:
         rounds = rig.rounds(gamma=3)
         await rounds.run()
@@ -92,7 +93,7 @@ async def test_a_target_that_loses_the_session_twice_in_a_round_is_unavailable()
 
 
 @pytest.mark.parametrize("mode", [Mode.REJECTION, Mode.BLOCK, Mode.COUPLED])
-async def test_a_sampled_round_of_the_targets_own_model_is_accepted_whole(mode: Mode) -> None:
+async def test_a_sampled_draft_of_the_targets_own_model_is_accepted_as_a_whole(mode: Mode) -> None:
     async with RoundRig(draft_salt=0) as rig:
         rounds = rig.rounds(temperature=1.0, mode=mode)
         outcomes = [await rounds.run() for _ in range(4)]
@@ -123,15 +124,15 @@ async def test_a_sampled_round_is_decided_by_the_rule_of_its_mode_with_draws_key
 # ---- how much is asked -------------------------------------------------------------------------------------------
 
 
-async def test_no_more_is_asked_than_may_follow_and_than_the_draft_takes() -> None:
+async def test_gamma_is_at_most_the_remaining_tokens_and_the_drafts_own_limit() -> None:
     async with RoundRig(draft_salt=0, max_gamma=4) as rig:
         rounds = rig.rounds(gamma=6)
         assert [(await rounds.run(remaining)).num_draft_tokens for remaining in (100, 5, 3, 2, 1)] == [4, 4, 2, 1, 0]
         assert [request.gamma for request in rig.drafts[0].asked] == [4, 4, 2, 1]
-        assert rounds.gamma.told[-1].num_asked == 0
+        assert rounds.gamma.told[-1].num_requested == 0
 
 
-async def test_a_draft_is_asked_up_to_the_end_of_its_own_context_and_not_beyond() -> None:
+async def test_a_draft_is_called_up_to_the_end_of_its_own_context_and_not_beyond() -> None:
     async with RoundRig(draft_salt=0, context=len(PROMPT) + 4) as rig:
         rounds = rig.rounds(gamma=3)
         causes = [(await rounds.run()).target_only_cause for _ in range(4)]
@@ -146,7 +147,7 @@ async def test_a_draft_is_asked_up_to_the_end_of_its_own_context_and_not_beyond(
 @pytest.mark.parametrize(
     "error", [Internal("broken"), ResourceExhausted("full"), KvMiss("gone", have=0)], ids=lambda e: e.reason
 )
-async def test_a_target_that_fails_is_left_for_another_that_is_sent_everything(error: errors.SpecdecError) -> None:
+async def test_a_target_that_fails_is_replaced_by_another_that_is_sent_all_tokens(error: errors.SpecdecError) -> None:
     async with RoundRig(targets=2, draft_salt=0) as rig:
         rounds = rig.rounds()
         await rounds.run()
@@ -162,7 +163,7 @@ async def test_a_target_that_fails_is_left_for_another_that_is_sent_everything(e
         assert len(serving.asked) == (3 if isinstance(error, KvMiss) else 2)
 
 
-async def test_a_failed_target_is_taken_to_hold_nothing_when_the_session_comes_back() -> None:
+async def test_a_failed_target_is_assumed_to_hold_nothing_when_the_session_returns() -> None:
     async with RoundRig(targets=2, draft_salt=0) as rig:
         rounds = rig.rounds()
         await rounds.run()
@@ -175,7 +176,7 @@ async def test_a_failed_target_is_taken_to_hold_nothing_when_the_session_comes_b
         assert len(first.asked) == 3  # nothing was missing
 
 
-async def test_a_target_that_is_gone_is_out_of_use_at_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_dead_target_is_out_of_use_at_once(caplog: pytest.LogCaptureFixture) -> None:
     async with RoundRig(targets=2, drafts=0) as rig:
         rounds = rig.rounds()
         await rounds.run()
@@ -190,7 +191,7 @@ async def test_a_target_that_is_gone_is_out_of_use_at_once(caplog: pytest.LogCap
             await rounds.run()
 
 
-async def test_a_session_that_another_coordinator_took_over_is_not_carried_to_another_target() -> None:
+async def test_a_session_that_another_coordinator_took_over_is_not_sent_to_another_target() -> None:
     async with RoundRig(targets=2, drafts=0) as rig:
         rounds = rig.rounds()
         await rounds.run()
@@ -201,7 +202,7 @@ async def test_a_session_that_another_coordinator_took_over_is_not_carried_to_an
         assert other.asked == []
 
 
-async def test_the_fault_of_the_last_target_is_the_rounds_own() -> None:
+async def test_the_error_of_the_last_target_is_the_error_of_the_round() -> None:
     async with RoundRig(targets=2, drafts=0) as rig:
         rounds = rig.rounds()
         for target in rig.targets:
@@ -211,7 +212,7 @@ async def test_the_fault_of_the_last_target_is_the_rounds_own() -> None:
         assert sorted(len(target.asked) for target in rig.targets) == [1, 1]
 
 
-async def test_what_the_last_target_finds_wrong_with_its_question_is_told_as_its_fault_with_its_name() -> None:
+async def test_a_request_that_the_last_target_refuses_is_an_internal_error_that_names_the_target() -> None:
     async with RoundRig(drafts=0) as rig:
         rounds = rig.rounds()
         rig.targets[0].error = InvalidRequest("temperature is 9")
@@ -221,14 +222,14 @@ async def test_what_the_last_target_finds_wrong_with_its_question_is_told_as_its
         assert isinstance(raised.value.__cause__, InvalidRequest)
 
 
-async def test_a_target_that_chooses_outside_the_vocabulary_is_named() -> None:
+async def test_a_target_that_answers_a_token_outside_the_vocabulary_is_named_in_the_error() -> None:
     async with RoundRig(drafts=0) as rig:
         address = rig.of(TARGET)[0].address
         with pytest.raises(Internal, match=f"^target {address} answered token id "):
             await rig.rounds(vocabulary_size=0).run()
 
 
-async def test_only_the_model_that_a_replica_said_it_serves_may_answer() -> None:
+async def test_only_the_model_that_a_replica_described_may_answer() -> None:
     async with RoundRig(draft_salt=0) as rig:
         rounds = rig.rounds()
         await rounds.run()
@@ -249,7 +250,7 @@ async def test_only_the_model_that_a_replica_said_it_serves_may_answer() -> None
 # ---- what a round tells ------------------------------------------------------------------------------------------
 
 
-async def test_rounds_of_others_at_the_same_target_are_told_apart_from_ones_own() -> None:
+async def test_rounds_of_other_sessions_at_the_same_target_are_counted_apart() -> None:
     async with RoundRig(draft_salt=0) as rig:
         mine, other = rig.rounds(gamma=3), rig.rounds(session_id="other", gamma=2)
         await mine.run()
@@ -262,7 +263,7 @@ async def test_rounds_of_others_at_the_same_target_are_told_apart_from_ones_own(
         assert [times.num_draft_tokens for times in mine.gamma.told] == [3, 3, 3]
 
 
-async def test_rounds_that_another_coordinator_asked_for_are_counted_too() -> None:
+async def test_rounds_of_another_coordinator_are_counted_too() -> None:
     async with RoundRig(draft_salt=0) as rig:
         elsewhere = await rig.connect()
         mine, other = rig.rounds(gamma=3), Rounds(elsewhere, session_id="other", gamma=2)
@@ -276,7 +277,7 @@ async def test_rounds_that_another_coordinator_asked_for_are_counted_too() -> No
         await elsewhere.close()
 
 
-async def test_what_a_target_says_of_others_since_an_earlier_turn_is_not_of_this_one() -> None:
+async def test_a_targets_count_of_other_rounds_since_an_earlier_turn_is_ignored() -> None:
     async with RoundRig(draft_salt=0) as rig:
         mine, other = rig.rounds(gamma=3), rig.rounds(session_id="other", gamma=2)
         await mine.run()
@@ -287,14 +288,14 @@ async def test_what_a_target_says_of_others_since_an_earlier_turn_is_not_of_this
         assert [(times.num_concurrent, times.num_other_rows) for times in next_turn.gamma.told] == [(0, 0)]
 
 
-async def test_a_round_tells_what_it_asked_what_came_of_it_and_what_it_cost() -> None:
+async def test_a_round_reports_its_request_its_outcome_and_its_cost() -> None:
     async with RoundRig(draft_salt=0) as rig:
         rounds = rig.rounds(gamma=3)
         began = time.perf_counter()
         outcome = await rounds.run()
         assert 0 < outcome.draft_s < outcome.draft_s + outcome.verify_s <= time.perf_counter() - began
         told = rounds.gamma.told[0]
-        assert (told.num_asked, told.num_draft_tokens, told.num_accepted) == (3, 3, 3)
+        assert (told.num_requested, told.num_draft_tokens, told.num_accepted) == (3, 3, 3)
         assert told.committed_len == told.num_prefilled == told.num_draft_prefilled == len(PROMPT)
         assert (told.draft_s, told.verify_s) == (outcome.draft_s, outcome.verify_s)
         assert told.step_tokens == len(PROMPT) + 3
@@ -304,11 +305,11 @@ async def test_a_round_tells_what_it_asked_what_came_of_it_and_what_it_cost() ->
         alone = await rounds.run(1)
         assert (alone.target_only_cause, alone.draft_s, len(alone.token_ids)) == ("off", 0.0, 1)
         told = rounds.gamma.told[1]
-        assert (told.num_asked, told.draft_s, told.num_draft_prefilled, told.num_prefilled) == (0, 0.0, 0, 1)
+        assert (told.num_requested, told.draft_s, told.num_draft_prefilled, told.num_prefilled) == (0, 0.0, 0, 1)
         assert 0 < alone.wire_bytes < outcome.wire_bytes
 
 
-async def test_what_is_asked_of_the_draft_and_of_the_target_both_count_on_the_wire() -> None:
+async def test_the_bytes_of_draft_and_target_calls_are_both_counted() -> None:
     prompt = [5] * 400
     async with RoundRig(draft_salt=0) as rig:
         both = (await rig.rounds(prompt=prompt).run()).wire_bytes

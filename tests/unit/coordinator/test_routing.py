@@ -1,4 +1,4 @@
-"""What rounds a draft would have had, by enumeration; weights and classes."""
+"""The expected rounds of a draft against enumeration; weights and classes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OfIndex = Callable[[np.ndarray, int], np.ndarray]
 
 
 def table_model(seed: int) -> Model:
-    """A distribution after every prefix."""
+    """Return a distribution for every prefix."""
 
     def after(prefix: tuple[int, ...]) -> np.ndarray:
         return np.random.default_rng([seed, len(prefix), *prefix]).dirichlet(np.ones(V))
@@ -28,10 +28,10 @@ def table_model(seed: int) -> Model:
 
 
 def enumerated_rounds(p: Model, q: Model, of_index: OfIndex = lambda row, index: row) -> np.ndarray:
-    """Draft tokens tested and accepted, expected over all runs of token-wise rejection itself: [2, GAMMA].
+    """Return the expected tested and accepted draft tokens over all runs of token-wise rejection: [2, GAMMA].
 
-    Drafts are drawn from q and kept with min(1, p/q), corrected ones from the residual, bonus ones from p. Positions
-    beyond LENGTH count for nothing. `of_index`: what q becomes at an index of the round.
+    Drafts are drawn from q and accepted with min(1, p/q), corrections from the residual, bonus tokens from p. Positions
+    beyond LENGTH are not counted. `of_index` changes q by the index in the round.
     """
     counts = np.zeros((2, GAMMA))
 
@@ -63,7 +63,7 @@ def enumerated_rounds(p: Model, q: Model, of_index: OfIndex = lambda row, index:
 
 
 def scored_rounds(p: Model, q: Model, *, shift: int = 0, swapped: bool = False) -> np.ndarray:
-    """The same from what is committed without that draft: draws of p, whose scores are walked."""
+    """Return the same numbers from tokens committed without that draft: draws from p, and their scores."""
     counts = np.zeros((2, GAMMA))
     for tokens in itertools.product(range(V), repeat=LENGTH):
         prefixes = [tokens[:index] for index in range(LENGTH)]
@@ -78,14 +78,14 @@ def scored_rounds(p: Model, q: Model, *, shift: int = 0, swapped: bool = False) 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_scores_of_committed_tokens_expect_exactly_the_rounds_that_the_draft_itself_would_have(seed: int) -> None:
+def test_scores_of_committed_tokens_give_exactly_the_drafts_own_expected_rounds(seed: int) -> None:
     p, q = table_model(seed), table_model(100 + seed)
     assert scored_rounds(p, q) == pytest.approx(enumerated_rounds(p, q), abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_scores_of_a_draft_that_depends_on_where_its_round_began_are_told_round_by_round(seed: int) -> None:
-    """As a head's: at each index of a round it knows less."""
+def test_a_draft_that_depends_on_where_its_round_began_is_scored_round_by_round(seed: int) -> None:
+    """Such a draft is a head, which knows less at each further index of a round."""
     p, q = table_model(seed), table_model(100 + seed)
 
     def fading(row: np.ndarray, index: int) -> np.ndarray:
@@ -108,7 +108,7 @@ def test_scores_of_a_draft_that_depends_on_where_its_round_began_are_told_round_
     assert np.abs(counts - enumerated_rounds(p, q)).max() > 0.01
 
 
-def test_a_place_where_a_draft_would_have_had_nothing_is_a_round_of_one_token() -> None:
+def test_a_position_without_a_draft_is_a_round_of_one_token() -> None:
     # The first round has no draft; the second names one token of two, and is right; then a bonus token.
     rounds = expected_rounds([[], [1.0], [0.0, 1.0], [0.5]])
     assert rounds == ExpectedRounds((2.0, 0.0), (1.5, 0.0))
@@ -116,13 +116,13 @@ def test_a_place_where_a_draft_would_have_had_nothing_is_a_round_of_one_token() 
 
 
 @pytest.mark.parametrize("fault", [{"swapped": True}, {"shift": 1}], ids=["p and q swapped", "one position off"])
-def test_scores_that_are_wrong_expect_other_rounds(fault: dict[str, int]) -> None:
+def test_wrong_scores_give_other_expected_rounds(fault: dict[str, int]) -> None:
     """Negative controls."""
     p, q = table_model(1), table_model(101)
     assert np.abs(scored_rounds(p, q, **fault) - enumerated_rounds(p, q)).max() > 0.01  # type: ignore[arg-type]
 
 
-def test_the_weights_of_a_class_find_the_pool_that_makes_the_most_and_follow_it_when_that_changes() -> None:
+def test_the_weights_of_a_class_find_the_pool_with_the_best_goodput_and_follow_changes() -> None:
     hedge = Hedge()
     assert hedge.choose(["a", "b", "c"]) == "a"
     for _ in range(20):
@@ -144,7 +144,7 @@ def test_a_pool_that_is_not_scored_keeps_its_weight() -> None:
     assert hedge.weight("b") > 0.6
 
 
-def test_the_kind_of_a_prompt_is_told_from_its_tokens_and_text() -> None:
+def test_the_kind_of_a_prompt_follows_from_its_tokens_and_text() -> None:
     once, again = np.arange(60, dtype=np.uint32), np.arange(120, dtype=np.uint32) % 60
     assert kind_of(once, "def f(x):\n    return x[0] + g(x, key=lambda y: -y)\n") == "code"
     assert kind_of(once, "It was late, and nobody had come to see the lighthouse (or so it seemed).") == "prose"
@@ -152,7 +152,7 @@ def test_the_kind_of_a_prompt_is_told_from_its_tokens_and_text() -> None:
     assert kind_of(once[:0], "") == "prose"
 
 
-def test_a_class_is_told_by_label_mode_and_temperature() -> None:
+def test_a_class_consists_of_label_mode_and_temperature() -> None:
     def of(temperature: float, task: str = "") -> str:
         return class_of(task, "prose", Mode.BLOCK, SamplingFilters(temperature=temperature))
 

@@ -1,4 +1,4 @@
-"""The file of timelines: whole lines, and no request that fails for it."""
+"""The file of timelines holds whole lines, and its errors fail no request."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pytest
 from coordinator.round.timeline import RoundTimeline, TimelineLog
 
 
-def test_where_there_is_no_room_rounds_are_missing_and_nothing_fails(caplog: pytest.LogCaptureFixture) -> None:
+def test_rounds_that_do_not_fit_on_the_disk_are_lost_without_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     log = TimelineLog(Path("/dev/full"))
     for round_id in range(200):
         log.write("s", round_id, 4, RoundTimeline(began_s=1.0))
     log.flush()
     log.close()
     assert [record.getMessage() for record in caplog.records] == [
-        "rounds are missing from the timeline: No space left on device"
+        "timeline lost rounds: cannot write the file: No space left on device"
     ]
 
 
-def test_no_half_of_a_line_stays_behind(tmp_path: Path) -> None:
+def test_no_partial_line_stays_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "timeline.jsonl"
     log = TimelineLog(path)
     log.write("before", 0, 4, RoundTimeline(began_s=1.0))

@@ -1,4 +1,4 @@
-"""The served tokenizer: special tokens, chat templates, refusals, and nothing of torch."""
+"""The served tokenizer: special tokens, chat templates and refusals, without torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def save(directory: Path, *, chat_template: str | None = TEMPLATE, words: tuple[
     return directory
 
 
-def test_special_tokens_come_only_when_asked_for_and_never_as_text(tmp_path: Path) -> None:
+def test_special_tokens_are_added_on_request_only_and_never_decoded_as_text(tmp_path: Path) -> None:
     tokenizer = ServedTokenizer(save(tmp_path))
     assert tokenizer.encode("hello world", add_special_tokens=True) == [0, 4, 5]
     assert tokenizer.encode("hello world", add_special_tokens=False) == [4, 5]
@@ -42,14 +42,14 @@ def test_special_tokens_come_only_when_asked_for_and_never_as_text(tmp_path: Pat
     assert tokenizer.decode([0, 4, 0, 5]) == "hello world"
 
 
-def test_a_conversation_ends_where_the_assistant_begins(tmp_path: Path) -> None:
+def test_an_encoded_conversation_ends_with_the_opening_of_the_assistants_turn(tmp_path: Path) -> None:
     tokenizer = ServedTokenizer(save(tmp_path))
     assert tokenizer.has_chat_template
     conversation = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}]
     assert tokenizer.encode_chat(conversation) == [2, 4, 3, 5, 3]
 
 
-def test_a_model_without_template_refuses_messages_by_name(tmp_path: Path) -> None:
+def test_a_model_without_a_chat_template_refuses_messages(tmp_path: Path) -> None:
     tokenizer = ServedTokenizer(save(tmp_path, chat_template=None))
     assert not tokenizer.has_chat_template
     with pytest.raises(InvalidRequest) as refusal:
@@ -57,7 +57,7 @@ def test_a_model_without_template_refuses_messages_by_name(tmp_path: Path) -> No
     assert (refusal.value.reason, refusal.value.field) == ("NO_CHAT_TEMPLATE", "messages")
 
 
-def test_a_conversation_that_no_process_can_be_started_for_may_be_tried_again(tmp_path: Path) -> None:
+def test_a_conversation_for_which_no_process_can_be_started_may_be_retried(tmp_path: Path) -> None:
     tokenizer = ServedTokenizer(save(tmp_path))
     with no_more_files(), pytest.raises(Unavailable, match="cannot be started: Too many open files"):
         tokenizer.encode_chat([{"role": "user", "content": "hello"}])
@@ -88,7 +88,7 @@ def test_the_fingerprint_does_not_depend_on_the_order_of_the_map() -> None:
 
 
 @pytest.mark.parametrize("name", ["/no/such/model", "./nowhere", "a/b/c", "", "not a hub id"])
-def test_a_bad_model_name_is_refused_in_one_line(name: str) -> None:
+def test_a_bad_model_name_gives_a_one_line_error(name: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         ServedTokenizer(name)
     assert name in refusal.value.message
@@ -96,7 +96,7 @@ def test_a_bad_model_name_is_refused_in_one_line(name: str) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", '{"model": ', '{"model": {"type": "Nonsense"}}'])
-def test_a_directory_without_a_readable_tokenizer_is_refused_in_one_line(tmp_path: Path, content: str | None) -> None:
+def test_a_directory_without_a_readable_tokenizer_gives_a_one_line_error(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(InvalidRequest) as refusal:
@@ -121,7 +121,7 @@ print(sorted({{"torch", "ray"}} & set(sys.modules)))
 
 
 class _CountingTokenizer(ServedTokenizer):
-    """The real one, which also counts the token ids it was asked to decode."""
+    """The real tokenizer, which also counts the token ids that it decodes."""
 
     num_decoded = 0
 
@@ -130,7 +130,7 @@ class _CountingTokenizer(ServedTokenizer):
         return super().decode_uncleaned(token_ids)
 
 
-def test_a_long_output_is_decoded_in_work_proportional_to_its_length(tmp_path: Path) -> None:
+def test_the_work_to_decode_an_output_is_proportional_to_its_length(tmp_path: Path) -> None:
     tokenizer = _CountingTokenizer(save(tmp_path))
     detokenizer = IncrementalDetokenizer(tokenizer, ("nothing",))
     output = [4, 5] * 1000

@@ -1,4 +1,4 @@
-"""Every bad field of a request is refused by name and limit; what is left reads as it was asked."""
+"""Every bad field of a request is refused with its name and limit; good fields keep their values."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_bad_field_is_refused_with_its_name_and_limit(request_: pb.GenerateReq
     assert caught.value.message.startswith(field)
 
 
-def test_more_ids_than_the_context_holds_are_refused_before_they_are_looked_at() -> None:
+def test_more_ids_than_the_context_holds_are_refused_before_their_values_are_read() -> None:
     with pytest.raises(InvalidRequest, match="it holds 64 tokens, the context is 64") as caught:
         validated(pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[100] * 64)))
     assert (caught.value.reason, caught.value.field) == ("CONTEXT_TOO_LONG", "prompt_token_ids")
@@ -110,7 +110,7 @@ def test_an_empty_sampling_message_means_the_documented_defaults() -> None:
     assert request.speculation.gamma is None
 
 
-def test_set_fields_arrive_as_they_were_set() -> None:
+def test_fields_that_are_set_keep_their_values() -> None:
     request = validated(
         pb.GenerateRequest(
             session_id="s",
@@ -145,7 +145,7 @@ def test_top_k_beyond_the_vocabulary_is_off() -> None:
     assert validated(sampling(top_k=100)).sampling.filters.top_k == 0
 
 
-def test_a_retry_has_the_same_digest_and_another_request_has_not() -> None:
+def test_a_retry_has_the_same_digest_and_another_request_has_another_one() -> None:
     first = sampling(seed=1, logit_bias={3: 1.0, 4: 2.0})
     retry = sampling(seed=1, logit_bias={4: 2.0, 3: 1.0})
     retry.session_id, retry.request_id, retry.return_provenance, retry.expected_session_tokens = "s", "r", True, 9
@@ -165,8 +165,8 @@ def test_a_retry_has_the_same_digest_and_another_request_has_not() -> None:
     assert len({digest, *digests}) == 1 + len(others)
 
 
-def test_digests_are_what_records_hold() -> None:
-    """Written down once: a digest that moves makes every stored request another one, to whoever retries it."""
+def test_digests_equal_those_that_stored_records_hold() -> None:
+    """The values are constants: if a digest changed, retries of stored requests would be refused."""
     request = pb.GenerateRequest(
         session_id="s",
         request_id="r",
@@ -237,7 +237,7 @@ def test_digests_are_what_records_hold() -> None:
         (RawGenerationParams(prompt="x", speculation=RawSpeculationParams(mode=-1)), "speculation.mode", "got -1"),
     ],
 )
-def test_what_protobuf_cannot_say_is_refused_from_other_fronts(
+def test_values_that_protobuf_cannot_hold_are_refused_from_other_fronts(
     asked: RawGenerationParams, field: str, message: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
@@ -246,7 +246,7 @@ def test_what_protobuf_cannot_say_is_refused_from_other_fronts(
     assert message in caught.value.message
 
 
-def test_a_request_without_protobuf_is_the_same_request() -> None:
+def test_a_request_from_another_front_gives_the_same_request() -> None:
     asked = RawGenerationParams(
         session_id="s",
         prompt="hello",

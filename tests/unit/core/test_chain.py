@@ -8,7 +8,7 @@ import pytest
 from specdec.core.chain import ChainHasher
 from specdec.core.reference import chain_hash
 
-# A change of these makes every replica and cold block of another version a miss.
+# With other values, KV of replicas and cold blocks of other versions would be missed.
 VECTORS = [
     "5a8e614793a69f779f0ff0afe8939d4a",
     "35703ea893483e286ab0f078605ac8e0",
@@ -17,11 +17,11 @@ VECTORS = [
 ]
 
 
-def test_chain_hashes_meet_their_committed_vectors() -> None:
+def test_chain_hashes_equal_their_committed_vectors() -> None:
     assert [chain_hash(range(length)).hex() for length in (0, 1, 16, 40)] == VECTORS
 
 
-def test_a_hasher_knows_every_length_it_holds() -> None:
+def test_a_hasher_returns_the_hash_of_every_length() -> None:
     tokens = np.arange(100, 153, dtype=np.uint32)
     hasher = ChainHasher(tokens)
     assert [hasher.at(length) for length in range(54)] == [chain_hash(tokens[:length]) for length in range(54)]

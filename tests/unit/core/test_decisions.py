@@ -1,4 +1,4 @@
-"""Decisions of one round: rejection, block and choices on small cases worked by hand."""
+"""Decisions of one round: rejection, block and choices on small cases calculated by hand."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_round_without_draft_tokens_is_a_target_only_step(verify) -> None:
 
 
 @pytest.mark.parametrize("verify", [verify_rejection, verify_block])
-def test_draft_tokens_from_the_targets_own_law_are_always_accepted(verify) -> None:
+def test_draft_tokens_from_the_targets_own_distribution_are_always_accepted(verify) -> None:
     same = support(t1=1, t4=3)
     decision = verify([4, 1], [same, same], [row(0.25, 0.75, 0.0), row(0.25, 0.75, 0.0), BONUS], KEY)
     assert decision.token_ids == (4, 1, 9)
@@ -52,7 +52,7 @@ def test_draft_tokens_from_the_targets_own_law_are_always_accepted(verify) -> No
 
 
 @pytest.mark.parametrize("verify", [verify_rejection, verify_block])
-def test_a_token_the_target_never_says_is_replaced_from_the_residual(verify) -> None:
+def test_a_token_of_target_probability_0_is_replaced_from_the_residual(verify) -> None:
     rows = [row(0.0, 0.25, 0.75, z=7, p_z=0.5), BONUS]
     token_ids = set()
     for seed in range(60):
@@ -61,7 +61,7 @@ def test_a_token_the_target_never_says_is_replaced_from_the_residual(verify) -> 
         assert decision.sources == (TokenSource.CORRECTED,)
         token_ids.add(decision.token_ids[0])
         assert decision.p == (0.5,)
-    assert token_ids == {7}  # p(2) = 0.25 lies below q(2) = 0.5: nothing of it is left
+    assert token_ids == {7}  # p(2) = 0.25 is below q(2) = 0.5, so its residual is 0
 
 
 @pytest.mark.parametrize("verify", [verify_rejection, verify_block])
@@ -71,7 +71,7 @@ def test_a_draft_token_outside_its_support_is_an_error_of_the_proposal(verify) -
 
 
 @pytest.mark.parametrize("verify", [verify_rejection, verify_block])
-def test_a_point_mass_draft_is_accepted_as_often_as_the_target_says_it(verify) -> None:
+def test_a_point_mass_draft_is_accepted_with_its_target_probability(verify) -> None:
     rows = [row(0.25, 0.75, z=8, p_z=0.75), BONUS]
     decisions = [verify([2], [support(t2=5)], rows, DrawKey(seed, 0, 0)) for seed in range(2000)]
     num_accepted = sum(decision.num_accepted for decision in decisions)
@@ -93,12 +93,12 @@ def test_the_acceptance_bound_is_the_rule_of_the_protocol_solved_for_u() -> None
                 assert (u < bound) == rule
 
 
-def test_the_residual_of_equal_laws_is_the_law() -> None:
+def test_the_residual_of_equal_distributions_is_that_distribution() -> None:
     weights = rejection.residual_weights(support(t1=1, t2=3), row(0.25, 0.75, 0.0))
     assert weights.tolist() == [WEIGHT_TOTAL // 4, 3 * WEIGHT_TOTAL // 4, 0]
 
 
-def test_residual_weights_of_the_widest_laws_fit_62_bits() -> None:
+def test_residual_weights_of_the_widest_distributions_fit_62_bits() -> None:
     size = 1 << 15
     wide = Support(np.arange(size, dtype=np.uint32), np.full(size, 65535, dtype=np.uint16))
     weights = rejection.residual_weights(
@@ -117,14 +117,14 @@ def test_block_levels_are_those_of_the_paper_on_a_case_by_hand() -> None:
     assert levels == pytest.approx([excess / (excess + 0.25), 1.0])
 
 
-def test_block_accepts_a_prefix_when_nothing_is_left_over_and_its_share_is_whole() -> None:
+def test_block_accepts_a_prefix_without_excess_and_with_a_share_of_1() -> None:
     same = support(t1=1, t4=3)
     _, levels = acceptance_levels([1, 1], [same, same], [row(0.25, 0.75, 0.0)] * 2)
     assert levels == [1.0, 1.0]
     assert block.block_residual_weights(1.0, same, row(0.25, 0.75, 0.0)).tolist() == [0.0, 0.0, 0.0]
 
 
-def test_choices_are_accepted_while_equal_and_the_targets_is_emitted() -> None:
+def test_choices_are_accepted_while_equal_and_the_last_token_is_the_targets() -> None:
     decision = verify_choices([5, 6, 7], [5, 9, 7, 1], [0.5, 0.25, 0.1, 0.2])
     assert decision.token_ids == (5, 9)
     assert decision.sources == (TokenSource.ACCEPTED, TokenSource.CORRECTED)
@@ -149,13 +149,13 @@ def test_acceptance_probabilities_of_rejection_and_coupling() -> None:
 
 
 @pytest.mark.parametrize("token_id", [0, 3, 9], ids=["before", "between", "after"])
-def test_an_entry_is_only_found_where_the_token_is(token_id: int) -> None:
+def test_an_entry_is_found_only_for_a_token_of_the_support(token_id: int) -> None:
     assert [entry_of(inside, support(t1=1, t4=1)) for inside in (1, 4)] == [0, 1]
     with pytest.raises(Internal, match=f"draft token {token_id} is not in its own support"):
         entry_of(token_id, support(t1=1, t4=1))
 
 
-def test_residual_weights_are_exact_beyond_what_a_double_holds() -> None:
+def test_residual_weights_are_exact_beyond_the_precision_of_a_double() -> None:
     size = 1 << 15
     draft_weights = np.full(size, 65535, dtype=np.uint16)
     draft_weights[0] -= 1
@@ -168,7 +168,7 @@ def test_residual_weights_are_exact_beyond_what_a_double_holds() -> None:
 
 
 def test_a_draw_at_a_level_itself_rejects() -> None:
-    """The draws are in [0, 1) or (0, 1): a level of 0 never accepts, and 1 always does."""
+    """Draws are in [0, 1) or (0, 1), so a level of 0 never accepts and a level of 1 always does."""
 
     class Half(DrawKey):
         def uniform(self, index: int, stream: object) -> float:

@@ -1,4 +1,4 @@
-"""Filters against Hugging Face's processors, and the torch twin against the numpy reference."""
+"""Filters against Hugging Face's processors, and the torch version against the numpy reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from transformers.generation import logits_process as hf
 
 from specdec.core.reference import filtered_distribution, processed_logits
-from specdec.engine.logits.filters import FilterContext, filtered_distributions, greedy_choices
+from specdec.engine.logits.filters import filtered_distributions, greedy_choices
+from specdec.engine.logits.penalties import FilterContext
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.types import SamplingFilters
 
@@ -57,7 +58,7 @@ def random_history(seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 40, OUTPUT_START + 8).tolist()
 
 
-def hugging_face_law(logits: np.ndarray, filters: SamplingFilters, history: list[int]) -> np.ndarray:
+def hugging_face_distribution(logits: np.ndarray, filters: SamplingFilters, history: list[int]) -> np.ndarray:
     processors = []
     if filters.logit_bias:
         processors.append(hf.SequenceBiasLogitsProcessor([[[k], v] for k, v in filters.logit_bias.items()]))
@@ -81,11 +82,11 @@ def hugging_face_law(logits: np.ndarray, filters: SamplingFilters, history: list
 
 
 @pytest.mark.parametrize("name", LAWS)
-def test_laws_equal_those_of_hugging_face(name: str) -> None:
+def test_distributions_equal_those_of_hugging_face(name: str) -> None:
     for seed in range(10):
         logits, history = random_logits(seed, 1)[0], random_history(seed)
         filters = filtered_distribution(logits, LAWS[name], history, OUTPUT_START)
-        np.testing.assert_allclose(filters, hugging_face_law(logits, LAWS[name], history), rtol=0, atol=1e-12)
+        np.testing.assert_allclose(filters, hugging_face_distribution(logits, LAWS[name], history), rtol=0, atol=1e-12)
 
 
 def test_presence_and_frequency_penalties_count_this_turns_output_only() -> None:
@@ -127,7 +128,7 @@ def test_a_mask_that_would_leave_no_token_is_not_applied() -> None:
     )
 
 
-def test_greedy_laws_are_one_hot_after_bias_penalties_and_masks() -> None:
+def test_greedy_distributions_are_one_hot_after_bias_penalties_and_masks() -> None:
     logits = np.array([5.0, 5.0, 4.0, 3.0], dtype=np.float32)
     assert filtered_distribution(logits, SamplingFilters(temperature=0.0), [], 0).tolist() == [1, 0, 0, 0]
     filters = SamplingFilters(temperature=0.0, min_new_tokens=1, end_token_ids=(0,), frequency_penalty=2.0)
@@ -135,7 +136,7 @@ def test_greedy_laws_are_one_hot_after_bias_penalties_and_masks() -> None:
     assert filtered_distribution(logits, filters, [1], 0).tolist() == [1, 0, 0, 0]
 
 
-def test_the_torch_twin_equals_the_reference_on_a_batch_of_every_filter() -> None:
+def test_the_torch_version_equals_the_reference_on_a_batch_of_every_filter() -> None:
     params = [
         *LAWS.values(),
         SamplingFilters(presence_penalty=0.5, frequency_penalty=0.2, temperature=0.7),
@@ -144,18 +145,18 @@ def test_the_torch_twin_equals_the_reference_on_a_batch_of_every_filter() -> Non
     for seed in range(5):
         logits = random_logits(seed, len(params))
         if seed % 2:
-            logits = logits.round()  # ties everywhere, as bf16 models have
+            logits = logits.round()  # equal values everywhere, as in bf16 models
         before = logits.copy()
         histories = [random_history(100 * seed + row) for row in range(len(params))]
         contexts = [
             FilterContext(filters, history, OUTPUT_START) for filters, history in zip(params, histories, strict=True)
         ]
-        laws = filtered_distributions(torch.tensor(logits), contexts).numpy()
+        distributions = filtered_distributions(torch.tensor(logits), contexts).numpy()
         expected = [
             filtered_distribution(logits[row], filters, histories[row], OUTPUT_START)
             for row, filters in enumerate(params)
         ]
-        np.testing.assert_allclose(laws, expected, rtol=0, atol=1e-14)
+        np.testing.assert_allclose(distributions, expected, rtol=0, atol=1e-14)
         np.testing.assert_array_equal(logits, before)
         choices = greedy_choices(StepLogits.read(torch.tensor(logits)), contexts)
         assert choices == [
@@ -165,10 +166,12 @@ def test_the_torch_twin_equals_the_reference_on_a_batch_of_every_filter() -> Non
 
 
 @pytest.mark.parametrize("temperature", [0.7, 40.0])
-def test_a_nucleus_wider_than_the_first_candidates_is_cut_right(temperature: float) -> None:
+def test_a_nucleus_wider_than_the_first_candidates_is_cut_correctly(temperature: float) -> None:
     logits = np.random.default_rng(4).normal(size=(3, 12_000)).astype(np.float32) * np.array([[0.2], [1], [8]])
     filters = SamplingFilters(top_p=0.97, temperature=temperature, min_p=1e-9)
-    laws = filtered_distributions(torch.tensor(logits.astype(np.float32)), [FilterContext(filters, [], 0)] * 3).numpy()
+    distributions = filtered_distributions(
+        torch.tensor(logits.astype(np.float32)), [FilterContext(filters, [], 0)] * 3
+    ).numpy()
     for row in range(3):
         expected = filtered_distribution(logits[row].astype(np.float32), filters, [], 0)
-        np.testing.assert_allclose(laws[row], expected, rtol=0, atol=1e-13)
+        np.testing.assert_allclose(distributions[row], expected, rtol=0, atol=1e-13)

@@ -1,4 +1,4 @@
-"""Fitted times follow what was observed, forget what is old, and never promise less for more."""
+"""Fitted times follow observations, forget old ones, and never fall with more tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_fixed_per_token_and_per_context_costs_are_recovered() -> None:
     assert time.per_token_s == pytest.approx(0.02, rel=0.05)
 
 
-def test_with_equal_tokens_time_is_fixed_or_proportional_as_told() -> None:
+def test_with_equal_tokens_time_is_fixed_or_proportional_as_configured() -> None:
     fixed, proportional = ForwardTime(is_fixed=True), ForwardTime(is_fixed=False)
     for time in (fixed, proportional):
         time.observe(2, 100, 0.1)
@@ -31,7 +31,7 @@ def test_old_times_fade() -> None:
     assert time.predict(5, 100) == pytest.approx(0.1, abs=0.01)
 
 
-def test_after_a_long_silence_one_observation_outweighs_the_record() -> None:
+def test_after_a_long_pause_one_observation_outweighs_the_past() -> None:
     time = ForwardTime(is_fixed=True)
     time.observe(1, 100, 9.0)
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""Philox against its published vectors, the draws' bounds, and the vectors that numpy and torch must both meet."""
+"""Philox against its published vectors, bounds of draws, and committed vectors for numpy and torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KNOWN_ANSWERS = [
     ),
 ]
 
-# Ours: a change of any of these changes the text of every seeded request.
+# Committed vectors: with other values the text of every seeded request would change.
 KEY = DrawKey(seed=0x0123456789ABCDEF, turn=3, committed_len=77)
 UNIFORM_VECTORS = {
     (0, Stream.PROPOSE): 0.9316084507139729,
@@ -56,7 +56,7 @@ GUMBEL_VECTOR = [
 
 
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN_ANSWERS)
-def test_philox_gives_the_published_answers_on_ints_arrays_and_tensors(counter, key, answer) -> None:
+def test_philox_returns_the_published_vectors_on_ints_arrays_and_tensors(counter, key, answer) -> None:
     assert philox4x32(counter, key) == answer
     arrays = philox4x32(tuple(np.full(3, word, dtype=np.uint64) for word in counter), key)
     assert [set(words.tolist()) for words in arrays] == [{word} for word in answer]
@@ -68,11 +68,11 @@ def test_philox_gives_the_published_answers_on_ints_arrays_and_tensors(counter, 
 
 
 @pytest.mark.parametrize(("index", "stream"), UNIFORM_VECTORS)
-def test_uniforms_meet_their_committed_vectors(index: int, stream: Stream) -> None:
+def test_uniforms_equal_their_committed_vectors(index: int, stream: Stream) -> None:
     assert KEY.uniform(index, stream) == UNIFORM_VECTORS[index, stream]
 
 
-def test_gumbel_noise_meets_its_committed_vector_in_numpy_and_torch() -> None:
+def test_gumbel_noise_equals_its_committed_vector_in_numpy_and_torch() -> None:
     token_ids = np.arange(len(GUMBEL_VECTOR))
     noise = gumbel_noise(KEY.seed, KEY.turn, 1234, token_ids)
     np.testing.assert_allclose(noise, GUMBEL_VECTOR, rtol=0, atol=1e-14)
@@ -80,7 +80,7 @@ def test_gumbel_noise_meets_its_committed_vector_in_numpy_and_torch() -> None:
     np.testing.assert_allclose(rows.gumbel_noise(keys, torch.tensor(token_ids)), GUMBEL_VECTOR, atol=1e-14)
 
 
-def test_integer_draws_meet_their_committed_vectors() -> None:
+def test_integer_draws_equal_their_committed_vectors() -> None:
     assert KEY.uint31s(3, Stream.ACCEPT) == UINT31_VECTOR
     assert [KEY.below(n, 1, Stream.RESIDUAL) for n in (1, 10, 1 << 31, 1 << 62)] == BELOW_VECTOR
 
@@ -91,7 +91,7 @@ def test_every_part_of_the_key_changes_the_draw() -> None:
     assert len(set(draws)) == len(draws)
 
 
-def test_the_same_token_has_the_same_noise_in_any_company() -> None:
+def test_the_noise_of_a_token_does_not_depend_on_the_other_tokens() -> None:
     alone = [gumbel_noise(9, 1, 50, np.array([token_id]))[0] for token_id in range(40)]
     np.testing.assert_array_equal(gumbel_noise(9, 1, 50, np.arange(40)), alone)
     sparse = torch.tensor([3, 4, 5, 9, 8, 31])
@@ -121,7 +121,7 @@ def test_tail_uniforms_end_with_the_bonus_draw() -> None:
     ]
 
 
-def test_each_outcome_owns_as_many_points_as_it_weighs() -> None:
+def test_each_outcome_has_as_many_points_as_its_weight() -> None:
     weights = np.array([3, 0, 1, 5, 0])
     owners = [index_at(weights, point) for point in range(9)]
     assert np.bincount(owners, minlength=5).tolist() == weights.tolist()
@@ -135,7 +135,7 @@ def test_an_outcome_without_weight_is_never_chosen() -> None:
     assert (index, offset) == (3, 0.25)
 
 
-def test_draws_side_by_side_do_not_depend_on_how_many_there_are() -> None:
+def test_draws_of_one_pass_do_not_depend_on_their_number() -> None:
     for key in (DrawKey(0, 0, 0), DrawKey((1 << 64) - 1, 3, 4_000_000_000)):
         longest = key.uint31s(17, Stream.ACCEPT)
         for num_draws in (0, 1, 4):

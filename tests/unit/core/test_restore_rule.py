@@ -1,4 +1,4 @@
-"""When KV is worth fetching: n·b/W + L < n/F."""
+"""The rule for fetching KV: n·b/W + L < n/F."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def replay_s(num_runs: int, tokens_per_s: float) -> list[float]:
 @pytest.mark.parametrize("bytes_per_s", [1e7, 3e8, 1e10])
 @pytest.mark.parametrize("latency_s", [1e-4, 1e-2, 1.0])
 @pytest.mark.parametrize("tokens_per_s", [1e2, 1e4, 1e6])
-def test_all_runs_are_fetched_exactly_where_the_rule_says_so(
+def test_all_runs_are_fetched_exactly_if_the_rule_says_so(
     num_runs: int, bytes_per_s: float, latency_s: float, tokens_per_s: float
 ) -> None:
     left_s = num_runs * RUN_BYTES / bytes_per_s + latency_s
@@ -34,23 +34,23 @@ def test_all_runs_are_fetched_exactly_where_the_rule_says_so(
     assert rule.restore_s(num_runs * RUN_BYTES) == pytest.approx(left_s)
 
 
-def test_nothing_is_fetched_before_anything_was_measured() -> None:
+def test_nothing_is_fetched_before_the_first_measurement() -> None:
     rule = RestoreRule()
     rule.observe_latency(1e-4)
     assert rule.num_worth(replay_s(6, 1.0), RUN_BYTES) == 0
     assert rule.bytes_per_s == 0.0
 
 
-def test_nothing_is_fetched_where_prefill_was_not_measured() -> None:
+def test_nothing_is_fetched_if_prefill_was_not_measured() -> None:
     assert rule_of(1e9, 0.0).num_worth([0.0, 0.0], RUN_BYTES) == 0
 
 
-def test_as_many_runs_are_fetched_as_save_the_most() -> None:
+def test_the_number_of_fetched_runs_saves_the_most_time() -> None:
     # Each run costs 0.1 s to fetch.
     assert rule_of(1e7, 0.05).num_worth([0.3, 0.6, 0.65], RUN_BYTES) == 2
 
 
-def test_what_others_asked_for_before_comes_first() -> None:
+def test_bytes_of_earlier_requests_count_as_waiting_time() -> None:
     rule = rule_of(1e7, 0.0)
     assert rule.num_worth(replay_s(3, 1e3), RUN_BYTES) == 3
     assert rule.num_worth(replay_s(3, 1e3), RUN_BYTES, queued_bytes=10 * RUN_BYTES) == 0
@@ -67,7 +67,7 @@ def test_a_store_that_became_slow_is_noticed_within_a_few_transfers() -> None:
     for _ in range(20):
         rule.observe_transfer(RUN_BYTES, RUN_BYTES / 1e9)
     rule.observe_transfer(RUN_BYTES, RUN_BYTES / 1e6)
-    assert rule.bytes_per_s == pytest.approx(1e9)  # a moment is not believed
+    assert rule.bytes_per_s == pytest.approx(1e9)  # a single delay is ignored
     for _ in range(2):
         rule.observe_transfer(RUN_BYTES, RUN_BYTES / 1e6)
     assert rule.bytes_per_s == pytest.approx(1e6)

@@ -1,4 +1,4 @@
-"""Who reaches whom through the network policies, worked out for every pair and port as Kubernetes would."""
+"""The network policies let exactly the intended connections through, evaluated for every pair and port."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SERVICES = ("draft", "target", "coordinator")
 
 
 class Peer(NamedTuple):
-    """A pod, or with an `address` something that is no pod."""
+    """A pod, or with an `address` a host outside the cluster."""
 
     namespace: str
     labels: dict[str, str]
@@ -88,7 +88,7 @@ def is_meant(where: dict[str, Any], peer: Peer) -> bool:
 
 
 def is_let_through(policies: list[dict[str, Any]], direction: str, us: Peer, them: Peer, port_name: str) -> bool:
-    """Without a policy for a pod and direction everything passes; with some, what one of them lists."""
+    """Return whether a connection passes: always without a policy for the pod, else if one policy lists it."""
     if us.namespace != "specdec":
         return True
     specs = [policy["spec"] for policy in policies]

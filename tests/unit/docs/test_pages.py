@@ -19,8 +19,6 @@ MAX_README_LINES = 180
 
 _ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
 _HISTORY = ROOT / "docs" / "history"
-#: Pages that are wider until they are redrawn; a page that is not any more has to go from here.
-_STILL_WIDE = {"docs/architecture.md"}
 #: Pages for readers of today. The history keeps tables that are wider.
 PAGES = [*_ROOT_PAGES, *(path for path in sorted((ROOT / "docs").rglob("*.md")) if not path.is_relative_to(_HISTORY))]
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -40,9 +38,6 @@ def name_of(path: Path) -> str:
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_no_line_is_longer_than_the_limit(path: Path) -> None:
     long = [number for number, line in enumerate(path.read_text().splitlines(), 1) if len(line) > MAX_COLUMNS]
-    if name_of(path) in _STILL_WIDE:
-        assert long, f"take {name_of(path)} out of _STILL_WIDE"
-        pytest.skip("is still wide")
     assert not long, f"{name_of(path)}: lines {long} have more than {MAX_COLUMNS} characters"
 
 
@@ -108,7 +103,7 @@ def test_every_page_that_code_names_exists() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if name_of(path) not in _STILL_WIDE], ids=name_of)
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_every_path_that_a_page_names_exists(path: Path) -> None:
     named = {found.rstrip(".") for found in _PATH.findall(path.read_text())}
     missing = {name for name in named if not (ROOT / name).exists()} - _WRITTEN_BY_COMMANDS

@@ -7,11 +7,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from draft_service.config import DraftSettings
 from draft_service.fan_out_policy import MAX_FAN_OUT, Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from specdec.errors import Internal, KvMiss
 from specdec.observability.metrics import EngineMetrics
+from specdec.settings.draft import DraftSettings
 from specdec.types import DrawRule, Proposal, ProposeRequest, SamplingFilters, VerifyRequest
 from target_service.verifier import Verifier
 from tests.support.round_driver import make_round

@@ -34,9 +34,9 @@ ATTENTION, FUSED = range(2)
 @pytest.mark.parametrize(
     ("question", "said", "recorded"),
     [
-        (ATTENTION, "paged attention does not run on another rank", "12 of 12 step graphs with gathered attention"),
-        (FUSED, "fused kernels are off on another rank", "6 of 6 step graphs with paged attention"),
-        (None, "", "6 of 6 step graphs with paged attention"),
+        (ATTENTION, "paged attention failed its trial on another rank", "12 of 12 CUDA graphs with gathered attention"),
+        (FUSED, "fused kernels failed their trial on another rank", "6 of 6 CUDA graphs with paged attention"),
+        (None, "", "6 of 6 CUDA graphs with paged attention"),
     ],
 )
 def test_what_another_rank_cannot_do_is_done_without_here_too(
@@ -56,7 +56,7 @@ def test_what_another_rank_cannot_do_is_done_without_here_too(
 
     monkeypatch.setattr(WholeModel, "all_agree", staticmethod(all_agree))
     pair = Pair(model, capture=CountedCapture(warms_up=False), widths=(1, 3, 5), attention="paged")
-    assert f"captured {recorded}" in caplog.text
+    assert f"recorded {recorded}" in caplog.text
     assert said in caplog.text
     assert answers.count(False) == (question is not None)
     one, two = random_tokens(1, 40), random_tokens(2, 40)
@@ -85,6 +85,6 @@ def test_a_rank_that_fails_while_the_others_run_a_step_with_it_does_not_go_on(
     """In the fused kernels' trial, and while sizes are recorded; alone it would do with fewer kernels, or sizes."""
     load(model, capture=NoRoom(num_steps), attention="paged")
     monkeypatch.setattr(WholeModel, "all_agree", bool)
-    with pytest.raises(Unsupported, match="steps cannot be captured here: CUDA out of memory") as caught:
+    with pytest.raises(Unsupported, match="recording CUDA graphs failed: CUDA out of memory") as caught:
         load(model, capture=NoRoom(num_steps), attention="paged")
     assert caught.value.field == "compile_backend"

@@ -1,4 +1,4 @@
-"""Which sizes of steps are captured, and which of them a step is run in."""
+"""The step sizes that are recorded as CUDA graphs, and the choice of one for a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTHS = (1, 2, 3, 5, 9)
 
 
 def step(*sizes: tuple[int, int]) -> list[SequenceSlice]:
-    """(first position, number of tokens) of each sequence."""
+    """Return slices from (first position, number of tokens) of each sequence."""
     return [SequenceSlice((5,) * count, start, (), 1) for start, count in sizes]
 
 
@@ -29,7 +29,7 @@ def holds(bucket: Bucket, slices: list[SequenceSlice]) -> bool:
 
 
 @pytest.mark.parametrize("steps", [GATHERED, None])
-def test_a_step_runs_in_a_bucket_than_which_none_that_holds_it_is_smaller(steps: ContextSteps | None) -> None:
+def test_a_step_runs_in_the_smallest_bucket_that_holds_it(steps: ContextSteps | None) -> None:
     rng = random.Random(1)
     buckets = Buckets(WIDTHS, steps, 9000)
     every = buckets.largest_first()
@@ -49,7 +49,7 @@ def test_a_step_runs_in_a_bucket_than_which_none_that_holds_it_is_smaller(steps:
         )
 
 
-def test_the_last_context_is_all_of_it_in_whole_blocks() -> None:
+def test_the_largest_context_is_rounded_up_to_whole_blocks() -> None:
     buckets = Buckets((1,), GATHERED, 1001)
     assert {bucket.num_blocks for bucket in buckets.largest_first()} == {32, 63}
     assert buckets.smallest_for(step((1000, 1))) == Bucket(1, 1, 63)
@@ -57,7 +57,7 @@ def test_the_last_context_is_all_of_it_in_whole_blocks() -> None:
     assert buckets.smallest_for(step((511, 1))) == Bucket(1, 1, 32)
 
 
-def test_rows_and_gathered_contexts_are_bounded_and_so_is_the_number_of_recordings() -> None:
+def test_rows_gathered_contexts_and_the_number_of_graphs_are_bounded() -> None:
     for context in (40, 2048, 8192, 131_072):
         every = Buckets(WIDTHS, GATHERED, context).largest_first()
         assert max(bucket.num_rows for bucket in every) <= 512
@@ -67,8 +67,8 @@ def test_rows_and_gathered_contexts_are_bounded_and_so_is_the_number_of_recordin
 
 
 @pytest.mark.parametrize("context", [40, 8192, 131_072])
-def test_one_bucket_a_size_serves_every_context_where_contexts_are_not_recorded_apart(context: int) -> None:
-    """What starting takes and what recordings hold on to: a target of gamma up to 16, and its draft."""
+def test_without_context_steps_one_bucket_per_size_serves_every_context(context: int) -> None:
+    """The numbers of graphs of a target with gamma up to 16 and of its draft, which bound start time and memory."""
     assert len(Buckets(row_counts(17), None, context).largest_first()) == 39 <= 45
     assert len(Buckets(row_counts(2), None, context).largest_first()) == 14
     assert len(Buckets(row_counts(17), GATHERED, 8192).largest_first()) == 108

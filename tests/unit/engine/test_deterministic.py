@@ -48,8 +48,8 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("qwen3", tmp_path_factory.mktemp("mixed"), config_overrides=MIXED_LAYERS)
 
 
-def load(directory: Path, backend: str = "captured", dtype: str = "bfloat16", **options: Any) -> Worker:
-    capture = CountedCapture(warms_up=False) if backend == "captured" else None
+def load(directory: Path, backend: str = "cuda-graphs", dtype: str = "bfloat16", **options: Any) -> Worker:
+    capture = CountedCapture(warms_up=False) if backend == "cuda-graphs" else None
     compiling = CompileOptions(backend, (1, 5), **({"capture": capture, "is_deterministic": True} | options))
     return load_worker(
         LoadRequest(
@@ -155,7 +155,7 @@ def test_attention_that_does_not_run_is_no_reason_to_gather(mixed: Path, monkeyp
         raise RuntimeError("no such architecture")
 
     monkeypatch.setattr(paged_attention, "paged_attention", failing)
-    with pytest.raises(Unsupported, match="steps cannot be captured here: --deterministic needs paged attention") as no:
+    with pytest.raises(Unsupported, match="recording CUDA graphs failed: --deterministic needs paged attention") as no:
         load(mixed)
     assert no.value.field == "deterministic"
 
@@ -163,7 +163,7 @@ def test_attention_that_does_not_run_is_no_reason_to_gather(mixed: Path, monkeyp
 @pytest.mark.parametrize(
     ("architecture", "options", "words"),
     [
-        ("gpt2", {}, "a model of type gpt2 has no captured steps"),
+        ("gpt2", {}, "a model of type gpt2 cannot run as CUDA graphs"),
         ("llama", {"backend": "eager"}, "--deterministic on cpu needs native kernels, not --compile-backend eager"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Block tables kept on the device: whatever happens to a sequence's table, a step finds it there, and brings little."""
+"""Block tables on the device: a step finds each table complete and transfers only the entries that changed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ROW_BLOCKS = 40
 
 
 class Kept:
-    """Tables on a device, and the steps that bring them there."""
+    """Tables on a device and the steps that update them."""
 
     def __init__(self) -> None:
         self.tables = DeviceTables(ROW_BLOCKS, SCRATCH, torch.device("cpu"))
         self.num_changes = 0
-        """Of the newest step."""
+        """Sizes of the copies of the newest step."""
         self.copied: list[tuple[int, int]] = []
         copy = self.tables._copy
 
@@ -35,7 +35,7 @@ class Kept:
         self.tables._copy = count  # type: ignore[method-assign]
 
     def step(self, *slices: SequenceSlice) -> None:
-        """A step of a captured worker: the device then has every table, entry for entry."""
+        """Run a step; the device then has every table, entry for entry."""
         places = [np.empty(CHANGES_PER_SEQUENCE * len(slices), dtype=np.int64) for _ in range(2)]
         self.copied.clear()
         firsts = self.tables.place(slices, *places)
@@ -52,14 +52,14 @@ def piece(table: BlockTable) -> SequenceSlice:
     return SequenceSlice((1,), 0, table.first(1), 1, table=table)
 
 
-def test_tables_that_grow_are_cut_and_change_owners_are_always_there() -> None:
+def test_tables_that_grow_shrink_and_change_owners_are_complete_on_the_device() -> None:
     rng, kept, manager = random.Random(1), Kept(), BlockManager(2000)
     tables = [BlockTable() for _ in range(150)]  # more than there are rows
     for _ in range(400):
         for index in rng.sample(range(150), 12):
             manager.truncate(tables[index], rng.randrange(0, 30) * BLOCK_TOKENS)
             manager.grow(tables[index], rng.randrange(1, 20) * BLOCK_TOKENS)
-            if rng.random() < 0.2:  # a session goes on as one of its forks
+            if rng.random() < 0.2:  # a session continues as one of its forks
                 manager.free(tables[index])
                 fork = BlockTable()
                 manager.grow(fork, rng.randrange(1, 20) * BLOCK_TOKENS)
@@ -69,7 +69,7 @@ def test_tables_that_grow_are_cut_and_change_owners_are_always_there() -> None:
         kept.step(*map(piece, chosen), *strangers)
 
 
-def test_a_step_brings_what_was_added_and_nothing_else() -> None:
+def test_a_step_transfers_only_added_entries() -> None:
     kept, manager, table = Kept(), BlockManager(100), BlockTable()
     manager.grow(table, 30 * BLOCK_TOKENS)
     kept.step(piece(table))
@@ -83,18 +83,18 @@ def test_a_step_brings_what_was_added_and_nothing_else() -> None:
         assert (kept.num_changes, kept.copied) == (2, [])
 
 
-def test_a_block_that_came_back_as_another_is_brought_again() -> None:
-    """The length alone says nothing."""
+def test_an_entry_that_changed_at_the_same_length_is_transferred_again() -> None:
+    """The length of a table does not show the change."""
     kept, manager, one, other = Kept(), BlockManager(100), BlockTable(), BlockTable()
     manager.grow(one, 6 * BLOCK_TOKENS)
     kept.step(piece(one))
     manager.truncate(one, 4 * BLOCK_TOKENS)
-    manager.grow(other, BLOCK_TOKENS)  # takes the block that was given back
+    manager.grow(other, BLOCK_TOKENS)  # takes the block that was freed
     manager.grow(one, 6 * BLOCK_TOKENS)
     kept.step(piece(one), piece(other))
 
 
-def test_a_table_is_changed_at_its_end_alone() -> None:
+def test_a_table_changes_only_at_its_end() -> None:
     table = BlockTable()
     table += [4, 5, 6]
     assert (table.first(2), table.first(2) is table.first(2)) == ((4, 5), True)
@@ -107,15 +107,15 @@ def test_a_table_is_changed_at_its_end_alone() -> None:
     assert (table.first(2), table.take_kept(), table.take_kept()) == ((4, 7), 0, 2)
 
 
-def test_of_ids_alone_a_step_brings_those_that_differ() -> None:
-    """As a rank has them that follows: sessions keep their places in most steps."""
+def test_without_a_live_table_a_step_transfers_the_ids_that_differ() -> None:
+    """Follower ranks receive ids alone; sessions keep their places in most steps."""
 
     def known(*block_ids: int) -> SequenceSlice:
         return SequenceSlice((1,), 0, block_ids, 1)
 
     kept = Kept()
     kept.step(known(1, 2, 3), known(4, 5))
-    assert len(kept.copied) == 1  # the step itself brings two entries a session, and four it had room for
+    assert len(kept.copied) == 1  # a step carries two entries per session, and this one had room for four
     for one, other, num_changes in (((1, 2, 3), (4, 5), 0), ((1, 2, 3, 9), (4, 5), 1), ((1, 2), (4, 6), 1),
                                     ((1, 2, 3, 9), (4, 6), 2), ((4, 6), (1, 2, 3, 9), None)):  # fmt: skip
         kept.step(known(*one), known(*other))

@@ -1,4 +1,4 @@
-"""A recording that fails says why, though PyTorch's own ending of it fails as well and says something else."""
+"""A failed recording raises its cause, although PyTorch's end of the recording fails too with another message."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Stream:
 
 
 class _EndsBadly(contextlib.nullcontext[None]):
-    """As `torch.cuda.graph`, which ends the recording first whatever has happened in it."""
+    """Like `torch.cuda.graph`, it ends the recording first, even after a failure."""
 
     def __init__(self, *_: object, **__: object) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class _EndsBadly(contextlib.nullcontext[None]):
         raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
 
-def test_a_recording_that_fails_is_told_by_what_it_failed_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_recording_raises_the_error_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: _Stream())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: _Stream())
@@ -42,7 +42,7 @@ def test_a_recording_that_fails_is_told_by_what_it_failed_with(monkeypatch: pyte
     def step() -> None:
         nonlocal runs
         runs += 1
-        if runs > 2:  # those before are not recorded
+        if runs > 2:  # the warm-up runs are not recorded
             raise RuntimeError(UNRECORDABLE)
 
     with pytest.raises(RuntimeError, match=UNRECORDABLE):

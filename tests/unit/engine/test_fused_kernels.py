@@ -1,6 +1,6 @@
-"""The kernels between a step's products in Triton's interpreter: against float64, and against transformers' modules.
+"""The kernels between a step's products in Triton's interpreter, against float64 and the modules of transformers.
 
-Whatever a kernel must not read is NaN: rows after the last, rows that nobody wants, every slot of the cache.
+Numbers that a kernel must not read are NaN: rows after the last, rows that are not selected, every slot of the cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True, params=[Tiling(rows=2, heads=8, numbers=64)], ids=["tiled"])
 def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tiling:
-    """The interpreter takes some milliseconds for each program."""
+    """Vary the tiling, in few programs because the interpreter takes some milliseconds for each."""
     chosen: Tiling = request.param
     monkeypatch.setattr(fused, "Tiling", lambda: chosen)
     return chosen
@@ -43,7 +43,7 @@ def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> T
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [64, 80])
-def test_a_sum_and_its_norm_are_those_of_transformers(width: int, dtype: torch.dtype) -> None:
+def test_a_sum_and_its_norm_equal_those_of_transformers(width: int, dtype: torch.dtype) -> None:
     residual, delta = random(5, width, dtype=dtype), random(5, width, dtype=dtype, seed=1)
     gains = random(width, dtype=dtype, seed=2)
     total = residual + delta
@@ -54,14 +54,14 @@ def test_a_sum_and_its_norm_are_those_of_transformers(width: int, dtype: torch.d
     close(normed, exact * (exact.square().mean(-1, keepdim=True) + EPS).rsqrt() * gains.double())
 
 
-def test_a_norm_without_a_sum_leaves_its_input() -> None:
+def test_a_norm_without_a_sum_does_not_change_its_input() -> None:
     x, gains = random(3, 64, dtype=torch.float32), random(64, dtype=torch.float32, seed=2)
     before = x.clone()
     close(fused.normalise(x, None, Norm(gains, EPS)), llama_norm(gains, before))
     assert torch.equal(x, before)
 
 
-def test_only_wanted_rows_are_read_and_the_sum_is_not_kept() -> None:
+def test_only_selected_rows_are_read_and_the_sum_is_not_stored() -> None:
     residual, delta = random(6, 64, dtype=torch.float32), random(6, 64, dtype=torch.float32, seed=1)
     gains, rows = random(64, dtype=torch.float32, seed=2), torch.tensor([4, 1, 4])
     for unwanted in (0, 2, 3, 5):
@@ -73,7 +73,7 @@ def test_only_wanted_rows_are_read_and_the_sum_is_not_kept() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num", "num_kv", "dim", "is_normed"), [(4, 2, 64, False), (3, 1, 80, True), (8, 8, 16, True)])
-def test_heads_are_rotated_as_by_transformers_and_stored(
+def test_heads_are_rotated_as_in_transformers_and_stored(
     num: int, num_kv: int, dim: int, is_normed: bool, dtype: torch.dtype
 ) -> None:
     heads = Heads(num, num_kv, dim, dtype, is_normed=is_normed)
@@ -86,7 +86,7 @@ def test_heads_are_rotated_as_by_transformers_and_stored(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_gate_is_that_of_transformers(dtype: torch.dtype) -> None:
+def test_the_gate_equals_that_of_transformers(dtype: torch.dtype) -> None:
     gate_up = random(5, 2 * 24, dtype=dtype) * 8
     gate, up = gate_up.chunk(2, dim=1)
     close(fused.gated(gate_up), torch.nn.functional.silu(gate) * up)
@@ -96,7 +96,7 @@ def test_the_gate_is_that_of_transformers(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tiling", [Tiling(), Tiling(rows=2, heads=8, numbers=64)], indirect=True)
-def test_a_row_has_the_same_bits_alone_and_in_company(dtype: torch.dtype, tiling: Tiling) -> None:
+def test_a_row_has_the_same_bits_alone_and_among_other_rows(dtype: torch.dtype, tiling: Tiling) -> None:
     norm = Norm(random(64, dtype=dtype, seed=2), EPS)
     residual, delta = random(5, 64, dtype=dtype), random(5, 64, dtype=dtype, seed=1)
     gate_up, heads = random(5, 48, dtype=dtype), Heads(3, 1, 16, dtype, is_normed=True)
@@ -118,8 +118,8 @@ def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     round_bfloat16(monkeypatch)
 
 
-def test_kernels_compile_for_a_hopper_card(tmp_path: Path) -> None:
-    """Without anything that spills out of registers."""
+def test_kernels_compile_for_a_hopper_gpu(tmp_path: Path) -> None:
+    """No kernel spills registers."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     report = subprocess.run(
         [sys.executable, "-m", "tests.support.kernel_compilation", "between_products"],
@@ -134,10 +134,10 @@ def test_kernels_compile_for_a_hopper_card(tmp_path: Path) -> None:
 
 
 def kernels(model: Path, counts: list[Counter[str]]) -> Counter[str]:
-    """What a captured draft step of one sequence launches."""
+    """Return the launches of a recorded draft step of one sequence."""
     from tests.support.kernel_count import counted
 
-    compiling = CompileOptions("captured", row_counts=(1,), capture=counted(counts), attention="paged")
+    compiling = CompileOptions("cuda-graphs", row_counts=(1,), capture=counted(counts), attention="paged")
     load_worker(
         LoadRequest(str(model), device="cpu", dtype="float32", num_kv_blocks=8, compiling=compiling, self_check=False)
     )
@@ -154,7 +154,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_a_layer_takes_ten_kernels(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_launches_ten_kernels(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = [build_tiny_model(architecture, tmp_path / str(number), num_layers=number) for number in (1, 2)]
 
     def of_one_layer() -> Counter[str]:
@@ -162,7 +162,7 @@ def test_a_layer_takes_ten_kernels(architecture: str, tmp_path: Path, monkeypatc
         return two - one
 
     assert of_one_layer().total() <= 10, of_one_layer()
-    if architecture == "llama":  # negative control, and what the fusing is for
+    if architecture == "llama":  # negative control: without fusion there are many more
         monkeypatch.setattr("specdec.engine.cuda_graphs.steps.fuse_stack", lambda *_: None)
         assert of_one_layer().total() >= 15
 
@@ -183,9 +183,10 @@ def failing(_: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(
-    ("change", "message"), [(wrong_sign, r"are off by [0-9.]+ here"), (failing, "do not run here: ptxas fatal")]
+    ("change", "message"),
+    [(wrong_sign, r"differ from the eager layer by [0-9.]+, limit"), (failing, "failed their trial: ptxas fatal")],
 )
-def test_kernels_that_are_wrong_or_do_not_run_are_one_warning_and_the_eager_pass(
+def test_kernels_that_fail_their_trial_log_one_warning_and_the_eager_pass_runs(
     change: Callable[..., Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip

@@ -52,7 +52,7 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(
-    directory: Path, backend: str = "captured", capture: CountedCapture | None = None, *, self_check: bool = False
+    directory: Path, backend: str = "cuda-graphs", capture: CountedCapture | None = None, *, self_check: bool = False
 ) -> Worker:
     """Load a model on the CPU, with the products of a GPU: that is what a `capture` is given for."""
     compiling = CompileOptions(backend, (1, 3), capture=capture or CountedCapture(warms_up=False))
@@ -122,7 +122,7 @@ def test_weights_are_integers_before_anybody_counts_the_memory_that_is_left(
 
 @pytest.mark.parametrize("backend", ["aot_eager", "native"])
 def test_backends_that_do_not_multiply_integers_are_refused_by_name(qwen2: Path, backend: str) -> None:
-    with pytest.raises(Unsupported, match="dtype int8 on cpu runs in captured and eager steps only") as refusal:
+    with pytest.raises(Unsupported, match="dtype int8 on cpu runs in CUDA graphs and eager steps only") as refusal:
         load(qwen2, backend)
     assert refusal.value.field == "compile_backend"
 

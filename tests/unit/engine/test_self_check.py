@@ -23,7 +23,7 @@ REFUSAL = "type mistral is computed differently here than by transformers"
 
 
 def load(directory: Path, backend: str, dtype: str = "float32", *, num_kv_blocks: int = 16, **options: object) -> None:
-    compiling = CompileOptions(backend, (1, 2, 3, 5), capture=CountedCapture() if backend == "captured" else None)
+    compiling = CompileOptions(backend, (1, 2, 3, 5), capture=CountedCapture() if backend == "cuda-graphs" else None)
     load_worker(
         LoadRequest(
             str(directory), device="cpu", dtype=dtype, num_kv_blocks=num_kv_blocks, compiling=compiling, **options
@@ -55,7 +55,7 @@ def test_native_kernels_that_ignore_a_window_are_refused(
 def test_captured_steps_that_ignore_a_window_are_refused(
     windowed: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load(windowed, "captured", dtype)
+    load(windowed, "cuda-graphs", dtype)
     view = GatheredAttention._view
     monkeypatch.setattr(
         GatheredAttention,
@@ -63,8 +63,8 @@ def test_captured_steps_that_ignore_a_window_are_refused(
         lambda self, kind, inputs: view(self, AttentionKind(None, kind.queries_per_kv_head, None), inputs),
     )
     with pytest.raises(Unsupported, match=REFUSAL):
-        load(windowed, "captured", dtype)
-    load(windowed, "captured", dtype, self_check=False)
+        load(windowed, "cuda-graphs", dtype)
+    load(windowed, "cuda-graphs", dtype, self_check=False)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])

@@ -1,4 +1,4 @@
-"""Simulated engines: steps in virtual time, chosen distributions, and the same position protocol as the real ones."""
+"""Simulated engines: steps in virtual time, chosen distributions, and the position protocol of the real engines."""
 
 import heapq
 import itertools
@@ -25,7 +25,7 @@ AT_ONCE = replace(PRESETS["70b-1b"], target=ForwardTime(0.0, 0.0), draft=Forward
 
 
 class VirtualTimeline:
-    """The timeline's contract without a clock: runs everything there is, in the order of its times."""
+    """A timeline without a clock: it runs all actions in the order of their times."""
 
     def __init__(self) -> None:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -41,7 +41,7 @@ class VirtualTimeline:
 
 
 class Bench:
-    """A device in virtual time, and when each of its calls ended."""
+    """A device in virtual time, and the time at which each of its calls ended."""
 
     def __init__(self) -> None:
         self.timeline = VirtualTimeline()
@@ -72,13 +72,13 @@ def test_a_call_that_waits_when_a_step_begins_joins_it() -> None:
 @pytest.mark.parametrize(
     ("is_hit", "arrival", "ended"),
     [
-        (True, 9.0, 9.0),  # drafted long ago
-        (True, 4.5, 6.0),  # the step under way drafts the third token, one is left
-        (False, 4.5, 9.0),  # the step under way is lost
+        (True, 9.0, 9.0),  # all of it is drafted
+        (True, 4.5, 6.0),  # the current step drafts the third token, one is left
+        (False, 4.5, 9.0),  # the current step is lost
         (False, 9.0, 13.0),
     ],
 )
-def test_a_hit_takes_what_its_branch_has_and_a_miss_waits_for_the_step_under_way(
+def test_a_hit_uses_its_branch_and_a_miss_waits_for_the_current_step(
     is_hit: bool, arrival: float, ended: float
 ) -> None:
     bench = Bench()
@@ -135,24 +135,24 @@ async def engines(pair: SimulatedPair = AT_ONCE) -> AsyncIterator[tuple[Simulate
         target.check_integrity()
 
 
-async def test_greedy_drafts_agree_with_the_target_about_alpha_of_the_time() -> None:
+async def test_greedy_drafts_agree_with_the_target_with_a_rate_near_alpha() -> None:
     num_agreed, num_rounds, gamma = 0, 100, 16
     async with engines() as (draft, target):
         for index in range(num_rounds):
-            asked = a_round(round_id=index, num_tokens=8 + gamma * index)
-            proposal = await draft.propose(ProposeRequest(asked, gamma))
-            answer = await target.verify(VerifyRequest(asked, proposal.draft_token_ids, ()))
+            position = a_round(round_id=index, num_tokens=8 + gamma * index)
+            proposal = await draft.propose(ProposeRequest(position, gamma))
+            answer = await target.verify(VerifyRequest(position, proposal.draft_token_ids, ()))
             num_agreed += int((answer.choice_token_ids[:-1] == proposal.draft_token_ids).sum())
     # 1,600 draws of 0.9 have a standard error of 0.0075; one seed, one outcome.
     assert num_agreed / (num_rounds * gamma) == pytest.approx(0.9, abs=0.03)
 
 
-async def test_a_law_round_accepts_every_draft_token_with_probability_alpha() -> None:
-    asked = a_round(temperature=1.0)
+async def test_a_sampled_round_accepts_each_draft_token_with_probability_alpha() -> None:
+    position = a_round(temperature=1.0)
     async with engines() as (draft, target):
-        proposal = await draft.propose(ProposeRequest(asked, 4))
+        proposal = await draft.propose(ProposeRequest(position, 4))
         supports = tuple(support.token_ids for support in proposal.supports)
-        answer = await target.verify(VerifyRequest(asked, proposal.draft_token_ids, supports))
+        answer = await target.verify(VerifyRequest(position, proposal.draft_token_ids, supports))
     for support, row in zip(proposal.supports, answer.rows, strict=False):
         assert len(support.token_ids) == SUPPORT_SIZE
         assert int(row.weights.sum(dtype=np.int64)) == WEIGHT_TOTAL
@@ -164,21 +164,21 @@ async def test_a_law_round_accepts_every_draft_token_with_probability_alpha() ->
     assert 1 <= len(decision.token_ids) <= 5
 
 
-async def test_the_law_through_another_support_is_the_same_law() -> None:
-    asked = a_round(temperature=1.0)
+async def test_the_distribution_is_the_same_through_another_support() -> None:
+    position = a_round(temperature=1.0)
     async with engines() as (draft, target):
-        proposal = await draft.propose(ProposeRequest(asked, 1))
+        proposal = await draft.propose(ProposeRequest(position, 1))
         support = proposal.supports[0]
-        own = (await target.verify(VerifyRequest(asked, proposal.draft_token_ids, (support.token_ids,)))).rows[0]
+        own = (await target.verify(VerifyRequest(position, proposal.draft_token_ids, (support.token_ids,)))).rows[0]
         part = support.token_ids[10:20]
-        seen = (await target.verify(VerifyRequest(asked, proposal.draft_token_ids, (part,)))).rows[0]
+        seen = (await target.verify(VerifyRequest(position, proposal.draft_token_ids, (part,)))).rows[0]
     assert seen.weights[:-1].astype(int) == pytest.approx(own.weights[10:20].astype(int), abs=40)
     assert int(seen.weights.sum(dtype=np.int64)) == WEIGHT_TOTAL
     assert seen.tail_token_id not in part
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_pre_drafting_and_the_session_s_past_change_no_token(temperature: float) -> None:
+async def test_pre_drafting_and_earlier_rounds_change_no_token(temperature: float) -> None:
     drafts = []
     for predrafts in (True, False):
         async with engines(replace(AT_ONCE, predrafts=predrafts)) as (draft, _):
@@ -189,7 +189,7 @@ async def test_pre_drafting_and_the_session_s_past_change_no_token(temperature: 
     assert drafts[0] == drafts[1]
 
 
-async def test_alpha_drifts_by_output_position() -> None:
+async def test_alpha_depends_on_the_output_position() -> None:
     pair = simulated_pair("simulated:70b-1b,alpha=1/0,stretch=4")
     async with engines(replace(AT_ONCE, text=pair.text)) as (draft, target):
         proposal = await draft.propose(ProposeRequest(a_round(), 8))
@@ -198,7 +198,7 @@ async def test_alpha_drifts_by_output_position() -> None:
     assert agrees == [True] * 4 + [False] * 4
 
 
-async def test_positions_are_kept_as_the_real_engines_keep_them() -> None:
+async def test_positions_follow_the_protocol_of_the_real_engines() -> None:
     async with engines() as (draft, _):
         first = await draft.propose(ProposeRequest(a_round(round_id=1), 4))
         assert await draft.propose(ProposeRequest(a_round(round_id=1), 4)) == first
@@ -212,12 +212,12 @@ async def test_positions_are_kept_as_the_real_engines_keep_them() -> None:
 @pytest.mark.parametrize(
     "model", ["simulated:1t", "simulated:70b-1b,speed=9", "simulated:70b-1b,alpha=2", "simulated:70b-1b,predraft=maybe"]
 )
-def test_a_pair_that_does_not_exist_is_refused_by_name(model: str) -> None:
+def test_an_unknown_pair_or_option_is_refused_by_name(model: str) -> None:
     with pytest.raises(InvalidRequest, match="simulated"):
         simulated_pair(model)
 
 
-def test_presets_take_the_times_they_are_named_for() -> None:
+def test_presets_have_the_times_of_their_models() -> None:
     pair = PRESETS["70b-1b"]
     assert pair.verify_s(0) == pytest.approx(18.5e-3)
     assert pair.verify_s(4) == pytest.approx(20e-3)

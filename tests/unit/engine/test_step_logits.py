@@ -1,4 +1,4 @@
-"""What is read of every row of a step, and numbers packed for one copy."""
+"""The argmax and finiteness of every row of a step, and packing of numbers for one copy."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from specdec.engine.logits.transfer import to_host, unpacked
 
 @pytest.fixture(params=["kernels", "numpy"])
 def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What reads rows on the host."""
+    """Select the implementation that reads rows on the host."""
     library = load_library(None) if request.param == "kernels" else None
     monkeypatch.setattr(kernel_choices, "loaded_library", lambda: library)
     return str(request.param)
 
 
 @pytest.mark.usefixtures("reader")
-def test_the_likeliest_token_is_the_first_of_those_that_tie_and_a_nan_takes_the_law() -> None:
+def test_the_argmax_is_the_first_of_equal_logits_and_a_nan_leaves_a_row_without_distribution() -> None:
     rows = torch.tensor(
         [
             [1.0, 5.0, 5.0],
@@ -42,27 +42,27 @@ def test_the_likeliest_token_is_the_first_of_those_that_tie_and_a_nan_takes_the_
 
 
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 255, 256, 257, 1000])
-def test_either_reader_takes_what_numpys_argmax_takes(num_tokens: int, reader: str) -> None:
+def test_either_reader_agrees_with_numpys_argmax(num_tokens: int, reader: str) -> None:
     generator = np.random.default_rng(num_tokens)
     rows = np.round(generator.standard_normal((200, num_tokens)).astype(np.float32), 1)  # many are equal
     rows[1::4] -= 50.0
     rows[2::8, generator.integers(num_tokens)] = np.inf
     rows[3::8, generator.integers(num_tokens)] = np.nan
     rows[4::16] = -np.inf
-    padded = np.full((200, num_tokens + 3), 1e9, dtype=np.float32)  # of which a part is read
+    padded = np.full((200, num_tokens + 3), 1e9, dtype=np.float32)  # only a part of each row is read
     padded[:, :num_tokens] = rows
     read = StepLogits.read(torch.from_numpy(padded)[:, :num_tokens])
     assert read.top_ids == rows.argmax(axis=-1).tolist()
     assert read.is_finite == np.isfinite(rows[np.arange(200), rows.argmax(axis=-1)]).tolist()
-    assert (kernel_choices.likeliest(read.values) is None) == (reader == "numpy")
+    assert (kernel_choices.argmax(read.values) is None) == (reader == "numpy")
 
 
 @pytest.mark.usefixtures("reader")
-def test_a_step_without_rows_is_read_too() -> None:
+def test_a_step_may_have_no_rows() -> None:
     assert StepLogits.read(torch.zeros(0, 7)).is_finite == []
 
 
-def test_numbers_packed_for_one_copy_come_back_bit_by_bit() -> None:
+def test_numbers_packed_for_one_copy_keep_their_bits() -> None:
     generator = np.random.default_rng(3)
     sent = [
         torch.from_numpy(generator.standard_normal((3, 4)).astype(np.float32)),

@@ -1,4 +1,4 @@
-"""Log records carry the ids of what was being done, in a form machines and people can read."""
+"""Log records carry ids, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_an_unknown_id_is_refused() -> None:
         pass
 
 
-def test_what_a_library_stamps_on_every_record_is_not_shown(stream: io.StringIO) -> None:
+def test_attributes_that_a_library_adds_to_every_record_are_not_shown(stream: io.StringIO) -> None:
     configure_logging("text", "debug", service="draft", stream=stream)
     log.debug("drafted", extra={"num_draft_tokens": 4, "_stamp_ns": 5})
     assert stream.getvalue().endswith("DEBUG specdec.test drafted num_draft_tokens=4\n")

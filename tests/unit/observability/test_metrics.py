@@ -1,4 +1,4 @@
-"""Metrics: names as vLLM's, values as observed, each service with a registry of its own."""
+"""Metrics: vLLM's names, observed values, and a separate registry for each service."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_round_counts_drafts_tokens_and_acceptance_by_position() -> None:
     assert value("specdec:wire_bytes_total", MODEL) == 300
 
 
-def test_a_finished_request_is_observed_under_the_names_dashboards_know() -> None:
+def test_a_finished_request_is_observed_under_the_documented_names() -> None:
     metrics = CoordinatorMetrics("m")
     metrics.request_running(+1)
     metrics.observe_first_token(0.25)

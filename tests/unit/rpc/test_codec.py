@@ -1,4 +1,4 @@
-"""What goes into the codec comes out of it, and nothing malformed gets through."""
+"""The codec preserves every field, and refuses malformed messages."""
 
 from __future__ import annotations
 
@@ -15,11 +15,19 @@ from specdec.core.packed import PackedSupports
 from specdec.core.random import DrawKey
 from specdec.core.reference import distribution_row
 from specdec.core.rejection import residual_weights, verify_rejection
-from specdec.core.sparse import MAX_SUPPORT
 from specdec.errors import Internal, InvalidRequest
-from specdec.rpc import codec, replies
+from specdec.rpc import codec, proposals, verifications
 from specdec.rpc.arrays import decode_supports, encode_supports
-from specdec.types import WEIGHT_TOTAL, DrawRule, Proposal, ProposeRequest, SamplingFilters, Support, VerifyRequest
+from specdec.types import (
+    MAX_SUPPORT,
+    WEIGHT_TOTAL,
+    DrawRule,
+    Proposal,
+    ProposeRequest,
+    SamplingFilters,
+    Support,
+    VerifyRequest,
+)
 from specdec.v1 import common_pb2, draft_pb2, target_pb2
 from tests.support.arithmetic_engines import (
     CONTEXT,
@@ -38,7 +46,7 @@ COUPLED = DrawRule.COUPLED
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equality that looks into dataclasses, tuples and arrays."""
+    """Return whether two values are equal, with the contents of dataclasses, tuples and arrays."""
     if is_dataclass(left):
         return type(left) is type(right) and all(
             same(getattr(left, field.name), getattr(right, field.name)) for field in fields(left)
@@ -88,7 +96,7 @@ async def test_verify_requests_and_their_answers_survive_the_wire(
     request = verify_request(num_draft_tokens, num_logprobs=num_logprobs, **round_options)
     assert same(codec.decode_verify_request(codec.encode_verify_request(request, 1), LIMITS), request)
     verification = await ArithmeticTarget().verify(request)
-    message = target_pb2.Verification.FromString(replies.encode_verification(verification, 9).SerializeToString())
+    message = target_pb2.Verification.FromString(verifications.encode_verification(verification, 9).SerializeToString())
     assert message.call_id == 9
     assert same(decode_verification(message, request), verification)
 
@@ -97,7 +105,7 @@ async def test_verify_requests_and_their_answers_survive_the_wire(
 async def test_proposals_survive_the_wire(round_options: dict[str, Any]) -> None:
     request = ProposeRequest(make_round(**round_options), gamma=4)
     proposal = await ArithmeticDraft().propose(request)
-    message = draft_pb2.Proposal.FromString(replies.encode_proposal(proposal, 2).SerializeToString())
+    message = draft_pb2.Proposal.FromString(proposals.encode_proposal(proposal, 2).SerializeToString())
     assert same(decode_proposal(message, request), proposal)
 
 
@@ -186,7 +194,7 @@ def test_a_gamma_outside_the_limits_is_refused(gamma: int) -> None:
         codec.decode_propose_request(message, LIMITS)
 
 
-def test_a_session_beyond_the_context_says_so() -> None:
+def test_a_session_beyond_the_context_is_refused_with_the_reason() -> None:
     message = codec.encode_verify_request(verify_request(4, num_tokens=CONTEXT - 3), 1)
     with pytest.raises(InvalidRequest) as caught:
         codec.decode_verify_request(message, LIMITS)
@@ -195,7 +203,7 @@ def test_a_session_beyond_the_context_says_so() -> None:
 
 async def test_a_malformed_proposal_is_the_replicas_fault() -> None:
     request = ProposeRequest(make_round(), gamma=3)
-    good = replies.encode_proposal(await ArithmeticDraft().propose(request), 1)
+    good = proposals.encode_proposal(await ArithmeticDraft().propose(request), 1)
 
     def broken(**changes: Any) -> draft_pb2.Proposal:
         message = draft_pb2.Proposal.FromString(good.SerializeToString())
@@ -231,14 +239,14 @@ async def test_a_malformed_verification_is_the_replicas_fault() -> None:
         (replace(verification, rows=(heavy, *verification.rows[1:])), "sum to"),
     ]:
         with pytest.raises(Internal, match=words):
-            decode_verification(replies.encode_verification(answer, 1), request)
-    extra_tail = replies.encode_verification(verification, 1)
+            decode_verification(verifications.encode_verification(answer, 1), request)
+    extra_tail = verifications.encode_verification(verification, 1)
     extra_tail.tail_token_ids.append(5)
     with pytest.raises(Internal, match="tail tokens"):
         decode_verification(extra_tail, request)
     greedy = verify_request(3, filters=GREEDY)
     with pytest.raises(Internal, match="0 choices for 4 positions"):
-        decode_verification(replies.encode_verification(verification, 1), greedy)
+        decode_verification(verifications.encode_verification(verification, 1), greedy)
 
 
 def test_a_support_too_large_for_the_integer_rule_is_the_replicas_fault() -> None:
@@ -247,11 +255,11 @@ def test_a_support_too_large_for_the_integer_rule_is_the_replicas_fault() -> Non
     def answer(num_entries: int) -> draft_pb2.Proposal:
         ids = np.arange(num_entries, dtype=np.uint32)
         support = Support(ids, np.full(num_entries, 65_535, dtype=np.uint16))
-        return replies.encode_proposal(Proposal(ids[:1], (support,), (0.0,), 1, 0, 0.0), 1)
+        return proposals.encode_proposal(Proposal(ids[:1], (support,), (0.0,), 1, 0, 0.0), 1)
 
     largest = decode_proposal(answer(MAX_SUPPORT), request).supports[0]
     certain = distribution_row(np.eye(1, MAX_SUPPORT)[0], largest.token_ids, 0.5)
-    # p is token 0 alone: all that q lacks of it is the residual, exactly.
+    # p is token 0 alone, so the residual is exactly what q lacks of it.
     residual = residual_weights(largest, certain)
     assert residual[0] == WEIGHT_TOTAL * 65_535 * (MAX_SUPPORT - 1)
     assert not residual[1:].any()
@@ -268,15 +276,15 @@ async def test_the_replies_of_a_frame_read_together_are_those_read_one_by_one() 
         ProposeRequest(make_round(f"s{n}", num_tokens=3 + n, filters=GREEDY if n == 2 else None), 1 + n % 4)
         for n in range(6)
     ]
-    proposals = [replies.encode_proposal(await ArithmeticDraft().propose(request), 1) for request in requests]
-    drafts = replies.decode_proposals(proposals, requests)
-    assert all(map(same, drafts, map(decode_proposal, proposals, requests)))
+    proposal_messages = [proposals.encode_proposal(await ArithmeticDraft().propose(request), 1) for request in requests]
+    drafts = proposals.decode_proposals(proposal_messages, requests)
+    assert all(map(same, drafts, map(decode_proposal, proposal_messages, requests)))
     asked = [
         VerifyRequest(request.position, draft.draft_token_ids, tuple(support.token_ids for support in draft.supports))
         for request, draft in zip(requests, drafts, strict=True)
     ]
-    answers = [replies.encode_verification(await ArithmeticTarget().verify(request), 1) for request in asked]
-    together = replies.decode_verifications(answers, asked)
+    answers = [verifications.encode_verification(await ArithmeticTarget().verify(request), 1) for request in asked]
+    together = verifications.decode_verifications(answers, asked)
     assert all(map(same, together, map(decode_verification, answers, asked)))
     for request, draft, answer in zip(requests, drafts, together, strict=True):
         if not draft.supports:
@@ -289,17 +297,17 @@ async def test_the_replies_of_a_frame_read_together_are_those_read_one_by_one() 
 
 async def test_a_malformed_reply_of_a_frame_fails_alone() -> None:
     requests = [ProposeRequest(make_round(f"s{n}"), gamma=3) for n in range(4)]
-    proposals = [replies.encode_proposal(await ArithmeticDraft().propose(request), 1) for request in requests]
-    proposals[1].weights = bytes(len(proposals[1].weights))
-    proposals[2].draft_token_ids[0] = 999
-    answers = replies.decode_proposals(proposals, requests)
+    proposal_messages = [proposals.encode_proposal(await ArithmeticDraft().propose(request), 1) for request in requests]
+    proposal_messages[1].weights = bytes(len(proposal_messages[1].weights))
+    proposal_messages[2].draft_token_ids[0] = 999
+    answers = proposals.decode_proposals(proposal_messages, requests)
     assert [isinstance(answer, Internal) for answer in answers] == [False, True, True, False]
-    assert same(answers[3], decode_proposal(proposals[3], requests[3]))
+    assert same(answers[3], decode_proposal(proposal_messages[3], requests[3]))
 
 
-async def test_supports_are_sent_on_as_they_came() -> None:
+async def test_supports_are_forwarded_in_the_message_they_came_in() -> None:
     request = ProposeRequest(make_round(), gamma=3)
-    message = replies.encode_proposal(await ArithmeticDraft().propose(request), 1)
+    message = proposals.encode_proposal(await ArithmeticDraft().propose(request), 1)
     draft = decode_proposal(message, request)
     assert isinstance(draft.supports, PackedSupports)
     forwarded = VerifyRequest(request.position, draft.draft_token_ids, draft.supports.ids)

@@ -1,4 +1,4 @@
-"""Frames put together and taken apart as bytes, against protobuf's own reading of the same messages."""
+"""Joining and splitting of frames as bytes, compared with protobuf's own encoding of the same messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specdec.types import DrawRule, ProposeRequest
 from specdec.v1 import draft_pb2
 from tests.support.arithmetic_engines import make_round
 
-#: Lengths around those where the length needs one byte more.
+#: Lengths around those at which the length prefix needs another byte.
 SIZES = st.one_of(st.integers(0, 300), st.integers(16_380, 16_390))
 REPLIES = st.lists(st.builds(lambda size, call_id: draft_pb2.Proposal(call_id=call_id, weights=b"w" * size), SIZES,
                              st.integers(0, 2**32 - 1)), max_size=5)  # fmt: skip
@@ -53,43 +53,45 @@ async def test_replies_are_read_out_of_frames_with_fields_of_a_later_version(ext
     assert proposal.draft_token_ids.tolist() == [7]
 
 
-async def test_a_replica_that_sends_no_frame_is_given_up_and_named() -> None:
+async def test_a_replica_that_sends_bytes_that_are_not_a_frame_is_disconnected_and_named() -> None:
     async def answer(frames: Any) -> Any:
         async for _ in frames:
             yield b"\x0a\xff"
 
-    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:\d+: the replica sent what is no frame"):
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:\d+: the replica sent bytes that are not a frame"):
         await _propose_to(answer)
 
 
-async def test_a_replica_that_answers_with_millions_of_items_is_given_up_before_they_are_looked_at() -> None:
+async def test_a_replica_that_answers_with_millions_of_items_is_disconnected_before_they_are_read() -> None:
     for num_items in (2_000_000, MAX_FRAME_ITEMS + 1):
 
         async def answer(frames: Any, num_items: int = num_items) -> Any:
             async for _ in frames:
                 yield b"\x0a\x00" * num_items
 
-        with pytest.raises(Unavailable, match="the replica sent what is no frame"):
+        with pytest.raises(Unavailable, match="the replica sent bytes that are not a frame"):
             await _propose_to(answer)
 
 
 def reply_to(frame: bytes, *, call_id: int) -> bytes:
-    """A draft of one token for the only item of a frame, but of the call `call_id` after its own."""
+    """Answer the only item of a frame with a draft of one token, for the call id that follows by `call_id`."""
     (request,) = draft_pb2.ProposeFrame.FromString(frame).requests
     reply = draft_pb2.Proposal(call_id=request.call_id + call_id, draft_token_ids=[7], lost_mass=[0.0], kv_len=3)
     return draft_pb2.ProposalFrame(proposals=[reply]).SerializeToString()
 
 
-async def test_a_replica_that_answers_another_call_than_was_asked_is_given_up_at_once() -> None:
+async def test_a_replica_that_answers_an_unknown_call_is_disconnected_at_once() -> None:
     async def answer(frames: Any) -> Any:
         async for frame in frames:
             yield reply_to(frame, call_id=1)
 
-    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:\d+: the replica answered call 2, which nobody waits for"):
+    with pytest.raises(
+        Unavailable, match=r"127\.0\.0\.1:\d+: the replica answered call 2, which is not waiting for an answer"
+    ):
         await _propose_to(answer)
 
 
-async def test_an_answer_to_a_call_given_up_is_dropped_and_a_second_one_ends_the_stream() -> None:
+async def test_an_answer_to_a_cancelled_call_is_dropped_and_a_second_one_ends_the_stream() -> None:
     late: list[bytes] = []
     has_asked = asyncio.Event()
 
@@ -112,22 +114,22 @@ async def test_an_answer_to_a_call_given_up_is_dropped_and_a_second_one_ends_the
         given_up.cancel()
         await asyncio.wait([given_up])
         assert (await link.propose(request)).draft_token_ids.tolist() == [7]
-        with pytest.raises(Unavailable, match="answered call 1, which nobody waits for"):
+        with pytest.raises(Unavailable, match="answered call 1, which is not waiting for an answer"):
             await link.propose(request)
 
 
-async def test_a_replica_that_describes_itself_with_what_is_no_message_is_unavailable() -> None:
+async def test_a_replica_with_a_malformed_description_is_unavailable() -> None:
     async def answer(frames: Any) -> Any:
         async for _ in frames:
             yield b""
 
     async with _link_to(answer, describe=b"\x0a\xff") as link:
-        with pytest.raises(Unavailable, match=r"127\.0\.0\.1:\d+: the replica answered GetEngineInfo with what is no"):
+        with pytest.raises(Unavailable, match=r"127\.0\.0\.1:\d+: the replica sent an invalid answer to GetEngineInfo"):
             await link.info()
 
 
 async def _propose_to(answer: Any) -> Any:
-    """What a link makes of a replica whose stream is `answer`, from frames of bytes to frames of bytes."""
+    """Yield a link to a replica whose stream is `answer`, from frames of bytes to frames of bytes."""
     async with _link_to(answer) as link:
         request = ProposeRequest(make_round(draw_rule=DrawRule.COUPLED), 1)
         return await asyncio.wait_for(link.propose(request), 10)

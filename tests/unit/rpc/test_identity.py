@@ -1,4 +1,4 @@
-"""A stream is one model's: another model, or a replica that does not say what it serves, answers nothing on it."""
+"""The handshake of a stream: only the model that is meant, from a replica that states it, answers calls."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from specdec.types import Verification, VerifyRequest
 from target_service.servicer import TargetServicer
 from tests.support.arithmetic_engines import GREEDY, ArithmeticTarget, make_round
 
-#: What the arithmetic engine says it serves.
+#: Model that the arithmetic engine states.
 MODEL = "model"
 
 
 class Counting(ArithmeticTarget):
-    """Counts what it ran."""
+    """An engine that records its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Counting(ArithmeticTarget):
 
 
 class Silent(TargetServicer):
-    """A replica that neither looks at what a stream is meant for nor says what it serves itself."""
+    """A replica that neither checks the model a stream is meant for nor states its own."""
 
     async def serve(self, frames: AsyncIterator[Any], context: Any) -> None:
         await self._frames.serve(frames, context.write)
@@ -57,7 +57,7 @@ def verification() -> VerifyRequest:
     return VerifyRequest(make_round(filters=GREEDY), np.empty(0, np.uint32), ())
 
 
-async def test_the_model_that_is_meant_answers_and_says_which_process_it_is() -> None:
+async def test_the_model_that_is_meant_answers_and_states_its_process() -> None:
     async with linked() as (link, engine):
         met: list[str] = []
         link.on_handshake = met.append
@@ -65,22 +65,22 @@ async def test_the_model_that_is_meant_answers_and_says_which_process_it_is() ->
             await link.verify(verification(), model=model)
         incarnation = (await link.info()).incarnation
         assert incarnation
-        assert met == [incarnation] * 2  # once a stream
+        assert met == [incarnation] * 2  # once per stream
         assert engine.num_run == 3
 
 
-async def test_another_model_runs_nothing_and_says_both_names() -> None:
+async def test_another_model_runs_nothing_and_the_error_names_both_models() -> None:
     async with linked() as (link, engine):
-        with pytest.raises(Unavailable, match=f"serves model {MODEL}, another was meant") as caught:
+        with pytest.raises(Unavailable, match=f"serves model {MODEL}, the call is meant for model another") as caught:
             await link.verify(verification(), model="another")
         assert caught.value.reason == "REPLICA_UNAVAILABLE"
         assert engine.num_run == 0
         await link.verify(verification(), model=MODEL)
 
 
-async def test_what_a_replica_answers_that_does_not_say_its_model_is_dropped() -> None:
+async def test_answers_of_a_replica_that_does_not_state_its_model_are_dropped() -> None:
     async with linked(Silent) as (link, _):
-        with pytest.raises(Unavailable, match=f"{MODEL} was meant"):
+        with pytest.raises(Unavailable, match=f"meant for model {MODEL}"):
             await link.verify(verification(), model=MODEL)
 
 

@@ -1,4 +1,4 @@
-"""Links and servicers over real gRPC on loopback, and over lanes: many sessions at once, errors, breaks, drains."""
+"""Links and servicers over real gRPC and over Unix sockets: concurrent sessions, errors, breaks and drains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from draft_service.servicer import DraftServicer
 from specdec import errors
 from specdec.observability.metrics import EngineMetrics
-from specdec.rpc import codec, replies
+from specdec.rpc import codec, proposals
 from specdec.rpc.client import DraftLink, TargetLink, WireStats
 from specdec.rpc.frames import MAX_OPEN_ITEMS, FrameServer
 from specdec.rpc.framing import MAX_FRAME_ITEMS
@@ -30,12 +30,12 @@ from tests.support.arithmetic_engines import (
     make_round,
     support_of,
 )
-from tests.support.noted_frames import noted_frames
+from tests.support.recorded_frames import recorded_frames
 from tests.support.silent_service import silent_service
 
 
-@pytest.fixture(autouse=True, params=[False, True], ids=["grpc", "lane"])
-def _carrier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=[False, True], ids=["grpc", "unix-socket"])
+def _transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftReplica, "has_unix_socket", request.param)
 
 
@@ -67,9 +67,9 @@ class DraftReplica:
         await asyncio.gather(self.server.stop(grace_s), self.servicer.close_unix_sockets(grace_s))
 
     def link(self) -> DraftLink:
-        """One that has asked the replica what it is."""
+        """Return a link that knows the replica's Unix socket."""
         link = DraftLink(self.server.address)
-        link.lane = self.servicer.info().lane
+        link.transports.unix_socket = self.servicer.info().unix_socket
         return link
 
 
@@ -95,7 +95,7 @@ async def test_a_proposal_comes_back_with_the_bytes_it_cost() -> None:
         assert reply.draft_token_ids.tolist() == [3, 4, 5, 6]
         assert reply.kv_len == expected.kv_len
         sent = codec.encode_propose_request(request, 1).ByteSize()
-        received = replies.encode_proposal(expected, 1).ByteSize()
+        received = proposals.encode_proposal(expected, 1).ByteSize()
         assert wire.num_bytes == sent + received
 
 
@@ -138,20 +138,8 @@ async def test_a_verification_comes_back_with_rows_or_choices(rule: DrawRule) ->
 
 
 async def test_calls_of_one_loop_turn_share_a_frame_and_find_their_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    frames = noted_frames(monkeypatch)
-
-    class Counting(draft_pb2_grpc.DraftServiceServicer):
-        async def Propose(self, request_iterator: AsyncIterator[draft_pb2.ProposeFrame], context: object) -> None:  # noqa: N802
-            async def counted() -> AsyncIterator[draft_pb2.ProposeFrame]:
-                async for frame in request_iterator:
-                    frames.append(len(frame.requests))
-                    yield frame
-
-            await replica.servicer.Propose(counted(), context)
-
-    replica = DraftReplica()
-    draft_pb2_grpc.add_DraftServiceServicer_to_server(Counting(), replica.server.grpc_server)
-    async with replica, draft_link(replica) as link:
+    frames = recorded_frames(monkeypatch)
+    async with DraftReplica() as replica, draft_link(replica) as link:
         requests = [ask(f"session {index}", 1 + index % MAX_GAMMA, num_tokens=1 + index) for index in range(64)]
         replies = await asyncio.gather(*map(link.propose, requests))
         assert frames == [64]
@@ -217,7 +205,7 @@ async def test_cancelling_one_call_disturbs_no_other() -> None:
         assert (await link.propose(ask())).kv_len == 5  # the late reply to the first was dropped
 
 
-async def test_a_call_cancelled_before_it_was_sent_never_leaves() -> None:
+async def test_a_call_cancelled_before_it_was_sent_is_never_sent() -> None:
     async with DraftReplica() as replica, draft_link(replica) as link:
         await link.propose(ask("first"))
         given_up = asyncio.create_task(link.propose(ask("given up")))
@@ -227,7 +215,7 @@ async def test_a_call_cancelled_before_it_was_sent_never_leaves() -> None:
         assert replica.engine.seen == ["first", "kept"]
 
 
-async def test_nobody_listening_is_unavailable_and_names_the_address() -> None:
+async def test_an_address_without_a_listener_is_unavailable_and_named() -> None:
     async with DraftReplica() as replica:
         address = replica.server.address
     link = DraftLink(address)
@@ -268,7 +256,7 @@ async def test_a_closed_link_fails_its_calls_and_the_replica_drops_them() -> Non
         await link.close()
 
 
-async def test_a_peer_that_asks_without_reading_is_not_read_without_end() -> None:
+async def test_a_peer_that_does_not_read_its_answers_is_read_up_to_a_limit() -> None:
     num_asked, num_answered = 0, 0
 
     async def ask_without_end() -> AsyncIterator[draft_pb2.ProposeFrame]:
@@ -302,7 +290,7 @@ async def test_a_peer_that_asks_without_reading_is_not_read_without_end() -> Non
     assert num_answered == 3 * MAX_OPEN_ITEMS
 
 
-async def test_draining_answers_what_is_in_flight_refuses_the_rest_and_ends_the_stream() -> None:
+async def test_draining_answers_calls_in_flight_refuses_new_ones_and_ends_the_stream() -> None:
     async with DraftReplica() as replica, draft_link(replica) as link:
         in_flight = asyncio.create_task(link.propose(ask("hold")))
         await replica.engine.asked["hold"].wait()
@@ -313,7 +301,7 @@ async def test_draining_answers_what_is_in_flight_refuses_the_rest_and_ends_the_
         stopping = asyncio.create_task(replica.stop(60))
         replica.engine.release_held.set()
         assert (await in_flight).kv_len == 5
-        await stopping  # well before its grace: the stream ended by itself
+        await stopping  # well before the grace period ends: the stream ended by itself
         assert replica.engine.seen == ["hold"]
 
 
@@ -344,7 +332,7 @@ async def test_a_100_megabyte_message_is_refused_clearly_and_leaves_nothing() ->
 
 
 async def test_large_requests_of_one_turn_are_spread_over_frames() -> None:
-    """Forty requests of 200 KB are 8 MB: one frame of them would be refused, and would take them all down."""
+    """Forty requests of 200 KB are 8 MB; one frame of them would be refused and fail all calls."""
     async with DraftReplica() as replica, draft_link(replica) as link:
         replies = await asyncio.gather(*(link.propose(ask(f"big {index}", num_tokens=110_000)) for index in range(40)))
         assert [reply.kv_len for reply in replies] == [110_002] * 40
@@ -378,18 +366,18 @@ async def test_calls_are_counted_by_outcome() -> None:
         assert value("specdec:num_requests_running", labels) == 0
 
 
-async def test_a_description_that_is_awaited_when_the_link_is_closed_fails_as_any_other() -> None:
+async def test_a_pending_description_fails_when_the_link_is_closed() -> None:
     async with silent_service() as address:
         link = DraftLink(address)
         asking = asyncio.create_task(link.info())
-        done, _ = await asyncio.wait([asking], timeout=0.3)  # it is under way
+        done, _ = await asyncio.wait([asking], timeout=0.3)  # the call is in flight
         assert not done
         await link.close()
         with pytest.raises(errors.Unavailable, match="the link was closed"):
             await asking
 
 
-async def test_a_description_may_be_cancelled() -> None:
+async def test_a_pending_description_can_be_cancelled() -> None:
     async with silent_service() as address:
         link = DraftLink(address)
         asking = asyncio.create_task(link.info())

@@ -1,4 +1,4 @@
-"""What a target drafted by itself, on the wire: the same on both sides, and refused where it is no draft."""
+"""Local drafts on the wire: they arrive unchanged, and malformed ones are refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specdec.errors import Internal, InvalidRequest
-from specdec.rpc import codec, replies
+from specdec.rpc import codec, verifications
 from specdec.types import (
     WEIGHT_TOTAL,
     DistributionRow,
@@ -39,7 +39,7 @@ def drafted(*token_ids: int, supports: tuple[Support, ...]) -> Proposal:
 
 
 def verification(proposal: Proposal | None, sizes: tuple[int, ...]) -> Verification:
-    """p even on each support and the rest."""
+    """Return rows with equal p on the support and the tail."""
     rows = []
     for size in (*sizes, 0):
         weights = np.full(size + 1, WEIGHT_TOTAL // (size + 1), np.uint32)
@@ -49,10 +49,10 @@ def verification(proposal: Proposal | None, sizes: tuple[int, ...]) -> Verificat
 
 
 def sent(answer: Verification) -> target_pb2.Verification:
-    return target_pb2.Verification.FromString(replies.encode_verification(answer, 1).SerializeToString())
+    return target_pb2.Verification.FromString(verifications.encode_verification(answer, 1).SerializeToString())
 
 
-def test_what_was_drafted_arrives_with_what_it_was_drawn_from() -> None:
+def test_a_local_draft_arrives_with_its_distributions() -> None:
     ours = drafted(7, 9, supports=(support(4, 7), support(9, 11, 12)))
     read = decode_verification(sent(verification(ours, (2, 3))), request())
     assert read.drafted is not None
@@ -63,13 +63,13 @@ def test_what_was_drafted_arrives_with_what_it_was_drawn_from() -> None:
     assert [len(row.weights) for row in read.rows] == [3, 4, 1]
 
 
-def test_a_target_that_drafted_nothing_answered_a_target_only_step() -> None:
+def test_a_target_that_drafted_nothing_answers_a_target_only_step() -> None:
     read = decode_verification(sent(verification(None, ())), request())
     assert read.drafted is None
     assert len(read.rows) == 1
 
 
-def test_what_nobody_asked_for_is_not_read() -> None:
+def test_a_local_draft_that_was_not_requested_is_not_read() -> None:
     ours = drafted(7, supports=(support(4, 7),))
     plain = VerifyRequest(request().position, NO_TOKENS, ())
     with pytest.raises(Internal, match="malformed verification"):
@@ -79,19 +79,19 @@ def test_what_nobody_asked_for_is_not_read() -> None:
 @pytest.mark.parametrize(
     "proposal",
     [
-        drafted(7, 7, 7, 7, supports=(support(4, 7),) * 4),  # more than were asked for
+        drafted(7, 7, 7, 7, supports=(support(4, 7),) * 4),  # more tokens than requested
         drafted(8, supports=(support(4, 7),)),  # a token that is not in its support
-        drafted(7, 7, supports=(support(4, 7),)),  # a token without one
+        drafted(7, 7, supports=(support(4, 7),)),  # a token without a support
         drafted(7, supports=(Support(np.array([4, 7], np.uint32), np.array([0, 2], np.uint16)),)),
     ],
     ids=["too many", "outside its support", "without a support", "weight 0"],
 )
-def test_what_is_no_draft_is_the_targets_fault(proposal: Proposal) -> None:
+def test_a_malformed_local_draft_is_the_targets_fault(proposal: Proposal) -> None:
     with pytest.raises(Internal, match="malformed verification"):
         decode_verification(sent(verification(proposal, (2,) * len(proposal.draft_token_ids))), request())
 
 
-def test_a_request_travels_whole_and_is_checked() -> None:
+def test_a_request_for_a_local_draft_survives_the_wire_and_is_checked() -> None:
     limits = ArithmeticTarget().info()
     message = codec.encode_verify_request(request(gamma=30, temperature=0.0), 1)
     assert codec.decode_verify_request(message, limits).local_draft == LocalDraft("early-exit", 30)
@@ -100,5 +100,5 @@ def test_a_request_travels_whole_and_is_checked() -> None:
         codec.decode_verify_request(message, limits)
     message.local_draft.gamma = 2
     message.draft_token_ids.append(4)
-    with pytest.raises(InvalidRequest, match="without draft_token_ids"):
+    with pytest.raises(InvalidRequest, match="with draft_token_ids"):
         codec.decode_verify_request(message, limits)

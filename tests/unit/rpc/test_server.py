@@ -1,4 +1,4 @@
-"""The server every service runs: errors become statuses, health tells the truth, ports and drains behave."""
+"""The gRPC server of every service: error statuses, health, ports and draining."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from specdec import errors
 from specdec.observability.logging import ID_NAMES, configure_logging
-from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer, require_free
+from specdec.rpc.channels import require_free
+from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1 import coordinator_pb2_grpc
@@ -29,7 +30,7 @@ Behaviour = Callable[[], Awaitable[None]]
 
 
 class ScriptedService(coordinator_pb2_grpc.CoordinatorServiceServicer):
-    """Two handlers that do what a test says: a unary one and a streaming one that sends a message first."""
+    """A unary handler and a streaming one, which sends a message first; a test sets what they do."""
 
     def __init__(self, behave: Behaviour) -> None:
         self._behave = behave
@@ -79,7 +80,7 @@ TREE = [
 
 
 @pytest.mark.parametrize("error", TREE, ids=lambda error: type(error).__name__)
-async def test_an_error_of_the_tree_reaches_the_caller_whole(error: errors.SpecdecError) -> None:
+async def test_an_error_of_the_tree_reaches_the_caller_with_all_fields(error: errors.SpecdecError) -> None:
     async with serving(raising(error)) as (_, _, stub):
         with pytest.raises(grpc.aio.AioRpcError) as unary:
             await stub.GetInfo(pb.GetInfoRequest())
@@ -108,7 +109,7 @@ async def test_an_unknown_error_is_internal_with_a_request_id_and_the_log_has_th
     assert record.exc_info[0] is ZeroDivisionError
 
 
-async def test_the_callers_request_id_is_in_what_its_call_logs(stream: io.StringIO) -> None:
+async def test_log_records_of_a_call_have_the_callers_request_id(stream: io.StringIO) -> None:
     async def say() -> None:
         logging.getLogger("specdec.test").info("asked")
 
@@ -119,7 +120,7 @@ async def test_the_callers_request_id_is_in_what_its_call_logs(stream: io.String
     assert {name: record[name] for name in ID_NAMES if name in record} == {"request_id": "r-18"}
 
 
-async def test_a_caller_who_hangs_up_ends_the_handler_at_once() -> None:
+async def test_a_caller_that_disconnects_ends_the_handler_at_once() -> None:
     async with serving(asyncio.Event().wait) as (_, service, stub):  # type: ignore[arg-type]
         stream = stub.Generate(pb.GenerateRequest())
         await stream.read()
@@ -127,7 +128,7 @@ async def test_a_caller_who_hangs_up_ends_the_handler_at_once() -> None:
         await service.ended.wait()
 
 
-async def test_health_says_serving_only_between_warm_up_and_drain() -> None:
+async def test_health_is_serving_only_between_warm_up_and_drain() -> None:
     async with serving(nothing) as (server, _, _), grpc.aio.insecure_channel(server.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
 
@@ -147,14 +148,14 @@ async def test_health_says_serving_only_between_warm_up_and_drain() -> None:
         assert await statuses() == {health_pb2.HealthCheckResponse.NOT_SERVING}
 
 
-async def test_a_watcher_hears_of_the_drain_and_does_not_hold_it_up() -> None:
+async def test_a_health_watcher_is_informed_of_the_drain_and_does_not_delay_it() -> None:
     async with serving(nothing) as (server, _, _), grpc.aio.insecure_channel(server.address) as channel:
         await server.set_serving()
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         await server.set_not_serving()
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        await server.stop(60)  # well before its grace
+        await server.stop(60)  # well before the grace period ends
         assert await watch.read() is grpc.aio.EOF
 
 
@@ -187,11 +188,11 @@ async def test_a_message_over_the_limit_is_refused_and_never_reaches_the_handler
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert not service.ended.is_set()
         refused = from_rpc_error(caught.value)
-        assert isinstance(refused, errors.InvalidRequest)  # as it is, it can never succeed
+        assert isinstance(refused, errors.InvalidRequest)  # a retry can never succeed
         assert not refused.retryable
 
 
-async def test_stopping_lets_a_call_in_flight_finish_and_takes_no_new_one() -> None:
+async def test_stopping_lets_calls_in_flight_finish_and_refuses_new_ones() -> None:
     release, started = asyncio.Event(), asyncio.Event()
 
     async def wait() -> None:
@@ -204,14 +205,14 @@ async def test_stopping_lets_a_call_in_flight_finish_and_takes_no_new_one() -> N
         stopping = asyncio.create_task(server.stop(60))
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.GetInfo(pb.GetInfoRequest())
-        # gRPC says CANCELLED to a call that arrives in the very moment of stopping, UNAVAILABLE later.
+        # gRPC answers CANCELLED to a call that arrives during the stop, and UNAVAILABLE afterwards.
         assert isinstance(from_rpc_error(refused.value), errors.Unavailable)
         release.set()
         assert (await in_flight).version == "1"
         await stopping
 
 
-async def test_a_taken_port_is_one_clear_error(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_a_port_in_use_is_one_clear_error(capfd: pytest.CaptureFixture[str]) -> None:
     async with serving(nothing) as (server, _, _):
         other = ServiceServer(server.address, service_names=())
         with pytest.raises(errors.Unavailable, match=f"cannot listen on {server.address}: Address already in use"):
@@ -220,6 +221,6 @@ async def test_a_taken_port_is_one_clear_error(capfd: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("address", ["host.invalid:1234", "192.0.2.1:1234"])
-def test_an_address_that_is_not_ours_is_one_clear_error(address: str) -> None:
+def test_an_address_of_another_machine_is_one_clear_error(address: str) -> None:
     with pytest.raises(errors.Unavailable, match=f"cannot listen on {address}: "):
         require_free(address)

@@ -1,4 +1,4 @@
-"""When a replica did what: told where it is asked for, in order whatever the clocks say, and the same to the link."""
+"""Stages of a call: stated on request, ascending for any clocks, and equal on both sides of a link."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECONDS = st.floats(-1e6, 1e6)
 
 
 @given(*[SECONDS] * 7)
-def test_stages_are_in_order_on_the_wire_whatever_a_repeated_call_says(
+def test_stages_ascend_on_the_wire_also_for_a_repeated_call(
     received_s: float, decoded_s: float, admitted_s: float, began_s: float, ended_s: float, answered_s: float,
     encoded_s: float,
 ) -> None:  # fmt: skip
@@ -37,7 +37,7 @@ def test_stages_are_in_order_on_the_wire_whatever_a_repeated_call_says(
     assert times[0] == 0.0
 
 
-async def test_a_replica_tells_its_stages_to_who_asks_and_to_nobody_else() -> None:
+async def test_a_replica_states_its_stages_only_in_answers_to_timed_requests() -> None:
     verifier = Verifier(TableWorker(), LOCAL_REPLICA)
     server = ServiceServer("127.0.0.1:0", service_names=(TARGET_SERVICE,))
     TargetServicer(verifier, EngineMetrics("table", role="target")).add_to(server.grpc_server)

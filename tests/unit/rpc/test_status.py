@@ -1,4 +1,4 @@
-"""Every error of the tree crosses gRPC unchanged, and foreign statuses find their place in it."""
+"""Every error of the tree crosses gRPC unchanged, and other statuses map to an error of the tree."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def identity(error: SpecdecError) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("error", instances(), ids=lambda error: f"{type(error).__name__}-{error.reason}")
-def test_an_error_survives_a_status_with_all_it_says(error: SpecdecError) -> None:
+def test_an_error_survives_a_status_with_all_fields(error: SpecdecError) -> None:
     wire = status.to_status(error, request_id="r1").SerializeToString()
     assert identity(status.from_status(status_pb2.Status.FromString(wire))) == identity(error)
 
@@ -82,17 +82,17 @@ def test_a_status_without_details_is_mapped_by_its_code(code: grpc.StatusCode, e
         (
             "SERVER: Received message larger than max (3000075 vs. 1048576)",
             errors.InvalidRequest,
-            "the request has 3000075 bytes; 10.0.0.1:5 takes 1048576 at most (its --max-message-bytes)",
+            "the request has 3000075 bytes; the limit of 10.0.0.1:5 is 1048576 (its --max-message-bytes)",
         ),
         (
             "CLIENT: Received message larger than max (70 vs. 64)",
             errors.Internal,
-            "the answer of 10.0.0.1:5 has 70 bytes; we take 64 at most",
+            "the answer of 10.0.0.1:5 has 70 bytes; the limit is 64",
         ),
         ("the queue is full", errors.ResourceExhausted, "10.0.0.1:5: the queue is full"),
     ],
 )
-def test_a_message_too_long_for_grpc_names_who_has_which_limit(
+def test_a_message_too_large_for_grpc_names_the_side_and_its_limit(
     details: str, expected: type[SpecdecError], message: str
 ) -> None:
     exhausted = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -101,7 +101,7 @@ def test_a_message_too_long_for_grpc_names_who_has_which_limit(
     assert (type(mapped), mapped.message) == (expected, message)
 
 
-def test_an_error_info_of_another_domain_is_not_taken_for_ours() -> None:
+def test_an_error_info_of_another_domain_is_ignored() -> None:
     foreign = status_pb2.Status(code=code_pb2.NOT_FOUND, message="elsewhere")
     foreign.details.add().Pack(error_details_pb2.ErrorInfo(reason="SESSION_BUSY", domain="example.com"))
     assert type(status.from_status(foreign)) is errors.NotFound

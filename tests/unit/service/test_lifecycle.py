@@ -1,4 +1,4 @@
-"""A replica's life, in one process with a registry: warm, registered, drained, gone."""
+"""The life cycle of a replica in one process with a registry: warm-up, registration, drain, shutdown."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from draft_service.config import DraftSettings
 from draft_service.servicer import DraftServicer
 from specdec import errors
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc.client import DraftLink
 from specdec.rpc.server import DRAFT_SERVICE
 from specdec.service.lifecycle import require_addresses, run_replica, run_to_exit_code
+from specdec.settings.draft import DraftSettings
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
 from specdec.state.store import ReplicaRecord, ReplicaRegistry
@@ -28,7 +28,7 @@ from tests.support.arithmetic_engines import ArithmeticDraft, make_round
 
 
 class Replica:
-    """`run_replica` as a task, on a registry in memory."""
+    """`run_replica` as a task, with a registry in memory."""
 
     def __init__(self, registry: ReplicaRegistry | None, **settings: object) -> None:
         self.registry = registry
@@ -50,7 +50,7 @@ class Replica:
         )
 
     async def record(self) -> ReplicaRecord:
-        """Its registry entry, once there is one."""
+        """Wait for the replica's registry entry and return it."""
         assert self.registry is not None
         while not (records := await self.registry.replicas("draft")):
             await asyncio.wait([self.task], timeout=0.01)
@@ -79,7 +79,7 @@ async def test_a_replica_registers_only_once_it_is_warm_and_serving(registry: Re
     await replica.task
 
 
-async def test_a_drain_finishes_what_is_in_flight_then_leaves_the_registry(registry: ReplicaRegistry) -> None:
+async def test_a_drain_finishes_calls_in_flight_and_then_leaves_the_registry(registry: ReplicaRegistry) -> None:
     replica = Replica(registry, drain_grace_s=60.0)
     link = DraftLink((await replica.record()).address)
     in_flight = asyncio.create_task(link.propose(ProposeRequest(make_round("hold"), 2)))
@@ -96,7 +96,7 @@ async def test_a_drain_finishes_what_is_in_flight_then_leaves_the_registry(regis
     await link.close()
 
 
-async def test_what_outlasts_the_grace_is_cancelled(registry: ReplicaRegistry) -> None:
+async def test_calls_that_outlast_the_grace_period_are_cancelled(registry: ReplicaRegistry) -> None:
     replica = Replica(registry, drain_grace_s=0.05)
     link = DraftLink((await replica.record()).address)
     stuck = asyncio.create_task(link.propose(ProposeRequest(make_round("hold"), 2)))
@@ -109,7 +109,7 @@ async def test_what_outlasts_the_grace_is_cancelled(registry: ReplicaRegistry) -
     await link.close()
 
 
-async def test_an_engine_that_breaks_down_ends_the_replica_and_leaves_the_registry(registry: ReplicaRegistry) -> None:
+async def test_an_engine_that_fails_ends_the_replica_which_leaves_the_registry(registry: ReplicaRegistry) -> None:
     replica = Replica(registry)
     address = (await replica.record()).address
     async with grpc.aio.insecure_channel(address) as channel:
@@ -123,20 +123,20 @@ async def test_an_engine_that_breaks_down_ends_the_replica_and_leaves_the_regist
     assert replica.engine.given_up["closed"].is_set()
 
 
-async def test_a_replica_serves_while_its_registry_is_away_and_ends_in_order(caplog: pytest.LogCaptureFixture) -> None:
-    """Its model took long to load, and coordinators may know its address otherwise."""
+async def test_a_replica_serves_without_its_registry_and_shuts_down_in_order(caplog: pytest.LogCaptureFixture) -> None:
+    """Loading the model took long, and coordinators may know the address without a registry."""
     caplog.set_level(logging.INFO)
     replica = Replica(open_registry("redis://127.0.0.1:1"))
     async with asyncio.timeout(20):
         while "listening" not in [record.message for record in caplog.records]:
             await asyncio.wait([replica.task], timeout=0.01)
-        assert "not in the registry yet: the store at redis://127.0.0.1:1" in caplog.text
+        assert "cannot register yet, trying again: the store at redis://127.0.0.1:1" in caplog.text
         replica.stop.set()
         await replica.task
     assert replica.engine.given_up["closed"].is_set()
 
 
-async def test_a_taken_port_is_found_before_anything_is_loaded(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_port_in_use_is_detected_before_the_model_is_loaded(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     replica = Replica(None)
     while not (records := [record for record in caplog.records if record.message == "listening"]):
@@ -159,10 +159,10 @@ def test_an_error_of_the_tree_is_one_line_and_exit_code_1(capsys: pytest.Capture
 
     assert run_to_exit_code(succeed()) == 0
     assert run_to_exit_code(fail()) == 1
-    assert capsys.readouterr().err == "error: INVALID_ARGUMENT INVALID_REQUEST: no model at /nope\n"
+    assert capsys.readouterr().err == "error: no model at /nope (INVALID_REQUEST)\n"
 
 
-def test_a_process_ends_without_teardown_but_says_everything() -> None:
+def test_a_process_ends_without_teardown_but_flushes_its_output() -> None:
     code = """
 import atexit, sys
 from specdec.service.lifecycle import end_process

@@ -9,7 +9,7 @@ import pytest
 from specdec.service import memory
 
 
-def test_the_collector_rests_while_much_is_imported_and_not_longer() -> None:
+def test_the_collector_is_off_during_imports_only() -> None:
     def fail() -> None:
         with memory.collector_at_rest():
             assert not gc.isenabled()

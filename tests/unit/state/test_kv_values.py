@@ -1,4 +1,4 @@
-"""Values of the cold tier: whatever is not exactly what was written under its key is a miss."""
+"""Values of the cold tier: a value that differs from the one written under its key is a miss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_CASES = 9_800  # and 200 through replicas, in tests/failure/test_kv_tier_fau
 
 
 def damaged(value: bytes, random_: random.Random) -> bytes:
-    """One of the things that may happen to bytes."""
+    """Return the bytes with a random kind of damage."""
     kind = random_.randrange(7)
     changed = bytearray(value)
     first = random_.randrange(len(value))
@@ -43,7 +43,7 @@ def damaged(value: bytes, random_: random.Random) -> bytes:
     return bytes(changed)
 
 
-def test_a_value_gives_back_the_blocks_that_were_written() -> None:
+def test_a_value_returns_the_blocks_that_were_written() -> None:
     value = bytes(SPACE.encode(NAME, PAYLOAD))
     decoded = SPACE.decode(NAME, value)
     assert decoded is not None
@@ -83,5 +83,5 @@ def test_a_value_of_another_run_is_a_miss() -> None:
 
 
 @pytest.mark.parametrize("field", ["model_fingerprint", "dtype", "rank"])
-def test_models_dtypes_and_ranks_have_keys_of_their_own(field: str) -> None:
+def test_models_types_and_ranks_have_different_keys(field: str) -> None:
     assert replace(SPACE, **{field: "another"}).key(NAME) != SPACE.key(NAME)

@@ -1,0 +1,75 @@
+"""The outcome of one round: the decided tokens, where each came from, and what the round cost.
+
+The `runner` makes it. `generation/publisher` commits the tokens, `generation/accounting` counts the round, and
+`request_router` learns from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from coordinator.requests import Provenance, TokenLogprobs, TopLogprob
+from coordinator.round.timeline import RoundTimeline
+from specdec.core.rejection import Decision
+from specdec.types import LogitRow, Support, Verification
+
+
+class RoundOutcome(NamedTuple):
+    """The decision of a round. Nothing of it is committed yet."""
+
+    token_ids: tuple[int, ...]
+    provenance: Provenance
+    num_draft_tokens: int
+    num_accepted: int
+    draft_s: float
+    """Wait for the draft; 0 when none was requested."""
+    verify_s: float
+    wire_bytes: int
+    """Bytes of all calls, failed ones included."""
+    num_cached_tokens: int
+    """Number of committed tokens whose KV the target already held."""
+    draft_pool: str
+    target_only_cause: str
+    """Reason for a missing draft: off, paused, no_replica, draft_context, late, empty, no_match, not_drafted (by a
+    target that was to draft by itself), or an error's reason; "" where there was a draft token."""
+    supports: Sequence[Support]
+    """Supports of the draft tokens; empty in greedy and coupled rounds."""
+    verification: Verification
+    timeline: RoundTimeline | None = None
+    """Recorded where the setting says so."""
+
+
+def trace_tokens(
+    decision: Decision, supports: Sequence[Support], verification: Verification, draft_pool: str
+) -> Provenance:
+    """Return where the decided tokens came from, as columns; logprobs are set when the target sent logit rows."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    if verification.logit_rows:
+        logprobs = tuple(
+            _logprobs(token_id, index, supports, verification) for index, token_id in enumerate(decision.token_ids)
+        )
+    return Provenance(decision.sources, decision.p, decision.q, draft_pool, logprobs)
+
+
+def _logprobs(token_id: int, index: int, supports: Sequence[Support], verification: Verification) -> TokenLogprobs:
+    row = verification.logit_rows[index]
+    support = supports[index] if index < len(supports) else None
+    return TokenLogprobs(
+        logprob=_emitted_logit(token_id, row, support) - row.logsumexp,
+        top=tuple(
+            TopLogprob(int(top_id), float(logit) - row.logsumexp)
+            for top_id, logit in zip(row.top_token_ids, row.top_logits, strict=True)
+        ),
+    )
+
+
+def _emitted_logit(token_id: int, row: LogitRow, support: Support | None) -> float:
+    """Return the logit of the emitted token, which is in the position's support or is the row's tail token."""
+    if support is not None:
+        place = int(np.searchsorted(support.token_ids, token_id))
+        if place < len(support.token_ids) and support.token_ids[place] == token_id:
+            return float(row.support_logits[place])
+    return row.tail_logit

@@ -1,0 +1,114 @@
+"""The kernels' structures of a whole model, and of its early exits.
+
+The weights are packed by `packing`. Called by `runner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.engine.model.batch import AttentionKind
+from specdec.engine.model.early_exit import EarlyExit
+from specdec.engine.model.kv_cache import KvCache
+from specdec.engine.model.llama_shape import LlamaLayer, has_qk_norm
+from specdec.engine.native.packing import Packing
+from specdec.engine.native.structures import Layer, Model, Product
+
+
+class ModelLayout:
+    """Builds the structures and keeps the memory that they point to."""
+
+    def __init__(
+        self,
+        packing: Packing,
+        model: PreTrainedModel,
+        cache: KvCache,
+        kinds: Sequence[AttentionKind],
+        max_context_tokens: int,
+        *,
+        is_int8: bool,
+    ) -> None:
+        """Take the weights of `model` over layer by layer; the model cannot run afterwards.
+
+        Args:
+            packing: packs and keeps the weights.
+            model: a model that `NativeRunner.fits`.
+            cache: the KV pool.
+            kinds: attention kind of each layer.
+            max_context_tokens: number of positions in the rotary tables.
+            is_int8: round the layers' weights to integers.
+        """
+        self._packing = packing
+        inner = model.model
+        first = inner.layers[0].self_attn
+        self._layers = (Layer * len(inner.layers))()
+        for index, kind in enumerate(kinds):
+            self._layers[index] = self._layer(inner.layers[index], cache, index, kind, is_int8)
+            inner.layers[index] = nn.Identity()
+        positions = torch.arange(max_context_tokens).unsqueeze(0)
+        with torch.inference_mode():
+            cosines, sines = inner.rotary_emb(torch.empty(0), positions)
+        qk_norm = getattr(first, "q_norm", inner.norm)
+        embeddings, embedding_format = packing.embedding(inner.embed_tokens.weight)
+        self.model = Model(
+            layers=self._layers,
+            num_layers=len(self._layers),
+            hidden=first.q_proj.in_features,
+            heads=first.q_proj.out_features // first.head_dim,
+            kv_heads=first.k_proj.out_features // first.head_dim,
+            head_dim=first.head_dim,
+            mlp=model.config.intermediate_size,
+            embeddings=embeddings,
+            embedding_format=embedding_format,
+            cosines=packing.keep(cosines[0]),
+            sines=packing.keep(sines[0]),
+            final_gains=packing.keep(inner.norm.weight),
+            # The output head stays exact: with rounded weights the two best logits would often tie.
+            head=self._product([model.lm_head], is_int8=False),
+            epsilon=inner.norm.variance_epsilon,
+            qk_epsilon=qk_norm.variance_epsilon,
+            scaling=first.scaling,
+        )
+
+    def early_exit(self, early_exit: EarlyExit, head: nn.Linear) -> Model:
+        """Return the model with fewer layers, its adapter multiplied into the output head."""
+        short = Model.from_buffer_copy(self.model)
+        short.num_layers = early_exit.num_layers
+        short.num_tapped = short.num_draft_heads = 0
+        if early_exit.adapter is not None:
+            adapted = nn.Linear(head.in_features, head.out_features, device="meta")
+            weight, bias = early_exit.adapter.of_head(head.weight.detach(), head.bias)
+            adapted.weight = nn.Parameter(weight, requires_grad=False)
+            adapted.bias = nn.Parameter(bias, requires_grad=False)
+            short.head = self._product([adapted], is_int8=False)
+        return short
+
+    def _layer(self, layer: LlamaLayer, cache: KvCache, index: int, kind: AttentionKind, is_int8: bool) -> Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        qk_gains = None
+        if has_qk_norm(attention):
+            heads = attention.q_proj.out_features // attention.head_dim
+            kv_heads = attention.k_proj.out_features // attention.head_dim
+            q, k = attention.q_norm.weight, attention.k_norm.weight
+            qk_gains = self._packing.keep(torch.cat((q.expand(heads, -1), k.expand(kv_heads, -1))))
+        return Layer(
+            qkv=self._product([attention.q_proj, attention.k_proj, attention.v_proj], is_int8),
+            output=self._product([attention.o_proj], is_int8),
+            gate_up=self._product([mlp.gate_proj, mlp.up_proj], is_int8),
+            down=self._product([mlp.down_proj], is_int8),
+            attention_gains=self._packing.keep(layer.input_layernorm.weight),
+            mlp_gains=self._packing.keep(layer.post_attention_layernorm.weight),
+            qk_gains=qk_gains,
+            cache=cache.layers[index].rows.data_ptr(),
+            window=kind.window or 0,
+        )
+
+    def _product(self, linears: Sequence[nn.Linear], is_int8: bool) -> Product:
+        """Return one product of several linear layers that share their input, with their outputs side by side."""
+        weight = torch.cat([linear.weight.detach() for linear in linears])  # [outputs, inputs]
+        bias = None if linears[0].bias is None else torch.cat([linear.bias.detach() for linear in linears])
+        return self._packing.product(weight, bias, is_int8=is_int8)

@@ -1,0 +1,118 @@
+"""The choice of the transport for a link's calls: gRPC, the replica's Unix socket or its device-thread socket.
+
+Over gRPC a message wakes a thread of gRPC's core and then the event loop; over a Unix socket it wakes the event loop
+alone, so a known socket is preferred. The device-thread socket serves calls that come one at a time, because the device
+thread reads nothing while a step runs. A socket's name does not say where its replica is: on another machine or in
+another container the connection fails. A socket that failed once is not tried again. Used by `specdec.rpc.client`.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import grpc
+
+from specdec.errors import Unavailable
+from specdec.rpc.channels import dial
+from specdec.rpc.frame_transport import FrameTransport, GrpcTransport
+from specdec.rpc.identity import meant_for
+from specdec.rpc.unix_socket_transport import UnixSocketTransport
+from specdec.rpc.unix_sockets import is_name
+
+#: Consecutive calls that started while no other was pending, after which calls are taken to come one at a time.
+LONE_CALLS = 8
+
+_CHANNEL_OPTIONS = (
+    # A peer that vanished without a FIN is detected within 10 s; one that stalls for less than 5 s is not dropped.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A restarted replica is dialled again soon.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_receive_message_length", 64 << 20),
+    # Links to different replicas never share a connection, and a link made after a failure dials a new one.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class Route(Enum):
+    """The ways to a replica."""
+
+    GRPC = "gRPC"
+    UNIX_SOCKET = "Unix socket"
+    DEVICE_THREAD_SOCKET = "device-thread socket"
+
+
+class TransportSelector:
+    """Chooses routes for one link, opens transports and owns the gRPC channel. Use from one event loop."""
+
+    def __init__(self, address: str, stream_method: str) -> None:
+        """
+        Args:
+            address: HOST:PORT of the replica. Nothing is dialled yet.
+            stream_method: full name of the gRPC method that frames travel on.
+        """
+        self.unix_socket = ""
+        """The replica's Unix socket, as its `EngineInfo` states it; "": none."""
+        self.device_thread_socket = ""
+        """The replica's device-thread socket, likewise."""
+        self._address = address
+        self._stream_method = stream_method
+        self._channel: grpc.aio.Channel | None = None
+        self._lost_sockets: set[str] = set()
+        self._num_lone_calls = 0
+        self.is_closed = False
+
+    def choose(self, *, is_alone: bool) -> Route:
+        """Return the preferred route for a call that starts now; `is_alone`: no other call of the link is pending."""
+        self._num_lone_calls = self._num_lone_calls + 1 if is_alone else 0
+        if self._num_lone_calls >= LONE_CALLS and self._is_usable(self.device_thread_socket):
+            return Route.DEVICE_THREAD_SOCKET
+        return Route.UNIX_SOCKET if self._is_usable(self.unix_socket) else Route.GRPC
+
+    def open(self, route: Route, model: str) -> FrameTransport:
+        """Return a transport that has not connected yet; only the model with this fingerprint may answer, "": any.
+
+        Raises:
+            Unavailable: the link is closed.
+        """
+        if route is Route.GRPC:
+            # Without serializers: frames are bytes here.
+            call: Any = self.channel().stream_stream(self._stream_method)(metadata=meant_for(model))
+            return GrpcTransport(call, self._address)
+        is_lone = route is Route.DEVICE_THREAD_SOCKET
+        name = self.device_thread_socket if is_lone else self.unix_socket
+        return UnixSocketTransport(name, model, self._address, partial(self._note_lost, name), sends_at_once=is_lone)
+
+    def channel(self) -> grpc.aio.Channel:
+        """Return the gRPC channel to the replica, dialling it at the first use.
+
+        Raises:
+            Unavailable: the link is closed.
+        """
+        if self.is_closed:
+            raise Unavailable(f"{self._address}: the link is closed")
+        if self._channel is None:
+            self._channel = dial(self._address, _CHANNEL_OPTIONS)
+        return self._channel
+
+    def refuse(self) -> None:
+        """Open nothing from now on. Idempotent."""
+        self.is_closed = True
+
+    async def close(self) -> None:
+        """Close the channel, and open nothing from now on. Idempotent."""
+        self.refuse()
+        if self._channel is not None:
+            await self._channel.close()
+
+    def _is_usable(self, name: str) -> bool:
+        return not self.is_closed and name not in self._lost_sockets and is_name(name)
+
+    def _note_lost(self, name: str) -> None:
+        self._lost_sockets = {name, *self._lost_sockets} & {self.unix_socket, self.device_thread_socket}

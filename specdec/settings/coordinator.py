@@ -1,0 +1,104 @@
+"""Settings of the coordinator, in addition to those that all services share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
+
+from specdec.settings.base import DAY_S, Address, AddressList, ServiceSettings, TenantName, split_commas
+from specdec.settings.pool_names import OptionalPoolName
+from specdec.tenant import DEFAULT_TENANT
+
+LookupKinds = Annotated[tuple[Literal["ngram", "suffix"], ...], NoDecode, BeforeValidator(split_commas)]
+
+
+class CoordinatorSettings(ServiceSettings):
+    """The coordinator: owns sessions, runs rounds between draft and target replicas, and serves clients."""
+
+    model_config = SettingsConfigDict(env_prefix="SPECDEC_COORDINATOR__")
+
+    listen: Address = "127.0.0.1:50051"
+    """HOST:PORT to serve gRPC on. Port 0 takes a free port, which the log line "listening" names."""
+
+    tokenizer: str
+    """Tokenizer of the target model: a directory, a GGUF file, or a hub id."""
+
+    draft_endpoint: AddressList = ()
+    """HOST:PORT of a draft replica; repeatable. Any static endpoint turns the replica registry off."""
+
+    target_endpoint: AddressList = ()
+    """HOST:PORT of a target replica; repeatable. Any static endpoint turns the replica registry off."""
+
+    tenant: TenantName = DEFAULT_TENANT
+    """Tenant that owns the sessions: 1 to 64 letters, digits, "_", "." or "-". Coordinators of two tenants may share
+    replicas and Redis, but no session, no KV block and no entry of the prefix directory."""
+
+    prefix_directory: Literal["on", "off"] = "on"
+    """Directory in Redis of the prefixes that replicas hold. A new session goes to a replica that holds its prefix,
+    unless the replica's load costs more time than the prefix saves. off: sessions are placed by load alone."""
+
+    lookup: LookupKinds = ()
+    """Draft kinds that find drafts in text, without a model; repeatable. ngram: the tokens that followed the last
+    repeat in the session. suffix: the tokens that followed most often, also in this tenant's other sessions. Each kind
+    is a draft pool of its name. Requests that name no pool get the first one; where it finds nothing, a draft model
+    drafts if there is one."""
+
+    lookup_history_tokens: int = Field(default=200_000, ge=1_000, le=10_000_000)
+    """Number of tokens of past outputs that suffix drafts search; each takes about 100 bytes of the coordinator's
+    memory."""
+
+    default_draft_pool: OptionalPoolName = ""
+    """Pool of draft models for requests that name none; routed requests start with it while nothing is known. Unset, or
+    while the pool has no replica: the first pool by name."""
+
+    route: Literal["auto"] | None = None
+    """auto: a request that names no draft pool gets the pool that is fastest for its class of requests, and may change
+    the pool while it runs; the other pools are scored in the background. none: always the first pool."""
+
+    learning_log: Path | None = None
+    """Folder for a log of the target's outputs, on which `specdec distill` trains drafts. The log holds users' texts,
+    in a subfolder for the tenant that only this user may read. It is written in the background. Unset: no log."""
+
+    learning_log_max_bytes: int = Field(default=1 << 30, ge=1 << 21)
+    """Limit on the bytes of the tenant's learning log; the oldest texts are deleted first."""
+
+    learning_log_max_age_s: float = Field(default=7 * 86400.0, gt=0.0)
+    """Seconds after which texts of the tenant's learning log are deleted, while a coordinator that writes it runs."""
+
+    timeline: Path | None = None
+    """File that gets one JSON line a round with the times of each step in the coordinator and its replicas. It holds no
+    text and no tokens; `specdec timeline FILE` draws it. Unset: no file."""
+
+    default_mode: Literal["off", "rejection", "block", "coupled"] = "rejection"
+    """Speculation mode of requests that name none."""
+
+    draft_timeout_s: float | None = Field(default=5.0, gt=0.0)
+    """Limit on the seconds that a round waits for its draft before it continues without one. The usual wait is far
+    shorter: a multiple of what the pool's drafts have taken. "none": wait until the draft answers or dies."""
+
+    target_wait_s: float = Field(default=60.0, ge=0.0, le=DAY_S)
+    """Seconds that a request waits for a lost target replica to come back, before its first token or in the middle of
+    its stream. Then it fails with UNAVAILABLE, and its session can be resumed. 0: it fails at once."""
+
+    lease_ttl_s: float = Field(default=3.0, ge=0.1, le=DAY_S)
+    """Seconds that a session stays locked after its coordinator has died, or after the store was last reached."""
+
+    session_ttl_s: float = Field(default=3600.0, ge=0.1, le=3650 * DAY_S)
+    """Seconds that an idle session is kept."""
+
+    max_queue: int = Field(default=1024, ge=1)
+    """Limit on requests admitted at once; a further request is refused with QUEUE_FULL."""
+
+    poll_interval_s: float = Field(default=1.0, gt=0.0)
+    """Seconds between two polls of the replicas, which connect new replicas and try dead ones again."""
+
+    @model_validator(mode="after")
+    def _check_endpoints(self) -> Self:
+        if self.draft_endpoint and not self.target_endpoint:
+            raise ValueError("--draft-endpoint needs a --target-endpoint beside it")
+        if self.redis_url.startswith("memory:") and not self.target_endpoint:
+            raise ValueError("--redis-url memory:// needs --target-endpoint: it has no replica registry")
+        return self

@@ -1,0 +1,51 @@
+"""Settings of the draft service, in addition to those that draft and target services share."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from specdec.settings.base import Address, ReplicaSettings
+from specdec.types import MAX_SUPPORT, SIMULATED_PREFIX
+
+
+class DraftSettings(ReplicaSettings):
+    """The draft service: proposes candidate tokens, from a small model, for a target service to verify."""
+
+    model_config = SettingsConfigDict(env_prefix="SPECDEC_DRAFT__")
+
+    listen: Address = "127.0.0.1:50061"
+    """HOST:PORT to serve gRPC on. Port 0 takes a free one, which the log line "listening" names."""
+
+    shadow: Literal["on", "off"] = "off"
+    """on: score what other pools draft while requests are routed. Requests use this pool only if they name it, or after
+    `specdec promote`."""
+
+    max_support: int | None = Field(default=None, ge=1, le=MAX_SUPPORT)
+    """Most entries of a draft position's support. Unset: 64 for vocabularies above 32k, else the whole vocabulary."""
+
+    for_tokenizer: str = ""
+    """The target, or the files of its tokenizer, if it has another tokenizer than --model. This replica then drafts in
+    the target's tokens and serves the target's vocabulary. Unset: both have the same tokenizer."""
+
+    prefill_budget_ms: float = Field(default=10.0, gt=0.0)
+    """Time by which prompts may lengthen a forward pass that other sessions share or wait for, as predicted from
+    measured times. One block of 16 tokens always runs. A draft takes several passes, each of which may be this much
+    longer."""
+
+    predraft: Literal["on", "off", "auto"] = "off"
+    """Draft the next round for its most probable outcomes before the coordinator asks. Experimental. on: whenever no
+    call waits; auto: while that makes rounds shorter; off: never."""
+
+    support_coverage: float = Field(default=0.99, gt=0.0, le=1.0)
+    """Share of the draft's distribution that a support must cover before it is cut."""
+
+    @model_validator(mode="after")
+    def _refuse_what_needs_draft_vocabulary_tokens(self) -> Self:
+        if self.for_tokenizer and self.predraft != "off":
+            raise ValueError("--for-tokenizer does not go with --predraft, which drafts in the model's own tokens")
+        if self.for_tokenizer and self.model.startswith(SIMULATED_PREFIX):
+            raise ValueError("--for-tokenizer: simulated models have no tokenizer")
+        return self

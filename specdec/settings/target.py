@@ -1,0 +1,40 @@
+"""Settings of the target service, in addition to those that draft and target services share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, BeforeValidator, model_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
+
+from specdec.settings.base import Address, ReplicaSettings, split_commas
+from specdec.settings.draft_specs import parse_local_drafts
+
+
+def _checked(texts: tuple[str, ...]) -> tuple[str, ...]:
+    parse_local_drafts(texts)
+    return texts
+
+
+InTargetDraftSource = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas), AfterValidator(_checked)]
+
+
+class TargetSettings(ReplicaSettings):
+    """The target service: verifies draft tokens with the model whose output is wanted, in one pass per round."""
+
+    model_config = SettingsConfigDict(env_prefix="SPECDEC_TARGET__")
+
+    listen: Address = "127.0.0.1:50071"
+    """HOST:PORT to serve gRPC on. Port 0 takes a free one, which the log line "listening" names."""
+
+    local_draft: InTargetDraftSource = ()
+    """In-target draft: this replica drafts in the call in which it verifies. early-exit:N (its first N layers with its
+    own norm and head), early-exit:N:PATH (with an adapter), medusa:PATH, eagle3:PATH or mtp (heads). Each is a draft
+    pool that requests select by its kind, or by NAME in NAME=early-exit:3; repeatable. Works in one process, without
+    torch.compile."""
+
+    @model_validator(mode="after")
+    def _check_local_drafts(self) -> Self:
+        if self.local_draft and self.tensor_parallel > 1:
+            raise ValueError("--local-draft does not go with --tensor-parallel: ranks do not draft")
+        return self

@@ -1,0 +1,124 @@
+"""`specdec up --detach`, `specdec down`, and commands that are typed while a system starts: real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specdec.cli import control
+from specdec.supervision.processes import free_ports
+from tests.support.tiny_models import build_tiny_model
+from tests.support.up_rig import ENVIRON, SPECDEC, specdec, wait_until_gone
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model("llama", tmp_path_factory.mktemp("llama"), vocabulary_size=64, num_layers=1)
+
+
+@pytest.fixture
+def endpoint() -> str:
+    return f"127.0.0.1:{free_ports(1)[0]}"
+
+
+@pytest.fixture
+def background(model: Path, endpoint: str) -> Iterator[subprocess.CompletedProcess[str]]:
+    """A system that `up --detach` has started. The test ends it, or the fixture does."""
+    flags = ["--target", str(model), "--listen", endpoint]
+    started = specdec("up", "--detach", *flags)
+    yield started
+    if control.is_running(int(endpoint.rpartition(":")[2])):
+        specdec("down", "--endpoint", endpoint)
+
+
+def pid_of(started: subprocess.CompletedProcess[str]) -> int:
+    found = re.search(r"running in the background as process (\d+); ", started.stderr)
+    assert found is not None, started.stderr
+    return int(found[1])
+
+
+def test_detach_returns_when_ready_and_down_ends_the_system_and_all_its_processes(
+    background: subprocess.CompletedProcess[str], endpoint: str
+) -> None:
+    assert (background.returncode, background.stdout) == (0, f"ready grpc={endpoint}\n"), background.stderr
+    pid = pid_of(background)
+    assert f"stop it with: specdec down --endpoint {endpoint}; log: " in background.stderr
+    assert "[target-0] listening" in background.stderr
+    log = Path(background.stderr.rstrip().rpartition("; log: ")[2])
+    assert (log.stat().st_mode & 0o777, "[target-0] listening" in log.read_text()) == (0o600, True)
+    assert specdec("status", "--endpoint", endpoint).returncode == 0
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    stopped = specdec("down", "--endpoint", endpoint)
+    assert (stopped.returncode, stopped.stdout) == (0, f"stopped {endpoint}\n"), stopped.stderr
+    assert [each for each in children if Path(f"/proc/{each}").exists()] == []
+    wait_until_gone([pid])
+
+
+def test_a_term_signal_to_the_process_that_detach_names_ends_the_system(
+    background: subprocess.CompletedProcess[str],
+) -> None:
+    pid = pid_of(background)
+    os.kill(pid, signal.SIGTERM)
+    wait_until_gone([pid])
+
+
+def test_a_background_start_that_fails_is_the_error_and_the_exit_code_of_the_start(endpoint: str) -> None:
+    failed = specdec("up", "--detach", "--target", "/no/such/model", "--listen", endpoint)
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert re.fullmatch(r"error: --target: .+ \([A-Z_]+\)", failed.stderr.splitlines()[-1]), failed.stderr
+
+
+def test_an_address_in_use_is_told_at_once_with_the_flag_that_takes_another(
+    background: subprocess.CompletedProcess[str], endpoint: str
+) -> None:
+    assert background.returncode == 0, background.stderr
+    for flags in ([], ["--detach"]):
+        refused = specdec("up", *flags, "--listen", endpoint)
+        assert refused.returncode == 1
+        words = rf"error: cannot listen on {endpoint}: .+; choose another address with --listen \(ADDRESS_IN_USE\)\n"
+        assert re.fullmatch(words, refused.stderr), refused.stderr
+
+
+def test_commands_that_are_typed_right_after_up_wait_for_it_and_say_what_it_does(model: Path, endpoint: str) -> None:
+    up = subprocess.Popen(
+        [*SPECDEC, "up", "--target", str(model), "--listen", endpoint],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRON,
+    )  # fmt: skip
+    try:
+        commands = {
+            "status": ("status",),
+            "generate": ("generate", "x", "--max-new-tokens", "2", "--json"),
+        }
+        waiting = {
+            name: subprocess.Popen(
+                [*SPECDEC, *words, "--endpoint", endpoint],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRON,
+            )
+            for name, words in commands.items()
+        }  # fmt: skip
+        for name, process in waiting.items():
+            stdout, stderr = process.communicate()
+            assert process.returncode == 0, (name, stderr)
+            assert stdout
+            assert re.search(rf"waiting for specdec up at {endpoint} \(\d+ s\): .*(checking|target-0)", stderr), stderr
+    finally:
+        up.send_signal(signal.SIGTERM)
+        up.wait()
+
+
+def test_a_command_whose_system_fails_to_start_is_told_so(tmp_path: Path, endpoint: str) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama9"}')
+    up = subprocess.Popen(
+        [*SPECDEC, "up", "--target", str(tmp_path), "--listen", endpoint],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRON,
+    )  # fmt: skip
+    result = specdec("status", "--endpoint", endpoint)
+    assert up.wait() == 1
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.splitlines()[-1].endswith("(COORDINATOR_UNAVAILABLE)")

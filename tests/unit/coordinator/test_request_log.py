@@ -1,0 +1,60 @@
+"""A request that was written to the store reads back exactly."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from coordinator.generation.request_log import (
+    decode_parameters,
+    decode_stats,
+    encode_parameters,
+    encode_stats,
+    identity_of,
+    record_of,
+)
+from coordinator.requests import GenerationIdentity, RequestParameters, RequestStats, SpeculationChoice
+from specdec.types import Mode, SamplingFilters, SamplingParams
+
+
+def parameters() -> RequestParameters:
+    filters = SamplingFilters(
+        temperature=0.7 + 1e-12,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.05,
+        repetition_penalty=1.1,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias=MappingProxyType({3: -1.5, 100_000: 2.0}),
+        min_new_tokens=4,
+        end_token_ids=(1, 2),
+    )
+    sampling = SamplingParams(
+        max_new_tokens=99,
+        filters=filters,
+        seed=2**64 - 1,
+        stop=("a", "é\n"),
+        stop_token_ids=(5,),
+        ignore_eos=True,
+        num_logprobs=3,
+    )
+    return RequestParameters(sampling, SpeculationChoice(mode=Mode.BLOCK, gamma=None, draft_pool="small"), "f00d")
+
+
+def test_parameters_survive_the_store_bit_for_bit() -> None:
+    stored = decode_parameters(encode_parameters(parameters()))
+    assert dict(stored.sampling.filters.logit_bias) == dict(parameters().sampling.filters.logit_bias)
+    assert stored == parameters()
+
+
+def test_statistics_survive_the_store_and_missing_counters_are_zero() -> None:
+    stats = RequestStats(num_rounds=3, accepted_per_position=[2, 1], ttft_s=0.25, wire_bytes=2**40)
+    assert decode_stats(encode_stats(stats)) == stats
+    assert decode_stats("{}") == RequestStats()
+
+
+def test_an_identity_survives_the_store() -> None:
+    identity = GenerationIdentity(
+        session_id="s", request_id="r", digest="d", turn=2, output_start=17, parameters=parameters()
+    )
+    assert identity_of("s", record_of(identity)) == identity
