@@ -172,6 +172,7 @@ bench: setup redis  ## all CPU suites (under 40 minutes): tables, bench/results 
 lint: setup  ## ruff, and buf for the protos where Node is installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.support.prose_check
 	@if command -v npx >/dev/null; then echo "$(BUF) lint"; $(BUF) lint; else echo "buf lint left out: no npx on the PATH"; fi
 
 type: setup  ## mypy, strict
