@@ -25,7 +25,8 @@ export GRPC_VERBOSITY := ERROR
 # Two workers, whole files each (a file shares its processes), one thread apiece.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations 15
 
-.PHONY: help setup demo real demo-real demo-pair peers test test-full test-real model-list reference docs docs-serve test-gpu test-failure \
+.PHONY: help setup demo real demo-real demo-pair peers test test-full test-real model-list reference docs docs-serve \
+	wheel-check test-gpu test-failure \
 	test-loaded mutants bench lint type proto proto-check k8s-validate images up down ci clean redis
 
 help:  ## list the targets
@@ -145,6 +146,9 @@ docs: $(DOCS_VENV)/.installed  ## build the documentation into site/; a warning 
 
 docs-serve: $(DOCS_VENV)/.installed  ## show the documentation at http://127.0.0.1:8001 and rebuild it on changes
 	$(DOCS_VENV)/bin/python -m mkdocs serve --dev-addr 127.0.0.1:8001
+
+wheel-check: setup redis  ## install the wheel into fresh environments: client alone (15 packages, 60 MB), and specdec up
+	$(BIN)/python -m pytest tests/e2e/test_wheel.py -m full -s
 
 test-gpu: setup  ## what needs an NVIDIA GPU; skipped with the reason where there is none
 	$(BIN)/python -m pytest tests/gpu -s
