@@ -1,4 +1,4 @@
-"""Settings: where each value may come from, which one wins, and how a mistake is reported."""
+"""Settings: sources of values, their precedence, and the reports of mistakes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_settings_cannot_be_changed() -> None:
     ("argv", "words"),
     [
         (["--nonsense", "1"], "--nonsense"),
-        (["--mod", "m"], "--mod"),  # no abbreviations: a flag added later would change their meaning
+        (["--mod", "m"], "--mod"),  # abbreviations are refused: a flag added later could change their meaning
         (["--listen", "nowhere"], "--listen: must be HOST:PORT"),
         (["--health", "h:99999"], "--health: must be HOST:PORT"),
         (["--redis-url", "http://x"], "--redis-url: must begin with redis://"),

@@ -1,4 +1,4 @@
-"""The loss and the figures of distilling, against the sums they stand for; and what a log is read as."""
+"""The loss and the metrics of distillation against direct sums, and the reading of a learning log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FACTS = LogFacts("target", "words", 50)
 
 
 def batch_of(p: np.ndarray, num_entries: int, temperature: float) -> Batch:
-    """The likeliest entries of each row of p, and the rest left out."""
+    """Return a batch with the top entries of each row of p; the other tokens are in the tail mass."""
     likeliest = np.argsort(-p, axis=-1)[:, :num_entries]
     count = len(p)
     return Batch(
@@ -70,7 +70,7 @@ def test_what_a_draft_has_no_word_for_counts_as_the_rest() -> None:
     )
     logits = torch.tensor([[1.0, -torch.inf, 0.0, 2.0]], requires_grad=True)
     q = logits.detach().softmax(-1)[0].numpy()
-    of_p, of_q = np.array([0.5, 0.15, 0.35]), np.array([q[0], q[2], q[3]])  # the entry of no share is none
+    of_p, of_q = np.array([0.5, 0.15, 0.35]), np.array([q[0], q[2], q[3]])  # the entry with share 0 is padding
     told = divergence(logits, batch)
     assert told.item() == pytest.approx(float((of_p * np.log(of_p / of_q)).sum()), abs=1e-5)
     told.sum().backward()
@@ -89,7 +89,7 @@ def test_a_request_that_is_all_but_greedy_outweighs_no_other(temperature: float)
 
 
 class Two(Learner):
-    """Two depths, each with its own logits at every place."""
+    """A learner with two depths, each with the same logits at every place."""
 
     width = 8
 
@@ -136,7 +136,7 @@ def test_of_a_greedy_target_the_choice_alone_counts() -> None:
 
 
 def turn(session: int, num_tokens: int = 6, start: int = 2) -> LoggedTurn:
-    """Of which every token was certain."""
+    """Return a turn whose distributions all give weight 1 to the token that follows."""
     token_ids = (np.arange(num_tokens) % 40).astype(np.uint32)
     count = num_tokens - start
     return LoggedTurn(session, 1.0, token_ids, start, np.ones(count, np.uint8), token_ids[start:],
@@ -159,7 +159,7 @@ def test_a_long_turn_becomes_rows_that_begin_where_the_one_before_ended(tmp_path
     assert max(len(row.token_ids) for row in samples.learned) == 512
     for batch in samples.batches(1024, np.random.default_rng(0)):
         following = batch.token_ids.reshape(-1)[batch.places + 1]
-        assert following.tolist() == batch.entry_ids[:, 0].tolist()  # each place is the one before its token
+        assert following.tolist() == batch.entry_ids[:, 0].tolist()  # a place is one position before its token
 
 
 def test_what_is_logged_later_is_taken_in_and_held_out_sessions_stay_held_out(tmp_path: Path) -> None:

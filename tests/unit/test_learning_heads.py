@@ -1,4 +1,4 @@
-"""A head learns from what it would say in a round: at every draft depth, the logits of the code that serves it."""
+"""A head in training computes, at every draft depth, the logits that the serving code computes in a round."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VOCABULARY_SIZE, WIDTH = 256, 64
 NUM_MEDUSA = 4
 ROWS = [[(7 * i * i + 3 * i) % 251 + 2 for i in range(23)], [(5 * i * i + i) % 249 + 3 for i in range(17)]]
 
-#: Layer settings, draft vocabulary, hidden states, settings of speculators.
+#: (layer settings, draft vocabulary size, layers whose states are features, settings of the speculators format)
 EAGLE3_HEADS: dict[str, tuple[dict[str, Any], int, list[int], dict[str, bool]]] = {
     "all_tokens": ({}, VOCABULARY_SIZE, [1, 2, 4], {}),
     "some_tokens": ({}, 80, [1, 3, 4], {"norm_before_residual": True}),
@@ -70,7 +70,7 @@ def learning(spec: LocalDraftSpec, target: PreTrainedModel) -> Head:
 
 
 def batch() -> Batch:
-    """Every token of both rows is learned, as if the next had been certain."""
+    """Return a batch that learns every next token of both rows with probability 1."""
     width = max(map(len, ROWS))
     token_ids = np.array([[*row, *[0] * (width - len(row))] for row in ROWS])
     places = np.concatenate([index * width + np.arange(len(row) - 1) for index, row in enumerate(ROWS)])
@@ -81,7 +81,7 @@ def batch() -> Batch:
 
 
 def served(target: PreTrainedModel, spec: LocalDraftSpec, place: int, depth: int) -> torch.Tensor:
-    """What the head says behind `depth` draft tokens that are those of the text, in a round begun before them."""
+    """Return the serving head's logits after `depth` draft tokens of the text, in a round that starts before them."""
     width = max(map(len, ROWS))
     row, end = ROWS[place // width], place % width + 1
     committed = row[: end - depth]
@@ -100,7 +100,7 @@ def test_a_head_learns_from_what_it_would_say_in_a_round_at_every_depth(
     assert len(depths) == (NUM_MEDUSA if spec.kind == "medusa" else 3)
     for depth, (logits, drafted) in enumerate(depths):
         width = drafted.token_ids.shape[1]
-        # A round knows a token before the one that it begins with.
+        # A round needs one committed token before the token that it starts with.
         assert [int(place) % width for place in drafted.places if place < width] == list(range(depth + 1, 22))
         for index in range(0, len(drafted.places), 4):
             expected = served(target, spec, int(drafted.places[index]), depth)
@@ -125,7 +125,10 @@ def test_all_of_a_head_learns_but_its_embeddings_and_its_map_of_tokens(
 
 @pytest.mark.parametrize("kind", ["eagle3-all_tokens", "medusa"])
 def test_gradients_go_through_all_that_a_draft_is_made_of(kind: str, target: PreTrainedModel, tmp_path: Path) -> None:
-    """Features, keys and values of the depths before among it: along a random direction, against the difference."""
+    """Compare the slope along a random direction with a finite difference.
+
+    The gradients must include those through features, keys and values of earlier depths.
+    """
     head = learning(written(kind, tmp_path), target)
     loss(head).backward()
     draw = torch.Generator().manual_seed(0)
@@ -170,7 +173,7 @@ def test_an_exit_of_a_padded_head_speaks_of_the_tokens_that_there_are(tmp_path: 
 def test_a_round_begun_one_position_off_would_be_seen(
     target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The negative control of the comparison above."""
+    """Negative control of the comparison with the serving code."""
     spec = written("eagle3-all_tokens", tmp_path)
     moved = heads._Rows.moved
     monkeypatch.setattr(heads._Rows, "moved", lambda rows, numbers, count: moved(rows, numbers, count + 1))

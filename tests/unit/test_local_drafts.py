@@ -1,4 +1,4 @@
-"""What `--local-draft` and `specdec up --draft` may say."""
+"""Values of `--local-draft` and `specdec up --draft`."""
 
 from __future__ import annotations
 

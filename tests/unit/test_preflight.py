@@ -1,4 +1,4 @@
-"""What is found out about checkpoints before anything is loaded."""
+"""Checks of checkpoints before anything is loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copied(checkpoint: Path, directory: Path, **config: Any) -> Path:
-    """A copy with other values in its configuration."""
+    """Copy a checkpoint and change values of its configuration."""
     directory.mkdir(exist_ok=True)
     for file in checkpoint.iterdir():
         (directory / file.name).write_bytes(file.read_bytes())

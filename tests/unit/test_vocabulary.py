@@ -1,4 +1,4 @@
-"""The vocabulary of a checkpoint, its fingerprint, and what a wrong path is told."""
+"""The vocabulary of a checkpoint, its fingerprint, and the errors for wrong paths."""
 
 from __future__ import annotations
 

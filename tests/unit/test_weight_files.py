@@ -1,4 +1,4 @@
-"""Files of weights whose download was cut short are found out from their headers."""
+"""Detection of incomplete weight files from their headers."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_whole_gguf_file_passes_and_no_beginning_of_it_does(tmp_path: Path, ki
     writer.close()
     require_whole_gguf(path)
     whole = path.read_bytes()
-    for length in range(4, len(whole) - alignment):  # the last tensor's padding holds nothing
+    for length in range(4, len(whole) - alignment):  # the padding after the last tensor is not needed
         path.write_bytes(whole[:length])
         with pytest.raises(InvalidRequest, match=r"is damaged: it (has \d+ of \d+ bytes|ends within its header)"):
             require_whole_gguf(path)
@@ -120,7 +120,7 @@ def test_a_gguf_header_with_an_absurd_number_is_refused_or_told_by_the_conversio
     damaged = bytearray(path.read_bytes())
     damaged[byte] ^= 0xFF
     path.write_bytes(damaged)
-    if byte < 8:  # another version
+    if byte < 8:  # the version field
         require_whole_gguf(path)
         return
     with pytest.raises(InvalidRequest, match="is damaged: "):

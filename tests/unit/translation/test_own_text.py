@@ -1,4 +1,4 @@
-"""A session's committed tokens in another tokenizer's, as they come and go; and drafted text back to the target's."""
+"""Translation of committed target tokens to draft-vocabulary tokens, and of drafted text to target tokens."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def test_own_tokens_are_those_of_the_whole_text(directories: tuple[Path, Path], 
 def test_own_tokens_do_not_depend_on_the_portions_that_tokens_came_in(pair: TokenizerPair) -> None:
     chance = random.Random(1)
     for _ in range(20):
-        # Any tokens at all: special ones, halves of characters, bytes that are none.
+        # Random tokens include special ones, incomplete characters and invalid bytes.
         committed = [chance.randrange(pair.target_size) for _ in range(200)]
         whole = draft_vocabulary_text(pair, committed)
         grown = DraftVocabularyText(pair)
         while len(grown) < len(committed):
-            if chance.random() < 0.3:  # some of them were not to stay
+            if chance.random() < 0.3:  # add tokens that are removed again
                 kept = len(grown) - chance.randrange(min(len(grown), 4) + 1)
                 grown.append([chance.randrange(pair.target_size) for _ in range(chance.randrange(1, 30))])
                 grown.truncate(kept)
@@ -71,7 +71,7 @@ def test_every_cut_of_a_session_is_the_session_that_was_cut(pair: TokenizerPair)
     for length in range(len(committed), -1, -1):
         grown.truncate(length)
         assert list(grown.draft_vocab_ids) == list(draft_vocabulary_text(pair, committed[:length]).draft_vocab_ids)
-        # What had been cut off there may now be gone on with.
+        # The remaining text can be continued with another token.
         grown.append([other])
         assert list(grown.draft_vocab_ids) == list(
             draft_vocabulary_text(pair, [*committed[:length], other]).draft_vocab_ids
@@ -82,7 +82,7 @@ def test_every_cut_of_a_session_is_the_session_that_was_cut(pair: TokenizerPair)
 def test_a_character_that_has_only_begun_is_read_as_bytes_until_it_is_whole(directories: tuple[Path, Path]) -> None:
     for draft, target in (directories, directories[::-1]):
         pair = load_pair(draft, target)
-        committed = load_tokenizer(target).encode("ab 🐎")  # a horse has no token anywhere
+        committed = load_tokenizer(target).encode("ab 🐎")  # neither vocabulary has a token for the horse
         text = DraftVocabularyText(pair)
         for token_id in committed:
             text.append([token_id])
@@ -122,11 +122,11 @@ def test_drafted_text_becomes_the_tokens_that_the_target_would_go_on_with(pair: 
 
 
 def test_the_last_text_is_looked_at_for_the_tokens_after_it(directories: tuple[Path, Path]) -> None:
-    """A tokenizer that merges across a line's end sees what stands before."""
+    """A tokenizer may merge across a newline, so the drafted text is tokenised after the committed text."""
     pair = load_pair(directories[0], directories[1])
     alone = retokenise(pair.target, b"", b"\n    return")
     assert retokenise(pair.target, b"x:", b"\n    return") == alone
-    # A committed token that ends in mid-word: no token may begin before it does.
+    # The committed text ends within a word: no token may start before the drafted text does.
     token_ids = retokenise(pair.target, b" Brue", b"cke; 1")
     assert b"".join(pair.target.token_bytes[token_id] for token_id in token_ids) == b"cke; 1"
 
@@ -142,7 +142,7 @@ def test_how_much_of_a_text_has_no_token_in_common_is_told(directories: tuple[Pa
     mapped = [t for t, own in enumerate(pair.tokens.draft_vocab_of) if own >= 0 and pair.target.token_bytes[t]]
     assert draft_vocabulary_text(pair, mapped[-48:] + unmapped[:16]).unmapped_share(64, 16) == 0.25
     assert draft_vocabulary_text(pair, mapped[-48:] + unmapped[:1] * 64).unmapped_share(64, 16) == 1.0
-    # A special token is no text, and says nothing.
+    # Special tokens are skipped.
     assert (
         draft_vocabulary_text(pair, [pair.target_end_id] * 8 + mapped[-24:] + unmapped[:8]).unmapped_share(64, 16)
         == 0.25
