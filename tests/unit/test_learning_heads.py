@@ -92,7 +92,7 @@ def served(target: PreTrainedModel, spec: LocalDraftSpec, place: int, depth: int
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_learns_from_what_it_would_say_in_a_round_at_every_depth(
+def test_a_head_trains_on_the_logits_of_a_round_at_every_depth(
     kind: str, target: PreTrainedModel, tmp_path: Path
 ) -> None:
     spec = written(kind, tmp_path)
@@ -108,7 +108,7 @@ def test_a_head_learns_from_what_it_would_say_in_a_round_at_every_depth(
 
 
 @pytest.mark.parametrize("kind", ["eagle3-some_tokens", "medusa"])
-def test_all_of_a_head_learns_but_its_embeddings_and_its_map_of_tokens(
+def test_all_tensors_of_a_head_are_trained_except_embeddings_and_token_maps(
     kind: str, target: PreTrainedModel, tmp_path: Path
 ) -> None:
     head = learning(written(kind, tmp_path), target)
@@ -124,7 +124,9 @@ def test_all_of_a_head_learns_but_its_embeddings_and_its_map_of_tokens(
 
 
 @pytest.mark.parametrize("kind", ["eagle3-all_tokens", "medusa"])
-def test_gradients_go_through_all_that_a_draft_is_made_of(kind: str, target: PreTrainedModel, tmp_path: Path) -> None:
+def test_gradients_pass_through_everything_that_a_draft_is_computed_from(
+    kind: str, target: PreTrainedModel, tmp_path: Path
+) -> None:
     """Compare the slope along a random direction with a finite difference.
 
     The gradients must include those through features, keys and values of earlier depths.
@@ -151,7 +153,7 @@ def loss(head: Head) -> torch.Tensor:
     return torch.stack([divergence(logits, drafted).mean() for logits, drafted in head.depths(batch())]).sum()
 
 
-def test_rows_as_long_as_samples_are_can_be_learned(target: PreTrainedModel, tmp_path: Path) -> None:
+def test_rows_of_the_maximum_length_can_be_trained_on(target: PreTrainedModel, tmp_path: Path) -> None:
     token_ids = np.arange(ROW_TOKENS)[None] % 250 + 2
     places = np.arange(ROW_TOKENS - 20, ROW_TOKENS - 1)
     long = Batch(
@@ -162,7 +164,7 @@ def test_rows_as_long_as_samples_are_can_be_learned(target: PreTrainedModel, tmp
         assert not logits.isnan().any()
 
 
-def test_an_exit_of_a_padded_head_speaks_of_the_tokens_that_there_are(tmp_path: Path) -> None:
+def test_an_early_exit_of_a_padded_lm_head_has_logits_for_real_tokens_only(tmp_path: Path) -> None:
     directory = build_tiny_model("llama", tmp_path, vocabulary_size=VOCABULARY_SIZE, padded_rows=16)
     padded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().requires_grad_(False)
     adapter = ExitAdapter(LocalDraftSpec("early-exit", "early-exit", 2), padded, VOCABULARY_SIZE)
@@ -170,7 +172,7 @@ def test_an_exit_of_a_padded_head_speaks_of_the_tokens_that_there_are(tmp_path: 
     assert logits.shape == (len(drafted.places), VOCABULARY_SIZE)
 
 
-def test_a_round_begun_one_position_off_would_be_seen(
+def test_a_round_that_starts_one_position_off_would_be_detected(
     target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control of the comparison with the serving code."""
