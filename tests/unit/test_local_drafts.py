@@ -28,7 +28,7 @@ def test_a_local_draft_is_parsed_into_a_name_a_kind_and_its_parameters(text: str
      "a b=mtp", "gpt2"],
 )  # fmt: skip
 def test_an_invalid_local_draft_is_refused_with_a_reason(text: str) -> None:
-    with pytest.raises(ValueError, match=r"early-exit|takes|no name"):
+    with pytest.raises(ValueError, match=r"early-exit|takes|the name of a pool must be"):
         parse_local_draft(text)
 
 
