@@ -37,8 +37,11 @@ class _BareModel:
 
     def __init__(self, model_dir: str, dtype: str, num_threads: int) -> None:
         from specdec.engine.loader import load_worker
+        from specdec.engine.options import LoadRequest
 
-        self._worker = load_worker(model_dir, device="cpu", dtype=dtype, num_kv_blocks=64, num_threads=num_threads)
+        self._worker = load_worker(
+            LoadRequest(model_dir, device="cpu", dtype=dtype, num_kv_blocks=64, num_threads=num_threads)
+        )
 
     def step_s(self, context_tokens: int, num_tokens: int) -> float:
         """Median time of a step of `num_tokens` rows after the context."""

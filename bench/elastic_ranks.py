@@ -8,6 +8,7 @@ ranks of one thread each, against one process that has two threads. Part of the 
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -20,16 +21,16 @@ from bench.report import progress
 from bench.rows import Row
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.options import AUTO, EAGER, CompileOptions
+from specdec.engine.options import AUTO, EAGER, CompileOptions, LoadRequest
 from specdec.engine.parallel.group import RankGroup
 from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
-from specdec.engine.parallel.rank_loader import RankModel, load_rank
+from specdec.engine.parallel.rank_loader import load_rank
 
 NUM_RANKS = 2
 #: What the message and its answer may cost beyond the bare broadcast, in milliseconds.
 MOST_ON_TOP_MS = 0.3
 
-_MODEL = RankModel(model=str(DEMO / "target"), device="cpu", dtype="float32", num_kv_blocks=64)
+_MODEL = LoadRequest(str(DEMO / "target"), device="cpu", dtype="float32", num_kv_blocks=64)
 _NUM_ROUNDS, _NUM_QUICK_ROUNDS = 30, 3
 _PER_ROUND = 40
 
@@ -96,8 +97,7 @@ def _step_rows(ranks: RankGroup, num_rounds: int, row: Callable[..., Row]) -> li
 
 
 def _alone(backend: str) -> Worker:
-    compiling, blocks = CompileOptions(backend), _MODEL.num_kv_blocks
-    return load_worker(_MODEL.model, device="cpu", dtype="float32", num_kv_blocks=blocks, compiling=compiling)
+    return load_worker(replace(_MODEL, compiling=CompileOptions(backend)))
 
 
 def median_ms(act: Callable[[], object]) -> float:

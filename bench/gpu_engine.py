@@ -23,7 +23,7 @@ from bench.workload import GAMMA
 from specdec.artifact_cache import cache_directory
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions, row_counts
+from specdec.engine.options import CompileOptions, LoadRequest, row_counts
 from specdec.engine.sessions.block_manager import blocks_for
 from specdec.errors import SpecdecError
 
@@ -88,7 +88,9 @@ def _loaded_step_s(
         row_counts=row_counts(GAMMA + 1), directory=cache_directory(os.environ) / "compiled",
         is_deterministic=is_deterministic,
     )  # fmt: skip
-    worker = load_worker(str(model.directory), device=device, dtype=dtype, num_kv_blocks=256, compiling=compiling)
+    worker = load_worker(
+        LoadRequest(str(model.directory), device=device, dtype=dtype, num_kv_blocks=256, compiling=compiling)
+    )
     try:
         return _step_s(worker, device, num_steps)
     finally:

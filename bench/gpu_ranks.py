@@ -13,9 +13,9 @@ from bench.report import progress
 from bench.rows import Row
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.options import AUTO, CUDA_GRAPHS, CompileOptions, row_counts
+from specdec.engine.options import AUTO, CUDA_GRAPHS, CompileOptions, LoadRequest, row_counts
 from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
-from specdec.engine.parallel.rank_loader import RankModel, load_rank
+from specdec.engine.parallel.rank_loader import load_rank
 
 #: A verification of four draft tokens of one session.
 _ROWS = 5
@@ -38,9 +38,8 @@ def scaling_rows(
     """
     num_rounds = _NUM_QUICK_ROUNDS if quick else _NUM_ROUNDS
     compiling = CompileOptions(AUTO if device == "cpu" else CUDA_GRAPHS, row_counts(_ROWS))
-    model = RankModel(model=directory, device=device, dtype="auto", compiling=compiling, num_kv_blocks=64,
-                      self_check=False)  # fmt: skip
-    alone = load_worker(directory, device=device, dtype="auto", num_kv_blocks=64, compiling=compiling, self_check=False)
+    model = LoadRequest(directory, device=device, dtype="auto", compiling=compiling, num_kv_blocks=64, self_check=False)
+    alone = load_worker(model)
     alone_ms = _step_times_ms(alone, f"gpu: 1 rank of {num_ranks}", num_rounds)
     del alone
     gc.collect()

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from specdec.engine.base import SequenceSlice, StepPlan
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.engine.parallel.follower import follow
 from specdec.engine.parallel.group import RankGroup, Seat, open_store
 from specdec.engine.parallel.messages import pack_plan, unpack_plan
 from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
-from specdec.engine.parallel.rank_loader import RankModel, load_rank, rank_device
+from specdec.engine.parallel.rank_loader import load_rank, rank_device
 
 _HOST = "127.0.0.1"
 _VOCABULARY = 32_000
@@ -56,7 +56,7 @@ def in_turns(num_rounds: int, per_round: int) -> Iterator[Callable[[RankGroup], 
 
 
 @contextmanager
-def rank_group(model: RankModel, num_ranks: int, *, num_rounds: int = 0, per_round: int = 0) -> Iterator[RankGroup]:
+def rank_group(model: LoadRequest, num_ranks: int, *, num_rounds: int = 0, per_round: int = 0) -> Iterator[RankGroup]:
     """This process's end of the group. The others exchange messages `in_turns`, then load and follow the model.
 
     Close the worker of `load_rank` within it, or they do not end.
@@ -85,7 +85,7 @@ def rank_group(model: RankModel, num_ranks: int, *, num_rounds: int = 0, per_rou
 
 def _be_another(rank: int, num_ranks: int, port: int, num_rounds: int, per_round: int, model: dict[str, Any]) -> None:
     compiling = CompileOptions(**model.pop("compiling"))
-    wanted = RankModel(**model, compiling=compiling)
+    wanted = LoadRequest(**model, compiling=compiling)
     seat = Seat(rank, num_ranks, _HOST, port)
     ranks = RankGroup(seat, open_store(seat), rank_device(wanted.device, rank))
     for act in in_turns(num_rounds, per_round):

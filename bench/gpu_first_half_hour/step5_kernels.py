@@ -11,7 +11,7 @@ from bench.gpu_first_half_hour.results import device_name, results_folder, write
 from bench.random_pair import write_tokenizer
 from specdec.engine.base import SequenceSlice, StepPlan
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.engine.sessions.block_manager import blocks_for
 
 NUM_LAYERS, NUM_STEPS, CONTEXT = 4, 5, 512
@@ -33,8 +33,16 @@ def main() -> None:
     results, device = results_folder(), device_name()
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), device)
-        worker = load_worker(folder, device=device, dtype="bfloat16", num_kv_blocks=128,
-                             compiling=CompileOptions(row_counts=(1, 5)), self_check=False)  # fmt: skip
+        worker = load_worker(
+            LoadRequest(
+                folder,
+                device=device,
+                dtype="bfloat16",
+                num_kv_blocks=128,
+                compiling=CompileOptions(row_counts=(1, 5)),
+                self_check=False,
+            )
+        )
     blocks = tuple(range(blocks_for(CONTEXT + 1)))
     worker.execute(StepPlan((SequenceSlice((5,) * CONTEXT, 0, blocks, 0),)))
     plan = StepPlan((SequenceSlice((5,), CONTEXT, blocks, 1),))

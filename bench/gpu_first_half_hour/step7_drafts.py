@@ -16,7 +16,7 @@ from bench.gpu_first_half_hour.step5_kernels import write_model
 from specdec.engine.base import MultiStepDrafts, SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.logits.step_logits import StepLogits
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.engine.sessions.block_manager import BlockManager, blocks_for
 from specdec.engine.sessions.block_table import BlockTable
 
@@ -60,8 +60,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), device)
         num_blocks = max(BATCHES) * blocks_for(CONTEXT + NUM_TOKENS)
-        worker = load_worker(folder, device=device, dtype="bfloat16", num_kv_blocks=num_blocks,
-                             compiling=CompileOptions(row_counts=(1, 2)), self_check=False)  # fmt: skip
+        worker = load_worker(
+            LoadRequest(
+                folder,
+                device=device,
+                dtype="bfloat16",
+                num_kv_blocks=num_blocks,
+                compiling=CompileOptions(row_counts=(1, 2)),
+                self_check=False,
+            )
+        )
     found = {}
     for batch in BATCHES:
         manager = BlockManager(num_blocks)

@@ -1,8 +1,7 @@
-"""What engines are made of: what a step is, who carries it out, who is told of it.
+"""Contracts inside an engine: step plans, the worker that runs them, and observers of steps.
 
-Not here: any implementation, and what services call (`specdec.engine_api`). `Worker` is the only thing that touches
-model weights and KV tensors; everything above it works on plain numbers, so one worker can run alone or as one rank of
-several.
+Only a `Worker` touches model weights and KV tensors. Everything above it works on plain numbers, so a worker can run
+alone or as one rank of several. Services call engines by `specdec.engine_api`.
 """
 
 from __future__ import annotations
@@ -24,17 +23,20 @@ if TYPE_CHECKING:  # simulated replicas import the contract and do without torch
 
 
 class LiveTable(Protocol):
-    """A sequence's own block table, which lives longer than a step. Device thread only."""
+    """A sequence's block table, which exists for longer than a step. Device thread only."""
 
     key: int
-    """Of this table and no other of the process."""
+    """Number that identifies this table within the process."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, where: slice) -> list[int]: ...
 
     def take_kept(self) -> int:
-        """How many of the first ids are what they were when this was last asked: one asks, who keeps a copy."""
+        """Return how many leading block ids are unchanged since the previous call.
+
+        Only the owner of the cached copy may call this.
+        """
         ...
 
 
@@ -48,11 +50,12 @@ class SequenceSlice:
     block_table: tuple[int, ...]
     """KV block ids covering positions [0, start + len(token_ids))."""
     num_logit_rows: int
-    """Logits are returned for the last this many tokens; 0 for a prefill chunk that is not the last."""
+    """Number of tokens, counted from the end, whose logits are returned; 0 for a prefill chunk other than the last."""
     draft_index: int = 0
-    """In a draft step, of one token a slice: how many draft tokens the session has before the one that is drafted."""
+    """In a draft step, which has one token a slice: number of the session's draft tokens before the drafted one."""
     table: LiveTable | None = field(default=None, compare=False, repr=False)
-    """Whose beginning `block_table` is, for who keeps a copy of it; None: nobody's. It goes to no other process."""
+    """Table of which `block_table` is a prefix, for workers that cache it; None if there is none. It is not sent to
+    other processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +64,23 @@ class StepPlan:
 
     slices: tuple[SequenceSlice, ...]
     block_copies: tuple[tuple[int, int], ...] = ()
-    """(from, to): KV blocks to copy whole before anything of the step is written; a branch begins with the partial
-    block that it shares with its session. No block is copied to twice."""
+    """(from, to): KV blocks to copy whole before the step writes anything. A branch starts with a copy of the partial
+    block that it shares with its session. No block is a destination twice."""
     local_draft: str = ""
-    """"": a full step. Else a draft step of the local draft of this name (`ModelShape.local_drafts`), one token and one
-    logit row a slice. It writes only to the slots of its tokens, what the next full step over them writes again."""
+    """Name of a local draft (`ModelShape.local_drafts`) for a draft step, with one token and one logit row a slice; ""
+    for a full step. A draft step writes only to its tokens' slots, which the next full step over them overwrites."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """What the bytes of a worker's KV blocks are. Blocks pass between workers only where all of this is equal."""
+    """Layout of the bytes of a worker's KV blocks. Workers exchange blocks only if their layouts are equal."""
 
     dtype: str
-    """Of the numbers."""
+    """Dtype of the numbers."""
     layer_bytes: tuple[int, ...]
     """Bytes of one block in each layer."""
     rank: str = "tp1.0"
-    """Which part of the model they belong to: `tpN.R` is rank R of N."""
+    """Part of the model that the blocks belong to: `tpN.R` is rank R of N; fingerprints of draft heads follow."""
 
     @property
     def block_bytes(self) -> int:
@@ -87,10 +90,10 @@ class KvLayout:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the layers above a worker must know of its model."""
+    """Description of a worker's model for the layers above."""
 
     vocabulary_size: int
-    """Rows of the id-to-token map; logits beyond it are masked to -inf by the worker."""
+    """Rows of the id-to-token map; the worker does not return logits beyond it."""
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]
     model_fingerprint: str
@@ -99,25 +102,25 @@ class ModelShape:
     dtype: str
     device: str
     kv_layout: KvLayout | None = None
-    """None: it has no KV blocks (a table, a simulation)."""
+    """Layout of the KV blocks; None if there are none (a table model, a simulation)."""
     local_drafts: tuple[str, ...] = ()
-    """Names of what it can draft with by itself."""
+    """Names of the drafts that the worker computes itself."""
     local_gammas: tuple[int, ...] = ()
-    """Of each: most tokens that a draft can have, 0 for as many as are asked for. () where that is so of all."""
+    """Most tokens of each local draft, 0 if there is no limit; () if none has a limit."""
 
 
 class WorkerLost(Unavailable):
-    """A part of a worker is gone, and with it the worker: no step will run, and what it cached is worth nothing."""
+    """A part of a worker, and with it the worker, is lost: it runs no more steps, and its cache is void."""
 
 
 class MultiStepDrafts(Enum):
-    """Which steps that follow one another a worker runs by itself."""
+    """Consecutive draft steps that a worker runs without returning to the host."""
 
     NONE = auto()
     GREEDY = auto()
-    """Of tokens that are each the likeliest of the step before: `Worker.draft_greedy`."""
+    """Steps of the previous step's argmax tokens, by `Worker.draft_greedy`."""
     ANY = auto()
-    """`Worker.draft`."""
+    """Steps of any tokens, by `Worker.draft`."""
 
 
 class Worker(Protocol):
@@ -127,78 +130,78 @@ class Worker(Protocol):
     multi_step_drafts: MultiStepDrafts = MultiStepDrafts.NONE
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
-        """Runs one step.
+        """Run one step.
 
         Returns:
             float32 [R, V] logits on the worker's device, V = `shape.vocabulary_size`, rows in the order of
-            `plan.slices`, within a slice by position; R = sum of `num_logit_rows`. They may still be in the making
-            on an accelerator, but a step without any has ended.
+            `plan.slices`, within a slice by position; R = sum of `num_logit_rows`. An accelerator may still be
+            computing them, but a step without logit rows has ended.
 
         Raises:
-            WorkerLost: this step or an earlier one lost the worker. Whatever else it raises is of this step alone.
+            WorkerLost: this step or an earlier one lost the worker. Any other error concerns this step alone.
         """
         ...
 
     def draft(self, plan: StepPlan, num_steps: int, draw: Callable[[int, torch.Tensor], torch.Tensor]) -> bool:
-        """Runs a step and then further ones of a token of each of its sequences, without reading anything in between.
+        """Run a step and further steps of one token of each sequence, without reading results in between.
 
         Args:
-            plan: of one logit row a slice, without copies; each slice's table has blocks for all steps.
-            num_steps: at least 1.
-            draw: given the number of a step, from 0 on, and its logits (float32 [B, V] on the device, valid within the
-                call): the tokens of the next, int64 [B] on the device. It must not wait for the device.
+            plan: plan with one logit row a slice, without copies; each slice's table has blocks for all steps.
+            num_steps: number of steps, at least 1.
+            draw: maps the index of a step and its logits (float32 [B, V] on the device, valid during the call) to the
+                tokens of the next step, int64 [B] on the device. It must not wait for the device.
 
         Returns:
-            False where this worker cannot; nothing was run then.
+            False if this worker does not support the plan; then it has run nothing.
         """
         return False
 
     def draft_greedy(self, plan: StepPlan, num_steps: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Runs a step and then further ones of each sequence's likeliest token, until `num_steps` have been chosen.
+        """Run a step and further steps of each sequence's argmax token, until `num_steps` tokens are chosen.
 
         Args:
-            plan: as for `draft`.
-            num_steps: at least 1.
+            plan: plan as for `draft`.
+            num_steps: number of steps, at least 1.
 
         Returns:
-            [num_steps, B] logits and ids of the tokens that were chosen, as NumPy's argmax chooses: the first of equal
-            ones, and what is no number before all others.
+            [num_steps, B] logits and ids of the chosen tokens, with NumPy's argmax: the first of equal logits, and NaN
+            before all numbers.
         """
-        raise Unsupported("this worker takes its steps one by one")
+        raise Unsupported("this worker does not draft several tokens at once")
 
     def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        """Copies KV blocks out; of one rank of several, its own part of them.
+        """Copy KV blocks out; one rank of several copies its own part of them.
 
-        From any thread, while steps run too: whether a block was written meanwhile is the caller's to find out.
+        Any thread may call this while steps run; the caller must find out whether a block was written meanwhile.
 
         Returns:
-            uint8 [len(block_ids), shape.kv_layout.block_bytes]: of each block, layer after layer.
+            uint8 [len(block_ids), shape.kv_layout.block_bytes]: each block, layer after layer.
         """
         raise Unsupported("this worker has no KV blocks")
 
     def write_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
-        """Copies into KV blocks what `read_blocks` of a worker of equal layout gave. Between two steps."""
+        """Store rows that `read_blocks` of a worker with an equal layout returned. Call between two steps."""
         raise Unsupported("this worker has no KV blocks")
 
     def divided(self, tier: ColdTier) -> ColdTier:
-        """A cold tier as it is used with this worker: of several ranks, each keeps and fetches its own part."""
+        """Return the cold tier to use with this worker, in which each of several ranks keeps its own part."""
         return tier
 
     def watch(self, note_lost: Callable[[WorkerLost], None]) -> None:
-        """Names who is told, once and from any thread, when the worker is lost; at once where it is lost already.
+        """Set the function that is called once, from any thread, when the worker is lost; call it now if it is lost.
 
-        A worker of one process is lost with that, and never says so.
+        A worker of one process is lost together with the process and never calls it.
         """
         return
 
     def close(self) -> None:
-        """Lets go of whoever else works for it; after the last step, from the thread that ran them. Idempotent."""
+        """End the processes that work for this one. Call after the last step, from the thread of steps. Idempotent."""
         return
 
 
 class StepObserver(Protocol):
-    """Is told of every step. Called from the device's thread."""
+    """Observer of steps. Called from the device thread."""
 
     def observe_step(self, *, num_sequences: int, num_tokens: int, seconds: float) -> None:
-        """A step was run; `seconds` from its plan to the end of what was made of its logits."""
+        """Record a step; `seconds` is the time from its plan until its logits were processed."""
         ...

@@ -1,9 +1,9 @@
-"""The cold tier as an engine sees it: runs of KV blocks kept beyond this replica, where others find them.
+"""Contract of the cold tier: a store of KV block runs outside this replica, which other replicas read too.
 
-A run is a fixed number of consecutive full blocks, counted from the session's start, named by the published hash of its
-last block. Where a model is divided, each rank has a tier of its own for its part of every run. Not here: where runs
-are kept and whether fetching them is worth it (`specdec.state.kv_tier`), when the engine offers them
-(`loop.tier_writer`) and takes them (`loop.tier_restorer`), and how ranks do so together (`parallel.leader_tier`).
+A run is a fixed number of consecutive full blocks, counted from the session's start, and named by the published hash of
+its last block. If a model is divided, each rank has a separate tier for its part of every run. `specdec.state.kv_tier`
+implements the tier and decides whether fetching is faster than computing; `loop.tier_writer` offers runs,
+`loop.tier_restorer` restores them, and `parallel.leader_tier` coordinates ranks.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-#: Blocks of a run, 256 tokens: a request to the store costs as much as some tens of blocks' bytes, and what a session
-#: has beyond its last whole run is computed again.
+#: Blocks of a run, 256 tokens. A request to the store costs as much as transferring tens of blocks, so runs are not
+#: shorter; tokens beyond a session's last whole run are computed again, so they are not longer.
 RUN_BLOCKS = 16
 
-#: A run of a large model has fewer blocks, so that neither side ever holds more than this at once.
+#: Most bytes of a run; runs of a large model have fewer blocks, so that neither side holds more than this at once.
 MAX_RUN_BYTES = 64 << 20
 
 Payload = NDArray[np.uint8]
@@ -26,7 +26,7 @@ Payload = NDArray[np.uint8]
 
 
 def run_blocks(block_bytes: int) -> int:
-    """Blocks of a run where one block has so many bytes; the same on every replica of a model."""
+    """Return the blocks of a run for a block size; it is the same on every replica of a model."""
     num_blocks = RUN_BLOCKS
     while num_blocks > 1 and num_blocks * block_bytes > MAX_RUN_BYTES:
         num_blocks //= 2
@@ -34,57 +34,58 @@ def run_blocks(block_bytes: int) -> int:
 
 
 class Fetch(Protocol):
-    """Runs that were asked for."""
+    """A fetch of consecutive runs."""
 
     patience_s: float
-    """For how long to wait for all of them before prefill is the better choice."""
+    """Time to wait for all runs, after which prefill is the better choice."""
 
     def copy_parts(self, run: int, first_row: int, block_ids: Sequence[int]) -> None:
-        """Other ranks copy their parts of a run into the same blocks; where there are none, nothing happens.
+        """Make other ranks copy their parts of a run into the same blocks; do nothing if there are no other ranks.
 
         Args:
-            run: 0 for the first that was asked for.
-            first_row: of the run's blocks, the first that is copied.
-            block_ids: where it and those after it go.
+            run: index of the run in the fetch.
+            first_row: index of the first block of the run that is copied.
+            block_ids: destinations of that block and those after it.
         """
         ...
 
     def note_copied(self, num_bytes: int, seconds: float) -> None:
-        """One more run is in KV blocks; copying it in took so long. Few are fetched ahead of that."""
+        """Record that one more run is in KV blocks and how long the copy took; few runs are fetched ahead of that."""
         ...
 
     def stop(self, *, is_late: bool = False) -> None:
-        """The rest is of no use. `is_late`: because it did not come within its patience."""
+        """Stop fetching. `is_late`: whether the runs did not arrive within `patience_s`."""
         ...
 
 
 class ColdTier(Protocol):
-    """Callable from any thread; no call waits for the store."""
+    """A store of runs. Callable from any thread; no call waits for the store."""
 
     run_blocks: int
     """Blocks of a run."""
 
     def offer(self, name: bytes, block_ids: Sequence[int], read: Callable[[], Payload | None]) -> None:
-        """Keeps a run if it is not there yet and there is time for it, or drops it.
+        """Store a run if it is not stored yet and there is time for it; drop it otherwise.
 
         Args:
-            name: of the run.
-            block_ids: where it is, for other ranks' parts of it.
-            read: called from a thread of the tier's; None: the run is not to be had any more.
+            name: name of the run.
+            block_ids: blocks of the run, for other ranks' parts of it.
+            read: returns the run's bytes, or None if the blocks were written meanwhile; called from a thread of the
+                tier.
         """
         ...
 
     def fetch(
         self, names: Sequence[bytes], replay_s: Sequence[float], tell: Callable[[Payload | None], None]
     ) -> Fetch | None:
-        """Fetches consecutive runs as far as they are there and fetching beats computing.
+        """Fetch consecutive runs, as long as they are stored and fetching is faster than computing.
 
         Args:
-            names: of the runs, in order.
-            replay_s: seconds that computing the first 1, 2, ... of them takes.
-            tell: called from a thread of the tier's, once a run, in order, and with None once there is no more.
+            names: names of the runs, in order.
+            replay_s: seconds that computing the first 1, 2, ... runs takes.
+            tell: called from a thread of the tier, once for each run in order, and with None at the end.
 
         Returns:
-            None where computing all of them is the better choice; `tell` is not called.
+            The fetch; None if computing all of them is the better choice, and then `tell` is not called.
         """
         ...

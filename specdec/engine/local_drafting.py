@@ -1,8 +1,7 @@
-"""What a worker is to draft with, made of the model before that is taken apart: early exits, heads, their place in the
-cache.
+"""Make the local drafts of a worker, early exits and heads, before the model is taken apart.
 
-Not here: what they compute (`specdec.engine.model.early_exit`, `specdec.engine.heads`). Called by
-`specdec.engine.loader`.
+What they compute is in `specdec.engine.model.early_exit` and `specdec.engine.heads`. Called by
+`specdec.engine.load_pipeline`.
 """
 
 from __future__ import annotations
@@ -24,35 +23,33 @@ from specdec.engine.model.model_runner import ForwardPass, TransformersForward
 from specdec.errors import Unsupported
 from specdec.settings.draft_specs import EARLY_EXIT, LocalDraftSpec
 
-_WHOLE_MODEL = "tp1.0"
-
 
 @dataclass(frozen=True, slots=True)
 class LocalDrafting:
-    """The local drafts of one worker."""
+    """Local drafts of one worker."""
 
     names: tuple[str, ...] = ()
-    """Of all of them."""
+    """Names of all drafts."""
     exits: Mapping[str, EarlyExit] = field(default_factory=dict)
     heads: Mapping[str, DraftHead] = field(default_factory=dict)
 
     @property
     def gammas(self) -> tuple[int, ...]:
-        """Most draft tokens of each, 0 for as many as are asked for."""
+        """Most draft tokens of each draft; 0 if there is no limit."""
         return tuple(self.heads[name].max_draft_tokens if name in self.heads else 0 for name in self.names)
 
     @property
     def layers(self) -> list[LayerShape]:
-        """What is cached for heads, after the model's own layers."""
+        """Cache layers of the heads, which follow the model's own layers."""
         return [shape for head in self.heads.values() for shape in layers_of(head)]
 
     @property
-    def rank(self) -> str:
-        """The model's part of the KV layout: other heads write other numbers."""
-        return "+".join((_WHOLE_MODEL, *(head.fingerprint for head in self.heads.values())))
+    def fingerprints(self) -> tuple[str, ...]:
+        """Fingerprints of the heads, which are part of the KV layout: other heads cache other numbers."""
+        return tuple(head.fingerprint for head in self.heads.values())
 
     def paged_heads(self, cache: KvCache) -> dict[str, PagedHead]:
-        """The heads on their part of the worker's cache, its last layers."""
+        """Return the heads with their part of the worker's cache, its last layers."""
         paged, first_layer = {}, len(cache.layers) - len(self.layers)
         for name, head in self.heads.items():
             paged[name] = PagedHead(head, cache, first_layer, dtype=cache.layers[first_layer].rows.dtype)
@@ -63,17 +60,17 @@ class LocalDrafting:
 def load_local_drafts(
     specs: Sequence[LocalDraftSpec], model: PreTrainedModel, vocabulary_size: int, max_context_tokens: int
 ) -> LocalDrafting:
-    """Makes the local drafts of a model that is whole.
+    """Load the local drafts of a model.
 
     Args:
-        specs: of different names.
-        model: as it was loaded.
-        vocabulary_size: of its tokens.
+        specs: drafts with different names.
+        model: loaded model, not yet taken apart.
+        vocabulary_size: number of the model's tokens.
         max_context_tokens: longest sequence that is served.
 
     Raises:
-        InvalidRequest: one does not fit the model, or its file is missing or broken.
-        Unsupported: there is no such kind, or not for a model of this type.
+        InvalidRequest: a draft does not fit the model, or its file is missing or damaged.
+        Unsupported: the kind of draft is unknown, or does not support a model of this type.
     """
     exits: dict[str, EarlyExit] = {}
     heads: dict[str, DraftHead] = {}
@@ -88,18 +85,19 @@ def load_local_drafts(
 def draft_passes(
     exits: Mapping[str, EarlyExit], model: PreTrainedModel, forward: ForwardPass
 ) -> dict[str, ForwardPass]:
-    """The forward passes of draft steps of early exits, beside `forward` for full steps."""
+    """Return the forward passes of early exits' draft steps, by name; `forward` is that of full steps."""
     if isinstance(forward, LlamaStack):
         return {name: forward.early_exit(early_exit) for name, early_exit in exits.items()}
     return {name: TransformersForward(shortened(model, early_exit)) for name, early_exit in exits.items()}
 
 
 def target_parts(model: PreTrainedModel, vocabulary_size: int, max_context_tokens: int) -> TargetParts:
-    """What heads may take of a model. Raises Unsupported: its final norm is not where it is looked for."""
+    """Return the parts of a model that heads use. Raises Unsupported: its final norm is not in the usual place."""
     norm = getattr(model.base_model, "norm", None)
     if norm is None:
         raise Unsupported(
-            f"local draft heads are not known of a model of type {model.config.model_type}", field="local_draft"
+            f"local draft heads do not support a model of type {model.config.model_type}: it has no final norm",
+            field="local_draft",
         )
     return TargetParts(
         config=model.config.get_text_config(),

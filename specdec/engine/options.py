@@ -1,107 +1,145 @@
-"""How a model's steps are to be carried out (`--compile-backend`), and what every way of doing it needs of the model.
+"""Settings of a load: which model, and how its steps are carried out (`--compile-backend`).
 
-Not here: any of the ways (`engine.torch_compile`, `engine.cuda_graphs`, `engine.native`), nor which one a model
-gets (`engine.loader`). Called by all of those and by the services' entry points.
+The ways of running a step are `engine.native`, `engine.cuda_graphs`, `engine.torch_compile` and PyTorch's operations
+one by one; `engine.load_pipeline` chooses one for a model. Read by all of those and built by the services.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 import torch
 
 from specdec.errors import InvalidRequest
+from specdec.settings.draft_specs import LocalDraftSpec
 
 #: PyTorch's operations one by one.
 EAGER = "eager"
-#: Kernels of our own (`engine.native`).
+#: Our own CPU kernels (`engine.native`).
 NATIVE = "native"
-#: CUDA graphs of steps (`engine.cuda_graphs.steps`).
+#: CUDA graphs of small steps (`engine.cuda_graphs.steps`).
 CUDA_GRAPHS = "cuda-graphs"
-#: Native on a CPU and captured on a GPU where they take the model, eager elsewhere.
+#: Native kernels on a CPU and CUDA graphs on a GPU where they support the model, eager steps elsewhere.
 AUTO = "auto"
 
-#: Attention of captured steps by our own kernels, over block tables (`engine.cuda_graphs.paged_attention`).
+#: Attention of steps in CUDA graphs by our own kernels, over block tables (`engine.cuda_graphs.paged_attention`).
 PAGED = "paged"
-#: The same over copies of whole contexts, with PyTorch's own.
+#: The same by PyTorch's kernel, over copies of whole contexts.
 GATHERED = "gathered"
-
-#: Products of linear layers by our own kernel, recorded or not (`engine.linear.row_products`).
-ROWS = "rows"
 
 _BUILT_IN = (AUTO, NATIVE, CUDA_GRAPHS, EAGER)
 
 # Rows of the graphs: a draft step has 1 or 2, a verification gamma + 1.
 _ROW_COUNTS = (1, 2, 3, 5, 9, 17)
 
-#: Turns a step over fixed buffers into a function that runs it again on whatever its buffers hold by then.
+#: Records a step over fixed buffers and returns a function that runs it again on the buffers' current contents.
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 def row_counts(max_rows: int) -> tuple[int, ...]:
-    """Row counts of the graphs that steps of 1 to `max_rows` rows meet."""
+    """Return the row counts of the graphs that steps of 1 to `max_rows` rows need."""
     return tuple(count for count, below in zip(_ROW_COUNTS, (0, *_ROW_COUNTS), strict=False) if below < max_rows)
 
 
-#: Whether all who run a model's steps together say so, of what each of them has found out.
+#: Returns True where every process that runs the model's steps together passed True.
 Agreement = Callable[[bool], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class CompileOptions:
-    """What a service compiles."""
+    """Options of the way in which a service runs its steps."""
 
     backend: str = AUTO
-    """One that `require_backend` lets through."""
+    """A name that `require_backend` accepts."""
     row_counts: tuple[int, ...] = ()
-    """Rows of each graph."""
+    """Rows of each CUDA graph, for one sequence."""
     directory: Path | None = None
-    """Where what was compiled is kept between runs; None: nowhere."""
+    """Directory in which compiled code is kept between runs; None keeps none."""
     capture: Capture | None = None
-    """What records captured steps; None: CUDA graphs, where there is a CUDA device."""
+    """Function that records steps. None records CUDA graphs where there is a CUDA device. With a function, a model on a
+    CPU runs the steps of a GPU, for tests on machines without one."""
     attention: str | None = None
-    """Of captured steps: `PAGED`, where a trial shows that it is right on the device, or `GATHERED`; None: paged on a
-    CUDA device, gathered elsewhere."""
-    products: str | None = None
-    """Of linear layers: `ROWS`; None: those where nothing else will do, on a CUDA device with int8 weights or with
-    `is_deterministic`, and PyTorch's elsewhere."""
+    """Attention of recorded steps: `PAGED`, used if a trial on the device gives the right output, or `GATHERED`. None
+    is paged on a CUDA device and gathered elsewhere."""
     is_deterministic: bool = False
-    """Whether a row must have the same bits whatever else a step holds; see `engine.model.batch_invariance`."""
+    """True if a row must have the same bits whatever else a step holds; see `engine.model.batch_invariance`."""
 
     @property
     def uses_torch_compile(self) -> bool:
-        """True where `backend` is the name of a backend of `torch.compile`."""
+        """True if `backend` is the name of a backend of `torch.compile`."""
         return self.backend not in _BUILT_IN
 
+    def can_record(self, device: torch.device) -> bool:
+        """Return whether steps on a device can be recorded."""
+        return device.type == "cuda" or self.capture is not None
+
     def multiplies_rows(self, device: torch.device, *, is_int8: bool) -> bool:
-        """Whether products are `ROWS` on a device."""
-        is_cuda = device.type == "cuda"
-        may_record = is_cuda or self.capture is not None
-        return self.products == ROWS or (is_cuda and is_int8) or (may_record and self.is_deterministic)
+        """Return whether linear layers are computed by `engine.linear.row_products`, whose kernel needs a GPU.
+
+        PyTorch has no int8 product for a GPU, and its other products give a row different bits in steps of different
+        sizes.
+        """
+        return self.can_record(device) and (is_int8 or self.is_deterministic)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """A checkpoint to load and how its worker should run."""
+
+    model: str
+    """Checkpoint directory, GGUF file or hub id."""
+    _: KW_ONLY
+    device: str
+    """`cpu`, `cuda` or `cuda:N`; `auto` is CUDA if there is a CUDA device. Ranks of a group take `cpu` or `cuda`."""
+    dtype: str
+    """`float32`, `bfloat16` or `float16`. `auto` is the checkpoint's own on a GPU. On a CPU it is float32, with weights
+    kept in 16 bits if the checkpoint stores them so: the logits are the same, and half the memory is read. `int8`
+    rounds the weights of the layers' products; everything else is as in `auto`, on a GPU in 16 bits."""
+    kv_cache_bytes: int | None = None
+    """Bytes of the KV pool, of each rank's own if there are several."""
+    gpu_memory_utilization: float | None = None
+    """Share of a CUDA device's whole memory for weights, KV pool and working memory together, used if `kv_cache_bytes`
+    is None. None takes most of the free memory."""
+    num_kv_blocks: int | None = None
+    """Blocks of the KV pool, instead of its bytes."""
+    max_context_tokens: int | None = None
+    """Longest sequence to serve. None is the longest that the model supports."""
+    num_threads: int | None = None
+    """CPU threads of PyTorch, for the whole process; None leaves them unchanged."""
+    compiling: CompileOptions = field(default_factory=CompileOptions)
+    self_check: bool = True
+    """Compare the worker's logits with the model's own forward pass, and refuse a model whose logits differ."""
+    local_drafts: tuple[LocalDraftSpec, ...] = ()
+    """Drafts that the worker computes itself, under different names; for a whole model only."""
+
+    @property
+    def is_int8(self) -> bool:
+        """True if weights are to be rounded to int8."""
+        return self.dtype == "int8"
 
 
 def require_backend(name: str) -> None:
-    """Finds out whether a backend is there, before anything is loaded.
+    """Check that a backend exists, before anything is loaded.
 
     Raises:
-        InvalidRequest: it is not; the message has the names that are.
+        InvalidRequest: it does not; the message lists those that do.
     """
     if name in _BUILT_IN:
         return
-    # Imported late: a service that stays eager starts faster without it.
+    # Imported late: a service that does not compile starts faster without it.
     from torch._dynamo import list_backends
 
     if name not in list_backends(exclude_tags=()):
-        names = ", ".join((*_BUILT_IN, *sorted(list_backends())))  # not those for debugging PyTorch
+        names = ", ".join((*_BUILT_IN, *sorted(list_backends())))  # without the backends that debug PyTorch
         raise InvalidRequest(
-            f"compile_backend {name!r} is not registered here; there are {names}", field="compile_backend"
+            f"compile_backend {name!r} does not exist on this machine; choose one of {names}", field="compile_backend"
         )
 
 
 def first_line(error: Exception) -> str:
-    """What an error of a backend says, in one line."""
-    cause = getattr(error, "inner_exception", error)  # PyTorch's own wrapping names the backend once more
+    """Return the first line of a backend's error."""
+    cause = getattr(error, "inner_exception", error)  # PyTorch's own wrapper names the backend once more
     lines = [line for line in str(cause).splitlines() if line.strip()] or [type(cause).__name__]
     return lines[0].strip()

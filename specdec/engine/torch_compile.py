@@ -17,10 +17,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from specdec.engine.model.attention import PagedContext
 from specdec.engine.model.batch import AttentionKind, KvView, StepBatch
-from specdec.engine.model.graph_source import GraphSource
 from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_stack import LlamaStack
-from specdec.engine.model.model_runner import ForwardPass
+from specdec.engine.model.model_runner import ForwardPass, GraphSource
 from specdec.engine.model.start_progress import shown
 from specdec.engine.options import CompileOptions, first_line
 from specdec.errors import Unsupported

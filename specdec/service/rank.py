@@ -1,11 +1,9 @@
-"""One rank of a replica whose model is divided: `python -m specdec.service.rank ROLE --rank R ... -- FLAGS`.
+"""Run one rank of a replica whose model is divided: `python -m specdec.service.rank ROLE --rank R ... -- FLAGS`.
 
-The first rank is the replica: it runs the whole gRPC service, owns sessions, scheduling and sampling, and leads the
-others through every step. They follow until they are told to end, or until the first rank is gone. Ranks that lose each
-other end, so that whoever started them starts all of them again: a watcher needs to look at nothing but exits.
-
-Not here: starting and watching ranks (`rank_group` on one machine), what ranks say to each other
-(`specdec.engine.parallel`).
+The first rank is the replica: it runs the gRPC service, owns sessions, scheduling and sampling, and leads the others
+through every step. They follow until it sends the end or is lost. Ranks that lose each other end, so the process that
+started them only has to watch for exits and start all of them again. `specdec.service.rank_group` does that on one
+machine; `specdec.engine.parallel` is the communication of ranks.
 """
 
 from __future__ import annotations
@@ -27,21 +25,20 @@ from specdec.errors import Internal, SpecdecError, Unavailable
 from specdec.observability.logging import configure_logging
 from specdec.service import memory
 from specdec.service.lifecycle import end_process, run_to_exit_code
-from specdec.service.replica_main import compile_options, on_its_own_thread, open_kv_tier, serve_replica
+from specdec.service.replica_main import load_request, on_its_own_thread, open_kv_tier, serve_replica
 from specdec.settings.base import ReplicaSettings
 from specdec.settings.reading import parse_settings
 
-if TYPE_CHECKING:  # torch takes seconds to import, and a first rank finds out before whether it can serve at all
+if TYPE_CHECKING:  # torch takes seconds to import, and the first rank checks before whether it can serve
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from specdec.engine.base import Worker
     from specdec.engine.parallel.group import RankGroup, Seat
     from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
-    from specdec.engine.parallel.rank_loader import RankModel
 
 _log = logging.getLogger(__name__)
 
-#: What launchers of other people's process groups leave in the environment; torch and transformers would believe it.
+#: Environment variables of other launchers' process groups, which torch and transformers would use.
 _FOREIGN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _BACKLOG = 64
@@ -59,18 +56,18 @@ def serve_rank(
     note_serving: Callable[[], None] | None = None,
     local_rank: int | None = None,
 ) -> int:
-    """Runs one rank until it ends; returns the process's exit code. Takes the process over, signals included.
+    """Run one rank until it ends; return the process's exit code. It takes over the process with its signals.
 
     Args:
         role: draft | target.
-        argv: the service's flags, the same for all ranks.
+        argv: flags of the service, the same for all ranks.
         rank: 0 is the replica itself, which SIGTERM drains; the others end with it and ignore signals.
-        world_size: ranks of the replica.
-        store_host: address of the first rank's machine, at which the others reach it.
-        store_port: where its store is; the first rank binds a free one instead, before anything else.
-        publish_store: told that port, on the first rank.
-        note_serving: called once the replica takes calls, on the first rank.
-        local_rank: which of the ranks on this machine, and so which of its GPUs; None: `rank`.
+        world_size: number of ranks of the replica.
+        store_host: address at which the others reach the first rank's machine.
+        store_port: port of the first rank's store; the first rank ignores it and binds a free port.
+        publish_store: called with that port on the first rank.
+        note_serving: called on the first rank once the replica takes calls.
+        local_rank: index of the rank on this machine, and so of its GPU; None is `rank`.
     """
     kind = importlib.import_module(f"{role}_service.__main__").KIND
     settings = parse_settings(kind.settings_type, prog=f"python -m {role}_service", argv=argv)
@@ -91,7 +88,7 @@ def serve_rank(
 
 
 class _Rank:
-    """This process's part in the group."""
+    """Rank of this process."""
 
     def __init__(
         self,
@@ -107,30 +104,30 @@ class _Rank:
         self._listener = listener
 
     def load_first(self, num_decode_rows: int) -> Worker:
-        """Loads the first rank's part, together with the others; fails as soon as one of them does."""
+        """Load the first rank's part while the others load theirs; fail as soon as one of them does."""
         outcome: Future[Worker] = Future()
 
         def fail(error: SpecdecError) -> None:
-            with contextlib.suppress(InvalidStateError):  # it has been loaded
+            with contextlib.suppress(InvalidStateError):  # the model is already loaded
                 outcome.set_exception(error)
 
         return on_its_own_thread(partial(self._load, fail, num_decode_rows), outcome)
 
     def follow(self, num_decode_rows: int) -> int:
-        """Does what the first rank says; returns the exit code."""
+        """Run the steps that the first rank sends; return the exit code."""
         from specdec.engine.parallel.follower import follow
 
         rank_heartbeat = None
         try:
             seat, store, rank_heartbeat = self._connect(_leave)
             ranks, worker = self._load_rank(seat, store, rank_heartbeat, num_decode_rows)
-            logging.getLogger("specdec.state").setLevel(logging.ERROR)  # the first rank warns for all
+            logging.getLogger("specdec.state").setLevel(logging.ERROR)  # the first rank logs warnings for all
             tier = open_kv_tier(self._settings, worker.shape)
             memory.settle()
             with contextlib.nullcontext() if tier is None else contextlib.closing(tier):
                 follow(ranks, worker, tier)
-        except Exception as error:  # whatever it is, this rank is of no more use to the others
-            _log.exception("rank %d fails", self._rank)
+        except Exception as error:  # after any error the other ranks cannot use this one
+            _log.exception("rank %d failed", self._rank)
             if rank_heartbeat is not None:
                 ours = error if isinstance(error, SpecdecError) else Internal(f"rank {self._rank} failed: {error}")
                 rank_heartbeat.fail(ours)
@@ -149,10 +146,10 @@ class _Rank:
             from specdec.engine.parallel.rank_loader import load_rank, rank_device
 
         ranks = RankGroup(seat, store, rank_device(self._settings.device, int(os.environ["LOCAL_RANK"])))
-        return ranks, load_rank(_model_of(self._settings, num_decode_rows), ranks, rank_heartbeat)
+        return ranks, load_rank(load_request(self._settings, num_decode_rows), ranks, rank_heartbeat)
 
     def _connect(self, note_lost: Callable[[SpecdecError], None]) -> tuple[Seat, TCPStore, RankHeartbeat]:
-        """Finds the other ranks. Raises Unavailable: they do not come."""
+        """Connect to the other ranks. Raises Unavailable: they do not connect in time."""
         with memory.collector_at_rest():
             from specdec.engine.parallel.group import Seat, open_store
             from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
@@ -166,44 +163,26 @@ class _Rank:
                 rank_heartbeat = RankHeartbeat.of_other(store, self._host, self._rank)
             rank_heartbeat.watch(note_lost)
         except (RuntimeError, OSError) as error:
-            raise Unavailable(f"the ranks do not find each other: {error}") from error
+            raise Unavailable(f"the ranks cannot connect to each other: {error}") from error
         return seat, store, rank_heartbeat
 
 
-def _model_of(settings: ReplicaSettings, num_decode_rows: int) -> RankModel:
-    from specdec.engine.parallel.rank_loader import RankModel
-
-    return RankModel(
-        model=settings.model,
-        device=settings.device,
-        dtype=settings.dtype,
-        compiling=compile_options(settings, num_decode_rows),
-        kv_cache_bytes=settings.kv_cache_bytes,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        max_context_tokens=settings.max_context_tokens,
-        num_threads=settings.num_threads,
-        self_check=settings.self_check == "on",
-    )
-
-
 def _leave(error: SpecdecError) -> None:
-    """The first rank is gone, and with it all that this one is for; its thread may be in the middle of a step."""
-    _log.error("leaving: %s", error.message)
+    """End the process after the first rank is lost; the thread that follows may be in the middle of a step."""
+    _log.error("ending this rank: %s", error.message)
     end_process(1)
 
 
 def _clean_environment(settings: ReplicaSettings, local_rank: int) -> None:
     for name in [*_FOREIGN_VARIABLES, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]:
         os.environ.pop(name, None)
-    os.environ["LOCAL_RANK"] = str(local_rank)  # transformers looks there for its device
+    os.environ["LOCAL_RANK"] = str(local_rank)  # transformers reads its device from it
     if settings.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or else transformers divides models among GPUs
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise transformers divides models among GPUs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a rank, with the service's flags after `--`; the first one says on stdout where its store is, and when it
-    serves.
-    """
+    """Run a rank, with the service's flags after `--`. The first rank prints its store's port, and when it serves."""
     parser = argparse.ArgumentParser(prog="python -m specdec.service.rank", allow_abbrev=False)
     parser.add_argument("role", choices=["draft", "target"])
     for flag in ("--rank", "--world-size", "--store-port"):

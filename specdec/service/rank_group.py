@@ -1,11 +1,9 @@
-"""The ranks of one replica as processes of this machine, kept together: `python -m target_service --tensor-parallel 2`.
+"""Run the ranks of one replica as processes of this machine: `python -m target_service --tensor-parallel 2`.
 
-The process that was asked for the replica watches; it loads nothing itself. Once a rank has ended, however it did, the
-others are ended too and the group starts again as a whole, at once at first, then ever later. A start that fails is
-final. Ranks end with their watcher (`specdec.supervision.child`), a killed one too.
-
-Not here: what a rank does, and how ranks notice that one of them is gone (`specdec.service.rank`); ranks on several
-machines.
+This process starts the ranks and watches them; it loads no model. Once a rank has ended for any reason, the other ranks
+are ended too and the whole group starts again, at first at once and then after longer and longer pauses. If the first
+start fails, this process ends. Ranks end with their watcher (`specdec.supervision.child`), even if it is killed.
+`specdec.service.rank` is what a rank runs.
 """
 
 from __future__ import annotations
@@ -32,43 +30,43 @@ from specdec.supervision.backoff import RestartPauses
 from specdec.types import SIMULATED_PREFIX
 
 _HOST = "127.0.0.1"
-#: After one rank has ended: how long the first may take to fail its calls and leave the registry.
+#: Time for the first rank, after another one has ended, to fail its calls and leave the registry.
 _LEAVE_S = 5.0
-#: How long the others may take to notice that the first has gone in order.
+#: Time for the other ranks to notice that the first one has ended.
 _FOLLOW_S = 2.0
-#: Beyond what calls in flight may still take when the replica is asked to end.
+#: Time to end after the drain time of calls in flight.
 _CLOSE_S = 10.0
 
 _log = logging.getLogger(__name__)
 
 
 def run_ranks(role: str, argv: Sequence[str], settings: ReplicaSettings) -> int:
-    """Keeps a replica of several ranks running until SIGTERM or Ctrl-C; returns the exit code.
+    """Keep a replica of several ranks running until SIGTERM or Ctrl-C; return the exit code.
 
     Args:
         role: draft | target.
-        argv: the service's flags, which every rank reads.
-        settings: what they say.
+        argv: flags of the service, which every rank reads.
+        settings: settings of these flags.
     """
     watcher = _Watcher(role, argv, settings)
     return run_to_exit_code(watcher.run()) or watcher.exit_code
 
 
 class _Watcher:
-    """Starts the ranks, and starts them again."""
+    """Starts the ranks and restarts them."""
 
     def __init__(self, role: str, argv: Sequence[str], settings: ReplicaSettings) -> None:
         self.exit_code = 0
-        """Of the first rank, where that has said on stderr why it ended."""
+        """Exit code of the first rank if it has written on stderr why it ended."""
         self._role, self._argv, self._settings = role, argv, settings
         self._environ = _environment(os.environ, settings)
 
     async def run(self) -> None:
-        """Returns once the replica has ended as it was asked to, or has failed to start.
+        """Run the replica until it is stopped or fails to start.
 
         Raises:
-            InvalidRequest, Unsupported: it could not be served.
-            Unavailable: a rank ended before the replica served, and did not say why.
+            InvalidRequest, Unsupported: the replica cannot be served.
+            Unavailable: a rank ended before the replica served, without an error message.
         """
         _require_divided(self._settings)
         stop, pauses = stop_on_signals(), RestartPauses()
@@ -85,29 +83,29 @@ class _Watcher:
                     raise Unavailable(f"the first rank ended before it served (exit code {self.exit_code})")
                 return
             pause_s = pauses.next_s(lived_s=time.monotonic() - began_s)
-            _log.warning("the ranks have ended, restarting all of them in %.0f s", pause_s)
+            _log.warning("a rank ended; restarting all ranks in %.0f s", pause_s)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), pause_s)
 
 
 class Ranks:
-    """One life of a group."""
+    """Processes of a group, from one start to its end."""
 
     def __init__(self, role: str, argv: Sequence[str], num_ranks: int, environ: Mapping[str, str]) -> None:
         self.has_served = False
-        """Whether the replica has taken calls."""
+        """True once the replica takes calls."""
         self._command = [sys.executable, "-P", "-m", "specdec.supervision.child", "specdec.service.rank", role]
         self._argv, self._num_ranks, self._environ = list(argv), num_ranks, environ
         self._processes: list[Process] = []
 
     @property
     def exit_code(self) -> int:
-        """Of the first rank; 128 and a signal's number where that ended it."""
+        """Exit code of the first rank; 128 plus the signal's number if a signal ended it."""
         code = (self._processes[0].returncode or 0) if self._processes else 1
         return code if code >= 0 else 128 - code
 
     async def run(self, stop: asyncio.Event, drain_grace_s: float) -> None:
-        """Starts the ranks; returns once one of them has ended, or all of them on `stop`."""
+        """Start the ranks; return once one of them has ended, or after `stop` once the first has ended."""
         first = await self._start(0)
         stopping = asyncio.create_task(stop.wait())
         ended = [asyncio.create_task(first.wait())]
@@ -120,7 +118,7 @@ class Ranks:
                 serving = asyncio.create_task(self._note_serving(first))
                 await asyncio.wait({stopping, *ended}, return_when=asyncio.FIRST_COMPLETED)
                 if first.returncode is not None:
-                    await serving  # its pipe has been closed
+                    await serving  # the rank's pipe is closed
                 serving.cancel()
             if stop.is_set():
                 _ask_to_end(first)
@@ -130,7 +128,7 @@ class Ranks:
                 task.cancel()
 
     async def end(self) -> None:
-        """Lets the first rank leave, then ends whoever is left, stopped ones too."""
+        """Wait for the ranks to end, the first one longest, and kill those that do not."""
         for process, patience_s in zip(self._processes, (_LEAVE_S, *[_FOLLOW_S] * self._num_ranks), strict=False):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), patience_s)
@@ -152,12 +150,12 @@ class Ranks:
         self.has_served = await _line(first, b"serving") is not None
 
 
-async def _line(process: Process, beginning: bytes) -> bytes | None:
-    """What follows `beginning` in the next line of its stdout that begins so; None: there is none."""
-    assert process.stdout is not None  # it is the first rank's
+async def _line(process: Process, prefix: bytes) -> bytes | None:
+    """Return the next line with a prefix from the process's stdout, without the prefix; None at the end."""
+    assert process.stdout is not None  # the first rank's stdout is a pipe
     async for line in process.stdout:
-        if line.startswith(beginning):
-            return line.removeprefix(beginning)
+        if line.startswith(prefix):
+            return line.removeprefix(prefix)
     return None
 
 
@@ -167,25 +165,25 @@ def _ask_to_end(process: Process) -> None:
 
 
 def _require_divided(settings: ReplicaSettings) -> None:
-    """What small files tell, before anything is started."""
+    """Check everything that settings and small files tell, before a process is started."""
     if settings.model.startswith(SIMULATED_PREFIX):
-        raise InvalidRequest("--tensor-parallel: simulated replicas have nothing to divide", field="tensor_parallel")
+        raise InvalidRequest("--tensor-parallel cannot divide a simulated replica", field="tensor_parallel")
     require_supported(device=likely_device(settings.device), dtype=settings.dtype,
                       compile_backend=settings.compile_backend, deterministic=settings.deterministic)  # fmt: skip
     require_device(settings.device)
     require_gpu_each(settings.device, settings.tensor_parallel, flag=FLAG)
     require_servable(settings.model, flag="--model")
     require_divisible(settings.model, settings.tensor_parallel)
-    locate_checkpoint(settings.model)  # downloads it once, not once a rank
+    locate_checkpoint(settings.model)  # downloads the checkpoint once instead of on every rank
 
 
 def _environment(environ: Mapping[str, str], settings: ReplicaSettings) -> dict[str, str]:
-    # Whatever folder this is started from, ranks import the packages that we are.
+    # Ranks import the same packages as this process, whatever the working directory is.
     root = str(Path(specdec.__file__).resolve().parents[1])
     own = {"PYTHONPATH": os.pathsep.join(filter(None, (root, environ.get("PYTHONPATH"))))}
-    # Ranks wait for each other within every layer: none may take a core that another one needs.
+    # Ranks wait for each other in every layer, so none may take a core that another one needs.
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     shared = {"OMP_NUM_THREADS": str(max(1, num_cores // settings.tensor_parallel))}
-    if os.path.exists("/sys/class/net/lo"):  # all of them are on this machine
+    if os.path.exists("/sys/class/net/lo"):  # all ranks are on this machine
         shared |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return {**shared, **environ, **own}

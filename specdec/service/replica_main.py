@@ -51,7 +51,7 @@ from specdec.types import SIMULATED_PREFIX
 if TYPE_CHECKING:  # torch takes seconds to import
     from specdec.engine.base import ModelShape, Worker
     from specdec.engine.loop.replica import ReplicaOptions
-    from specdec.engine.options import CompileOptions
+    from specdec.engine.options import LoadRequest
     from specdec.state.kv_tier import KvTier
 
 SettingsT = TypeVar("SettingsT", bound=ReplicaSettings)
@@ -70,7 +70,7 @@ class ReplicaKind(Generic[SettingsT]):
     settings_type: type[SettingsT]
     num_decode_rows: Callable[[SettingsT], int]
     """Largest number of tokens of a session in a step without prefill; steps up to that size are compiled or
-    captured."""
+    recorded as CUDA graphs."""
     simulated_engine: type[SimulatedDraft] | type[SimulatedTarget]
     build_engine: Callable[[Worker, ReplicaOptions, SettingsT, EngineMetrics], Engine]
     """Returns the engine of a worker, which then belongs to the engine. Called after torch is loaded; may import it."""
@@ -235,15 +235,35 @@ def on_its_own_thread(load: Callable[[], Worker], outcome: Future[Worker]) -> Wo
     return outcome.result()
 
 
-def compile_options(settings: ReplicaSettings, num_decode_rows: int) -> CompileOptions:
-    """Return the compile options of a replica or rank; `num_decode_rows` is as in `ReplicaKind`. Imports torch."""
-    from specdec.engine.options import CompileOptions, row_counts
+def load_request(
+    settings: ReplicaSettings, num_decode_rows: int, local_drafts: tuple[LocalDraftSpec, ...] = ()
+) -> LoadRequest:
+    """Return what a replica, or one of its ranks, loads. Imports torch.
 
-    return CompileOptions(
+    Args:
+        settings: settings of the replica.
+        num_decode_rows: see `ReplicaKind.num_decode_rows`.
+        local_drafts: drafts that the worker computes itself.
+    """
+    from specdec.engine.options import CompileOptions, LoadRequest, row_counts
+
+    compiling = CompileOptions(
         settings.compile_backend,
         row_counts(num_decode_rows),
         cache_directory(os.environ) / "compiled",
         is_deterministic=settings.deterministic,
+    )
+    return LoadRequest(
+        settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        max_context_tokens=settings.max_context_tokens,
+        num_threads=settings.num_threads,
+        compiling=compiling,
+        self_check=settings.self_check == "on",
+        local_drafts=local_drafts,
     )
 
 
@@ -252,19 +272,10 @@ def _load_worker(settings: ReplicaSettings, local_drafts: tuple[LocalDraftSpec, 
         from specdec.engine.loader import load_worker
         from specdec.engine.options import AUTO, EAGER, NATIVE
 
-    return load_worker(
-        settings.model,
-        device=settings.device,
-        dtype=settings.dtype,
-        kv_cache_bytes=settings.kv_cache_bytes,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        max_context_tokens=settings.max_context_tokens,
-        num_threads=settings.num_threads,
-        # Compiled steps have a fixed number of threads, and a number that the user set is kept.
-        measures_threads=settings.num_threads is None
+    # Steps of `torch.compile` are compiled for a fixed number of threads, and a number that the user gave is kept.
+    measures_threads = (
+        settings.num_threads is None
         and "OMP_NUM_THREADS" not in os.environ
-        and settings.compile_backend in (AUTO, NATIVE, EAGER),
-        compiling=compile_options(settings, num_decode_rows),
-        self_check=settings.self_check == "on",
-        local_drafts=local_drafts,
+        and settings.compile_backend in (AUTO, NATIVE, EAGER)
     )
+    return load_worker(load_request(settings, num_decode_rows, local_drafts), measures_threads=measures_threads)

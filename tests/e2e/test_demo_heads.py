@@ -17,7 +17,7 @@ from specdec.engine.base import SequenceSlice, StepPlan
 from specdec.engine.heads import paged_head
 from specdec.engine.heads.paged_head import PagedHead
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.model_stack import ModelStack
 
@@ -36,10 +36,17 @@ async def tokens_a_round(kind: str, backend: str = "auto") -> tuple[float, list[
         tokenizer(path.read_text("utf-8")).input_ids for path in sorted((ROOT / "bench" / "prompts").glob("*.txt"))
     ]
     worker = load_worker(
-        str(DEMO / "target"), device="cpu", dtype="float32", num_kv_blocks=256, num_threads=1, self_check=False,
-        compiling=CompileOptions(backend),
-        local_drafts=tuple(LocalDraftSpec(name, name, path=str(DEMO / name)) for name in KINDS),
-    )  # fmt: skip
+        LoadRequest(
+            str(DEMO / "target"),
+            device="cpu",
+            dtype="float32",
+            num_kv_blocks=256,
+            num_threads=1,
+            self_check=False,
+            compiling=CompileOptions(backend),
+            local_drafts=tuple(LocalDraftSpec(name, name, path=str(DEMO / name)) for name in KINDS),
+        )
+    )
     num_rounds, outputs = 0, []
     async with ModelStack(DEMO / "target", worker, {}) as stack:
         for prompt in prompts[:NUM_PROMPTS]:

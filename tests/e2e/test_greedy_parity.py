@@ -20,7 +20,7 @@ from specdec.client import Completion
 from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.native.runner import NativeRunner
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.types import TokenSource
 from tests.support.model_stack import ModelStack
 from tests.support.target_alone import TargetAlone
@@ -94,7 +94,7 @@ async def check_parity(
     target, draft = checkpoints(case, directory)
 
     def load(path: Path) -> Worker:
-        return load_worker(str(path), device="cpu", dtype=dtype, num_kv_blocks=1024, compiling=compiling)
+        return load_worker(LoadRequest(str(path), device="cpu", dtype=dtype, num_kv_blocks=1024, compiling=compiling))
 
     worker, drafts = load(target), {pool: load(draft) for pool in ("default", AHEAD)}
     oracle = TargetAlone(target, dtype)

@@ -16,7 +16,7 @@ import pytest
 
 from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.settings.draft_specs import LocalDraftSpec
 from specdec.types import SamplingFilters
 from tests.e2e.test_local_drafts import (
@@ -69,9 +69,16 @@ def build(kind: str, folder: Path, vocabulary_size: int, draft_size: int) -> Pat
 def load(kind: str, target: Path, backend: str = "auto") -> Worker:
     path = "" if kind == "mtp" else str(target.parent / "head")
     return load_worker(
-        str(target), device="cpu", dtype="float32", num_kv_blocks=512, num_threads=1,
-        compiling=CompileOptions(backend), local_drafts=(LocalDraftSpec(kind, kind, path=path),),
-    )  # fmt: skip
+        LoadRequest(
+            str(target),
+            device="cpu",
+            dtype="float32",
+            num_kv_blocks=512,
+            num_threads=1,
+            compiling=CompileOptions(backend),
+            local_drafts=(LocalDraftSpec(kind, kind, path=path),),
+        )
+    )
 
 
 async def check_law(kind: str, mode: str, name: str, tmp_path: Path, num_samples: int) -> None:

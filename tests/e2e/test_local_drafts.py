@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.settings.draft_specs import LocalDraftSpec
 from specdec.types import SamplingFilters, Support, Verification, VerifyRequest
 from target_service.verifier import Verifier
@@ -57,9 +57,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(target: Path, backend: str = "auto", exits: tuple[LocalDraftSpec, ...] = ()) -> Worker:
     return load_worker(
-        str(target), device="cpu", dtype="float32", num_kv_blocks=512, compiling=CompileOptions(backend),
-        local_drafts=exits or (LocalDraftSpec("early-exit", "early-exit", NUM_LAYERS - 1),),
-    )  # fmt: skip
+        LoadRequest(
+            str(target),
+            device="cpu",
+            dtype="float32",
+            num_kv_blocks=512,
+            compiling=CompileOptions(backend),
+            local_drafts=exits or (LocalDraftSpec("early-exit", "early-exit", NUM_LAYERS - 1),),
+        )
+    )
 
 
 def joint_law(target: Path, filters: SamplingFilters) -> dict[tuple[int, ...], float]:

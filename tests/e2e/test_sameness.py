@@ -14,7 +14,7 @@ import pytest
 
 from draft_service.proposer import Proposer
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.types import Proposal, ProposeRequest
 from tests.support.model_stack import ModelStack
 from tests.support.tiny_models import DRAFT_PERTURBATION, build_tiny_pair
@@ -57,7 +57,7 @@ async def stack_of(
 
     def worker(path: Path) -> Any:
         compiling = CompileOptions(backend)
-        return load_worker(str(path), device="cpu", dtype=dtype, num_kv_blocks=1024, compiling=compiling)
+        return load_worker(LoadRequest(str(path), device="cpu", dtype=dtype, num_kv_blocks=1024, compiling=compiling))
 
     workers = {name: worker(path) for name, path in {"default": pair[1], AHEAD: pair[1], **drafts}.items()}
     async with ModelStack(

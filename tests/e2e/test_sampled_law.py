@@ -20,7 +20,7 @@ import pytest
 
 from draft_service.proposer import Proposer
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.types import Proposal, ProposeRequest, SamplingFilters, Support
 from tests.support.chi_square import chi_square_p_value
 from tests.support.model_stack import ModelStack
@@ -106,7 +106,9 @@ async def sample(
 ) -> Counter[tuple[int, ...]]:
     workers = [
         load_worker(
-            str(path), device="cpu", dtype=setup.dtype, num_kv_blocks=256, compiling=CompileOptions(setup.backend)
+            LoadRequest(
+                str(path), device="cpu", dtype=setup.dtype, num_kv_blocks=256, compiling=CompileOptions(setup.backend)
+            )
         )
         for path in pair
     ]

@@ -123,7 +123,7 @@ LOCAL: dict[str, tuple[Callable[[Path], str], str]] = {
         ),
         "medusa_lm_head.pt",
     ),
-    "pickled Medusa heads": (lambda folder: f"medusa:{intruder(folder, 'medusa_lm_head.pt')}", "is not opened"),
+    "pickled Medusa heads": (lambda folder: f"medusa:{intruder(folder, 'medusa_lm_head.pt')}", "was not loaded"),
     "an EAGLE-3 head that is not there": (lambda folder: f"eagle3:{folder}/none", "none"),
     "an EAGLE-3 head for another target": (
         lambda folder: f"eagle3:{eagle3(folder, speculators=True, width=32)}",
@@ -141,7 +141,7 @@ LOCAL: dict[str, tuple[Callable[[Path], str], str]] = {
         lambda folder: f"eagle3:{half(eagle3(folder, speculators=True) / 'model.safetensors').parent}",
         "model.safetensors",
     ),
-    "a pickled EAGLE-3 head": (lambda folder: f"eagle3:{pickled_eagle3(folder)}", "is not opened"),
+    "a pickled EAGLE-3 head": (lambda folder: f"eagle3:{pickled_eagle3(folder)}", "was not loaded"),
     "no MTP layer": (lambda folder: "mtp", "MTP"),
     "what is no kind": (lambda folder: "rnn:3", "rnn"),
 }

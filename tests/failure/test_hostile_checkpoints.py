@@ -115,11 +115,12 @@ def test_a_hostile_tokenizer_config_is_refused_in_one_line(checkpoint: Path, tmp
 )  # fmt: skip
 def test_a_hostile_config_is_refused_in_one_line(checkpoint: Path, tmp_path: Path, config: str) -> None:
     from specdec.engine.loader import load_worker
+    from specdec.engine.options import LoadRequest
     from specdec.errors import SpecdecError
 
     for file in checkpoint.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(SpecdecError) as refusal:
-        load_worker(str(tmp_path), device="cpu", dtype="float32")
+        load_worker(LoadRequest(str(tmp_path), device="cpu", dtype="float32"))
     assert "\n" not in refusal.value.message

@@ -100,7 +100,7 @@ def test_a_text_outlives_a_rank(stack: Stack, reference: list[int], rank: int, n
         os.kill(before[rank], number)
         output = stream.result()
     assert list(output.token_ids) == reference
-    why = "silent for 8 s" if number == signal.SIGSTOP else "rank 1 is gone"
+    why = "no heartbeat for 8 s" if number == signal.SIGSTOP else "rank 1 is gone"
     assert rank == 0 or why in stack.parts["target"].log
     after = target_ranks(stack)
     assert len(after) == 2
@@ -162,7 +162,7 @@ def test_a_terminated_replica_leaves_nothing(stack: Stack) -> None:
     ("flags", "words"),
     [
         (("--tensor-parallel", "3"), "--tensor-parallel 3 does not divide the model's 4 attention heads"),
-        (("--tensor-parallel", "4", "--model", "simulated:70b-1b"), "simulated replicas have nothing to divide"),
+        (("--tensor-parallel", "4", "--model", "simulated:70b-1b"), "cannot divide a simulated replica"),
         (
             ("--tensor-parallel", "2", "--compile-backend", "native"),
             "auto, eager or cuda-graphs, not native",

@@ -15,7 +15,7 @@ from specdec.engine.base import StepPlan
 from specdec.engine.cuda_graphs.capture import CudaCapture
 from specdec.engine.loader import load_worker
 from specdec.engine.loop.replica import ReplicaOptions
-from specdec.engine.options import CompileOptions, row_counts
+from specdec.engine.options import CompileOptions, LoadRequest, row_counts
 from specdec.types import SamplingFilters
 from target_service.verifier import Verifier
 from tests.support.cuda_graphs_rig import (
@@ -119,7 +119,9 @@ async def test_rounds_give_the_same_text_recorded_and_eagerly(temperature: float
         compiling = CompileOptions(backend, row_counts(9))
         proposer, verifier = (
             engine(
-                load_worker(str(path), device="cuda:0", dtype="float32", num_kv_blocks=200, compiling=compiling),
+                load_worker(
+                    LoadRequest(str(path), device="cuda:0", dtype="float32", num_kv_blocks=200, compiling=compiling)
+                ),
                 ReplicaOptions(max_step_tokens=40),
             )
             for engine, path in ((Proposer, draft), (Verifier, target))

@@ -10,7 +10,7 @@ import torch
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.cuda_graphs.capture import CudaCapture
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.cuda_graphs_rig import CountedCapture
 from tests.support.head_checkpoints import (
@@ -54,10 +54,18 @@ def test_heads_and_exits_draft_the_same_with_cuda_graphs(tmp_path: Path) -> None
     )
     capture = CountedCapture(CudaCapture(CUDA))
     recorded, eager = (
-        load_worker(str(tmp_path / "target"), device="cuda:0", dtype="float32", num_kv_blocks=16, local_drafts=specs,
-                    compiling=compiling)
+        load_worker(
+            LoadRequest(
+                str(tmp_path / "target"),
+                device="cuda:0",
+                dtype="float32",
+                num_kv_blocks=16,
+                local_drafts=specs,
+                compiling=compiling,
+            )
+        )
         for compiling in (CompileOptions("cuda-graphs", (1, 3, 5), capture=capture), CompileOptions("eager"))
-    )  # fmt: skip
+    )
     before = capture.num_replays
     for end in (20, 24):
         start = 0 if end == 20 else 19

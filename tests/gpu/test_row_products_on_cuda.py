@@ -15,7 +15,7 @@ from specdec.engine.linear.int8 import Int8Weight, round_to_int8
 from specdec.engine.linear.row_products import multiply
 from specdec.engine.loader import load_worker
 from specdec.engine.loop.replica import ReplicaOptions
-from specdec.engine.options import CompileOptions, row_counts
+from specdec.engine.options import CompileOptions, LoadRequest, row_counts
 from specdec.types import SamplingFilters
 from target_service.verifier import Verifier
 from tests.support.cuda_graphs_rig import MIXED_LAYERS, build, random_tokens
@@ -65,8 +65,15 @@ def test_a_product_can_be_recorded() -> None:
 
 def test_logits_of_a_bfloat16_model_are_not_rounded(tmp_path: Path) -> None:
     directory = build("qwen3", tmp_path, config_overrides=MIXED_LAYERS | {"head_dim": 64})
-    worker = load_worker(str(directory), device="cuda:0", dtype="bfloat16", num_kv_blocks=64,
-                         compiling=CompileOptions(row_counts=(1, 5)))  # fmt: skip
+    worker = load_worker(
+        LoadRequest(
+            str(directory),
+            device="cuda:0",
+            dtype="bfloat16",
+            num_kv_blocks=64,
+            compiling=CompileOptions(row_counts=(1, 5)),
+        )
+    )
     for count in (5, 30):  # recorded, and not
         logits = worker.execute(StepPlan((SequenceSlice(tuple(random_tokens(1, count)), 0, (0, 1), count),)))
         assert (logits.to(torch.bfloat16) != logits).float().mean() > 0.9
@@ -79,8 +86,11 @@ def test_int8_weights_take_half_of_the_memory(tmp_path: Path) -> None:
     for dtype in ("bfloat16", "int8"):
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(CUDA)
-        worker = load_worker(str(directory), device="cuda:0", dtype=dtype, num_kv_blocks=8,
-                             compiling=CompileOptions("eager"))  # fmt: skip
+        worker = load_worker(
+            LoadRequest(
+                str(directory), device="cuda:0", dtype=dtype, num_kv_blocks=8, compiling=CompileOptions("eager")
+            )
+        )
         torch.cuda.empty_cache()
         used[dtype] = torch.cuda.memory_reserved(CUDA) - before
         del worker
@@ -96,7 +106,9 @@ async def test_greedy_text_is_the_same_alone_and_in_company(dtype: str, tmp_path
     async def texts(companies: list[list[int]], gamma: int) -> dict[int, list[int]]:
         proposer, verifier = (
             engine(
-                load_worker(str(path), device="cuda:0", dtype=dtype, num_kv_blocks=400, compiling=compiling),
+                load_worker(
+                    LoadRequest(str(path), device="cuda:0", dtype=dtype, num_kv_blocks=400, compiling=compiling)
+                ),
                 ReplicaOptions(max_step_tokens=40),
             )
             for engine, path in ((Proposer, draft), (Verifier, target))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from specdec.engine.base import SequenceSlice, StepPlan
 from specdec.engine.loader import load_worker
 from specdec.engine.native.runner import NativeRunner
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from tests.integration.test_native_kernels import compile_with, needs_x86
 from tests.support.tiny_models import build_tiny_model
 
@@ -56,8 +56,9 @@ def round_as(directory: Path, kind: GGMLQuantizationType) -> None:
 
 def load(directory: Path, dtype: str, kept_in: Path | None = None) -> NativeRunner:
     compiling = CompileOptions("native", directory=kept_in)
-    worker = load_worker(str(directory), device="cpu", dtype=dtype, num_kv_blocks=6, compiling=compiling,
-                         self_check=False)  # fmt: skip
+    worker = load_worker(
+        LoadRequest(str(directory), device="cpu", dtype=dtype, num_kv_blocks=6, compiling=compiling, self_check=False)
+    )
     assert isinstance(worker, NativeRunner)
     return worker
 

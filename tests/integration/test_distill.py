@@ -16,6 +16,7 @@ import torch
 
 from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_fingerprint
 from specdec.engine.loader import load_worker
+from specdec.engine.options import LoadRequest
 from specdec.errors import InvalidRequest
 from specdec.learning import training
 from specdec.learning.distill import Distillation, distill
@@ -42,7 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def _serve(folder: Path, target: Path, draft: Path) -> None:
-    workers = [load_worker(str(path), device="cpu", dtype="float32", num_kv_blocks=64) for path in (target, draft)]
+    workers = [
+        load_worker(LoadRequest(str(path), device="cpu", dtype="float32", num_kv_blocks=64)) for path in (target, draft)
+    ]
     log = CountedLog(folder / "log")
     async with ModelStack(target, workers[0], {"default": workers[1]}, learning_log=log) as stack:
         asked = {"max_new_tokens": 48, "temperature": 1.0, "ignore_eos": True, "gamma": 3}
@@ -68,7 +71,8 @@ async def test_a_new_version_is_closer_to_its_target_and_serves_the_same_text(fo
     assert told["after"] == {"kl_nats": learned.after.kl_nats, "acceptance": learned.after.acceptance}
 
     target, draft = (
-        load_worker(str(path), device="cpu", dtype="float32", num_kv_blocks=64) for path in (folder / "target", out)
+        load_worker(LoadRequest(str(path), device="cpu", dtype="float32", num_kv_blocks=64))
+        for path in (folder / "target", out)
     )
     assert told["target_fingerprint"] == target.shape.model_fingerprint
     alone = TargetAlone(folder / "target")

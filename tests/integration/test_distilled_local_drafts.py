@@ -20,6 +20,7 @@ from specdec.engine.heads.head_file import HeadFile
 from specdec.engine.loader import load_worker
 from specdec.engine.local_drafting import target_parts
 from specdec.engine.model.checkpoint_model import SERVED_DTYPES
+from specdec.engine.options import LoadRequest
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.learning import version
 from specdec.learning.distill import Distillation, distill
@@ -56,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def _serve(folder: Path) -> None:
-    worker = load_worker(str(folder / "target"), device="cpu", dtype="float32", num_kv_blocks=64)
+    worker = load_worker(LoadRequest(str(folder / "target"), device="cpu", dtype="float32", num_kv_blocks=64))
     async with ModelStack(folder / "target", worker, {}, learning_log=CountedLog(folder / "log")) as stack:
         for seed in range(40):
             await stack.generate(
@@ -76,7 +77,9 @@ def asked(folder: Path, draft: str, out: Path, **options: object) -> Distillatio
 async def alpha_and_texts(folder: Path, draft: str) -> tuple[float, list[list[int]]]:
     """Of a target that drafts so: the share of its draft tokens that it accepts, and what it says greedily."""
     spec = parse_local_draft(draft)
-    worker = load_worker(str(folder / "target"), device="cpu", dtype="float32", num_kv_blocks=64, local_drafts=(spec,))
+    worker = load_worker(
+        LoadRequest(str(folder / "target"), device="cpu", dtype="float32", num_kv_blocks=64, local_drafts=(spec,))
+    )
     options = {"max_new_tokens": 32, "ignore_eos": True, "gamma": 2, "draft_pool": spec.name}
     accepted = drafted = 0
     texts = []

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.step_ways import num_replays, running
@@ -33,8 +33,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(directory: Path, *specs: LocalDraftSpec, compiling: CompileOptions | None = None, **options: object) -> Worker:
-    return load_worker(str(directory), compiling=compiling, local_drafts=specs,
-                       **({"device": "cpu", "dtype": "float32", "num_kv_blocks": 8} | options))  # fmt: skip
+    return load_worker(
+        LoadRequest(
+            str(directory),
+            compiling=compiling,
+            local_drafts=specs,
+            **({"device": "cpu", "dtype": "float32", "num_kv_blocks": 8} | options),
+        )
+    )
 
 
 def shortened(directory: Path, to: Path) -> Path:
@@ -119,7 +125,7 @@ def test_several_sessions_share_a_draft_step(llama: Path) -> None:
 
 @pytest.mark.parametrize("num_layers", [NUM_LAYERS, NUM_LAYERS + 1, 60_000])
 def test_an_exit_that_is_not_before_the_last_layer_is_refused(llama: Path, num_layers: int) -> None:
-    with pytest.raises(InvalidRequest, match=rf"has {NUM_LAYERS} layers, an early exit takes 1 to {NUM_LAYERS - 1}"):
+    with pytest.raises(InvalidRequest, match=rf"has {NUM_LAYERS} layers, so an early exit runs 1 to {NUM_LAYERS - 1}"):
         load(llama, LocalDraftSpec("early-exit", "early-exit", num_layers))
 
 
@@ -136,8 +142,8 @@ def test_an_adapter_that_does_not_fit_is_refused_with_what_is_wrong(llama: Path,
         return caught.value.message
 
     weight, bias = torch.eye(64), torch.zeros(64)
-    assert "there is no" in refusal("missing.safetensors", None)
-    assert "is no safetensors file" in refusal("pickle.safetensors", b"\x80\x04cos\nsystem\n")
+    assert "does not exist" in refusal("missing.safetensors", None)
+    assert "is not a readable safetensors file" in refusal("pickle.safetensors", b"\x80\x04cos\nsystem\n")
     assert "(32, 64)" in refusal("narrow.safetensors", {"weight": weight[:32].clone(), "bias": bias})
     assert "not weight (64, 64) and bias (64,)" in refusal("partial.safetensors", {"weight": weight})
     assert "not finite" in refusal("nan.safetensors", {"weight": weight * float("nan"), "bias": bias})

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.types import BLOCK_TOKENS
 from tests.support.cuda_graphs_rig import CountedCapture
 from tests.support.tiny_models import ARCHITECTURES, build_tiny_model
@@ -55,11 +55,13 @@ class Case:
         self.eager.get_input_embeddings().weight.data[NAN_TOKEN_ID] = torch.nan
         self.eager.save_pretrained(directory)
         self.worker = load_worker(
-            str(directory),
-            device="cpu",
-            dtype="float32",
-            num_kv_blocks=NUM_BLOCKS,
-            compiling=CompileOptions(compile_backend, WIDTHS, capture=self.capture),
+            LoadRequest(
+                str(directory),
+                device="cpu",
+                dtype="float32",
+                num_kv_blocks=NUM_BLOCKS,
+                compiling=CompileOptions(compile_backend, WIDTHS, capture=self.capture),
+            )
         )
         self.num_replays_at_load = self.capture.num_replays if self.capture else 0
         ids = list(range(NUM_BLOCKS))
@@ -197,7 +199,7 @@ def test_a_step_without_logit_rows_returns_none_of_them(case: Case) -> None:
 
 
 def test_bfloat16_stays_close_to_float32(case: Case) -> None:
-    worker = load_worker(str(case.directory), device="cpu", dtype="bfloat16", num_kv_blocks=NUM_BLOCKS)
+    worker = load_worker(LoadRequest(str(case.directory), device="cpu", dtype="bfloat16", num_kv_blocks=NUM_BLOCKS))
     tokens = random_tokens(random.Random(10), 60)
     run(worker, piece(tokens, 0, 40, case.tables[0], 0))
     rows = run(worker, piece(tokens, 40, 45, case.tables[0], 5))

@@ -14,6 +14,7 @@ import torch
 
 from specdec.engine.loader import load_worker
 from specdec.engine.model import batch
+from specdec.engine.options import LoadRequest
 from specdec.errors import Unsupported
 from tests.support.architecture_rig import TOLERANCE, compare_logits, judge
 from tests.support.model_list import documented_rows, is_documented_version, row
@@ -87,10 +88,10 @@ def test_what_is_right_in_float32_is_not_refused_in_another_arithmetic(
     for seed in range(2):
         try:
             build_tiny_architecture(model_type, tmp_path, seed=seed)
-            load_worker(str(tmp_path), device="cpu", dtype="float32", num_kv_blocks=16)
+            load_worker(LoadRequest(str(tmp_path), device="cpu", dtype="float32", num_kv_blocks=16))
         except (CannotBuild, Unsupported):
             pytest.skip("not computed in float32 either")
-        load_worker(str(tmp_path), device="cpu", dtype=dtype, num_kv_blocks=16)
+        load_worker(LoadRequest(str(tmp_path), device="cpu", dtype=dtype, num_kv_blocks=16))
 
 
 def ignore_windows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,11 +124,11 @@ def test_a_broken_attention_plan_is_seen_by_the_comparison_and_refused_at_load(
 ) -> None:
     """Negative control of this file, and of the check that services make."""
     model = build_tiny_architecture(model_type, tmp_path)
-    worker = load_worker(str(tmp_path), device="cpu", dtype="float32", num_kv_blocks=16)
+    worker = load_worker(LoadRequest(str(tmp_path), device="cpu", dtype="float32", num_kv_blocks=16))
     assert compare_logits(worker, model) < TOLERANCE
     breaking(monkeypatch)
     assert compare_logits(worker, model) > 10 * TOLERANCE
     for dtype in ("float32", *_DTYPES):
         with pytest.raises(Unsupported, match=f"type {model_type} is computed differently here"):
-            load_worker(str(tmp_path), device="cpu", dtype=dtype, num_kv_blocks=16)
-    load_worker(str(tmp_path), device="cpu", dtype="float32", num_kv_blocks=16, self_check=False)
+            load_worker(LoadRequest(str(tmp_path), device="cpu", dtype=dtype, num_kv_blocks=16))
+    load_worker(LoadRequest(str(tmp_path), device="cpu", dtype="float32", num_kv_blocks=16, self_check=False))

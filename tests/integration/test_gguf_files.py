@@ -130,7 +130,7 @@ def test_without_the_packages_that_read_it_the_command_is_told_that_installs_the
         ({"extra_tensors": {"rope_freqs.weight": np.arange(1, 17, dtype=np.float32)}}, "unsupported RoPE scaling"),
         ({"metadata": {"llama.rope.scaling.type": "linear"}}, "unsupported RoPE scaling"),
         ({"extra_tensors": {"blk.0.attn_q.bias": np.ones(256, np.float32)}}, "of which transformers reads"),
-        ({"left_out": "blk.5.ffn_up.weight"}, "lacks weights, model.layers.5.mlp.up_proj.weight for one"),
+        ({"left_out": "blk.5.ffn_up.weight"}, "lacks the weight model.layers.5.mlp.up_proj.weight (1 in all)"),
         ({"metadata": {"split.count": 3}}, "join them with llama-gguf-split"),
         ({"metadata": {"general.architecture": "rwkv6"}}, "of an unsupported type: rwkv6"),
     ],

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.head_checkpoints import (
     as_speculators,
@@ -56,9 +56,16 @@ class Rig:
     def __init__(self, folder: Path, compiling: CompileOptions) -> None:
         specs = tuple(LocalDraftSpec(kind, kind, path=str(folder / kind)) for kind in ("eagle3", "medusa"))
         self.worker: Worker = load_worker(
-            str(folder / "target"), device="cpu", dtype="float32", num_kv_blocks=16, num_threads=1,
-            compiling=compiling, local_drafts=specs,
-        )  # fmt: skip
+            LoadRequest(
+                str(folder / "target"),
+                device="cpu",
+                dtype="float32",
+                num_kv_blocks=16,
+                num_threads=1,
+                compiling=compiling,
+                local_drafts=specs,
+            )
+        )
         self._model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
         config = eagle3_config(WIDTH, VOCABULARY_SIZE, 80)
         self._eagle3 = Eagle3Reference(config, eagle3_tensors(config), STATES)
@@ -149,13 +156,13 @@ WRONG: dict[str, tuple[Callable[[Path], str], str]] = {
     "nothing there": (lambda folder: "eagle3:/nothing/there", "is not a directory on this machine"),
     "another width": (
         lambda folder: f"medusa:{write_medusa(folder, medusa_tensors(32, VOCABULARY_SIZE))}",
-        "the tensor 0.0.linear.weight is [32, 32], and this target and configuration need [64, 64]",
+        "the tensor 0.0.linear.weight has shape [32, 32], and this target and configuration need [64, 64]",
     ),
     "a head of no kind that is known": (
         lambda folder: f"eagle3:{write_eagle3(folder, {'speculators_model_type': 'dflash'}, {})}",
         "is a head of type dflash, not eagle3",
     ),
-    "none in the checkpoint": (lambda folder: "mtp", "brings no MTP layers"),
+    "none in the checkpoint": (lambda folder: "mtp", "has no supported MTP layer"),
 }
 
 

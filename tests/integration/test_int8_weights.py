@@ -22,6 +22,7 @@ from draft_service.proposer import DraftOptions, Proposer
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.linear.int8 import Int8Projection
 from specdec.engine.loader import load_worker
+from specdec.engine.options import LoadRequest
 from specdec.types import BLOCK_TOKENS
 from target_service.verifier import Verifier
 from tests.support.round_driver import RoundDriver
@@ -53,7 +54,7 @@ def test_logits_are_those_of_the_rounded_weights(architecture: str, tmp_path: Pa
             if type(module) is torch.nn.Linear and module is not eager.get_output_embeddings():
                 module.weight.copy_(rounded(module.weight))
         expected = eager(torch.tensor([tokens])).logits[0, 40:, :96]
-    worker = load_worker(str(tmp_path), device="cpu", dtype="int8", num_kv_blocks=16)
+    worker = load_worker(LoadRequest(str(tmp_path), device="cpu", dtype="int8", num_kv_blocks=16))
     execute(worker, tokens[:40], 0, 0)
     logits = execute(worker, tokens, 40, 5)
     assert (logits - expected).abs().mean() < 0.02
@@ -86,7 +87,7 @@ def test_an_output_without_weights_stays_zero() -> None:
 
 def perplexity(dtype: str) -> float:
     """Of the demo target on the benchmark's prompts, which its training never saw."""
-    worker = load_worker(str(DEMO / "target"), device="cpu", dtype=dtype, num_kv_blocks=16)
+    worker = load_worker(LoadRequest(str(DEMO / "target"), device="cpu", dtype=dtype, num_kv_blocks=16))
     total, count = 0.0, 0
     for prompt in prompt_token_ids(DEMO / "target"):
         tokens = prompt[: 16 * BLOCK_TOKENS]
@@ -115,11 +116,11 @@ def greedy_alone(worker: Worker, prompt: list[int]) -> list[int]:
 @pytest.mark.parametrize("predraft", [Predraft.OFF, Predraft.ON])
 async def test_greedy_rounds_write_what_the_quantised_target_writes_alone(tmp_path: Path, predraft: Predraft) -> None:
     target, draft = build_tiny_pair("llama", tmp_path, seed=3)
-    alone = load_worker(str(target), device="cpu", dtype="int8", num_kv_blocks=16)
+    alone = load_worker(LoadRequest(str(target), device="cpu", dtype="int8", num_kv_blocks=16))
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(2, 256, (5 + 7 * index,), generator=generator).tolist() for index in range(4)]
     proposer, verifier = (
-        engine(load_worker(str(path), device="cpu", dtype="int8", num_kv_blocks=64))
+        engine(load_worker(LoadRequest(str(path), device="cpu", dtype="int8", num_kv_blocks=64)))
         for engine, path in ((partial(Proposer, drafting=DraftOptions(predraft=predraft)), draft), (Verifier, target))
     )
     drivers = [RoundDriver(f"s{index}", list(prompt), proposer, verifier) for index, prompt in enumerate(prompts)]

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec.artifact_cache import cache_directory
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.rpc.client import TargetLink
 from specdec.types import BLOCK_TOKENS, VerifyRequest
 from tests.support.redis_fixture import RedisServer
@@ -139,7 +139,9 @@ async def test_restored_blocks_are_the_ones_that_were_computed_bit_for_bit(
     replicas, blocks, texts, cached = [], [], [], []
     for index in range(2):
         worker = load_worker(
-            str(checkpoint), device="cpu", dtype="float32", num_kv_blocks=80, compiling=compiling, self_check=False
+            LoadRequest(
+                str(checkpoint), device="cpu", dtype="float32", num_kv_blocks=80, compiling=compiling, self_check=False
+            )
         )
         replica = Replica(worker, tier.url)
         replicas.append(replica)

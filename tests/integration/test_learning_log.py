@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from specdec.engine.loader import load_worker
+from specdec.engine.options import LoadRequest
 from specdec.errors import InvalidRequest
 from specdec.types import WEIGHT_TOTAL, SamplingFilters
 from tests.support.coordinator_rig import PROMPT, Rig, eventually, read_rest, read_until, request
@@ -37,7 +38,9 @@ ASKED: dict[str, dict[str, Any]] = {
 
 async def test_the_log_holds_the_targets_tokens_and_distributions(tmp_path: Path) -> None:
     target, draft = build_tiny_pair("llama", tmp_path)
-    workers = [load_worker(str(path), device="cpu", dtype="float32", num_kv_blocks=64) for path in (target, draft)]
+    workers = [
+        load_worker(LoadRequest(str(path), device="cpu", dtype="float32", num_kv_blocks=64)) for path in (target, draft)
+    ]
     log = CountedLog(tmp_path / "log")
     said = {}
     async with ModelStack(target, workers[0], {"default": workers[1]}, learning_log=log) as stack:

@@ -10,7 +10,7 @@ import torch
 from specdec.engine.base import StepPlan
 from specdec.engine.loader import load_worker
 from specdec.engine.native.runner import NativeRunner
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.errors import Unsupported
 from tests.support.tiny_models import build_tiny_model
 
@@ -25,15 +25,15 @@ def test_the_check_at_start_accepts_a_deterministic_worker_and_refuses_another(
     build_tiny_model("llama", tmp_path, vocabulary_size=VOCABULARY_SIZE, context=256)
     compiling = CompileOptions(is_deterministic=True)
     options = {"device": "cpu", "dtype": dtype, "num_kv_blocks": 16, "self_check": False}
-    load_worker(str(tmp_path), compiling=compiling, **options)
+    load_worker(LoadRequest(str(tmp_path), compiling=compiling, **options))
     execute = NativeRunner.execute
 
     def crowded(self: NativeRunner, plan: StepPlan) -> torch.Tensor:
         return execute(self, plan) * (1 + 2**-20 * len(plan.slices))
 
     monkeypatch.setattr(NativeRunner, "execute", crowded)
-    with pytest.raises(Unsupported, match="--deterministic cannot be kept here: logits of a row alone and in company"):
-        load_worker(str(tmp_path), compiling=compiling, **options)
+    with pytest.raises(Unsupported, match="--deterministic is not possible with this model on this device"):
+        load_worker(LoadRequest(str(tmp_path), compiling=compiling, **options))
 
 
 @pytest.mark.parametrize(("architecture", "dtype"), [("gpt2", "float32"), ("llama", "bfloat16")])
@@ -42,6 +42,13 @@ def test_models_that_the_kernels_do_not_support_are_not_deterministic(
 ) -> None:
     build_tiny_model(architecture, tmp_path, vocabulary_size=VOCABULARY_SIZE, context=256)
     with pytest.raises(Unsupported, match="on cpu needs native kernels, which do not run this model") as refusal:
-        load_worker(str(tmp_path), device="cpu", dtype=dtype, num_kv_blocks=16,
-                    compiling=CompileOptions(is_deterministic=True))  # fmt: skip
+        load_worker(
+            LoadRequest(
+                str(tmp_path),
+                device="cpu",
+                dtype=dtype,
+                num_kv_blocks=16,
+                compiling=CompileOptions(is_deterministic=True),
+            )
+        )
     assert refusal.value.field == "deterministic"

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import MultiStepDrafts, SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.head_checkpoints import as_speculators, eagle3_config, eagle3_tensors, write_eagle3
 from tests.support.head_references import Eagle3Reference, hidden_states
@@ -61,9 +61,16 @@ class Rig:
         settings = {"norm_before_residual": False, **settings}
         write_eagle3(folder, as_speculators(config, STATES, **settings), tensors)
         self.worker: Worker = load_worker(
-            str(target), device="cpu", dtype="auto", num_kv_blocks=16, num_threads=1,
-            compiling=CompileOptions("native"), local_drafts=(LocalDraftSpec("eagle3", "eagle3", path=str(folder)),),
-        )  # fmt: skip
+            LoadRequest(
+                str(target),
+                device="cpu",
+                dtype="auto",
+                num_kv_blocks=16,
+                num_threads=1,
+                compiling=CompileOptions("native"),
+                local_drafts=(LocalDraftSpec("eagle3", "eagle3", path=str(folder)),),
+            )
+        )
         assert self.worker.multi_step_drafts is MultiStepDrafts.NONE  # the head would miss its steps
         self._model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         self._reference = Eagle3Reference(config, tensors, STATES, **settings)

@@ -24,7 +24,7 @@ from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.kernels.library import load_library
 from specdec.engine.kernels.prebuilt import prebuilt_libraries
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
 from tests.support.choice_checks import check_coupled_choices
@@ -56,7 +56,7 @@ def num_threads(request: pytest.FixtureRequest):
 def load(directory: Path, backend: str = "native", kept_in: Path | None = None, **options: object) -> Worker:
     fixed = {"device": "cpu", "dtype": "float32", "num_kv_blocks": NUM_SEQUENCES * BLOCKS_PER_SEQUENCE}
     compiling = CompileOptions(backend, directory=kept_in)
-    return load_worker(str(directory), compiling=compiling, **(fixed | options))
+    return load_worker(LoadRequest(str(directory), compiling=compiling, **(fixed | options)))
 
 
 def tokens_of(sequence: int) -> list[int]:

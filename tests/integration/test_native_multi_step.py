@@ -14,7 +14,7 @@ from draft_service.proposer import Proposer
 from specdec.engine.base import MultiStepDrafts, SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.loop import steps
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.engine.sessions.block_manager import BlockManager
 from specdec.engine.sessions.block_table import BlockTable
 from specdec.types import ProposeRequest
@@ -42,7 +42,7 @@ def change_head(directory: Path, change: Callable[[torch.Tensor], None]) -> Path
 
 def load(directory: Path, **options: object) -> Worker:
     fixed = {"device": "cpu", "dtype": "float32", "num_kv_blocks": NUM_BLOCKS}
-    return load_worker(str(directory), compiling=CompileOptions("native"), **(fixed | options))
+    return load_worker(LoadRequest(str(directory), compiling=CompileOptions("native"), **(fixed | options)))
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "mistral"])

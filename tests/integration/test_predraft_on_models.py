@@ -18,6 +18,7 @@ from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
+from specdec.engine.options import LoadRequest
 from specdec.observability.metrics import EngineMetrics
 from specdec.types import EngineInfo, Mode, Proposal, ProposeRequest, SamplingFilters
 from target_service.verifier import Verifier
@@ -69,7 +70,7 @@ class _PatientDraft:
 
 
 def _load(path: Path) -> Worker:
-    return load_worker(str(path), device="cpu", dtype="float32", num_kv_blocks=128, num_threads=1)
+    return load_worker(LoadRequest(str(path), device="cpu", dtype="float32", num_kv_blocks=128, num_threads=1))
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral"])
@@ -130,7 +131,7 @@ async def test_sessions_that_come_as_they_like_emit_what_they_emit_without_pre_d
     target, draft = pair
     outputs = []
     for policy in (Predraft.ON, Predraft.AUTO, Predraft.OFF):
-        worker = load_worker(str(draft), device="cpu", dtype="float32", num_kv_blocks=24, num_threads=1)
+        worker = load_worker(LoadRequest(str(draft), device="cpu", dtype="float32", num_kv_blocks=24, num_threads=1))
         proposer, verifier = Proposer(worker, drafting=DraftOptions(predraft=policy)), Verifier(_load(target))
         drivers = [
             RoundDriver(

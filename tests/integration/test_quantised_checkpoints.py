@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from specdec.engine.base import SequenceSlice, StepPlan
 from specdec.engine.loader import load_worker
+from specdec.engine.options import LoadRequest
 from specdec.errors import Unsupported
 from tests.support.tiny_models import build_tiny_model
 
@@ -27,7 +28,7 @@ def with_quantisation(directory: Path, settings: dict[str, Any]) -> Path:
 
 
 def logits_of(model: Path) -> torch.Tensor:
-    worker = load_worker(str(model), device="cpu", dtype="float32", num_kv_blocks=4)
+    worker = load_worker(LoadRequest(str(model), device="cpu", dtype="float32", num_kv_blocks=4))
     return worker.execute(StepPlan((SequenceSlice(tuple(range(2, 22)), 0, (0, 1, 2, 3), 20),)))
 
 
@@ -35,10 +36,8 @@ def logits_of(model: Path) -> torch.Tensor:
 def test_a_method_that_is_not_read_is_refused_by_its_name(method: str, tmp_path: Path) -> None:
     """The last one used to be loaded, as if its numbers were plain weights."""
     model = with_quantisation(tmp_path, {"quant_method": method, "bits": 4, "group_size": 32})
-    with pytest.raises(
-        Unsupported, match=f"is quantised with {method}; only fp8 and mxfp4 and GGUF files are supported"
-    ):
-        load_worker(str(model), device="cpu", dtype="float32")
+    with pytest.raises(Unsupported, match=f"is quantised with {method}; only fp8 and mxfp4"):
+        load_worker(LoadRequest(str(model), device="cpu", dtype="float32"))
 
 
 def test_fp8_weights_are_the_numbers_that_they_stand_for(tmp_path: Path) -> None:

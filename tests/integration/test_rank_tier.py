@@ -11,6 +11,7 @@ import pytest
 import redis
 
 from specdec.engine.loader import load_worker
+from specdec.engine.options import LoadRequest
 from tests.support.rank_rig import RankRig
 from tests.support.redis_fixture import RedisServer
 from tests.support.tier_rig import RUN_TOKENS, Replica, block_names, space_of, wait_until
@@ -103,6 +104,6 @@ async def test_parts_and_whole_blocks_are_never_taken_for_each_other(
 ) -> None:
     expected, _ = await speak(rig.load(models["llama"], kv_tier_url=tier.url), tier.url, num_kept=NUM_RUNS)
     await asyncio.to_thread(wait_until, lambda: len(keys("tp2.1")) == NUM_RUNS)
-    alone = load_worker(str(models["llama"]), device="cpu", dtype="float32", num_kv_blocks=80)
+    alone = load_worker(LoadRequest(str(models["llama"]), device="cpu", dtype="float32", num_kv_blocks=80))
     assert await speak(alone, tier.url, num_kept=NUM_RUNS) == (expected, 0)
     assert len(keys("tp1.0")) == NUM_RUNS

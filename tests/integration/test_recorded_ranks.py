@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import StepPlan, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.options import EAGER, CompileOptions
+from specdec.engine.options import EAGER, CompileOptions, LoadRequest
 from specdec.errors import SpecdecError
 from tests.support.cuda_graphs_rig import NUM_BLOCKS, CountedCapture, piece, random_tokens
 from tests.support.interpreted_kernels import require_interpreter
@@ -63,7 +63,7 @@ NUM_RECORDED_PLANS = 3
 
 
 def load_alone(model: Path, **fields: Any) -> Worker:
-    return load_worker(str(model), device="cpu", num_kv_blocks=NUM_BLOCKS, **fields)
+    return load_worker(LoadRequest(str(model), device="cpu", num_kv_blocks=NUM_BLOCKS, **fields))
 
 
 @pytest.mark.parametrize("options", [RECORDED, PAGED], ids=["gathered", "paged"])
@@ -84,8 +84,8 @@ def test_recorded_steps_of_three_ranks_give_the_logits_of_one_process(
 
 def test_weights_are_rounded_to_int8_as_those_of_the_whole_model_are(model: Path, rig: RankRig) -> None:
     """A scale is that of all inputs of an output, of which a rank has a third."""
-    divided = rig.load(model, dtype="int8", num_kv_blocks=NUM_BLOCKS, compiling=PAGED | {"products": "rows"})
-    compiling = CompileOptions("cuda-graphs", (1, 3), capture=CountedCapture(warms_up=False), products="rows")
+    divided = rig.load(model, dtype="int8", num_kv_blocks=NUM_BLOCKS, compiling=PAGED)
+    compiling = CompileOptions("cuda-graphs", (1, 3), capture=CountedCapture(warms_up=False))
     alone = load_alone(model, dtype="int8", compiling=compiling)
     assert divided.shape.dtype == "int8"
     for plan in plans():
@@ -110,9 +110,9 @@ def test_deterministic_ranks_give_a_row_the_same_bits_alone_and_in_company(model
     assert torch.equal(alone, beside)
 
 
-def test_others_need_not_since_libraries_order_a_sum_by_its_size(model: Path, rig: RankRig) -> None:
-    """All but the sum over ranks is as with deterministic ones: the control of the test above."""
-    worker = rig.load(model, dtype="bfloat16", num_kv_blocks=NUM_BLOCKS, compiling=PAGED | {"products": "rows"})
+def test_without_that_option_a_row_changes_its_bits_in_company(model: Path, rig: RankRig) -> None:
+    """The negative control of the test above."""
+    worker = rig.load(model, dtype="bfloat16", num_kv_blocks=NUM_BLOCKS, compiling=PAGED)
     alone, beside = bits_alone_and_in_company(worker)
     assert not torch.equal(alone, beside)
 
@@ -127,7 +127,7 @@ def test_what_is_not_recorded_for_several_ranks_is_refused_by_name(model: Path, 
     gemma = build_tiny_model("gemma3", tmp_path, vocabulary_size=96, config_overrides=overrides)
     error = refusal(gemma, compiling=RECORDED)
     assert (error.message, error.field) == ("a model of type gemma3_text cannot run as CUDA graphs", "compile_backend")
-    error = refusal(gemma, dtype="int8", compiling=RECORDED | {"products": "rows"})
+    error = refusal(gemma, dtype="int8", compiling=RECORDED)
     assert error.message == "--tensor-parallel does not divide int8 weights of a model of type gemma3_text"
     error = refusal(model, compiling=RECORDED | {"backend": "eager", "is_deterministic": True})
     assert error.message == "--deterministic with --tensor-parallel needs CUDA graphs, not --compile-backend eager"

@@ -19,7 +19,7 @@ from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from specdec.engine.loader import load_worker
 from specdec.engine.loop.replica import ReplicaOptions
-from specdec.engine.options import CompileOptions, row_counts
+from specdec.engine.options import CompileOptions, LoadRequest, row_counts
 from specdec.types import Mode, SamplingFilters
 from target_service.verifier import Verifier
 from tests.support.cuda_graphs_rig import CountedCapture
@@ -70,12 +70,14 @@ async def _outputs(
     proposer, verifier = (
         engine(
             load_worker(
-                str(path),
-                device="cpu",
-                dtype="float32",
-                num_kv_blocks=num_kv_blocks,
-                num_threads=1,
-                compiling=compiling,
+                LoadRequest(
+                    str(path),
+                    device="cpu",
+                    dtype="float32",
+                    num_kv_blocks=num_kv_blocks,
+                    num_threads=1,
+                    compiling=compiling,
+                )
             ),
             ReplicaOptions(max_step_tokens=40),
         )
@@ -134,7 +136,9 @@ async def test_greedy_rounds_through_captured_steps_reproduce_generate(pair):
 @pytest.mark.parametrize("mode", [Mode.COUPLED, Mode.REJECTION])
 async def test_a_draft_equal_to_the_target_is_accepted_also_after_the_loss_of_its_sessions(pair, mode):
     """At T = 1 with the whole distribution as support, p equals q up to the rounding of 16-bit weights."""
-    same = [load_worker(str(pair.target), device="cpu", dtype="float32", num_kv_blocks=64) for _ in range(2)]
+    same = [
+        load_worker(LoadRequest(str(pair.target), device="cpu", dtype="float32", num_kv_blocks=64)) for _ in range(2)
+    ]
     proposer, verifier = Proposer(same[0], drafting=DraftOptions(support_coverage=1.0)), Verifier(same[1])
     driver = RoundDriver(
         "s", [5, 6, 7], proposer, verifier, filters=SamplingFilters(temperature=1.0), mode=mode, seed=9

@@ -17,7 +17,7 @@ from specdec.engine.loader import load_worker
 from specdec.engine.logits.filters import filtered_distributions
 from specdec.engine.logits.penalties import FilterContext
 from specdec.engine.logits.rows import coupled_choices
-from specdec.engine.options import EAGER, CompileOptions
+from specdec.engine.options import EAGER, CompileOptions, LoadRequest
 from specdec.errors import InvalidRequest, SpecdecError, Unsupported
 from specdec.types import BLOCK_TOKENS, SamplingFilters
 from tests.support.rank_rig import RankRig
@@ -73,11 +73,13 @@ class Case:
         self.divided = rig.load(self.directory, num_kv_blocks=NUM_BLOCKS)
         self.shares = rig.shares
         self.alone = load_worker(
-            str(self.directory),
-            device="cpu",
-            dtype="float32",
-            num_kv_blocks=NUM_BLOCKS,
-            compiling=CompileOptions(EAGER),
+            LoadRequest(
+                str(self.directory),
+                device="cpu",
+                dtype="float32",
+                num_kv_blocks=NUM_BLOCKS,
+                compiling=CompileOptions(EAGER),
+            )
         )
 
 

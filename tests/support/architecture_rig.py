@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
+from specdec.engine.options import LoadRequest
 from specdec.errors import Unsupported
 from specdec.types import BLOCK_TOKENS
 from tests.support.tiny_architectures import VOCABULARY_SIZE, WINDOW, build_tiny_architecture
@@ -47,7 +48,7 @@ def judge(model_type: str, directory: Path, *, seed: int = 0) -> Verdict:
     """
     model = build_tiny_architecture(model_type, directory, seed=seed)
     try:
-        worker = load_worker(str(directory), device="cpu", dtype="float32", num_kv_blocks=NUM_BLOCKS)
+        worker = load_worker(LoadRequest(str(directory), device="cpu", dtype="float32", num_kv_blocks=NUM_BLOCKS))
     except Unsupported as refusal:
         return Verdict(model_type, refusal=refusal.message)
     worst = compare_logits(worker, model, seed=seed)

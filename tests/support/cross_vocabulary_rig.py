@@ -14,6 +14,7 @@ from specdec.cross_vocabulary.pair import TokenizerPair
 from specdec.engine.base import StepObserver, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.loop.replica import ReplicaOptions
+from specdec.engine.options import LoadRequest
 from specdec.types import Proposal, ProposeRequest
 from tests.support.model_stack import ModelStack
 from tests.support.tokenizer_pairs import load_pair
@@ -38,7 +39,9 @@ class CrossVocabulary:
 
 
 def load(checkpoint: Path, num_kv_blocks: int = 256) -> Worker:
-    return load_worker(str(checkpoint), device="cpu", dtype="float32", num_kv_blocks=num_kv_blocks, num_threads=1)
+    return load_worker(
+        LoadRequest(str(checkpoint), device="cpu", dtype="float32", num_kv_blocks=num_kv_blocks, num_threads=1)
+    )
 
 
 @asynccontextmanager

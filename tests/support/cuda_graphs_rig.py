@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.options import Capture, CompileOptions
+from specdec.engine.options import Capture, CompileOptions, LoadRequest
 from specdec.types import BLOCK_TOKENS
 from tests.support.tiny_models import SLIDING_WINDOW, build_tiny_model
 
@@ -141,7 +141,9 @@ def load(
     model: Path, backend: str = "cuda-graphs", *, device: str = "cpu", dtype: str = "float32", **options: object
 ) -> Worker:
     compiling = CompileOptions(backend, **({"row_counts": WIDTHS} | options))
-    return load_worker(str(model), device=device, dtype=dtype, num_kv_blocks=NUM_BLOCKS, compiling=compiling)
+    return load_worker(
+        LoadRequest(str(model), device=device, dtype=dtype, num_kv_blocks=NUM_BLOCKS, compiling=compiling)
+    )
 
 
 def piece(tokens: list[int], start: int, end: int, table: tuple[int, ...], num_rows: int) -> SequenceSlice:

@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 
 from specdec.engine.base import Worker
-from specdec.engine.options import Capture, CompileOptions
+from specdec.engine.options import Capture, CompileOptions, LoadRequest
 from specdec.engine.parallel.follower import follow
 from specdec.engine.parallel.group import RankGroup, Seat, open_store
 from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
-from specdec.engine.parallel.rank_loader import RankModel, load_rank, rank_device
+from specdec.engine.parallel.rank_loader import load_rank, rank_device
 from specdec.errors import SpecdecError
 from specdec.state.kv_tier import KvTier
 from tests.support.cuda_graphs_rig import CountedCapture, record_on_tape
@@ -129,7 +129,7 @@ def _load(ranks: RankGroup, wanted: dict[str, Any], capture: Capture) -> tuple[W
         options = dict(wanted.pop("compiling", {}))
         records = options.pop("records", False)
         compiling = CompileOptions(**options, capture=capture if records else None)
-        return load_rank(RankModel(**wanted, compiling=compiling), ranks, RankHeartbeat({})), told
+        return load_rank(LoadRequest(**wanted, compiling=compiling), ranks, RankHeartbeat({})), told
 
 
 class _Listening(logging.Handler):

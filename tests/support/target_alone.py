@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from specdec.core.reference import filtered_distribution
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
+from specdec.engine.options import LoadRequest
 from specdec.engine.sessions.block_manager import blocks_for
 from specdec.types import SamplingFilters
 
@@ -33,7 +34,9 @@ class TargetAlone:
         if dtype == "float32":
             self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
         else:
-            self._worker = load_worker(str(checkpoint), device="cpu", dtype=dtype, num_kv_blocks=NUM_KV_BLOCKS)
+            self._worker = load_worker(
+                LoadRequest(str(checkpoint), device="cpu", dtype=dtype, num_kv_blocks=NUM_KV_BLOCKS)
+            )
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:

@@ -29,10 +29,9 @@ from specdec.engine.cuda_graphs.ragged_steps import RaggedSteps
 from specdec.engine.cuda_graphs.static_attention import StaticAttention
 from specdec.engine.cuda_graphs.static_inputs import StaticInputs, StepNumbers, input_size
 from specdec.engine.model.early_exit import EarlyExit
-from specdec.engine.model.graph_source import GraphSource
 from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_stack import LlamaStack, RowForward, RowPass, StepPass
-from specdec.engine.model.model_runner import FULL, ForwardPass, LayerOutputs
+from specdec.engine.model.model_runner import FULL, ForwardPass, GraphSource, LayerOutputs
 from specdec.engine.model.start_progress import shown
 from specdec.engine.options import AUTO, CUDA_GRAPHS, PAGED, Agreement, Capture, CompileOptions, first_line
 from specdec.errors import Unsupported

@@ -1,8 +1,9 @@
-"""EAGLE-3 (Li et al. 2025, arXiv:2503.01840): a decoder layer of its own on the features of the target's layers.
+"""EAGLE-3 (Li et al. 2025, arXiv:2503.01840): decoder layers on the features of the target's layers.
 
-For a token at position j it reads the token's embedding and the feature of position j - 1: of a verified token `fc` of
-three layers' outputs, of a drafted one what this head itself computed there. The first layer attends over both, side by
-side, so its queries, keys and values come from twice the width. Configurations are read by `eagle3_format`.
+For a token at position j the head reads the token's embedding and the feature of position j - 1. The feature of a
+verified token is `fc` of three layers' outputs; that of a drafted token is the head's own output there. The first layer
+reads both concatenated, so its queries, keys and values come from twice the width. `eagle3_format` reads
+configurations.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class Eagle3(DraftHead):
     """`engine.heads.base.DraftHead` of an EAGLE-3 head."""
 
     def __init__(self, file: HeadFile, target: TargetParts) -> None:
-        """Takes the head of a file for a target.
+        """Make the head of a file for a target.
 
         Raises:
-            InvalidRequest: its configuration or a tensor does not fit; one line says which.
+            InvalidRequest: the configuration or a tensor does not fit; the message names it.
         """
         form = read_format(file, target)
         self.fingerprint = file.fingerprint()
@@ -57,11 +58,11 @@ class Eagle3(DraftHead):
         )
 
     def features(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[T, F] of the target layers' outputs."""
+        """Return the features [T, F] for the target layers' outputs."""
         return self._fc(hidden)
 
     def extend(self, tokens: HeadTokens) -> None:
-        """Writes the KV of verified tokens; see `DraftHead.extend`."""
+        """Write the KV of verified tokens; see `DraftHead.extend`."""
         place = self._place(tokens)
         hidden = tokens.previous
         for layer in self._layers[:-1]:
@@ -69,7 +70,7 @@ class Eagle3(DraftHead):
         self._layers[-1].store(hidden, place)
 
     def draft(self, tokens: HeadTokens, verified: torch.Tensor, draft_index: torch.Tensor) -> HeadDraft:
-        """One draft step; see `DraftHead.draft`."""
+        """Run one draft step; see `DraftHead.draft`."""
         place = self._place(tokens)
         hidden = tokens.previous
         for layer in self._layers:
@@ -79,7 +80,7 @@ class Eagle3(DraftHead):
 
     @property
     def layer(self) -> FeatureLayer | None:
-        """See `DraftHead.layer`: where it is one layer, and `fc` is all that makes a feature."""
+        """See `DraftHead.layer`; None if the head has several layers or normalises around `fc`."""
         features = self._fc.plain
         if features is None or len(self._layers) > 1:
             return None
@@ -95,53 +96,55 @@ class Eagle3(DraftHead):
 
 
 class _Rotary:
-    """Positions' encodings, computed once for all that the target serves."""
+    """Rotary encodings of all positions that the target serves, computed once."""
 
     def __init__(self, file: HeadFile, form: Eagle3Format, target: TargetParts) -> None:
         try:
             rotary = LlamaRotaryEmbedding(form.layer).to(target.device)
-        except Exception as error:  # what it needs of a wrong configuration is not there
-            raise refusal(f"{file.path}: its config.json encodes positions wrongly ({type(error).__name__})") from error
+        except Exception as error:  # an invalid configuration may raise any error
+            raise refusal(
+                f"{file.path}: its config.json has invalid rotary parameters ({type(error).__name__})"
+            ) from error
         positions = torch.arange(target.max_context_tokens, device=target.device).unsqueeze(0)
         with torch.no_grad():
             cos, sin = rotary(torch.empty(0, dtype=target.dtype, device=target.device), positions)
         half = sin.shape[-1] // 2
-        # rotate_half(x) = (-x2, x1): the sign goes into the sines once.
+        # rotate_half(x) = (-x2, x1): the sign is applied to the sines once.
         self._cos, self._sin = cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)  # [P, head_dim]
 
     @property
     def cosines(self) -> torch.Tensor:
-        """[positions, head_dim]"""
+        """Cosines [positions, head_dim]."""
         cosines: torch.Tensor = self._cos
         return cosines
 
     @property
     def sines(self) -> torch.Tensor:
-        """[positions, head_dim], as they are."""
+        """Sines [positions, head_dim], without the sign of `rotate_half`."""
         half = self._sin.shape[-1] // 2
         return torch.cat((-self._sin[:, :half], self._sin[:, half:]), dim=-1)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines, each [T, 1, head_dim]."""
+        """Return cosines and signed sines, each [T, 1, head_dim]."""
         return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What all layers know of a step's tokens."""
+    """Inputs of all layers for a step's tokens."""
 
     tokens: HeadTokens
     embedded: torch.Tensor  # [T, F]
     rotary: tuple[torch.Tensor, torch.Tensor]
 
     def rotate(self, heads: torch.Tensor) -> torch.Tensor:
-        """[T, heads, head_dim], with positions encoded."""
+        """Encode positions in [T, heads, head_dim]."""
         cos, signed_sin = self.rotary
         return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), signed_sin)
 
 
 class _FeatureProjection:
-    """`fc`: from the outputs of the target's layers to one vector a token."""
+    """`fc`: projection of the outputs of the target's layers to one vector a token."""
 
     def __init__(self, file: HeadFile, target: TargetParts, form: Eagle3Format) -> None:
         count, width = len(form.feature_layers), target.embedding.shape[1]
@@ -155,7 +158,7 @@ class _FeatureProjection:
 
     @property
     def plain(self) -> Weights | None:
-        """What it multiplies by; None where it norms as well."""
+        """Weights of the projection; None if it also normalises."""
         return _weights(self._fc) if self._whole is None and self._each is None else None
 
     def __call__(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -171,7 +174,7 @@ class _FeatureProjection:
 
 
 class _Layer:
-    """One of the head's decoder layers; the first reads the embedding beside the feature."""
+    """One of the head's decoder layers; the first reads the embedding and the feature."""
 
     def __init__(self, file: HeadFile, target: TargetParts, form: Eagle3Format, index: int) -> None:
         config, name = form.layer, f"layers.{index}"
@@ -201,7 +204,7 @@ class _Layer:
         return self._down.add_to(hidden, silu(gate) * up)
 
     def plain(self) -> dict[str, Any]:
-        """Of the head's first layer, what `FeatureLayer` says of it."""
+        """Return the fields of `FeatureLayer` that describe this layer, the head's first."""
         return {
             "qkv": _weights(self._qkv), "output": _weights(self._output), "gate_up": _weights(self._gate_up),
             "down": _weights(self._down), "embedding_gains": self._input_gains, "feature_gains": self._feature_gains,
@@ -210,11 +213,11 @@ class _Layer:
         }  # fmt: skip
 
     def store(self, hidden: torch.Tensor, place: _Place) -> None:
-        """Writes this layer's KV, and computes no more of it than that takes."""
+        """Write this layer's KV without computing the rest of the layer."""
         self._attend(self._read(hidden, place)[0], place)
 
     def _read(self, hidden: torch.Tensor, place: _Place) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attention reads, and the residual that its output is added to."""
+        """Return the input of attention, and the residual that its output is added to."""
         if self._feature_gains is None:
             return self._norm(hidden, self._input_gains), hidden
         feature = self._norm(hidden, self._feature_gains)
@@ -222,7 +225,7 @@ class _Layer:
         return normed, feature if self._norms_before_residual else hidden
 
     def _attend(self, normed: torch.Tensor, place: _Place) -> torch.Tensor:
-        """[T, heads * head_dim]."""
+        """Return the output [T, heads * head_dim] of attention."""
         heads, dim = self.num_heads, self.head_dim
         both, value = (
             self._qkv(normed).view(len(normed), -1, dim).split((heads + self.num_kv_heads, self.num_kv_heads), dim=1)
@@ -239,23 +242,23 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _LayerReader:
-    """Takes one decoder layer's weights out of a file."""
+    """Reader of one decoder layer's weights."""
 
     file: HeadFile
     target: TargetParts
     name: str
 
     def gains(self, part: str, size: int) -> torch.Tensor:
-        """Of a norm: [size]."""
+        """Return the gains [size] of a norm."""
         return self.file.weight(self.target, f"{self.name}.{part}.weight", size)
 
     def product(self, group: str, sizes: dict[str, int], inputs: int) -> Projection:
-        """One product of several that share their input, side by side, in the order of `sizes`."""
+        """Return one projection for several that share their input, with outputs in the order of `sizes`."""
         names = {f"{self.name}.{group}.{part}": size for part, size in sizes.items()}
         weights = [self.file.weight(self.target, f"{name}.weight", size, inputs) for name, size in names.items()]
         biased = {name: size for name, size in names.items() if f"{name}.bias" in self.file.tensors}
         if len(biased) not in (0, len(names)):
-            raise refusal(f"{self.file.path}: some of {', '.join(names)} have a bias, and some have none")
+            raise refusal(f"{self.file.path}: only some of {', '.join(names)} have a bias")
         biases = [self.file.weight(self.target, f"{name}.bias", size) for name, size in biased.items()]
         return self.target.project(torch.cat(weights), torch.cat(biases) if biases else None)
 
@@ -269,7 +272,7 @@ def _plain_name(name: str) -> str:
 
 
 def _embedding(file: HeadFile, target: TargetParts, form: Eagle3Format) -> torch.Tensor:
-    """[rows, F]: the head's own table, or else the target's."""
+    """Return the embedding [rows, F]: the head's own table, or else the target's."""
     if "embed_tokens.weight" in file.tensors:
         table = file.weight(target, "embed_tokens.weight", None, form.layer.hidden_size)
         if len(table) < target.vocabulary_size:
@@ -280,7 +283,7 @@ def _embedding(file: HeadFile, target: TargetParts, form: Eagle3Format) -> torch
         return table
     if target.embedding.shape[1] != form.layer.hidden_size:
         raise refusal(
-            f"{file.path} lacks the tensor embed_tokens.weight, and the target's own is {list(target.embedding.shape)} "
-            f"where {form.layer.hidden_size} columns are needed"
+            f"{file.path} lacks the tensor embed_tokens.weight, and the target's own has shape "
+            f"{list(target.embedding.shape)}, where the head needs {form.layer.hidden_size} columns"
         )
     return target.embedding

@@ -1,7 +1,6 @@
-"""From a local draft's name to its head: the one place that knows the kinds.
+"""Make the draft head of a local draft's kind.
 
-Not here: what a kind computes. Called by `specdec.engine.local_drafting`, and where a head learns
-(`specdec.learning.heads`).
+Called by `specdec.engine.local_drafting` and, for training, by `specdec.learning.heads`.
 """
 
 from __future__ import annotations
@@ -16,33 +15,35 @@ from specdec.engine.heads.mtp import load_mtp
 from specdec.errors import Unsupported
 from specdec.settings.draft_specs import LocalDraftSpec
 
-#: Those whose weights lie in a file of their own.
+#: Kinds whose weights are in a separate file.
 _OF_FILE: dict[str, Callable[[HeadFile, TargetParts], DraftHead]] = {"eagle3": Eagle3, "medusa": Medusa}
 
 
 def load_head(spec: LocalDraftSpec, target: TargetParts) -> DraftHead:
-    """Makes a head for a target.
+    """Return the head of a local draft for a target.
 
     Raises:
-        Unsupported: there is no head of this kind here.
-        InvalidRequest: its files are missing, or do not fit the target; one sentence says which.
+        Unsupported: the kind is unknown.
+        InvalidRequest: its files are missing or do not fit the target; the message names them.
     """
     if spec.kind == "mtp":
         return load_mtp(spec, target)
     if spec.kind not in _OF_FILE:
-        raise Unsupported(f"local draft {spec}: there are no {spec.kind} heads here", field="local_draft")
+        kinds = ", ".join((*_OF_FILE, "mtp"))
+        raise Unsupported(f"local draft {spec}: heads of kind {spec.kind} are not supported; use {kinds}",
+                          field="local_draft")  # fmt: skip
     return head_of_file(spec.kind, HeadFile.read(spec.path), target)
 
 
 def head_of_file(kind: str, file: HeadFile, target: TargetParts) -> DraftHead:
-    """Makes a head of tensors that are there already.
+    """Return a head of tensors that are already read.
 
     Args:
-        kind: one whose weights lie in a file of their own.
-        file: with them.
-        target: that it is for.
+        kind: kind whose weights are in a separate file.
+        file: the head's tensors.
+        target: target of the head.
 
     Raises:
-        InvalidRequest: they do not fit the target; one sentence says which.
+        InvalidRequest: the tensors do not fit the target; the message names one.
     """
     return _OF_FILE[kind](file, target)

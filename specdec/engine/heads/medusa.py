@@ -1,12 +1,12 @@
 """Medusa (Cai et al. 2024, arXiv:2401.10774): residual blocks on the last hidden state, one head for each draft token.
 
 Head i (from 0) reads the feature of the last position that the target has run and gives the distribution of the token
-i + 2 places after it: the target's own head gave the one after it, which is committed by then. The heads see none of
-the tokens between, so gamma is at most their number and acceptance falls with depth. They attend to nothing.
+i + 2 places after it. The target's own head gave the token directly after it, which is committed by then. The heads do
+not see the tokens between, so gamma is at most their number and acceptance falls with depth. They do not attend.
 
-Read are the original files (`medusa_lm_head.pt` or `.safetensors`: HEAD.LAYER.linear.weight and .bias, then
-HEAD.LAYERS.weight) and vLLM's (`blocks.HEAD.layers.LAYER.weight`, `lm_heads.HEAD.weight`, `token_map`). How many heads
-and layers there are is counted by the tensors: the configurations that are uploaded beside them are often wrong.
+Two formats are read: the original files (`medusa_lm_head.pt` or `.safetensors`: HEAD.LAYER.linear.weight and .bias,
+then HEAD.LAYERS.weight) and vLLM's (`blocks.HEAD.layers.LAYER.weight`, `lm_heads.HEAD.weight`, `token_map`). The
+numbers of heads and layers are counted from the tensors, because published configurations are often wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight")
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """One head: x -> x + silu(block(x)) block after block, then the logits."""
+    """One head: x -> x + silu(block(x)) for each block, then the logits."""
 
     blocks: tuple[Projection, ...]
     logits: Projection
@@ -48,15 +48,15 @@ class Medusa(DraftHead):
     kv_layers = ()
 
     def __init__(self, file: HeadFile, target: TargetParts) -> None:
-        """Takes the heads of a file for a target.
+        """Make the heads of a file for a target.
 
         Raises:
-            InvalidRequest: a tensor is missing, or does not fit the target.
+            InvalidRequest: a tensor is missing or does not fit the target.
         """
         self.feature_layers = (target.config.num_hidden_layers - 1,)
         self.feature_size = target.embedding.shape[1]
         self._norm = target.norm
-        # Before the names are made plain: the same weights under other names are the same head.
+        # Taken before the tensors are renamed.
         self.fingerprint = file.fingerprint()
         file.rename(lambda name: _PREFIXES.sub("", name))
         self._vocabulary = DraftVocabulary.of_token_map(file, target)
@@ -66,14 +66,14 @@ class Medusa(DraftHead):
         self.max_draft_tokens = num_heads
 
     def features(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[T, H]: what the target's own head reads."""
+        """Return the input [T, H] of the target's own head."""
         return self._norm(hidden[0])
 
     def extend(self, tokens: HeadTokens) -> None:
-        """Nothing: these heads do not attend."""
+        """Do nothing: these heads do not attend."""
 
     def draft(self, tokens: HeadTokens, verified: torch.Tensor, draft_index: torch.Tensor) -> HeadDraft:
-        """One draft step; see `DraftHead.draft`."""
+        """Run one draft step; see `DraftHead.draft`."""
         depths = draft_index.tolist()
         rows = verified.new_empty(len(depths), self._vocabulary.size)
         for depth in set(depths):
@@ -83,11 +83,13 @@ class Medusa(DraftHead):
 
 
 def _count_heads(file: HeadFile) -> int:
-    """Heads there are, from the first on without a gap."""
+    """Return the number of heads. Raises InvalidRequest: there are none, or one is missing between them."""
     found = {int(match[1]) for name in file.tensors if (match := _ORIGINAL.fullmatch(name) or _BLOCK.fullmatch(name))}
     found |= {int(match[1]) for name in file.tensors if (match := re.fullmatch(r"lm_heads\.(\d+)\.weight", name))}
     if not found:
-        raise refusal(f"{file.path} holds no Medusa head: no tensor 0.0.linear.weight and no blocks.0.layers.0.weight")
+        raise refusal(
+            f"{file.path} has no Medusa head: it lacks the tensors 0.0.linear.weight and blocks.0.layers.0.weight"
+        )
     if len(found) <= max(found):  # a name may say any number
         gap = next(head for head in range(len(found)) if head not in found)
         raise refusal(f"{file.path} lacks Medusa head {gap} of {max(found) + 1}")
@@ -125,11 +127,11 @@ def _read_vllm_head(file: HeadFile, target: TargetParts, head: int, draft_size: 
 
 
 def _logits(file: HeadFile, target: TargetParts, name: str, draft_size: int) -> Projection:
-    """The product that gives a head's logits, over the tokens that it names."""
+    """Return the projection to a head's logits, in the draft vocabulary."""
     width = target.embedding.shape[1]
     rows = file.take(name, None, width).shape[0]
     if rows > draft_size and "token_map" in file.tensors:
-        # Written before the map was chosen: the map picks its rows.
+        # The tensor was written before the map was chosen, so the map selects its rows.
         chosen = file.take("token_map", draft_size).long()
         if int(chosen.max()) >= rows:
             raise refusal(f"{file.path}: the tensor token_map names row {int(chosen.max())} of {rows} of {name}")

@@ -1,9 +1,9 @@
-"""MTP: the heads for further tokens that a checkpoint brings (DeepSeek-V3 2024, arXiv:2412.19437, section 2.2).
+"""MTP: multi-token prediction layers that a checkpoint contains (DeepSeek-V3 2024, arXiv:2412.19437, section 2.2).
 
 A decoder layer of the model's own kind reads a token's embedding and the hidden state of the position before it, each
-normalised, through one product of both. Which models have such weights, under which names and in which order they are
-joined, is Transformers' knowledge (`MtpModel`); here its layer runs over the paged cache, one position at a time. Of
-several layers the first one drafts every token, with its own output as the next hidden state.
+normalised, through one projection of both. Transformers' `MtpModel` knows which models have such weights, their names
+and the order of concatenation; this module runs its layer over the paged cache, one position at a time. If there are
+several layers, the first one drafts every token, with its own output as the next hidden state.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Mtp(DraftHead):
     fingerprint = "mtp"  # the checkpoint's own fingerprint covers its weights
 
     def __init__(self, model: PreTrainedModel, target: TargetParts) -> None:
-        """Reads the layer from the checkpoint that `model` was loaded from.
+        """Read the layer from the checkpoint that `model` was loaded from.
 
         Raises:
-            Unsupported: models of this type bring none, or it attends in a way that a head cannot.
-            InvalidRequest: the checkpoint lacks its weights.
+            Unsupported: models of this type have none, or it attends in a way that heads do not support.
+            InvalidRequest: the checkpoint lacks the layer's weights.
         """
         config = model.config.get_text_config()
         if not getattr(config, "num_mtp_layers", None):
-            raise Unsupported(f"a model of type {config.model_type} brings no MTP layers that are known", field=FIELD)
+            raise Unsupported(f"a model of type {config.model_type} has no supported MTP layer", field=FIELD)
         self.feature_layers = (config.num_hidden_layers - 1,)
         self.feature_size = target.embedding.shape[1]
         self._norm, self._vocabulary_size = target.norm, target.vocabulary_size
@@ -52,22 +52,25 @@ class Mtp(DraftHead):
             tokens = torch.zeros(2, dtype=torch.int64, device=target.device)
             self._forward(tokens, torch.arange(2, device=target.device), zeros)
         if any(layer.kind.softcap is not None or layer.kind.has_sinks for layer in layers):
-            raise Unsupported(f"the MTP layer of type {config.model_type} attends with bounds or sinks", field=FIELD)
+            raise Unsupported(
+                f"the MTP layer of type {config.model_type} uses a softcap or attention sinks, which are not supported",
+                field=FIELD,
+            )
         self._set_attention(ATTENTION_NAME)
         self.kv_layers = tuple((marked_shape(layer.shape), layer.kind) for layer in layers)
 
     def features(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[T, H]: the last hidden state as the model's own head reads it."""
+        """Return the last hidden state [T, H] as the model's own head reads it."""
         return self._norm(hidden[0])
 
     def extend(self, tokens: HeadTokens) -> None:
-        """Writes the KV of verified tokens; see `DraftHead.extend`."""
+        """Write the KV of verified tokens; see `DraftHead.extend`."""
         self._run(tokens)
 
     def draft(self, tokens: HeadTokens, verified: torch.Tensor, draft_index: torch.Tensor) -> HeadDraft:
-        """One draft step; see `DraftHead.draft`."""
+        """Run one draft step; see `DraftHead.draft`."""
         hidden = self._run(tokens)
-        # As the model scales it: some divide first, some have rows that belong to no token.
+        # The model's own projection: some models divide first, and some have rows that belong to no token.
         logits = self._mtp._project_to_logits(hidden)
         return HeadDraft(hidden, logits[:, : self._vocabulary_size].float())
 
@@ -76,7 +79,7 @@ class Mtp(DraftHead):
             return self._forward(tokens.token_ids, tokens.positions, tokens.previous)
 
     def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        """[T, H]"""
+        """Return the layer's output [T, H]."""
         hidden: torch.Tensor = self._mtp.forward_layer(
             0, previous.unsqueeze(0), positions.unsqueeze(0), None, input_ids=token_ids.unsqueeze(0)
         )
@@ -87,9 +90,9 @@ class Mtp(DraftHead):
 
 
 def load_mtp(spec: LocalDraftSpec, target: TargetParts) -> Mtp:
-    """Reads the MTP layer that the target's checkpoint brings. Raises as `Mtp`."""
+    """Read the MTP layer of the target's checkpoint. Raises as `Mtp`."""
     if target.model is None:
-        raise Unsupported("MTP layers are read beside a model that is loaded whole", field=FIELD)
+        raise Unsupported("an MTP layer needs its target loaded as a whole model", field=FIELD)
     return Mtp(target.model, target)
 
 
@@ -97,7 +100,7 @@ def _read_layers(model: PreTrainedModel) -> MtpModel:
     try:
         with quietly():
             return cast(MtpModel, MtpModel.from_pretrained(model, device_map={"": model.device}).eval())
-    except Exception as error:  # transformers and safetensors raise many kinds for weights that are not there
+    except Exception as error:  # transformers and safetensors raise many kinds of errors for missing weights
         raise InvalidRequest(
             f"{model.config.name_or_path}: its MTP layer cannot be read: {first_line(error)[:300]}", field=FIELD
         ) from error
@@ -105,7 +108,7 @@ def _read_layers(model: PreTrainedModel) -> MtpModel:
 
 @dataclass(frozen=True, slots=True)
 class _HeadAttention:
-    """What the modules of the layer attend in: `engine.model.attention.LayerContext`."""
+    """`engine.model.attention.LayerContext` of the layer's modules."""
 
     tokens: HeadTokens
     calls: Iterator[int] = field(default_factory=count)
@@ -120,5 +123,5 @@ class _HeadAttention:
         softcap: float | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `PagedContext.attend_layer`, without bounds or sinks."""
+        """Attend as `PagedContext.attend_layer`, without softcap or sinks."""
         return attend_after_first(self.tokens, layer_index, query, key, value, scale)

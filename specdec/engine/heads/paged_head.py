@@ -1,9 +1,8 @@
-"""A draft head on paged slots: its features and KV lie in layers of the target's own cache.
+"""Run a draft head on paged slots: its features and KV are in layers of the target's own cache.
 
-After a full step of the worker it takes the outputs of the layers that the head reads (`note_step`); a draft step is
-all its own (`draft`). Both see the plan that the worker got; `engine.model.model_runner.LocalHead` is what workers know
-of it. Not here: what a head computes (`base`), the target's own layers. Called by a worker, on the device thread, in
-inference mode.
+After a full step of the worker it stores the features of the layers that the head reads (`note_step`); a draft step
+runs the head alone (`draft`). Both take the worker's plan. Implements `engine.model.model_runner.LocalHead`; called by
+a worker, on the device thread, in inference mode.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from specdec.engine.model.feature_layer import FeatureLayer
 from specdec.engine.model.kv_cache import KvCache, LayerKv, LayerShape
 from specdec.types import BLOCK_TOKENS
 
-#: How a head without layers attends: not at all.
+#: Placeholder kind of a head that does not attend.
 _NO_ATTENTION = AttentionKind(window=None, queries_per_kv_head=1, softcap=None)
 
 
 def layers_of(head: DraftHead) -> list[LayerShape]:
-    """The cache's layers that a head needs, in their order: its features, then its KV."""
+    """Return the cache layers that a head needs, in order: its features, then its KV."""
     return [LayerShape(num_kv_heads=1, key_dim=head.feature_size, value_dim=0), *(shape for shape, _ in head.kv_layers)]
 
 
@@ -37,10 +36,10 @@ class PagedHead:
     def __init__(self, head: DraftHead, cache: KvCache, first_layer: int, *, dtype: torch.dtype) -> None:
         """
         Args:
-            head: the modules.
-            cache: of the worker, with `layers_of(head)` from `first_layer` on.
+            head: the head's modules.
+            cache: cache of the worker, with `layers_of(head)` from `first_layer` on.
             first_layer: index into the cache's layers.
-            dtype: of the cache.
+            dtype: dtype of the cache.
         """
         kinds = [kind for _, kind in head.kv_layers] or [_NO_ATTENTION]
         self.feature_layers = head.feature_layers
@@ -50,18 +49,18 @@ class PagedHead:
         self._features = cache.layers[first_layer]
         self._first_kv_layer = first_layer + 1
         self._kinds = tuple(dict.fromkeys(kinds))
-        # The layers before are the target's, and nobody attends in them here.
+        # The layers before are the target's, which this object does not use.
         self._kind_of_layer = (*[0] * self._first_kv_layer, *(self._kinds.index(kind) for kind in kinds))
         self._dtype = dtype
         self._device = self._features.rows.device
 
     @property
     def layer(self) -> FeatureLayer | None:
-        """See `model_runner.LocalHead`."""
+        """See `model_runner.LocalHead.layer`."""
         return self._head.layer
 
     def note_step(self, plan: StepPlan, hidden: Sequence[torch.Tensor], slots: torch.Tensor | None = None) -> None:
-        """Writes features, and the head's KV, of the tokens that a full step has run; see `model_runner.LocalHead`."""
+        """Write features and the head's KV of the tokens of a full step; see `model_runner.LocalHead.note_step`."""
         if slots is None:
             slots = _index(_slots(plan.slices, 0), self._device)
         self._features.write(slots, self._head.features(hidden))
@@ -71,9 +70,9 @@ class PagedHead:
         self._head.extend(self._tokens(plan, batch))
 
     def draft(self, plan: StepPlan) -> torch.Tensor:
-        """One draft step: float [B, V], rows in the order of the plan."""
+        """Run one draft step; return the logits, float [B, V], in the order of the plan."""
         batch = self._batch(plan)
-        # The last position that a full step has run, before the first token of the draft.
+        # Slices whose previous position is the last that a full step has run.
         before = [
             SequenceSlice((0,), part.start - part.draft_index, part.block_table, 0, part.draft_index)
             for part in plan.slices
@@ -90,7 +89,7 @@ class PagedHead:
         return build_batch(plan, self._kinds, dtype=self._dtype, device=self._device)
 
     def _tokens(self, plan: StepPlan, batch: StepBatch) -> HeadTokens:
-        """The plan's tokens in the order of the batch."""
+        """Return the plan's tokens in the order of the batch."""
         positions = [part.start + offset for part in plan.slices for offset in range(len(part.token_ids))]
         previous = self._read(_slots(plan.slices, -1), positions)
         context = PagedContext(batch, self._cache, self._kind_of_layer)
@@ -101,14 +100,14 @@ class PagedHead:
         return HeadTokens(batch.token_ids[0], batch.position_ids[0], previous[_order(plan, batch)], attend)
 
     def _read(self, slots: NDArray[np.int64], positions: Sequence[int]) -> torch.Tensor:
-        """[T, F]: the features in `slots`, those before `positions`; zeros before a session's first token."""
+        """Return the features [T, F] in `slots`, which precede `positions`; zeros before a session's first token."""
         features = self._features.rows.index_select(0, _index(slots, self._device))
         is_first = torch.tensor([position == 0 for position in positions], device=self._device)
         return features.masked_fill_(is_first.unsqueeze(1), 0.0)
 
 
 def _slots(slices: Sequence[SequenceSlice], shift: int) -> NDArray[np.int64]:
-    """The slot of the position `shift` after each token of the slices, and of position 0 where there is none."""
+    """Return the slot of the position `shift` after each token of the slices, or of position 0 if that is negative."""
     found = []
     for part in slices:
         positions = np.maximum(np.arange(part.start, part.start + len(part.token_ids)) + shift, 0)
@@ -118,7 +117,7 @@ def _slots(slices: Sequence[SequenceSlice], shift: int) -> NDArray[np.int64]:
 
 
 def _order(plan: StepPlan, batch: StepBatch) -> torch.Tensor:
-    """int64 [T]: which of the plan's tokens stands at each place of the batch; no slot is written twice in a step."""
+    """Return int64 [T]: index in the plan of each token of the batch; no slot is written twice in a step."""
     by_slot = np.argsort(_slots(plan.slices, 0))
     ranks = torch.argsort(torch.argsort(batch.slots))
     return _index(by_slot, batch.slots.device)[ranks]

@@ -1,9 +1,9 @@
-"""Weights rounded to int8 with one scale per output: the rounding, layers that hold them, and the product on a CPU.
+"""Weights rounded to int8 with one scale per output: the rounding, layers that hold them, and a projection for CPUs.
 
-A model whose layers hold int8 weights still runs, by its own forward, with what its weights were rounded to: a worker
-made of it is compared with that, and half of the memory is free before anything counts what is left. `Int8Projection`
-multiplies with PyTorch's operations on a CPU, where the native kernels do not compute the model
-(docs/adr/0005-int8-weights.md). Called by `engine.loader`, `engine.native`, `engine.cuda_graphs` and `engine.parallel`.
+A model whose layers hold int8 weights still runs by its own forward pass, with the rounded values, so a worker can be
+compared with it; and the memory of the original weights is free before the KV pool is sized. `Int8Projection` uses
+PyTorch's operations on a CPU, for models that native kernels do not support (docs/adr/0005-int8-weights.md). Called by
+`engine.loader`, `engine.native`, `engine.cuda_graphs` and `engine.parallel`.
 """
 
 from __future__ import annotations
@@ -17,39 +17,40 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from specdec.engine.cuda_settings import release_freed
+from specdec.engine.cuda_device import release_freed
 from specdec.engine.linear.protocol import AnyProjection
 
-#: Integers are symmetric about 0.
+#: Largest magnitude of an integer; the range is symmetric.
 LARGEST_INT8 = 127
-# Outputs of a weight that are rounded at a time: a whole weight in float32 may be gigabytes.
+# Outputs of a weight that are rounded at a time: a whole weight in float32 may take gigabytes.
 _ROUNDED_AT_ONCE = 4096
 # From this many rows on, PyTorch's int8 kernel is slower than a float32 product of the same integers.
 _MANY_ROWS = 24
-# The kernel's inner loop takes this many inputs at once, and reads past the end of a weight that is no multiple of it.
+# The kernel's inner loop takes this many inputs at once, and reads past the end of a weight of any other multiple.
 _KERNEL_INPUTS = 16
 
 
 class Int8Weight(NamedTuple):
-    """A weight [out, in] as integers from -127 to 127, and what each output's are multiplied by."""
+    """A weight [out, in] as integers from -127 to 127, with one scale per output."""
 
     integers: torch.Tensor
     """int8 [out, in], contiguous."""
     scales: torch.Tensor
-    """[out], in the dtype that the product takes."""
+    """[out], in the dtype that the kernel needs."""
 
     def rounded(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """What it stands for: [out, in]."""
+        """Return the rounded weight [out, in]."""
         return (self.integers.to(torch.float32) * self.scales[:, None]).to(dtype)
 
 
 Int8ProjectionMaker = Callable[[Int8Weight, torch.Tensor | None], AnyProjection]
-#: Of the module of that name: what its outputs' weights reach up to, float32 [out], of what those that are here do.
+#: Maps a module's name and the largest magnitudes of its outputs' weights in this process, float32 [out], to those of
+#: the whole weights.
 Reach = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def own_reach(_name: str, own: torch.Tensor) -> torch.Tensor:
-    """Of a module that is here as a whole."""
+    """Return the magnitudes of a module that this process holds as a whole."""
     return own
 
 
@@ -63,15 +64,15 @@ def round_to_int8(
 
     Args:
         weight: float [out, in].
-        reach: where only a part of the inputs is here, maps the largest magnitude of each output, float32 [out], to
-            that of the whole weight.
+        reach: maps the largest magnitude of each output, float32 [out], to that of the whole weight, if this process
+            holds a part of the inputs only.
         scale_dtype: dtype of the scales. They are rounded to it first, so that the integers make up for it.
     """
     integers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    largest = torch.linalg.vector_norm(weight, ord=torch.inf, dim=1).to(torch.float32)  # copies no weight
+    largest = torch.linalg.vector_norm(weight, ord=torch.inf, dim=1).to(torch.float32)  # makes no copy of the weight
     if reach is not None:
         largest = reach(largest)
-    # Any scale will do for an output whose weights are all 0.
+    # An output whose weights are all 0 may have any scale.
     scales = (largest / LARGEST_INT8).clamp_(min=torch.finfo(scale_dtype).tiny).to(scale_dtype)
     for first in range(0, len(weight), _ROUNDED_AT_ONCE):
         part = slice(first, first + _ROUNDED_AT_ONCE)
@@ -81,12 +82,12 @@ def round_to_int8(
 
 
 def hold_in_int8(model: PreTrainedModel, make: Int8ProjectionMaker, reach: Reach = own_reach) -> None:
-    """Rounds the weights of a model's linear layers, but for the head's, one layer after the other.
+    """Round the weights of a model's linear layers except the head, one layer after the other.
 
     Args:
-        model: loaded.
-        make: what is to multiply with them while serving.
-        reach: of a module of which a part of the inputs is here, to be rounded as the whole is.
+        model: loaded model.
+        make: makes the projection that serves a rounded weight.
+        reach: see `Reach`; parts of a weight are then rounded as the whole weight is.
     """
     head = model.get_output_embeddings()
     for parent in list(model.modules()):
@@ -98,7 +99,7 @@ def hold_in_int8(model: PreTrainedModel, make: Int8ProjectionMaker, reach: Reach
 
 
 class Int8Linear(nn.Module):
-    """Stands for an `nn.Linear` whose weight was rounded; see `engine.linear.projection.fuse_linears`."""
+    """Linear layer that holds a rounded weight; see `engine.linear.projection.fuse_linears`."""
 
     def __init__(
         self, original: nn.Linear, make: Int8ProjectionMaker, reach: Callable[[torch.Tensor], torch.Tensor]
@@ -112,15 +113,15 @@ class Int8Linear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """What the weight was rounded to, made anew; for modules that look at it."""
+        """Rounded weight, computed at each access, for modules that read it."""
         return self.held.rounded(self._dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> x W^T + b [..., out], with the weight made anew."""
+        """Return x W^T + b [..., out] of x [..., in], with the weight computed from its integers."""
         return linear(x, self.held.rounded(x.dtype), self.bias)
 
     def joined(self, others: Sequence[Int8Linear]) -> AnyProjection:
-        """One projection whose outputs are this layer's and those of others that share its inputs, side by side."""
+        """Return one projection with the outputs of this layer and of others that share its inputs, concatenated."""
         if not others:
             return self._make(self.held, _detached(self.bias))
         layers = (self, *others)
@@ -154,7 +155,7 @@ class Int8Projection(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """float32 [out, in], for modules that look at the weights of their linear layers; made anew each time."""
+        """Rounded weight, float32 [out, in], computed at each access, for modules that read it."""
         return self.held.rounded()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -164,12 +165,12 @@ class Int8Projection(nn.Module):
         return output.view(*x.shape[:-1], self.out_features)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual [T, out] + forward(x [T, in])."""
+        """Return residual [T, out] + forward(x [T, in])."""
         output = residual + self._product(x)
         return output if self.bias is None else output.add_(self.bias)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> bfloat16 [rows, out]."""
+        """Return the product of x [..., in] with the weight, bfloat16 [rows, out]."""
         rows = x.reshape(-1, self.in_features).to(torch.bfloat16)
         if len(rows) < _MANY_ROWS and self.in_features % _KERNEL_INPUTS == 0:
             return torch._weight_int8pack_mm(rows, *self.held)

@@ -1,10 +1,10 @@
-"""Linear layers stored the way they multiply fastest.
+"""Linear layers whose weights are stored in the layout that multiplies fastest.
 
-PyTorch's CPU product of a few rows with a weight as checkpoints store it reaches a fraction of the memory bandwidth.
-Two other layouts do better: for one or two rows the transpose, contiguous (where there are at least as many outputs as
-inputs), from three rows on oneDNN's own blocked layout. Models up to `_BOTH_LAYOUTS_BYTES` keep both, larger ones the
-blocked one alone; docs/history/log.md has the figures. The checkpoint is not touched; results differ from `nn.Linear`
-by rounding alone. Called by `engine.loader` and `engine.model.llama_stack`.
+On a CPU, PyTorch's product of a few rows with a weight as checkpoints store it reaches a fraction of the memory
+bandwidth. Two other layouts are faster: for one or two rows the contiguous transpose (if there are at least as many
+outputs as inputs), from three rows on oneDNN's blocked layout. Models up to `_BOTH_LAYOUTS_BYTES` keep both, larger
+ones the blocked one alone; docs/history/log.md has the measurements. Results differ from `nn.Linear` by rounding alone.
+Called by `engine.loader` and `engine.model.llama_stack`.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from transformers import PreTrainedModel
 from specdec.engine.linear.int8 import Int8Linear
 from specdec.engine.linear.protocol import AnyProjection, ProjectionMaker
 
-# Up to this many rows the transposed layout is the faster one.
+# Up to this many rows the transposed layout is faster.
 _FEW_ROWS = 2
-# What oneDNN chooses its blocks for; it matters little beyond one row.
+# Number of rows for which oneDNN chooses its blocks; it matters little beyond one row.
 _TYPICAL_ROWS = 5
 _BOTH_LAYOUTS_BYTES = 1 << 30
 
 
 class Projection(nn.Module):
-    """x [..., in] -> x W^T + b [..., out]."""
+    """Linear layer: x [..., in] -> x W^T + b [..., out]."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, both_layouts: bool = True, is_blocked: bool = True
     ) -> None:
-        """Takes a weight over.
+        """Store a weight.
 
         Args:
             weight: [out, in].
             bias: [out].
-            both_layouts: keep a layout for few rows beside the one for many.
-            is_blocked: use oneDNN's layout where it is the faster one. False: keep the checkpoint's.
+            both_layouts: keep a layout for few rows beside the one for many rows.
+            is_blocked: use oneDNN's layout where it is faster; False keeps the checkpoint's layout.
         """
         super().__init__()
         weight = weight.detach()
@@ -53,7 +53,7 @@ class Projection(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """[out, in], for modules that look at the weights of their linear layers; made anew where need be."""
+        """Weight [out, in], for modules that read it; computed at each access if only the blocked layout is kept."""
         if self.weight_t is not None:
             return self.weight_t.t()
         assert self.blocked is not None
@@ -70,7 +70,7 @@ class Projection(nn.Module):
         return product
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual [T, out] + forward(x [T, in])."""
+        """Return residual [T, out] + forward(x [T, in])."""
         if self._prefers_plain(x):
             assert self.weight_t is not None
             output = torch.addmm(residual, x, self.weight_t)
@@ -83,11 +83,11 @@ class Projection(nn.Module):
 
 
 class LogitsProjection(Projection):
-    """A head of 16 bits on a GPU, whose logits stay in the float32 of their sums: rounded, many would tie."""
+    """Head of 16 bits on a GPU whose logits stay in float32: rounded to 16 bits, many would tie."""
 
     @staticmethod
     def fits(weight: torch.Tensor) -> bool:
-        """Whether PyTorch multiplies so on this device: tried, not asked."""
+        """Return whether PyTorch supports such a product on this device, by trying one."""
         if weight.device.type != "cuda" or weight.dtype == torch.float32:
             return False
         try:
@@ -105,10 +105,10 @@ class LogitsProjection(Projection):
 
 
 def _blocked(weight: torch.Tensor) -> torch.Tensor | None:
-    """oneDNN's layout of a weight; None where the product would not use it."""
+    """Return oneDNN's layout of a weight; None if the product would not use it."""
     if weight.device.type != "cpu" or weight.dtype == torch.float16 or not torch.backends.mkldnn.is_available():
         return None
-    # In bfloat16 it has products for AVX-512 and AVX-NE-CONVERT alone, and refuses any other processor.
+    # oneDNN multiplies bfloat16 on processors with AVX-512 or AVX-NE-CONVERT alone.
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None
     blocked: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
@@ -116,24 +116,24 @@ def _blocked(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def keeps_both_layouts(model: nn.Module) -> bool:
-    """Whether a model is small enough for a second copy of its linear weights."""
+    """Return whether a model is small enough for a second copy of its linear weights."""
     return sum(parameter.nbytes for parameter in model.parameters()) <= _BOTH_LAYOUTS_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectionKinds:
-    """How a model's linear layers are stored: each makes a projection of a weight and a bias."""
+    """Makers of the projections of a model's linear layers."""
 
     inner: ProjectionMaker
-    """Of the layers."""
+    """Maker for the decoder layers."""
     head: ProjectionMaker
-    """Of the logits."""
+    """Maker for the head."""
 
 
 def fuse_linears(linears: Sequence[nn.Linear | Int8Linear], make: ProjectionMaker) -> AnyProjection:
-    """One projection whose outputs are those of several that share their input, side by side.
+    """Return one projection with the concatenated outputs of several linear layers that share their input.
 
-    Layers whose weights are rounded know what multiplies with them.
+    Layers that hold int8 weights make their own projection instead of `make`.
     """
     rounded = [linear for linear in linears if isinstance(linear, Int8Linear)]
     if rounded:
@@ -146,7 +146,7 @@ def fuse_linears(linears: Sequence[nn.Linear | Int8Linear], make: ProjectionMake
 
 
 def relayout_linears(model: PreTrainedModel, kinds: ProjectionKinds) -> None:
-    """Replaces a model's linear layers by projections; a weight tied to an embedding stays beside its copy."""
+    """Replace a model's linear layers by projections; a weight tied to an embedding is copied."""
     head = model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

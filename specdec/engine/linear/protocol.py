@@ -1,4 +1,4 @@
-"""What the layers of a model require of a linear layer, however it is stored and multiplied."""
+"""Contract of a linear layer, for every way of storing and multiplying its weight."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 
 
 class AnyProjection(Protocol):
-    """What takes the place of a linear layer, or of several that share their input."""
+    """Replacement of a linear layer, or of several that share their input."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The same as `forward`."""
+        """Return `forward(x)`."""
         ...
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> [..., out]."""
+        """Return the outputs [..., out] of x [..., in]."""
         ...
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual [T, out] + forward(x [T, in])."""
+        """Return residual [T, out] + forward(x [T, in])."""
         ...
 
 

@@ -1,11 +1,11 @@
-"""The Triton kernel of linear layers that give a row the same bits in any company, with weights of 8, 16 or 32 bits.
+"""Triton kernel of linear layers that give a row the same bits in any batch, with weights of 8, 16 or 32 bits.
 
-One program makes a tile of outputs: it walks over all inputs in tiles of one size, from the first to the last, and adds
-each tile's product to what it has. Nothing is divided among programs and added up afterwards, and a tile's row sees its
-own inputs alone. So which numbers are added in which order depends neither on how many rows there are nor on which of
-them a row is. int8 weights become the inputs' dtype in registers, which holds every one of them exactly; their scales
-multiply the finished sums. Not here: sizes and launches (`engine.linear.row_products`). Imports Triton, so it is
-imported only where that is.
+One program computes a tile of outputs: it goes over all inputs in tiles of one size, from the first to the last, and
+adds each tile's product to its sums. No sum is divided among programs, and a row depends on its own inputs alone. So
+the order of a row's sum depends neither on the number of rows nor on the row's index. int8 weights are converted to the
+inputs' dtype in registers, which represents each of them exactly; their scales multiply the finished sums.
+`engine.linear.row_products` launches the kernel. This module imports Triton, so it is imported only where Triton is
+installed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 
-# The count of rows is another one in every step: none of them is worth a kernel of its own.
+# The number of rows differs from step to step; a specialised kernel for each would not pay.
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_rows(
     inputs,
@@ -33,26 +33,26 @@ def multiply_rows(
     TILE_INPUTS: tl.constexpr,
     WIDENS_OPERANDS: tl.constexpr,
 ):
-    """residual + (inputs times weight transposed) * scales + bias, one tile of it.
+    """Compute one tile of residual + (inputs times weight transposed) * scales + bias.
 
     Args:
         inputs: [T, NUM_INPUTS], rows `input_stride` apart.
         weight: [num_outputs, NUM_INPUTS], int8 or of the inputs' dtype, contiguous.
-        scales: [num_outputs]; None: all 1.
-        bias: [num_outputs]; None: all 0.
-        residual: [T, num_outputs], rows `residual_stride` apart; None: all 0.
+        scales: [num_outputs]; None for all 1.
+        bias: [num_outputs]; None for all 0.
+        residual: [T, num_outputs], rows `residual_stride` apart; None for all 0.
         output: [T, num_outputs], contiguous.
         num_rows: T.
-        num_outputs: of the layer.
-        input_stride: in elements.
-        residual_stride: likewise.
-        NUM_INPUTS: of the layer.
+        num_outputs: number of the layer's outputs.
+        input_stride: stride of the rows of `inputs`, in elements.
+        residual_stride: stride of the rows of `residual`, in elements.
+        NUM_INPUTS: number of the layer's inputs.
         TILE_ROWS: rows of a program.
         TILE_OUTPUTS: outputs of a program.
-        TILE_INPUTS: inputs of one product; it alone decides on a row's bits.
-        WIDENS_OPERANDS: products take their operands as float32: Triton's interpreter has none of bfloat16.
+        TILE_INPUTS: inputs of one product; the only size that decides on a row's bits.
+        WIDENS_OPERANDS: convert operands to float32, because Triton's interpreter has no bfloat16 products.
     """
-    # Programs that share weights are neighbours, so all but one find them in the device's cache.
+    # Programs that share weights are neighbours, so all except one find them in the device's cache.
     rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     outputs = tl.program_id(1) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
     is_row, is_output = rows < num_rows, outputs < num_outputs

@@ -1,9 +1,8 @@
-"""Linear layers through our own kernel: int8 weights on a GPU, and products that give a row the same bits anywhere.
+"""Linear layers by our own GPU kernel: int8 weights, and products that give a row the same bits in any batch.
 
-PyTorch's products choose their kernel, and with it the order of a row's sums, by the number of rows. Ours adds up in
-one order whatever a step holds, and reads int8 weights as they lie. Not here: the arithmetic
-(`engine.linear.row_kernels`), nor what is rounded to int8 (`engine.linear.int8`). Called by `engine.loader`,
-which hands `RowProjection` to the stack.
+PyTorch chooses its kernel, and with it the order of a row's sum, by the number of rows. Our kernel
+(`engine.linear.row_kernels`) has one order for all steps and reads int8 weights directly. Called by
+`engine.linear.choice` and `engine.loader`.
 """
 
 from __future__ import annotations
@@ -17,33 +16,33 @@ from specdec.engine.linear.int8 import Int8Weight
 from specdec.engine.options import first_line
 from specdec.errors import Unsupported
 
-# Tensor cores take so many rows at once: fewer are padded for nothing while a product is bound by reading its weight.
+# Rows that tensor cores take at once. Padding fewer rows costs nothing while reading the weight limits the speed.
 _FEW_ROWS = 16
 _SOME_ROWS = 64
-# From so many outputs on, programs of twice as many each still keep a device of 132 processors busy.
+# From this many outputs on, programs of twice as many outputs each still keep a device of 132 processors busy.
 _MANY_OUTPUTS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """What one program of a product takes. Guesses, until a device has timed them."""
+    """Sizes of one program of a product. They are estimates that have not been tuned on a device."""
 
     rows: int
     outputs: int
     inputs: int
-    """The same for every number of rows: it decides on a row's bits."""
+    """Inputs of a tile, the same for every number of rows, because it decides on a row's bits."""
     num_warps: int
     num_stages: int
-    """Tiles of inputs on their way at once."""
+    """Tiles of inputs that are loaded ahead."""
 
 
 def tiling(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tiling:
-    """The tiles of a product.
+    """Return the tiles of a product.
 
-    All of 16 bits are multiplied by the same instruction of tensor cores (two warps: four would have larger tiles take
-    another one), so that a row's bits do not depend on how many rows there are.
+    All 16-bit products use the same tensor-core instruction, so that a row's bits do not depend on the number of rows;
+    with four warps instead of two, larger tiles would use another one.
     """
-    if dtype == torch.float32:  # on no tensor core; what takes it instead takes long to compile for large tiles
+    if dtype == torch.float32:  # runs without tensor cores, by code that takes long to compile for large tiles
         return Tiling(16, 16, 32, num_warps=4, num_stages=3)
     if num_rows <= _FEW_ROWS:
         return Tiling(16, 16 if num_outputs < _MANY_OUTPUTS else 32, 128, num_warps=2, num_stages=6)
@@ -53,10 +52,10 @@ def tiling(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tiling:
 
 
 def require_kernel(field: str) -> None:
-    """Raises Unsupported, of what `field` asks for: Triton is missing here."""
+    """Raise Unsupported if Triton is missing. `field`: setting that needs the kernel."""
     try:
         import triton  # noqa: F401
-    except Exception as error:  # a broken installation raises whatever it happens to
+    except Exception as error:  # a broken installation may raise any error
         problem = f"{field} needs Triton, which cannot be imported: {first_line(error)}"
         raise Unsupported(problem, field=field) from error
 
@@ -69,19 +68,21 @@ def multiply(
     *,
     output_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """residual + inputs W^T + bias, summed in float32 and rounded once. Waits for nothing, so it can be recorded.
+    """Return residual + inputs W^T + bias, summed in float32 and rounded once.
+
+    It never waits for the device, so a CUDA graph can record it.
 
     Args:
         inputs: [T, in], of 16 or 32 bits.
         weight: [out, in], contiguous, of the same dtype, or in int8.
         bias: [out].
         residual: [T, out].
-        output_dtype: None: the inputs'.
+        output_dtype: dtype of the output; None is that of the inputs.
 
     Returns:
-        [T, out], each row's bits being those of the row alone.
+        [T, out]; each row has the same bits as if it were alone.
     """
-    # Imported late: where Triton is absent, so are these products and nothing else.
+    # Imported late, so that everything else works without Triton.
     from triton.runtime.interpreter import InterpretedFunction
 
     from specdec.engine.linear.row_kernels import multiply_rows
@@ -120,12 +121,12 @@ class RowProjection(nn.Module):
         *,
         output_dtype: torch.dtype | None = None,
     ) -> None:
-        """Takes a weight over.
+        """Store a weight.
 
         Args:
             weight: [out, in].
             bias: [out].
-            output_dtype: None: the inputs'.
+            output_dtype: dtype of the output; None is that of the inputs.
         """
         super().__init__()
         own: torch.Tensor | Int8Weight = weight if isinstance(weight, Int8Weight) else weight.detach().contiguous()
@@ -135,7 +136,7 @@ class RowProjection(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """[out, in], for modules that look at the weights of their linear layers; int8 ones in float32, made anew."""
+        """Weight [out, in], for modules that read it; int8 weights in float32, computed at each access."""
         return self._weight.rounded() if isinstance(self._weight, Int8Weight) else self._weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -143,5 +144,5 @@ class RowProjection(nn.Module):
         return output.view(*x.shape[:-1], output.shape[1])
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual [T, out] + forward(x [T, in])."""
+        """Return residual [T, out] + forward(x [T, in])."""
         return multiply(x, self._weight, self.bias, residual, output_dtype=self._output_dtype)

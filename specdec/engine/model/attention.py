@@ -1,9 +1,9 @@
-"""Attention over the paged cache, in the place of transformers' own.
+"""Attention over the paged cache, in place of transformers' own.
 
-Registered with transformers under `ATTENTION_NAME`; a model whose configuration carries that name calls
-`paged_attention_forward` in every layer, within `attending` to the step's `PagedContext`: some models hand no keyword
-argument down to their layers. Keys and values go from here into `kv_cache`, and out of it again; what a layer attended
-to goes on through the model, whose logits `model_runner` takes. Called by transformers' modules and by
+It is registered with transformers under `ATTENTION_NAME`. A model whose configuration has that name calls
+`paged_attention_forward` in every layer, within `attending` to the step's `PagedContext`; a context variable passes it,
+because some models pass no keyword arguments to their layers. Keys and values are stored in `kv_cache` and read from
+it; the output goes on through the model, whose logits `model_runner` takes. Called by transformers' modules and by
 `engine.model.llama_stack`.
 """
 
@@ -38,7 +38,7 @@ def paged_attention_forward(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention contract: query [1, H, T, D], key and value [1, KV, T, D] -> ([1, T, H, D], None)."""
+    """Implement transformers' attention contract: query [1, H, T, D], key, value [1, KV, T, D] -> [1, T, H, D]."""
     context = _context.get()
     if context is None:
         raise RuntimeError(f"{ATTENTION_NAME} attention was called outside a worker's step")
@@ -51,15 +51,15 @@ def paged_attention_forward(
         softcap,
         s_aux,
     )
-    return output.unsqueeze(0).contiguous(), None  # callers view it as they like
+    return output.unsqueeze(0).contiguous(), None  # callers reshape it by views
 
 
 class LayerContext(Protocol):
-    """What transformers' modules attend in."""
+    """Attention of one step, as transformers' modules call it."""
 
     @property
     def calls(self) -> Iterator[int]:
-        """The layer that each further call is of."""
+        """Layer index of each further call."""
         ...
 
     def attend_layer(
@@ -81,7 +81,7 @@ _context: ContextVar[LayerContext | None] = ContextVar("paged_context", default=
 
 @contextmanager
 def attending(context: LayerContext) -> Iterator[None]:
-    """Within it, transformers' modules attend in `context`, one call after the other."""
+    """Make transformers' modules attend in `context` within a `with` block, one call after the other."""
     token = _context.set(context)
     try:
         yield
@@ -90,26 +90,26 @@ def attending(context: LayerContext) -> Iterator[None]:
 
 
 class RowContext(Protocol):
-    """What a forward pass whose keys and values lie as the cache stores them calls in every layer."""
+    """Attention of one step for forward passes whose keys and values have the cache's row layout."""
 
     def attend_rows(
         self, layer_index: int, query: torch.Tensor, kv_rows: torch.Tensor, scale: float, softcap: float | None
     ) -> torch.Tensor:
-        """Stores kv_rows [T, row_width] and attends; the rest is as in `PagedContext.attend_layer`."""
+        """Store kv_rows [T, row_width] and attend; the other arguments are those of `PagedContext.attend_layer`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
-    """One step's attention: stores its keys and values, then attends group by group."""
+    """Attention of one step: it stores the step's keys and values, then attends group by group."""
 
     batch: StepBatch
     cache: KvCache
     kind_of_layer: tuple[int, ...]
-    """Index into each group's `views`."""
+    """Index into each group's `views`, for each layer."""
     calls: Iterator[int] = field(default_factory=count)
-    """Which layer of the cache the next call of transformers' modules attends in: they call in the order of the probe,
-    and a module that attends twice, or a layer that is run twice, has a layer of the cache for each."""
+    """Cache layer of each further call. Transformers' modules call in the order of the probe; a module that attends
+    twice, or a layer that runs twice, has one cache layer for each call."""
 
     def attend_layer(
         self,
@@ -121,16 +121,16 @@ class PagedContext:
         softcap: float | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of one layer for the step's T tokens, in the order of the flat batch.
+        """Compute the attention of one layer for the step's T tokens, in the order of the flat batch.
 
         Args:
-            layer_index: the layer.
+            layer_index: index of the cache layer.
             query: [T, H, key_dim], positions already encoded.
-            key: [T, num_kv_heads, key_dim], likewise.
+            key: [T, num_kv_heads, key_dim], positions already encoded.
             value: [T, num_kv_heads, value_dim].
-            scale: multiplies the scores.
-            softcap: bounds the scores to (-softcap, softcap) by tanh; None: unbounded.
-            sinks: [H], a score per head that every query gives to nothing; None: it gives all to what it sees.
+            scale: factor of the scores.
+            softcap: bounds the scores to (-softcap, softcap) by tanh; None leaves them unbounded.
+            sinks: [H], score of an attention sink per head; None if the heads have no sinks.
 
         Returns:
             [T, H, value_dim].
@@ -147,7 +147,7 @@ class PagedContext:
         softcap: float | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `RowContext`."""
+        """Store rows and attend; see `RowContext.attend_rows`."""
         layer, kind = self.cache.layers[layer_index], self.kind_of_layer[layer_index]
         if self.batch.opened_blocks is not None:
             layer.clear(self.batch.opened_blocks)
@@ -164,8 +164,8 @@ class PagedContext:
 
 
 def _attend_causally(layer: LayerKv, query: torch.Tensor, kv_rows: torch.Tensor, scale: float) -> torch.Tensor:
-    """A sequence from its first token on: its keys are all in this step."""
-    # Another step's rows may be wider apart than the cache's: a slice of a fused projection is.
+    """Attend over a sequence from its first token on, whose keys are all in this step."""
+    # The rows may have a larger stride than the cache's, as slices of a fused projection have.
     keys, values = layer.split(kv_rows.contiguous(), 1, kv_rows.shape[0])
     output = scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),  # [1, H, Q, D]
@@ -187,7 +187,7 @@ def _attend_group(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """query [num_rows, H, key_dim] -> [num_rows, H, value_dim]."""
+    """Attend over one group: query [num_rows, H, key_dim] -> [num_rows, H, value_dim]."""
     if view.block_ids is None:
         keys, values = layer.view_run(view.run_start, view.length)  # [B, KV, L, D]
     else:
@@ -206,14 +206,14 @@ def _attend_group(
     else:
         if sinks is not None:
             sinks = sinks.view(KV, 1, H // KV).expand(KV, Q, H // KV).reshape(KV, -1, 1)  # [KV, Q * G, 1]
-        output = _attend_by_hand(packed, keys, values, view.mask, scale, softcap, sinks)
+        output = _attend_with_extras(packed, keys, values, view.mask, scale, softcap, sinks)
     if Q > 1:
         output = output.view(B, KV, Q, H // KV, -1).permute(0, 2, 1, 3, 4)
     output = output.reshape(B * Q, H, -1)
     return output if group.unpad_index is None else output.index_select(0, group.unpad_index)
 
 
-def _attend_by_hand(
+def _attend_with_extras(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -222,7 +222,7 @@ def _attend_by_hand(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What PyTorch's own attention does not have. query [B, KV, Q * G, key_dim] -> [B, KV, Q * G, value_dim]."""
+    """Attend with softcap or sinks, which PyTorch's attention lacks: query [B, KV, Q * G, key_dim] -> value_dim."""
     scores = query @ keys.transpose(-1, -2)
     scores = scores.mul_(scale) if softcap is None else scores.mul_(scale / softcap).tanh_().mul_(softcap)
     if mask is not None:
@@ -234,10 +234,10 @@ def _attend_by_hand(
 
 
 def no_mask(*_: Any, **__: Any) -> None:
-    """transformers builds no mask: `engine.model.batch` knows who sees whom."""
+    """Stop transformers from building a mask: `engine.model.batch` builds the step's masks."""
 
 
 def register_attention() -> None:
-    """Makes `ATTENTION_NAME` known to transformers. Idempotent."""
+    """Register `ATTENTION_NAME` with transformers. Idempotent."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
     AttentionMaskInterface.register(ATTENTION_NAME, no_mask)

@@ -1,13 +1,11 @@
-"""A step's plan as tensors: the flat ragged batch, where its KV goes, and who may look at what.
+"""Turn a step's plan into tensors: the flat ragged batch, the KV slots it writes, and the attention masks.
 
-From here a step's tokens go through the model's layers and `specdec.engine.model.attention`.
+The tensors are computed once per step and shared by all layers. From here a step's tokens go through the model's layers
+and `specdec.engine.model.attention`. Called by `engine.model.model_runner`.
 
-Everything here is computed once per step and shared by all layers. It knows no weights and runs no attention. Called
-by `engine.model.model_runner`; read by `engine.model.attention`.
-
-Slices of few rows (draft steps, verifications) that look alike form one padded group, answered by one attention call
-per layer; longer prefill chunks are groups of their own. The flat batch is ordered by group, so a group's rows are a
-range of it.
+Slices of few rows (draft steps, verifications) with similar lengths form one padded group, which takes one attention
+call per layer; longer prefill chunks are groups of their own. The flat batch is ordered by group, so a group's rows are
+a range of it.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import torch
 from specdec.engine.base import SequenceSlice, StepPlan
 from specdec.types import BLOCK_TOKENS
 
-#: Longest slice that is padded into a group with others; beyond, one call per slice keeps the device busy.
+#: Longest slice that is padded into a group with others. One call keeps the device busy for a longer slice.
 MAX_GROUPED_ROWS = 32
 
 #: A group's longest context may exceed its shortest by this factor (and four blocks): padding is read and multiplied.
@@ -31,30 +29,30 @@ _MAX_CONTEXT_EXCESS_BLOCKS = 4
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """What layers must have in common to share masks."""
+    """Properties of a layer's attention that decide its masks."""
 
     window: int | None
-    """A token sees itself and the `window - 1` before it; None: all before it."""
+    """A token sees itself and the `window - 1` tokens before it; None: all tokens before it."""
     queries_per_kv_head: int
     softcap: float | None
     has_sinks: bool = False
-    """Every head also gives a part of its attention to nothing."""
+    """True if every head has an attention sink."""
 
     def first_visible(self, position: int) -> int:
-        """The first position that a query at `position` sees."""
+        """Return the first position that a query at `position` sees."""
         return 0 if self.window is None else max(0, position - self.window + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class KvView:
-    """What one group reads from a layer's cache under one `AttentionKind`."""
+    """Part of a layer's cache that one group reads under one `AttentionKind`."""
 
     block_ids: torch.Tensor | None
-    """int64 [B * n]; None when `run_start` names the slots."""
+    """int64 [B * n]; None if the blocks are adjacent and `run_start` is given instead."""
     run_start: int
-    """First slot of one sequence whose blocks lie side by side."""
+    """First slot of one sequence whose blocks are adjacent."""
     length: int
-    """L: tokens per sequence read, padding included."""
+    """L: tokens read per sequence, padding included."""
     mask: torch.Tensor | None
     """Additive, model dtype, [B, 1, Q * queries_per_kv_head, L]: 0 or -inf. None: every query sees all L."""
 
@@ -68,11 +66,11 @@ class AttentionGroup:
     batch: int
     num_queries: int
     pad_index: torch.Tensor | None
-    """int64 [B * Q] into the group's rows, when its slices differ in length; a padding query repeats a real one."""
+    """int64 [B * Q] into the group's rows if its slices differ in length; a padding query repeats a real one."""
     unpad_index: torch.Tensor | None
     """int64 [num_rows] into the padded B * Q."""
     views: tuple[KvView | None, ...]
-    """One per attention kind. None: a whole sequence from position 0, plainly causal; the cache need not be read."""
+    """One per attention kind. None for a whole sequence from position 0 with a causal mask: no cache is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +81,8 @@ class StepBatch:
     position_ids: torch.Tensor  # int64 [1, T]
     slots: torch.Tensor  # int64 [T]
     opened_blocks: torch.Tensor | None
-    """int64 [n]: blocks of which this step writes the first slot but not the last, so that what a former owner left is
-    read behind the mask; None when there are none."""
+    """int64 [n]: blocks of which this step writes the first slot but not the last. Their other slots still hold a
+    former owner's numbers, which are read behind the mask. None if there are no such blocks."""
     logit_rows: torch.Tensor  # int64 [R], rows of the flat batch in the order of the plan
     groups: tuple[AttentionGroup, ...]
 
@@ -92,13 +90,13 @@ class StepBatch:
 def build_batch(
     plan: StepPlan, kinds: Sequence[AttentionKind], *, dtype: torch.dtype, device: torch.device
 ) -> StepBatch:
-    """Lays a plan out.
+    """Return the tensors of a plan.
 
     Args:
-        plan: at least one slice, each of at least one token.
-        kinds: the model's attention kinds, as `AttentionGroup.views` will be indexed.
-        dtype: of the masks: the model's.
-        device: of every tensor.
+        plan: plan of at least one slice, each of at least one token.
+        kinds: the model's attention kinds, in the order of `AttentionGroup.views`.
+        dtype: dtype of the masks, which is the model's.
+        device: device of every tensor.
     """
     grouped = list(_group_slices(plan.slices))
     order = [index for members in grouped for index in members]
@@ -142,7 +140,7 @@ def _slots(piece: SequenceSlice, count: int) -> np.ndarray:
 
 
 def opened_blocks(slots: np.ndarray, device: torch.device) -> torch.Tensor | None:
-    """See `StepBatch.opened_blocks`; of the slots of a step."""
+    """Return `StepBatch.opened_blocks` for the slots of a step."""
     first_slots = slots[slots % BLOCK_TOKENS == 0]
     if not len(first_slots):  # most steps
         return None
@@ -151,7 +149,7 @@ def opened_blocks(slots: np.ndarray, device: torch.device) -> torch.Tensor | Non
 
 
 def _group_slices(slices: Sequence[SequenceSlice]) -> Iterator[list[int]]:
-    """Indexes of the slices that share an attention call; every index once."""
+    """Yield the indices of slices that share an attention call; every index once."""
     if len(slices) == 1:
         yield [0]
         return
@@ -189,7 +187,7 @@ def _build_group(
     counts = [len(piece.token_ids) for piece in members]
     num_queries = max(counts)
     pad_index = unpad_index = None
-    # [B, Q] -> which of a sequence's own rows answers there; a padding query repeats the last one.
+    # [B, Q] -> row of the sequence; a padding query repeats the last row.
     own_rows = np.minimum(np.arange(num_queries)[None, :], np.array(counts)[:, None] - 1)
     if min(counts) < num_queries:
         offsets = np.concatenate(([0], np.cumsum(counts)[:-1]))
@@ -234,7 +232,7 @@ def _build_view(
         run_start = tables[0][0] * BLOCK_TOKENS
         length = lone.start + num_queries - first_blocks[0] * BLOCK_TOKENS
     else:
-        # Padding reads the sequence's own first block again: another sequence's numbers never enter the sum.
+        # Padding reads the sequence's own first block again, so another sequence's numbers never enter the sum.
         block_ids = _index([[*table, *[table[0]] * (longest - len(table))] for table in tables], device).ravel()
     mask = _build_mask(query_positions, np.array(first_blocks) * BLOCK_TOKENS, length, kind, dtype, device)
     return KvView(block_ids=block_ids, run_start=run_start, length=length, mask=mask)
@@ -248,7 +246,7 @@ def _build_mask(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor | None:
-    """query_positions [B, Q], first_positions [B] (of the first key read) -> [B, 1, Q * queries_per_kv_head, L]."""
+    """Return the mask [B, 1, Q * queries_per_kv_head, L] of query_positions [B, Q] and first key positions [B]."""
     queries = _index(query_positions, device)[:, :, None]
     keys = (_index(first_positions, device)[:, None] + torch.arange(length, device=device))[:, None, :]
     visible = keys <= queries  # [B, Q, L]

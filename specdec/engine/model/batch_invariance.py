@@ -1,10 +1,9 @@
-"""The promise of `--deterministic`: a row has the same bits alone and in company, or nothing is served.
+"""Check the promise of `--deterministic`: a row has the same bits alone and in any batch, or the model is not served.
 
-Company is whatever else a step holds, other rows of the same sequence among it: a token's logits are then the same from
-a draft step, a verification and a chunk of a prompt, so greedy text depends neither on who else is served nor on how
-much was drafted. What keeps it is each device's own: the native kernels on a CPU, the kernels of captured steps on a
-GPU (`engine.linear.row_products`, `engine.cuda_graphs.paged_attention`). Here is who can keep it at all, and a trial of
-the worker that has it to keep. Called by `engine.loader`.
+A token's logits are then the same from a draft step, a verification and a prompt chunk, so greedy text depends neither
+on other sessions nor on the number of draft tokens. Native kernels keep the promise on a CPU, and the kernels of steps
+in CUDA graphs on a GPU (`engine.linear.row_products`, `engine.cuda_graphs.paged_attention`). This module refuses
+settings that cannot keep it and tests a worker that should. Called by `engine.load_pipeline`.
 """
 
 from __future__ import annotations
@@ -16,62 +15,63 @@ from specdec.engine.options import AUTO, CUDA_GRAPHS, NATIVE, CompileOptions
 from specdec.errors import Unsupported
 from specdec.types import BLOCK_TOKENS
 
-#: What asks for it.
+#: Setting that asks for batch invariance.
 FIELD = "deterministic"
 
-# Tokens of the sequence that is looked at, of which the last ones' logits are, and of the one beside it: with that,
-# steps have more rows than any product takes at once.
-_TOKENS, _LOOKED_AT, _TOKENS_BESIDE = 40, 5, 90
-# Rows of the head, of the one beside.
+# Tokens of the tested sequence, rows of it that are compared, and tokens of the sequence beside it: together they make
+# steps with more rows than any kernel computes at once.
+_TOKENS, _COMPARED_ROWS, _TOKENS_BESIDE = 40, 5, 90
+# Logit rows of the sequence beside it.
 _LOGITS_BESIDE = 20
-# Of either: a pool or a context that holds less holds no company.
-_FEWEST_TOKENS = _LOOKED_AT + 4
+# A pool or a context that holds fewer tokens of either sequence cannot be tested.
+_FEWEST_TOKENS = _COMPARED_ROWS + 4
 
 
 def require_keepable(options: CompileOptions, device: torch.device, *, is_native: bool, uses_cuda_graphs: bool) -> None:
-    """Whether steps will run by what keeps the promise.
+    """Check that steps will run by kernels that keep the promise.
 
     Args:
-        options: what was asked for.
-        device: of the model.
-        is_native: whether the native kernels run it.
-        uses_cuda_graphs: whether its steps are to be captured.
+        options: requested options.
+        device: device of the model.
+        is_native: whether native kernels run the model.
+        uses_cuda_graphs: whether its steps run in CUDA graphs.
 
     Raises:
-        Unsupported: they will not, or not as somebody asked for.
+        Unsupported: they will not, or another backend was requested.
     """
     if is_native or uses_cuda_graphs:
         return
-    keeper, backend = ("native kernels", NATIVE) if device.type == "cpu" else ("captured steps", CUDA_GRAPHS)
+    kernels, backend = ("native kernels", NATIVE) if device.type == "cpu" else ("CUDA graphs", CUDA_GRAPHS)
     if options.backend not in (AUTO, backend):
-        problem = f"needs {keeper}, not --compile-backend {options.backend}"
+        problem = f"needs {kernels}, not --compile-backend {options.backend}"
     else:
-        problem = f"needs {keeper}, which do not run this model here in this dtype"
+        problem = f"needs {kernels}, which do not run this model here in this dtype"
     raise Unsupported(f"--{FIELD} on {device.type} {problem}", field=FIELD)
 
 
 def require_batch_invariance(worker: Worker) -> None:
-    """Runs the end of one sequence alone and in company, in steps of very different sizes; its cache is left filled.
+    """Run the end of one sequence alone and beside another one, in steps of very different sizes; fills the cache.
 
     Raises:
-        Unsupported: some logit is another one.
+        Unsupported: some logit differs.
     """
     trial = _Trial(worker)
-    if not trial.has_company:
+    if not trial.has_room:
         return
     alone = trial.run_alone()
-    for rows in trial.run_in_company():
+    for rows in trial.run_in_batches():
         is_same = (rows == alone) | (rows.isnan() & alone.isnan())
         if not is_same.all():
             difference = float((rows - alone).abs().nan_to_num(nan=torch.inf).max())
             raise Unsupported(
-                f"--{FIELD} cannot be kept here: logits of a row alone and in company differ by {difference:.2g}",
+                f"--{FIELD} is not possible with this model on this device: logits of a row alone and in a batch "
+                f"differ by {difference:.2g}",
                 field=FIELD,
             )
 
 
 class _Trial:
-    """Two sequences of random tokens in blocks of their own."""
+    """Two sequences of random tokens in separate blocks."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -85,17 +85,17 @@ class _Trial:
         )
         generator = torch.Generator().manual_seed(0)
         self._tokens = tuple(torch.randint(shape.vocabulary_size, (n,), generator=generator).tolist() for n in lengths)
-        self._last = lengths[0] - _LOOKED_AT
-        self.has_company = min(lengths) >= _FEWEST_TOKENS
+        self._last = lengths[0] - _COMPARED_ROWS
+        self.has_room = min(lengths) >= _FEWEST_TOKENS
 
     def run_alone(self) -> torch.Tensor:
-        """The logits that the others are to equal: [rows, V]."""
+        """Return the logits [rows, V] of the last tokens, each run in a step of its own."""
         self._run((0, 0, self._last))
         end = len(self._tokens[0])
         return torch.cat([self._run((0, position, position + 1)) for position in range(self._last, end)])
 
-    def run_in_company(self) -> list[torch.Tensor]:
-        """The same rows: in one chunk with all before them, in a verification, and both beside another sequence."""
+    def run_in_batches(self) -> list[torch.Tensor]:
+        """Return the same rows from one chunk with all tokens, and from verifications beside the other sequence."""
         end, beside = len(self._tokens[0]), len(self._tokens[1])
         found = [self._run((0, 0, end))]
         cut = beside * 2 // 3
@@ -107,11 +107,11 @@ class _Trial:
         return found
 
     def _run(self, *pieces: tuple[int, int, int]) -> torch.Tensor:
-        """(sequence, from, to) of each; the logits of the first sequence's last rows."""
+        """Run a step of pieces (sequence, from, to); return the logits of the first sequence's last rows."""
         slices = tuple(
             SequenceSlice(
                 tuple(self._tokens[index][start:end]), start, self._tables[index][: -(-end // BLOCK_TOKENS)],
-                min(end - start, _LOGITS_BESIDE if index else _LOOKED_AT),
+                min(end - start, _LOGITS_BESIDE if index else _COMPARED_ROWS),
             )
             for index, start, end in pieces
         )  # fmt: skip

@@ -1,7 +1,7 @@
-"""What a checkpoint is before any of its weights are read, and what a worker made of it tells those above.
+"""Read a checkpoint's configuration and derive what is known before its weights are loaded.
 
-Its configuration, checked; the device and the arithmetic it is to run in; how long its sequences may be; how many KV
-blocks it gets. Not here: weights (`engine.loader`, `engine.parallel`, which call this).
+That is the checked configuration, device and dtype, the longest sequence, the size of the KV pool, and the description
+of the model for the layers above the worker. Called by `engine.load_pipeline` and its users.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from specdec.engine.base import KvLayout, ModelShape
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
 
-#: As what a model may be served; they are part of its fingerprint.
+#: Dtypes in which a model may be served; the dtype is part of its fingerprint.
 SERVED_DTYPES = ("float32", "bfloat16", "float16", "int8")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# A CPU pool by default holds this many sessions of this many tokens, within this many bytes.
+# By default a CPU pool holds this many sessions of this many tokens, within this many bytes.
 _CPU_SESSIONS = 64
 _CPU_SESSION_TOKENS = 2048
 _CPU_POOL_BYTES = 1 << 30
 
 
 def load_config(model: str, directory: Path) -> PreTrainedConfig:
-    """Reads a checkpoint's configuration.
+    """Read a checkpoint's configuration.
 
     Args:
-        model: as it was named.
-        directory: where it lies.
+        model: name that the user gave.
+        directory: directory of the checkpoint.
 
     Raises:
-        InvalidRequest: there is none, or it is unreadable.
-        Unsupported: not a decoder-only model, or one whose layers or quantised weights are not known here.
+        InvalidRequest: the configuration is missing or unreadable.
+        Unsupported: the model is not decoder-only, or its layers or quantised weights are not supported.
     """
     if not (directory / "config.json").is_file():
         raise InvalidRequest(f"model {model!r} has no config.json", field="model")
     try:
-        # Never the checkpoint's own code; unset, transformers would ask on stdin.
+        # A checkpoint's own code is never run. Without this argument transformers would ask on stdin.
         config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # a hostile config.json raises whatever its class happens to
+    except Exception as error:  # a hostile config.json may raise any error
         if isinstance(error, ValueError) and "trust_remote_code" in str(error):
             raise Unsupported(f"model {model!r} needs code of its own, which is never run") from error
         raise InvalidRequest(
@@ -70,7 +70,7 @@ def load_config(model: str, directory: Path) -> PreTrainedConfig:
 
 
 def pick_device(name: str) -> torch.device:
-    """What `--device` names. Raises InvalidRequest: it is not here."""
+    """Return the device that `--device` names. Raises InvalidRequest: this machine does not have it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -85,12 +85,12 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device, own: torch.dtype | None = None) -> torch.dtype | str:
-    """What `--dtype` names, for transformers; of int8 it is what everything else is computed in.
+    """Return the dtype that `--dtype` names, for transformers; for int8 the dtype of everything that is not int8.
 
     Args:
-        name: as given.
-        device: of the model.
-        own: the checkpoint's; None: it does not say.
+        name: value of the flag.
+        device: device of the model.
+        own: dtype of the checkpoint; None if its configuration has none.
 
     Raises:
         InvalidRequest: the name is unknown.
@@ -98,11 +98,11 @@ def pick_dtype(name: str, device: torch.device, own: torch.dtype | None = None) 
     if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     if name == "int8":
-        # float16 has digits that bfloat16 would take from the weights before they are rounded.
+        # bfloat16 would drop digits of float16 weights before they are rounded to int8.
         on_gpu = torch.float16 if own == torch.float16 else torch.bfloat16
         return torch.float32 if device.type == "cpu" else on_gpu
     if name not in _DTYPES:
-        raise InvalidRequest(f"dtype {name!r} is none of auto, {', '.join(_DTYPES)}, int8", field="dtype")
+        raise InvalidRequest(f"dtype {name!r} is unknown; use auto, {', '.join(_DTYPES)} or int8", field="dtype")
     return _DTYPES[name]
 
 
@@ -118,18 +118,18 @@ def model_shape(
     num_head_rows: int,
     is_int8: bool,
 ) -> ModelShape:
-    """What the layers above a worker know of its model.
+    """Return the description of a model for the layers above its worker.
 
     Args:
-        model: with its generation config.
-        directory: the checkpoint's.
-        token_to_id: its vocabulary.
-        num_blocks: of the KV pool.
-        context: longest sequence that is wanted.
-        device: where it runs.
-        kv_layout: of its blocks, or of this rank's part of them.
-        num_head_rows: logits that the model gives a row, of all ranks together.
-        is_int8: whether its layers' weights are rounded.
+        model: model with its generation config.
+        directory: directory of the checkpoint.
+        token_to_id: vocabulary of the checkpoint.
+        num_blocks: blocks of the KV pool.
+        context: longest sequence to serve.
+        device: device of the model.
+        kv_layout: layout of the blocks, or of this rank's part of them.
+        num_head_rows: logits per row, of all ranks together.
+        is_int8: whether the layers' weights are rounded to int8.
     """
     vocabulary = vocabulary_fingerprint(token_to_id)
     served_dtype = "int8" if is_int8 else str(model.dtype).removeprefix("torch.")
@@ -147,35 +147,39 @@ def model_shape(
 
 
 def require_all_weights(model: str, report: Mapping[str, Any]) -> None:
-    """Refuses what was loaded with weights of nobody's.
+    """Check that every weight came from the checkpoint: transformers fills missing ones with random numbers.
 
     Args:
-        model: as it was named.
-        report: what transformers tells of the loading, sizes that do not match ignored.
+        model: name that the user gave.
+        report: transformers' loading report, with mismatched sizes ignored.
 
     Raises:
-        InvalidRequest: a tensor is missing, or has another shape than its configuration says; it is named.
+        InvalidRequest: a tensor is missing or has another shape than the configuration says; the message names it.
     """
     if report["mismatched_keys"]:
         name, stored, needed = min(report["mismatched_keys"])
         raise InvalidRequest(
-            f"model {model!r} cannot be loaded: {name} is {list(stored)}, and its configuration needs {list(needed)}",
+            f"model {model!r} cannot be loaded: tensor {name} has shape {list(stored)}, and its configuration needs "
+            f"{list(needed)}",
             field="model",
         )
     if report["missing_keys"]:
-        raise InvalidRequest(f"model {model!r} lacks weights, {min(report['missing_keys'])} for one", field="model")
+        raise InvalidRequest(
+            f"model {model!r} lacks the weight {min(report['missing_keys'])} ({len(report['missing_keys'])} in all)",
+            field="model",
+        )
 
 
 def model_context(config: PreTrainedConfig) -> int:
-    """Positions the model was made for."""
+    """Return the longest sequence that the model supports. Raises Unsupported: its configuration does not say."""
     text = config.get_text_config()
     context = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     if not context:
-        raise Unsupported(f"a model of type {config.model_type} does not say how many positions it has")
+        raise Unsupported(f"the configuration of a model of type {config.model_type} has no number of positions")
     rope = getattr(text, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
-    # Their frequencies change with the longest sequence of the batch: beyond the original context one session's
-    # length would change another's logits.
+    # Frequencies of these types change with the longest sequence of a batch, so beyond the original context one
+    # session's length would change another session's logits.
     if rope.get("rope_type") in ("dynamic", "longrope"):
         return int(min(context, original or context))
     return int(context)
@@ -191,10 +195,10 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def pool_blocks(bytes_per_block: int, context: int, kv_cache_bytes: int | None, num_kv_blocks: int | None) -> int:
-    """Blocks of the KV pool: as many as are asked for, or else what a CPU's memory is good for.
+    """Return the blocks of the KV pool: the requested number or bytes, or else the default of a CPU.
 
     Raises:
-        InvalidRequest: not one.
+        InvalidRequest: there is no room for one block.
     """
     if num_kv_blocks is not None:
         blocks = num_kv_blocks
@@ -202,7 +206,7 @@ def pool_blocks(bytes_per_block: int, context: int, kv_cache_bytes: int | None, 
         blocks = kv_cache_bytes // bytes_per_block
     else:
         wanted = _CPU_SESSIONS * -(-min(context, _CPU_SESSION_TOKENS) // BLOCK_TOKENS)
-        # A model so wide that the cap holds no whole context still gets one.
+        # If a wide model's context does not fit into the limit, the pool holds one context nevertheless.
         blocks = max(
             min(wanted, _CPU_POOL_BYTES // bytes_per_block), -(-min(context, _CPU_SESSION_TOKENS) // BLOCK_TOKENS)
         )
@@ -215,7 +219,7 @@ def pool_blocks(bytes_per_block: int, context: int, kv_cache_bytes: int | None, 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Keeps transformers' progress bars and reports off stderr: what is wrong comes as one error."""
+    """Keep transformers' progress bars and reports off stderr; failures are reported as one error."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(logging.CRITICAL)
     transformers_logging.disable_progress_bar()
@@ -228,6 +232,6 @@ def quietly() -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what an error says, or what it is."""
+    """Return the first line of an error's message, or its type if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -1,9 +1,9 @@
 """Early exit: a target's first layers with its own norm and head, as a draft of its own output.
 
-A draft step runs layers 0 to K - 1 over the same paged KV as a full step, writes theirs of the tokens it runs, and the
-full step that verifies them writes the same numbers again. Nothing is kept beside. An adapter, if there is one, maps
-what the norm gives before the head reads it. The logits go, like a full step's, to `specdec.engine.loop.draft_steps`.
-Not here: which steps run (`engine.loop`), native kernels (`engine.native.runner`). Called by `engine.loader`.
+A draft step runs layers 0 to K - 1 over the same paged KV as a full step and writes their KV of its tokens; the full
+step that verifies the tokens writes the same numbers again, so no other cache is needed. An adapter, if there is one,
+maps the norm's output before the head reads it. The logits go, like a full step's, to
+`specdec.engine.loop.draft_steps`. Loaded by `engine.local_drafting`.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ _ADAPTER_FILE = "adapter.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An affine map between norm and head."""
+    """Affine map between norm and head."""
 
     weight: torch.Tensor  # [H, H]
     bias: torch.Tensor  # [H]
 
     def __call__(self, normed: torch.Tensor) -> torch.Tensor:
-        """[..., H] -> [..., H]"""
+        """Map [..., H] to [..., H]."""
         return nn.functional.linear(normed, self.weight, self.bias)
 
     def of_head(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weight [V, H] and bias [V] of a head that gives of a norm's output what `head` gives of the adapted one."""
+        """Return weight [V, H] and bias [V] of a head that applies the adapter and then the given head."""
         shift = weight @ self.bias
         return weight @ self.weight, shift if bias is None else shift + bias
 
 
 @dataclass(frozen=True, slots=True)
 class EarlyExit:
-    """Where a draft step ends."""
+    """Point at which a draft step ends."""
 
     num_layers: int
-    """That it runs; fewer than the model has."""
+    """Number of layers that a draft step runs; fewer than the model has."""
     adapter: Adapter | None = None
 
 
 def load_early_exit(spec: LocalDraftSpec, model: PreTrainedModel) -> EarlyExit:
-    """Reads what an early exit of a model needs.
+    """Load an early exit of a model.
 
     Raises:
-        InvalidRequest: the model has no such layer before its last, or the adapter is missing or does not fit.
+        InvalidRequest: the model has too few layers, or the adapter is missing or does not fit.
     """
     num_layers = model.config.get_text_config().num_hidden_layers
     if not 1 <= spec.num_layers < num_layers:
         raise InvalidRequest(
-            f"local draft {spec}: the target has {num_layers} layers, an early exit takes 1 to {num_layers - 1}",
+            f"local draft {spec}: the target has {num_layers} layers, so an early exit runs 1 to {num_layers - 1}",
             field="local_draft",
         )
     return EarlyExit(spec.num_layers, _load_adapter(spec, model) if spec.path else None)
@@ -69,13 +69,15 @@ def _load_adapter(spec: LocalDraftSpec, model: PreTrainedModel) -> Adapter:
     path = Path(spec.path)
     path = path / _ADAPTER_FILE if path.is_dir() else path
     if not path.is_file():
-        raise InvalidRequest(f"local draft {spec}: there is no {path}", field="local_draft")
+        raise InvalidRequest(f"local draft {spec}: file {path} does not exist", field="local_draft")
     try:
         with safe_open(path, framework="pt") as file:
             made_for = (file.metadata() or {}).get("num_layers", str(spec.num_layers))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise InvalidRequest(f"local draft {spec}: {path} is no safetensors file", field="local_draft") from error
+        raise InvalidRequest(
+            f"local draft {spec}: {path} is not a readable safetensors file", field="local_draft"
+        ) from error
     if made_for != str(spec.num_layers):
         raise InvalidRequest(f"local draft {spec}: {path} is for {made_for[:16]} layers", field="local_draft")
     width = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[1]
@@ -92,10 +94,10 @@ def _load_adapter(spec: LocalDraftSpec, model: PreTrainedModel) -> Adapter:
 
 
 def shortened(model: PreTrainedModel, early_exit: EarlyExit) -> PreTrainedModel:
-    """A model of the same modules that runs the first layers only: a forward pass of transformers' own for draft steps.
+    """Return a model of the same modules that runs only the first layers, by transformers' own forward pass.
 
     Raises:
-        Unsupported: its layers are not one list of modules.
+        Unsupported: the model's layers are not one list of modules.
     """
     inner = model.base_model
     name, layers = _layers_of(model)
@@ -112,7 +114,7 @@ def shortened(model: PreTrainedModel, early_exit: EarlyExit) -> PreTrainedModel:
 
 
 class _AdaptedHead(nn.Module):
-    """A head behind an adapter."""
+    """Head that applies an adapter first."""
 
     def __init__(self, adapter: Adapter, head: nn.Module) -> None:
         super().__init__()
@@ -125,12 +127,12 @@ class _AdaptedHead(nn.Module):
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """A model's decoder layers. Raises Unsupported: they are not one list of modules."""
+    """Return a model's decoder layers. Raises Unsupported: they are not one list of modules."""
     return _layers_of(model)[1]
 
 
 def _layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The list of a model's decoder layers, and what it is called."""
+    """Return the attribute name of a model's list of decoder layers, and the list."""
     num_layers = model.config.get_text_config().num_hidden_layers
     lists = [
         (name, child)
@@ -143,11 +145,14 @@ def _layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def _unknown(model: PreTrainedModel) -> Unsupported:
-    return Unsupported(f"local drafts are not known of a model of type {model.config.model_type}", field="local_draft")
+    return Unsupported(
+        f"local drafts do not support a model of type {model.config.model_type}: its layers are not one module list",
+        field="local_draft",
+    )
 
 
 def _with_modules(module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
-    """The same module with other children; the given one is not touched."""
+    """Return a copy of a module with other children; the given module is not changed."""
     changed = copy.copy(module)
     changed._modules = {**module._modules, **children}
     return changed

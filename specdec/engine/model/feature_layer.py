@@ -1,7 +1,6 @@
-"""A draft head that is one decoder layer on the target's features, as plain weights: for workers that compute it by
-themselves.
+"""Weights of a draft head that is one decoder layer on the target's features, for workers that compute it themselves.
 
-Nothing is computed here. Told by `engine.heads.eagle3`, read by `engine.native.draft_head`.
+Made by `engine.heads.eagle3`, read by `engine.native.draft_head`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 
 
 class Weights(NamedTuple):
-    """Of a product."""
+    """Weight and bias of a linear layer."""
 
     weight: torch.Tensor  # [out, in]
     bias: torch.Tensor | None  # [out]
@@ -22,19 +21,19 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FeatureLayer:
-    """The layer reads a token's embedding beside the feature of the position before it, each normed (H numbers each).
+    """The layer reads a token's embedding and the feature of the position before it, each normalised (H numbers each).
 
-    Nobody attends to position 0, which has no feature before it: see `engine.heads.first_position_mask`.
+    No position attends to position 0, which has no feature before it: see `engine.heads.first_position_mask`.
     """
 
     features: Weights
-    """From the outputs of the target's layers, side by side, to a feature."""
+    """Projection of the concatenated outputs of the target's layers to a feature."""
     qkv: Weights  # inputs: 2 * H
     output: Weights
     gate_up: Weights
     down: Weights
     head: Weights
-    """Of the logits; each of these stands for a token as `widen` says."""
+    """Head of the logits, in the head's own vocabulary; `widen` maps them to the target's."""
     embedding_gains: torch.Tensor  # [H]
     feature_gains: torch.Tensor  # [H]
     mlp_gains: torch.Tensor  # [H]
@@ -48,12 +47,12 @@ class FeatureLayer:
     num_kv_heads: int
     head_dim: int
     mark: int
-    """Numbers by which keys and values are longer in the cache."""
+    """Count of extra numbers that keys and values have in the cache."""
     unseen: float
-    """The last of them, of keys at position 0; all others are 0."""
+    """Last extra number of keys at position 0; all other extra numbers are 0."""
     adds_normed: bool
-    """Whether the layer's outputs are added to the normed feature, or to the feature as it is."""
+    """True if the layer's outputs are added to the normalised feature, False if to the feature itself."""
     keeps_normed: bool
-    """Whether a drafted token's feature is the normed output, or the output as it is."""
+    """True if a drafted token's feature is the normalised output, False if the output itself."""
     widen: Callable[[torch.Tensor], torch.Tensor]
-    """[T, logits of the head] -> [T, V], of the target's tokens."""
+    """Map [T, logits of the head] to [T, V], the logits of the target's tokens."""

@@ -1,25 +1,25 @@
-"""The paged KV cache: one pool of blocks per layer, and how a step's keys and values enter and leave it.
+"""Paged KV cache: one pool of blocks per layer, how a step reads and writes it, and copies of whole blocks.
 
-What a layer reads here goes back to `attention`. Not an allocator: which sequence owns which block is decided above
-(`engine.sessions.block_manager`); here block ids are only addresses. Called by `engine.model.attention` and built by
-`engine.loader`.
+`engine.sessions.block_manager` decides which sequence owns which block; block ids are only addresses here. What a layer
+reads goes back to `engine.model.attention`. Built by `engine.load_pipeline`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specdec.engine import large_pages
-from specdec.engine.model.block_copies import BlockCopies
 from specdec.types import BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer caches per token."""
+    """Sizes of what one layer caches per token."""
 
     num_kv_heads: int
     key_dim: int
@@ -34,8 +34,8 @@ class LayerShape:
 class LayerKv:
     """One layer's pool.
 
-    `blocks` is [num_blocks, BLOCK_TOKENS * row_width]; a token's row holds its keys of all heads, then its values, so
-    that one copy moves both. Positions [16 * i, 16 * i + 16) of a sequence lie in the block `block_table[i]`.
+    `blocks` is [num_blocks, BLOCK_TOKENS * row_width]. A token's row holds its keys of all heads, then its values, so
+    that one copy moves both. Positions [16 * i, 16 * i + 16) of a sequence are in the block `block_table[i]`.
     """
 
     def __init__(self, shape: LayerShape, blocks: torch.Tensor) -> None:
@@ -44,23 +44,23 @@ class LayerKv:
         self.rows = blocks.view(-1, shape.row_width)  # [num_blocks * BLOCK_TOKENS, row_width]
 
     def clear(self, block_ids: torch.Tensor) -> None:
-        """Zeros whole blocks [n]: masked positions are read with the rest, and a former owner's NaN survives a mask."""
+        """Zero whole blocks [n]. Masked positions are read too, and a former owner's NaN would survive the mask."""
         self.blocks.index_fill_(0, block_ids, 0)
 
     def write(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Stores T tokens' rows [T, row_width] at `slots` (block id * BLOCK_TOKENS + offset)."""
+        """Store the rows [T, row_width] of T tokens at `slots` (block id * BLOCK_TOKENS + offset)."""
         self.rows.index_copy_(0, slots, rows)
 
     def read_blocks(self, block_ids: torch.Tensor, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies `block_ids` [batch * n] out, n * BLOCK_TOKENS = length; see `split` for what comes back."""
+        """Return copies of the blocks `block_ids` [batch * n], n * BLOCK_TOKENS = length, in the form of `split`."""
         return self.split(self.blocks.index_select(0, block_ids), batch, length)
 
     def view_run(self, first_slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for `length` tokens of one sequence whose blocks lie side by side, without copying."""
+        """Return views, not copies, of `length` tokens of one sequence whose blocks are adjacent; see `split`."""
         return self.split(self.rows, 1, length, first_slot)
 
     def pages(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the whole pool as keys and values, each [num_blocks, BLOCK_TOKENS, num_kv_heads, dim]."""
+        """Return views of the whole pool as keys and values, each [num_blocks, BLOCK_TOKENS, num_kv_heads, dim]."""
         pages = self.rows.view(-1, BLOCK_TOKENS, self.shape.row_width)
         keys, values = pages.split(
             (self.shape.num_kv_heads * self.shape.key_dim, self.shape.num_kv_heads * self.shape.value_dim), dim=-1
@@ -71,7 +71,7 @@ class LayerKv:
     def split(
         self, rows: torch.Tensor, batch: int, length: int, first_row: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of contiguous rows as keys and values, each [batch, num_kv_heads, length, dim]."""
+        """Return views of contiguous rows as keys and values, each [batch, num_kv_heads, length, dim]."""
         heads, key_dim, value_dim = self.shape.num_kv_heads, self.shape.key_dim, self.shape.value_dim
         width = self.shape.row_width
         # Two views instead of a chain of eight: this runs in every layer of every step.
@@ -94,25 +94,76 @@ class KvCache:
             LayerKv(shape, _zeros(num_blocks, BLOCK_TOKENS * shape.row_width, dtype, device)) for shape in shapes
         ]
         self.copies = BlockCopies([layer.blocks for layer in self.layers])
-        """Out of the cache and into it."""
+        """Copies between the cache and host memory."""
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies whole blocks, (from, to) each, in every layer; all are read before any is written."""
+        """Copy whole blocks (from, to) in every layer; all sources are read before any destination is written."""
         device = self.layers[0].blocks.device
         sources, destinations = torch.tensor(copies, dtype=torch.int64, device=device).unbind(-1)
         for layer in self.layers:
             layer.blocks.index_copy_(0, destinations, layer.blocks.index_select(0, sources))
 
 
+class BlockCopies:
+    """Copies of whole blocks between pools [num_blocks, numbers of a block], one a layer, and host memory.
+
+    A block's bytes are its layers' one after the other, each as it is in the pool. On a CPU NumPy copies them: in a
+    thread of its own, torch would start helper threads that stay and slow down every step. On an accelerator blocks are
+    read on a separate stream, beside the steps, and written in order with them.
+    """
+
+    def __init__(self, pools: Sequence[torch.Tensor]) -> None:
+        self._device = pools[0].device
+        self._pools = [pool.view(torch.uint8) for pool in pools]
+        self.layer_bytes = tuple(pool.shape[1] for pool in self._pools)
+        """Bytes of one block in each layer."""
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+    def read(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+        """Return the blocks' bytes; see `engine.base.Worker.read_blocks`."""
+        if self._stream is not None:
+            return self._read_beside(self._stream, block_ids)
+        rows = np.empty((len(block_ids), sum(self.layer_bytes)), dtype=np.uint8)
+        for pool, columns in self._columns():
+            rows[:, columns] = pool.numpy()[block_ids]
+        return rows
+
+    def write(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        """Store the blocks' bytes; see `engine.base.Worker.write_blocks`."""
+        if self._stream is None:
+            for pool, columns in self._columns():
+                pool.numpy()[block_ids] = rows[:, columns]
+            return
+        index = torch.tensor(block_ids, device=self._device)
+        copied = torch.tensor(rows).to(self._device)  # torch cannot share memory that is read-only
+        for pool, columns in self._columns():
+            pool.index_copy_(0, index, copied[:, columns])
+        # Reads run on another stream, which does not wait for this one.
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def _read_beside(self, stream: torch.cuda.Stream, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            index = torch.tensor(block_ids, device=self._device)
+            rows: NDArray[np.uint8] = torch.cat([pool.index_select(0, index) for pool in self._pools], 1).cpu().numpy()
+        return rows
+
+    def _columns(self) -> Iterator[tuple[torch.Tensor, slice]]:
+        """Yield each pool with the slice of its bytes in a row of all layers."""
+        end = 0
+        for pool, num_bytes in zip(self._pools, self.layer_bytes, strict=True):
+            end += num_bytes
+            yield pool, slice(end - num_bytes, end)
+
+
 def block_bytes(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
+    """Return the bytes of one block over all layers."""
     return sum(shape.row_width for shape in shapes) * BLOCK_TOKENS * dtype.itemsize
 
 
 def _zeros(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that, on a CPU, occupy memory only once written: a pool is sized for the worst case.
+    """Return zeros that, on a CPU, occupy memory only once written: a pool is sized for the worst case.
 
-    They must be zeros, not whatever was there: masked positions are read, and a NaN survives a mask.
+    The memory must hold zeros: masked positions are read, and a NaN survives a mask.
     """
     if device.type != "cpu":
         return torch.zeros(rows, columns, dtype=dtype, device=device)

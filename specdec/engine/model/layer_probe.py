@@ -1,8 +1,8 @@
-"""Learns from one forward pass what each layer of a model caches and how it attends.
+"""Learn from one forward pass what each layer of a model caches and how it attends.
 
-Not a table of architectures: the model itself says it, in the arguments it hands to transformers' attention interface
-and in the masks it asks transformers for. What neither says, `engine.model.self_check` finds. Called once per model by
-`engine.loader`.
+There is no table of architectures: the arguments that the model passes to transformers' attention interface and the
+masks that it requests describe its layers. `engine.model.self_check` finds what they do not tell. Called once per
+model by `engine.load_pipeline`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from specdec.errors import SpecdecError, Unsupported
 
 PROBE_NAME = "specdec_probe"
 
-# Arguments that would change the result and that the paged attention does not compute.
+# Arguments that change the result and that the paged attention does not support.
 _UNKNOWN_ARGUMENTS = ("position_bias", "alibi")
 
-# Masks are looked at over at most this many tokens.
+# Masks are examined over at most this many tokens.
 _MOST_TOKENS = 1 << 17
 
 
@@ -48,19 +48,19 @@ _running: ContextVar[_Probe | None] = ContextVar("probe", default=None)
 
 
 def register_probe() -> None:
-    """Makes `PROBE_NAME` known to transformers. Idempotent."""
+    """Register `PROBE_NAME` with transformers. Idempotent."""
     AttentionInterface.register(PROBE_NAME, _probe_attention)
     AttentionMaskInterface.register(PROBE_NAME, _describe_mask)
 
 
 def probe_layers(model: PreTrainedModel) -> list[ProbedLayer]:
-    """Runs two tokens through a model loaded with `PROBE_NAME` attention.
+    """Run two tokens through a model loaded with `PROBE_NAME` attention.
 
     Returns:
-        What each call of the attention interface needs, in the order of the calls: a layer of the cache for each.
+        One cache layer for each call of the attention interface, in the order of the calls.
 
     Raises:
-        Unsupported: some layer does not attend, or in a way that the paged attention does not compute.
+        Unsupported: some layer does not attend, or attends in a way that the paged attention does not support.
     """
     model_type = model.config.model_type
     tokens = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
@@ -75,7 +75,7 @@ def probe_layers(model: PreTrainedModel) -> list[ProbedLayer]:
 
 @contextmanager
 def probing(model_type: str) -> Iterator[list[ProbedLayer]]:
-    """Within it, modules loaded with `PROBE_NAME` attention add what each of their calls needs to the list."""
+    """Make modules loaded with `PROBE_NAME` attention append a layer per call to the list, within a `with` block."""
     probe = _Probe(model_type)
     setting = _running.set(probe)
     try:
@@ -86,12 +86,12 @@ def probing(model_type: str) -> Iterator[list[ProbedLayer]]:
 
 @contextmanager
 def refusing_failures(config: PreTrainedConfig) -> Iterator[None]:
-    """Whatever a model fails with, it becomes one `Unsupported` that names its type; memory is another matter."""
+    """Turn any failure of a model into `Unsupported` with the model's type, except lack of memory."""
     try:
         yield
     except (SpecdecError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # transformers' modules raise what they like
+    except Exception as error:  # transformers' modules raise errors of any type
         lines = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
         raise Unsupported(f"a model of type {config.model_type} does not run in this engine: {reason}") from error
@@ -112,7 +112,7 @@ def _probe_attention(
     unknown = [name for name in _UNKNOWN_ARGUMENTS if others.get(name) is not None]
     if unknown or not getattr(module, "is_causal", True):
         raise _refusal("attends")
-    # A model's own attention looks at the mask alone; the argument is for kernels that take no mask.
+    # A model's own attention uses the mask alone; the argument is for kernels that take no mask.
     window = sliding_window if attention_mask is None else _read_window(attention_mask)
     group = query.shape[1] // key.shape[1]
     shape = LayerShape(num_kv_heads=key.shape[1], key_dim=key.shape[3], value_dim=value.shape[3])
@@ -130,17 +130,17 @@ def _describe_mask(
     device: torch.device | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """In place of a mask, its window in every element; 0: all before a token is seen, -1: nothing is.
+    """Return a tensor in place of a mask: its window in every element, 0 if a token sees all before it, -1 if nothing.
 
     Raises:
-        Unsupported: it is neither causal nor causal within a window.
+        Unsupported: the mask is neither causal nor causal within a window.
     """
     tokens = min(getattr(config, "max_position_embeddings", None) or _MOST_TOKENS, _MOST_TOKENS)
     if local_size is not None and local_size >= tokens:
         tokens = local_size + 1
     try:
         window = _window_of(mask_function, tokens, device)
-    except IndexError:  # it looks its tokens up, which are those of the probe
+    except IndexError:  # the function indexes its tokens, which are those of the probe
         window = _window_of(mask_function, kv_length, device) or local_size or 0
     return torch.full((batch_size, 1, q_length, kv_length), float(window), dtype=torch.float32, device=device)
 

@@ -1,7 +1,6 @@
-"""What a model that `LlamaStack.fits` is made of, for those who read its weights; PyTorch's own types do not say.
+"""Types of the modules of a Llama-shaped model, which PyTorch's own types do not describe.
 
-Not here: any check that a model is of this shape (`LlamaStack.fits`). Called by `engine.model.llama_stack`
-and `engine.native.runner`.
+`LlamaStack.fits` checks that a model has this shape. Read by `engine.model.llama_stack` and `engine.native.runner`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class LlamaAttention(Protocol):
 
 
 class NormedAttention(LlamaAttention, Protocol):
-    """Queries and keys are normalised, head by head."""
+    """Attention that normalises queries and keys, head by head."""
 
     q_norm: LlamaNorm
     k_norm: LlamaNorm
@@ -53,5 +52,5 @@ class LlamaLayer(Protocol):
 
 
 def has_qk_norm(attention: LlamaAttention) -> TypeGuard[NormedAttention]:
-    """Whether it normalises queries and keys."""
+    """Return whether attention normalises queries and keys."""
     return hasattr(attention, "q_norm")

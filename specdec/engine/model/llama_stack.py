@@ -1,9 +1,9 @@
-"""A leaner forward pass for Llama-shaped models: the same arithmetic as transformers' modules in fewer operations.
+"""Forward pass of Llama-shaped models: the same arithmetic as transformers' modules in fewer operations.
 
-A step of a small model is bound by the number of operations, not by their size: queries, keys and values come from one
-projection, gate and up from another, residuals are added by the matrix product, and keys and values go to the cache as
-they lie. Not a model definition: everything is taken from a loaded model, and one that is not exactly of the expected
-shape stays with `TransformersForward`. Called by `engine.loader`.
+A step of a small model is bound by the number of operations, not by their size. So queries, keys and values come from
+one projection, gate and up from another, residuals are added by the matrix product, and keys and values have the
+cache's row layout. The weights are taken from a loaded model; one that does not have exactly the expected shape stays
+with `TransformersForward`. Built by `engine.loader` and `engine.parallel.sharded_llama`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import embedding, rms_norm
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from specdec.engine.cuda_settings import release_freed
+from specdec.engine.cuda_device import release_freed
 from specdec.engine.linear.projection import ProjectionKinds, fuse_linears
 from specdec.engine.linear.protocol import ProjectionMaker
 from specdec.engine.model.attention import RowContext
@@ -35,24 +35,24 @@ StepPass = Callable[[StepBatch, RowContext], tuple[torch.Tensor, list[torch.Tens
 
 
 class RowForward(Protocol):
-    """A forward pass whose keys and values lie as the cache stores them."""
+    """Forward pass whose keys and values have the cache's row layout."""
 
     def __call__(self, batch: StepBatch, context: RowContext) -> torch.Tensor:
-        """Logits [R, rows of the model's head] of `batch.logit_rows`."""
+        """Return the logits [R, rows of the model's head] of `batch.logit_rows`."""
         ...
 
 
 class RowPass(RowForward, Protocol):
-    """What computes a whole model so."""
+    """Forward pass of a whole model with its layers' outputs and early exits."""
 
     def with_outputs(
         self, batch: StepBatch, context: RowContext, layers: Sequence[int]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """See `engine.model.model_runner.TappedPass`."""
+        """Return logits and layer outputs; see `engine.model.model_runner.TappedPass`."""
         ...
 
     def early_exit(self, early_exit: EarlyExit) -> RowForward:
-        """The forward pass of draft steps that end early."""
+        """Return the forward pass of draft steps of an early exit."""
         ...
 
 
@@ -60,7 +60,7 @@ class LlamaStack:
     """`engine.model.model_runner.ForwardPass` of a Llama, Mistral, Qwen 2 or Qwen 3 model."""
 
     def __init__(self, model: PreTrainedModel, kinds: ProjectionKinds) -> None:
-        """Takes the weights of `model` over layer by layer; the model cannot run afterwards. See `fits`."""
+        """Take the weights out of a model that `fits`, layer by layer; the model cannot run afterwards."""
         inner = model.model
         weight = inner.embed_tokens.weight.detach()
         self.embed: Callable[[torch.Tensor], torch.Tensor] = partial(embedding, weight=weight)
@@ -71,13 +71,13 @@ class LlamaStack:
         for index in range(len(inner.layers)):
             self.layers.append(StackLayer(inner.layers[index], index, kinds.inner))
             inner.layers[index] = nn.Identity()
-            # The KV pool has been sized already: what is kept of every layer's parts would be missing.
+            # The KV pool has been sized already, so memory that stays cached after each layer would be missing.
             release_freed(model.device)
         self.head = kinds.head(model.lm_head.weight, model.lm_head.bias)
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
-        """Whether a model is of the shape this stack computes, to the last parameter."""
+        """Return whether a model has exactly the shape, to the last parameter, that this stack computes."""
         if type(model) not in _CLASSES:
             return False
         allowed = {f"{name}.weight" for name in (*_LINEARS, *_NORMS)} | {f"{name}.bias" for name in _LINEARS}
@@ -95,13 +95,13 @@ class LlamaStack:
     def with_outputs(
         self, batch: StepBatch, context: RowContext, layers: Sequence[int]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """See `engine.model.model_runner.TappedPass`."""
+        """Return logits and layer outputs; see `engine.model.model_runner.TappedPass`."""
         outputs: dict[int, torch.Tensor] = dict.fromkeys(layers, torch.empty(0))
         logits: torch.Tensor = self.head(self.norm(self._run(batch, context, len(self.layers), outputs)))
         return logits, list(outputs.values())
 
     def early_exit(self, early_exit: EarlyExit) -> RowForward:
-        """See `RowPass.early_exit`."""
+        """Return the forward pass of an early exit; see `RowPass.early_exit`."""
         adapter = early_exit.adapter or (lambda normed: normed)
 
         def forward(batch: StepBatch, context: RowContext) -> torch.Tensor:
@@ -117,7 +117,10 @@ class LlamaStack:
         num_layers: int,
         outputs: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """What the first layers make of the rows that are wanted: [R, hidden]; `outputs` gets those of its layers."""
+        """Return the hidden states [R, hidden] of the logit rows after the first layers.
+
+        The values of `outputs` are replaced by the outputs [T, hidden] of the layers that are its keys.
+        """
         hidden = self.embed(batch.token_ids[0])  # [T, hidden]
         cos, signed_sin = self._rotation(hidden, batch)
         for index, layer in enumerate(self.layers[:num_layers]):
@@ -127,14 +130,14 @@ class LlamaStack:
         return hidden.index_select(0, batch.logit_rows)  # [R, hidden]
 
     def run_layer(self, index: int, hidden: torch.Tensor, batch: StepBatch, context: RowContext) -> torch.Tensor:
-        """What one layer makes of its input: [T, hidden] of [T, hidden]."""
+        """Return the output [T, hidden] of one layer for its input [T, hidden]."""
         return self.layers[index](hidden, *self._rotation(hidden, batch), context)
 
     def _rotation(self, hidden: torch.Tensor, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines, [T, 1, head_dim] each."""
+        """Return cosines and signed sines, [T, 1, head_dim] each."""
         cos, sin = self.rotary(hidden, batch.position_ids)  # [1, T, head_dim]
         half = sin.shape[-1] // 2
-        # rotate_half(x) = (-x2, x1): the sign goes into the sines once a step instead of into x in every layer.
+        # rotate_half(x) = (-x2, x1): the sign is applied to the sines once a step instead of to x in every layer.
         signed_sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)[0].unsqueeze(1)
         return cos[0].unsqueeze(1), signed_sin
 
@@ -143,12 +146,12 @@ class StackNorm:
     """Root mean square normalisation over the last dimension, in as few operations as the device allows."""
 
     def __init__(self, norm: LlamaNorm, gains: torch.Tensor | None = None) -> None:
-        """gains: [..., width] instead of the module's own weight."""
+        """`gains`: [..., width] in place of the module's own weight."""
         self.gains = norm.weight.detach() if gains is None else gains
         self._width = self.gains.shape[-1]
         self.eps = norm.variance_epsilon
         self._eps_tensor = torch.tensor(self.eps, device=self.gains.device)
-        # PyTorch has one kernel for it on a GPU; on a CPU it runs seven, and half precision needs them.
+        # On a GPU PyTorch normalises with one kernel. On a CPU it runs seven, which only half precision needs.
         self._few_operations = self.gains.device.type == "cpu" and self.gains.dtype == torch.float32
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -190,7 +193,7 @@ class StackLayer:
         qkv = self.qkv.forward(self.attention_norm(hidden))
         qk = qkv[:, : (heads + kv_heads) * dim].view(tokens, heads + kv_heads, dim)
         normed = qk if self.qk_norm is None else self.qk_norm(qk)
-        # In place: rotated keys and plain values then lie side by side, as the cache stores them.
+        # In place, so that rotated keys and plain values are adjacent, as in the cache's rows.
         if torch.compiler.is_compiling():  # `torch.compile` refuses an `out` that is not contiguous
             qk.copy_(torch.addcmul(normed * cos, normed.roll(dim // 2, -1), signed_sin))
         else:

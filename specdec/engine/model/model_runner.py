@@ -1,20 +1,21 @@
-"""The worker: carries out step plans on one model and its paged KV cache.
+"""Worker that runs step plans on one model and its paged KV cache.
 
 A step's tokens go from here through the model and its attention (`specdec.engine.model.attention`); their logits go
-back to `specdec.engine.loop.steps`. Not here: loading (`specdec.engine.loader`), scheduling, sampling. Called by the
-device thread, one step at a time.
+back to `specdec.engine.loop.steps`. Built by `engine.load_pipeline`, called by the device thread, one step at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import PreTrainedModel
 
 from specdec.engine.base import ModelShape, MultiStepDrafts, SequenceSlice, StepPlan, Worker
 from specdec.engine.model.attention import PagedContext, attending
@@ -23,99 +24,112 @@ from specdec.engine.model.feature_layer import FeatureLayer
 from specdec.engine.model.kv_cache import KvCache, LayerKv
 
 
+@dataclass(frozen=True, slots=True)
+class GraphSource:
+    """A loaded model with its layers' attention kinds and its KV cache, from which a forward pass is made."""
+
+    model: PreTrainedModel
+    layer_kinds: Sequence[AttentionKind]
+    cache: KvCache
+
+
 class ForwardPass(Protocol):
     """A model's weights as one function."""
 
     def __call__(self, batch: StepBatch, context: PagedContext) -> torch.Tensor:
-        """Logits [R, rows of the model's head] of `batch.logit_rows`, in the model's dtype."""
+        """Return the logits [R, rows of the model's head] of `batch.logit_rows`, in the model's dtype."""
         ...
 
 
 class TappedPass(ForwardPass, Protocol):
-    """One that also gives what its layers put out."""
+    """A forward pass that also returns its layers' outputs."""
 
     def with_outputs(
         self, batch: StepBatch, context: PagedContext, layers: Sequence[int]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The logits, and the outputs [T, H] of `layers`, counted from 0 and ascending, rows as in the batch."""
+        """Return the logits and the outputs [T, H] of `layers` (indices in ascending order), rows as in the batch."""
         ...
 
 
 class LocalHead(Protocol):
-    """What drafts from the outputs of a model's layers, and keeps what it needs of them in the model's cache."""
+    """Draft head that reads the outputs of a model's layers and keeps its state in the model's cache."""
 
     feature_layers: tuple[int, ...]
-    """Whose outputs it reads."""
+    """Indices of the layers whose outputs the head reads."""
     cached: Sequence[LayerKv]
-    """Where its features lie, and then the KV of each of its layers."""
+    """Pools of the head's features and then of the KV of each of its layers."""
 
     @property
     def layer(self) -> FeatureLayer | None:
-        """All of it, where it is one decoder layer: a worker may compute that by itself instead of calling here."""
+        """The head's weights if it is one decoder layer, so that a worker may compute it itself; else None."""
         ...
 
     def note_step(self, plan: StepPlan, hidden: Sequence[torch.Tensor], slots: torch.Tensor | None = None) -> None:
-        """A full step was run.
+        """Keep the features of a full step that was run.
 
         Args:
-            plan: of the step.
-            hidden: the outputs [T, H] of `feature_layers`.
-            slots: int64 [T], where their tokens lie; None: the rows are in the order of the plan.
+            plan: plan of the step.
+            hidden: outputs [T, H] of `feature_layers`.
+            slots: int64 [T], KV slot of each row; None if the rows are in the order of the plan.
         """
         ...
 
     def draft(self, plan: StepPlan) -> torch.Tensor:
-        """Runs a draft step: [B, V] logits in the order of the plan."""
+        """Run a draft step; return the logits [B, V] in the order of the plan."""
         ...
 
 
 class LayerOutputs(NamedTuple):
-    """What layers put out in a step of T rows, which may be more than its tokens."""
+    """Outputs of layers in a step of T rows, which may include padding rows."""
 
     hidden: Sequence[torch.Tensor]
     """[T, H] of each layer, valid until the next step."""
     slots: torch.Tensor
-    """int64 [T], where the rows' tokens lie; those of rows that are no token's are nobody's."""
+    """int64 [T]: KV slot of each row. Padding rows point to the scratch block."""
 
 
 class RecordedSteps(Protocol):
-    """Steps that need not be laid out to be run."""
+    """Recorded steps of a worker: CUDA graphs, or recordings of a test."""
 
     outputs: LayerOutputs
-    """Of the step that was run last, of the layers that it was to tap."""
+    """Outputs of the tapped layers in the newest step."""
 
     def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
-        """[R, at least vocabulary_size] logits in the head's dtype, valid until the next step; None: none of those."""
+        """Run a step; return None if no recording fits it.
+
+        Returns:
+            Logits [R, at least vocabulary_size] in the head's dtype, valid until the next step.
+        """
         ...
 
     @property
     def supports_multi_step(self) -> bool:
-        """Whether `fits_multi_step` is ever true."""
+        """True if `fits_multi_step` can be true."""
         ...
 
     def fits_multi_step(self, slices: Sequence[SequenceSlice]) -> bool:
-        """Whether `multi_step` works after a step of these slices."""
+        """Return whether `multi_step` works after a step of these slices."""
         ...
 
     def multi_step(self, slices: Sequence[SequenceSlice]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Further steps of the sequences of the step that was run last: from tokens, int64 [B], to logits."""
+        """Return a function that runs the next step of the newest step's sequences: tokens, int64 [B], to logits."""
         ...
 
 
-#: The name of full steps among those that are recorded.
+#: Key of full steps among recorded steps.
 FULL = ""
 
 
 def tapped_layers(heads: Mapping[str, LocalHead]) -> tuple[int, ...]:
-    """The layers whose outputs a full step hands to heads, ascending."""
+    """Return the indices of the layers whose outputs the heads need, in ascending order."""
     return tuple(sorted({layer for head in heads.values() for layer in head.feature_layers}))
 
 
 class TransformersForward:
-    """Any causal language model of transformers, through its own forward."""
+    """Forward pass of any causal language model of transformers, by its own modules."""
 
     def __init__(self, model: torch.nn.Module, layers: Sequence[torch.nn.Module] = ()) -> None:
-        """`layers`: of the model, where `with_outputs` is wanted."""
+        """`layers`: the model's decoder layers, needed for `with_outputs`."""
         self._model = model
         self._layers = layers
 
@@ -163,16 +177,16 @@ class ModelRunner(Worker):
     ) -> None:
         """
         Args:
-            forward: full steps; with heads, one that has `with_outputs`.
-            cache: the KV pool.
-            layer_kinds: how each layer attends.
-            shape: what is told of the worker.
-            dtype: of the model.
-            device: where it is.
-            recorded: of full steps (`FULL`) and draft steps, by the name of the local draft: asked first; what they do
-                not take goes to `forward` and `drafts`.
+            forward: forward pass of full steps; a `TappedPass` if there are heads.
+            cache: KV pool.
+            layer_kinds: attention kind of each layer.
+            shape: description of the worker.
+            dtype: dtype of the model.
+            device: device of the model.
+            recorded: recorded full steps (`FULL`) and draft steps, by the name of the local draft. Steps that no
+                recording fits go to `forward` and `drafts`.
             drafts: forward passes of draft steps, by the name of the local draft.
-            heads: what runs draft steps by itself, likewise.
+            heads: draft heads, by the name of the local draft.
         """
         self.shape = shape
         self._drafts = drafts
@@ -189,20 +203,19 @@ class ModelRunner(Worker):
         self._device = device
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
-        """Runs one step; see `engine.base.Worker.execute`."""
+        """Run one step; see `engine.base.Worker.execute`."""
         with torch.inference_mode():
             if plan.block_copies:
                 self._cache.copy_blocks(plan.block_copies)
             logits = self._run(plan)[:, : self.shape.vocabulary_size]
         if logits.is_cuda and not len(logits):
-            # Nothing of the step will be read back: unless waited for, it would be timed, and delay calls, with the
-            # next one.
+            # Nothing of the step will be read back. Without this wait its time would be counted with the next step's.
             torch.cuda.synchronize(logits.device)
-        # Copied outside inference mode: callers may write into what they get.
+        # Copied outside inference mode, so that callers may write to the logits.
         return logits.to(torch.float32, copy=True)
 
     def draft(self, plan: StepPlan, num_steps: int, draw: Callable[[int, torch.Tensor], torch.Tensor]) -> bool:
-        """Runs a step and those that follow it; see `engine.base.Worker.draft`."""
+        """Run a step and the steps that follow it; see `engine.base.Worker.draft`."""
         recorded = self._recorded.get(FULL)
         if recorded is None or plan.local_draft or plan.block_copies or not recorded.fits_multi_step(plan.slices):
             return False
@@ -216,7 +229,7 @@ class ModelRunner(Worker):
         return True
 
     def _run(self, plan: StepPlan) -> torch.Tensor:
-        """[R, at least vocabulary_size] logits in the model's dtype."""
+        """Return the logits [R, at least vocabulary_size] in the model's dtype."""
         if plan.local_draft in self._heads:
             return self._heads[plan.local_draft].draft(plan)
         recorded = self._recorded.get(plan.local_draft)
@@ -237,19 +250,19 @@ class ModelRunner(Worker):
         return logits
 
     def _note(self, plan: StepPlan, outputs: LayerOutputs) -> None:
-        """Gives the heads what the layers put out in a full step."""
+        """Hand the layers' outputs of a full step to the heads."""
         for head in self._heads.values():
             own = [outputs.hidden[self._tapped.index(layer)] for layer in head.feature_layers]
             head.note_step(plan, own, outputs.slots)
 
     def close(self) -> None:
-        """Lets go of what was recorded: a group of ranks cannot end before its sums are in no recording any more."""
+        """Release the recordings: a group of ranks cannot end while recordings hold its sums."""
         self._recorded = {}
 
     def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        """Copies KV blocks out; see `engine.base.Worker.read_blocks`."""
+        """Copy KV blocks out; see `engine.base.Worker.read_blocks`."""
         return self._cache.copies.read(block_ids)
 
     def write_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
-        """Copies KV blocks in; see `engine.base.Worker.write_blocks`."""
+        """Copy KV blocks in; see `engine.base.Worker.write_blocks`."""
         self._cache.copies.write(block_ids, rows)

@@ -1,12 +1,9 @@
-"""Compares a worker, before it serves, with the model's own eager forward: a model is computed right or refused.
+"""Compare a worker, before it serves, with the model's own eager forward pass, and refuse a model that differs.
 
-Two sequences of random tokens go through the model as transformers runs it, whole, then through the worker as services
-run it: in chunks, token by token, two in one batch, by way of the KV pool, beyond the smallest window that layers have.
-What counts as different depends on the model and its arithmetic, so it is measured: the same forward pass again, with
-every module's output disturbed by as much as one rounding of that arithmetic.
-
-Not here: what the probe can tell (`engine.model.layer_probe`). Called by `engine.loader`, which lets go of the
-reference afterwards.
+Two sequences of random tokens run through the model as transformers runs it, whole, and then through the worker as
+services run it: in chunks, token by token, two in one batch, through the KV pool, and beyond the smallest attention
+window. The allowed difference depends on the model and its arithmetic, so it is measured: the same forward pass runs
+again with every module's output disturbed by one rounding of that arithmetic. Called by `engine.load_pipeline`.
 """
 
 from __future__ import annotations
@@ -25,53 +22,53 @@ from specdec.engine.model.batch import AttentionKind
 from specdec.errors import Unsupported
 from specdec.types import BLOCK_TOKENS
 
-# Tokens of the two sequences, where no window asks for more.
+# Tokens of the longer sequence, unless a window needs more, and by how many tokens the other one is shorter.
 _TOKENS = 56
 _FEWER_TOKENS = 9
-# A longer window is believed, as the probe read it from the model's own mask: a step of this many tokens is what a
-# large model runs anyway, and eager attention over four times as many takes gigabytes a layer, on a CPU minutes.
+# Longer windows are not tested; the probe reads them from the model's own mask. Eager attention over four times as many
+# tokens takes gigabytes a layer, and minutes on a CPU.
 _LONGEST_WINDOW = 1024
 _BEYOND_WINDOW = 24
-# Of each sequence's end, tokens that come in a chunk of a few, and before them one by one.
+# Tokens at each sequence's end that run in one chunk, and tokens before them that run one by one.
 _LAST_CHUNK = 5
 _SINGLE_TOKENS = 12
 # Rows of one prefill chunk whose logits are compared.
 _CHUNK_ROWS = 8
-# Rows whose median difference counts: a mixture of experts may choose another expert for a few tokens, and be right.
+# Rows whose median difference is taken: a mixture of experts may correctly choose another expert for a few tokens.
 _RUN_ROWS = 5
-# Differences are allowed this many times what one rounding a module makes. Over all architectures that are computed
-# right, in every arithmetic, 1.5 times were seen and mostly half.
+# Allowed difference as a multiple of what one rounding in every module causes. Architectures that are computed right
+# showed at most 1.5 times and mostly half, in every arithmetic.
 _ALLOWED_NOISE = 3.0
-# And so much of the logits' spread: in any arithmetic, and at most where a model magnifies every rounding.
+# Difference that is always allowed, and the largest that is ever allowed, as shares of the logits' spread.
 _ALLOWED_ALWAYS = 1e-4
 _ALLOWED_AT_MOST = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """What a worker rounds, other than the model it was made from."""
+    """Rounding in a worker that the model it was made from does not have."""
 
     rounding: float
-    """Relative size of one rounding of what modules put out."""
+    """Relative size of one rounding of a module's output."""
     round_weight: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """What the weights of linear layers are rounded to, but the head's; None: they stay."""
+    """Function that rounds the weights of linear layers except the head; None if they are not rounded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What the model itself computes."""
+    """Logits of the model itself."""
 
     sequences: tuple[tuple[int, ...], ...]
     logits: tuple[torch.Tensor, ...]
     """Per sequence, float32 [tokens, V]."""
     spread: float
-    """Standard deviation of all logits that are numbers."""
+    """Standard deviation of all finite logits."""
     noise: float
-    """What `difference` is between the model and itself disturbed."""
+    """`difference` between the model and the disturbed model."""
 
 
 def sequence_lengths(shape: ModelShape, kinds: Sequence[AttentionKind]) -> tuple[int, ...]:
-    """Tokens of one or two sequences that the pool and the model's context hold."""
+    """Return the lengths of one or two sequences that the pool and the model's context hold."""
     windows = [kind.window for kind in kinds if kind.window is not None and kind.window <= _LONGEST_WINDOW]
     wanted = max(_TOKENS, min(windows) + _BEYOND_WINDOW if windows else 0)
     blocks = shape.num_kv_blocks // 2 or 1
@@ -84,7 +81,7 @@ def sequence_lengths(shape: ModelShape, kinds: Sequence[AttentionKind]) -> tuple
 def take_reference(
     model: PreTrainedModel, shape: ModelShape, kinds: Sequence[AttentionKind], arithmetic: Arithmetic
 ) -> Reference:
-    """Runs the model's own attention; its attention implementation is left at `eager`."""
+    """Run the model's own forward pass; its attention implementation is `eager` afterwards."""
     generator = torch.Generator().manual_seed(0)
     sequences = tuple(
         tuple(torch.randint(shape.vocabulary_size, (length,), generator=generator).tolist())
@@ -101,24 +98,26 @@ def take_reference(
 
 
 def require_same(worker: Worker, reference: Reference, architecture: str) -> None:
-    """Runs the reference's sequences through a worker.
+    """Run the reference's sequences through a worker and compare.
 
     Raises:
-        Unsupported: its logits are others; the message has the difference.
+        Unsupported: its logits differ; the message contains the difference.
     """
     allowed = min(_ALLOWED_ALWAYS + _ALLOWED_NOISE * reference.noise, _ALLOWED_AT_MOST)
     worst = max(_differences(worker, reference))
     if worst > allowed:
         raise Unsupported(
             f"a model of type {architecture} is computed differently here than by transformers: its logits differ by "
-            f"{worst:.2g} of their spread, where rounding explains {allowed:.2g} (--self-check off serves it anyway)"
+            f"{worst:.2g} of their spread, and rounding explains at most {allowed:.2g} (--self-check off serves it "
+            "anyway)"
         )
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor, spread: float) -> float:
-    """Root mean square difference of logits [rows, V], as a fraction of `spread`: the worst run of rows' median.
+    """Return the root mean square difference of logits [rows, V] as a fraction of `spread`.
 
-    What is no number in both is the same, in one of them infinitely different.
+    It is the largest median over runs of `_RUN_ROWS` rows. A logit that is NaN in both is equal, one that is NaN in one
+    of them differs infinitely.
     """
     gaps = (actual - expected).nan_to_num_(nan=torch.inf)
     gaps = gaps.masked_fill_(~(actual.isfinite() | expected.isfinite()), 0)
@@ -149,7 +148,7 @@ def _differences(worker: Worker, reference: Reference) -> Iterator[float]:
 
 
 def _steps(lengths: Sequence[int]) -> Iterator[tuple[tuple[int, int, int], ...]]:
-    """(sequence, from, to) of each step's slices: every token of every sequence once, in order."""
+    """Yield the slices (sequence, from, to) of each step: every token of every sequence once, in order."""
     cuts = [_cuts(length) for length in lengths]
     # The second sequence is one step behind the first, so that prefill and single tokens meet.
     for tick in range(max(index + len(spans) for index, spans in enumerate(cuts))):
@@ -161,7 +160,7 @@ def _steps(lengths: Sequence[int]) -> Iterator[tuple[tuple[int, int, int], ...]]
 
 
 def _cuts(length: int) -> list[tuple[int, int]]:
-    """Two prefill chunks, single tokens and a last chunk of a sequence; fewer of a short one."""
+    """Return two prefill chunks, single tokens and a last chunk of a sequence; a short one has fewer of them."""
     singles_from = max(2, length - _LAST_CHUNK - _SINGLE_TOKENS)
     last_from = max(singles_from, length - _LAST_CHUNK)
     edges = sorted({0, singles_from // 2, *range(singles_from, last_from + 1), length})
@@ -169,7 +168,7 @@ def _cuts(length: int) -> list[tuple[int, int]]:
 
 
 def _block_tables(lengths: Sequence[int]) -> list[tuple[int, ...]]:
-    """The first sequence's blocks lie side by side, the second's the other way round."""
+    """Return block tables: the first sequence's blocks in ascending order, the second's in descending order."""
     counts = [-(-length // BLOCK_TOKENS) for length in lengths]
     first = tuple(range(counts[0]))
     return [first, *(tuple(reversed(range(counts[0], counts[0] + count))) for count in counts[1:])]
@@ -185,11 +184,11 @@ def _run(model: PreTrainedModel, tokens: Sequence[int], vocabulary_size: int) ->
 def _rounded_weights(
     model: PreTrainedModel, round_weight: Callable[[torch.Tensor], torch.Tensor] | None
 ) -> Iterator[None]:
-    """Within it, linear layers multiply with rounded weights, made as they are needed."""
+    """Make linear layers multiply with rounded weights within a `with` block; each is rounded when it is used."""
     kept: dict[nn.Linear, torch.Tensor] = {}
 
     def before(module: nn.Linear, _: object) -> None:
-        assert round_weight is not None  # else there are no hooks
+        assert round_weight is not None  # otherwise there are no hooks
         kept[module] = module.weight.data
         module.weight.data = round_weight(kept[module])
 
@@ -207,14 +206,14 @@ def _rounded_weights(
 
 
 def inner_linears(model: PreTrainedModel) -> list[nn.Linear]:
-    """The linear layers whose weights may be rounded: all but the head."""
+    """Return the linear layers whose weights may be rounded: all except the head."""
     head = model.get_output_embeddings()
     return [module for module in model.modules() if type(module) is nn.Linear and module is not head]
 
 
 @contextmanager
 def _disturbed(model: PreTrainedModel, rounding: float) -> Iterator[None]:
-    """Within it, what the model's smallest modules put out is multiplied by 1 +- `rounding`."""
+    """Multiply the outputs of the model's smallest modules by 1 +- `rounding` within a `with` block."""
     generator = torch.Generator(model.device).manual_seed(1)
 
     def disturb(_module: nn.Module, _inputs: object, output: object) -> object:

@@ -1,4 +1,4 @@
-"""What a start that takes its time shows: a progress bar in a terminal, a log line for each part elsewhere.
+"""Show the progress of a long start: a progress bar in a terminal, a log line for each part elsewhere.
 
 Called by `engine.torch_compile` and `engine.cuda_graphs.steps`.
 """
@@ -19,7 +19,7 @@ PartT = TypeVar("PartT")
 
 
 def shown(parts: Sequence[PartT], title: str, describe: Callable[[PartT], str]) -> Iterator[PartT]:
-    """Goes through `parts`, saying before each one which it is."""
+    """Yield `parts` and report each one before it is yielded."""
     if sys.stderr.isatty():
         yield from track(parts, title, console=Console(file=sys.stderr), transient=True)
         return

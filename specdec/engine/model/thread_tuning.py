@@ -1,8 +1,8 @@
-"""How many CPU threads a step takes, by measurement: one, all cores but one, or all.
+"""Choose the number of CPU threads of a step by measurement: one, all cores but one, or all.
 
-A step waits for its slowest thread, and coordinator, store and client run beside it: where they have no core left, a
-step that is faster by itself makes slower rounds (docs/history/log.md), unless it is faster by far. Not here: threads
-that the caller has set, which stay. Called by `engine.loader`, on a worker that nobody uses yet.
+A step waits for its slowest thread, and coordinator, store and client run beside it. If they have no core left, a step
+that is faster by itself makes slower rounds (docs/history/log.md), unless it is much faster. Called by `engine.loader`
+on a worker that does not serve yet.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from specdec.engine.base import SequenceSlice, StepPlan, Worker
 
 _log = logging.getLogger(__name__)
 
-#: Rows of the steps that are timed: a single token, and a round of four draft tokens and the one before them.
+#: Rows of the timed steps: a single token, and a round of four draft tokens and the token before them.
 _ROWS = (1, 5)
-#: By what share of its time more threads must shorten a round.
+#: Share of a round's time that more threads must save.
 _WORTH_A_CORE = 0.1
-#: The same where they leave no core to others: a fifth was measured to be too little, a half to be enough.
+#: The same for threads that leave no core to other processes: a fifth was measured to be too little, a half enough.
 _WORTH_THE_LAST_CORE = 0.3
-#: And so many seconds: for less, what others take of that core in a round costs more.
+#: Seconds that they must save as well: other processes need that core for longer than this in a round.
 _WORTH_THE_LAST_CORE_S = 0.005
 _MEASURING_S = 0.5
 _MOST_CYCLES = 8
 
 
 def choose_threads(round_s: Mapping[int, float], num_cores: int) -> int:
-    """The number of threads to take.
+    """Return the number of threads to use.
 
     Args:
-        round_s: by number of threads, seconds that a round's steps take with so many. Not empty.
-        num_cores: so many threads leave none to others.
+        round_s: seconds of a round's steps by number of threads. Not empty.
+        num_cores: number of threads that leaves no core to other processes.
     """
     chosen = min(round_s)
     for count in sorted(round_s):
@@ -47,9 +47,9 @@ def choose_threads(round_s: Mapping[int, float], num_cores: int) -> int:
 def measure_rounds(
     worker: Worker, counts: Sequence[int], clock: Callable[[], float] = time.perf_counter
 ) -> Mapping[int, float]:
-    """Seconds of a round by number of threads: the best of a few, taken by turns; half a second in all.
+    """Return the seconds of a round by number of threads: the best of a few, measured in turns within half a second.
 
-    Where steps are so long that this is not enough, each kind is run once. Leaves some of `counts` set.
+    If steps are too long for that, each kind runs once. One of `counts` is set as the number of threads afterwards.
     """
     rows = [min(count, worker.shape.max_context_tokens) for count in _ROWS]
     plans = [StepPlan((SequenceSlice((0,) * count, 0, (0,), count),)) for count in rows]
@@ -68,7 +68,7 @@ def measure_rounds(
 
 
 def settle_threads(worker: Worker) -> None:
-    """Sets this process's threads, for a worker on a CPU, to what makes its rounds fastest, and says so."""
+    """Set this process's number of threads to the one with the fastest rounds, if the worker is on a CPU; log it."""
     num_cores = torch.get_num_threads()
     if worker.shape.device != "cpu" or num_cores < 2:
         return

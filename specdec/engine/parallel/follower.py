@@ -1,6 +1,6 @@
-"""What every rank but the first does: the steps that it is told to, until it is told to end.
+"""Run the steps that the first rank sends, on every other rank, until it sends the end.
 
-Not here: who tells (`engine.parallel.leader`), and what happens to a rank whose group is gone (`specdec.service.rank`).
+The messages come from `engine.parallel.leader`; `specdec.service.rank` ends a rank that has lost its group.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from specdec.engine.parallel.rank_tier import RankTier
 
 
 def follow(ranks: RankGroup, worker: Worker, tier: ColdTier | None = None) -> None:
-    """Returns when the first rank says so.
+    """Run steps until the first rank sends the end.
 
     Args:
         ranks: this rank's end of the group.
-        worker: runs this rank's part of a step.
-        tier: where this rank's part of the KV is kept; None: nowhere.
+        worker: worker that runs this rank's part of a step.
+        tier: cold tier of this rank's part of the KV; None if there is none.
 
     Raises:
-        RuntimeError: the group is lost, or a message is of an unknown kind.
+        RuntimeError: the group is lost, or a message has an unknown kind.
     """
     parts = RankTier(tier, worker)
     while (kind := (message := ranks.receive())[0]) != END:
@@ -30,5 +30,5 @@ def follow(ranks: RankGroup, worker: Worker, tier: ColdTier | None = None) -> No
             parts.note(plan)
             worker.execute(plan)
         elif kind != NOTHING and not parts.hear(message, ranks.smallest):
-            raise RuntimeError(f"a message of the unknown kind {kind}")
+            raise RuntimeError(f"received a message of unknown kind {kind} from the first rank")
     worker.close()

@@ -1,9 +1,9 @@
-"""Ranks that hold one model together, as one of them sees the others.
+"""Communication of one rank with the other ranks that hold the same model.
 
-Plans travel over gloo; tensors over NCCL where they lie on GPUs, over gloo elsewhere. The first rank has bound the port
-of the store before anybody else is told of it, so there is no port to guess and none to lose. Not here: what is sent
-(`engine.parallel.messages`), what is computed (`engine.parallel.sharded_llama`), and whether the others are still there
-(`engine.parallel.rank_heartbeat`). One thread of a rank uses its group at a time.
+Plans are sent over gloo; tensors over NCCL between GPUs and over gloo otherwise. The first rank binds the store's port
+before the others learn of it, so a port is never guessed and never taken by another process.
+`engine.parallel.messages` has the messages, and `engine.parallel.rank_heartbeat` detects lost ranks. One thread of a
+rank uses its group at a time.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is no
 
 from specdec.engine.parallel.messages import Words
 
-#: A rank that another one waits for longer than this, in a step, is lost.
+#: Time after which a rank that another one waits for in a step is lost.
 STEP_TIMEOUT_S = 60.0
-#: Who started the ranks sees when one of them ends instead of coming.
+#: Long, because the process that started the ranks notices if one of them ends instead of connecting.
 _CONNECT_TIMEOUT_S = 600.0
-#: Ranks start and load at different speeds, and the first to be done waits for the last.
+#: Ranks start and load at different speeds, and the fastest waits for the slowest.
 _LOAD_TIMEOUT_S = 3600.0
-#: All connections at once instead of each when it is first needed, while steps are recorded, say; and no buffers of
-#: recordings that are registered beyond the step.
+#: NCCL opens all connections at once, instead of each when it is first used, which could be while a CUDA graph is
+#: recorded; and it registers no buffers of CUDA graphs.
 _NCCL_SETTINGS = {"NCCL_RUNTIME_CONNECT": "0", "NCCL_GRAPH_REGISTER": "0"}
-# Words of a message that travel at once; a plan of a few sequences has fewer.
+# Words of a message that are sent in one broadcast; a plan of a few sequences has fewer.
 _FIRST_WORDS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Which rank this process is, and where the ranks meet."""
+    """This process's rank and the address of the store."""
 
     rank: int
     num_ranks: int
     host: str
-    """Of the first rank."""
+    """Address of the first rank."""
     port: int
     listener: socket.socket | None = None
-    """The first rank's own, bound to `port` and listening; handed over to the store."""
+    """Socket of the first rank, bound to `port` and listening, which the store takes over; None on other ranks."""
 
 
 def open_store(seat: Seat) -> TCPStore:
-    """Opens the first rank's store, or dials it.
+    """Open the store on the first rank, or connect to it from another one.
 
     Raises:
-        RuntimeError: it does not answer (`torch.distributed.DistError`).
+        RuntimeError: the store does not answer (`torch.distributed.DistError`).
     """
     return TCPStore(
         seat.host,
@@ -64,15 +64,15 @@ def open_store(seat: Seat) -> TCPStore:
 
 
 class RankGroup:
-    """One rank's end of the group; there is one in a process. Whatever it raises, the group is lost."""
+    """One rank's end of the group; a process has one. Any error that it raises means that the group is lost."""
 
     def __init__(self, seat: Seat, store: TCPStore, device: torch.device) -> None:
-        """Returns once all ranks have come.
+        """Wait until all ranks have connected.
 
         Args:
-            seat: of this process.
-            store: as `open_store` gave it.
-            device: where this rank's tensors lie.
+            seat: seat of this process.
+            store: store as `open_store` returned it.
+            device: device of this rank's tensors.
         """
         self.rank = seat.rank
         self.num_ranks = seat.num_ranks
@@ -92,16 +92,16 @@ class RankGroup:
             world_size=seat.num_ranks,
             timeout=timedelta(seconds=STEP_TIMEOUT_S),
         )
-        if device.type == "cuda":  # connections take memory of the device: before anybody counts what is left
+        if device.type == "cuda":  # connections take device memory: open them before free memory is measured
             self.gather_first(self.add_up(torch.zeros(1, 1, device=device)))
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that leads: it plans, and has the logits."""
+        """True for the rank that plans steps and gathers the logits."""
         return self.rank == 0
 
     def send(self, message: Words) -> None:
-        """Gives every other rank a message; the first rank's alone."""
+        """Send a message to every other rank; only the first rank may call this."""
         self._first_words[0] = len(message)
         head = message[:_FIRST_WORDS]
         self._first_words[1 : 1 + len(head)] = head
@@ -110,7 +110,7 @@ class RankGroup:
             dist.broadcast(torch.from_numpy(message[_FIRST_WORDS:]), src=0)
 
     def receive(self) -> Words:
-        """The next message of the first rank; it comes within `STEP_TIMEOUT_S`."""
+        """Return the next message of the first rank, which arrives within `STEP_TIMEOUT_S`."""
         dist.broadcast(self._first, src=0)
         count = int(self._first_words[0])
         head = self._first_words[1 : 1 + min(count, _FIRST_WORDS)].copy()
@@ -121,14 +121,14 @@ class RankGroup:
         return np.concatenate((head, rest))
 
     def add_up(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in the place of each rank's part; the same bits on all of them."""
+        """Replace each rank's part by the sum over all ranks, with the same bits on all of them; return it."""
         dist.all_reduce(part)
         return part
 
     def add_in_order(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks [T, n], by rank, in float32 and rounded once: a row has the same bits in any company.
+        """Return the sum [T, n] over all ranks, added in rank order in float32 and rounded once.
 
-        Libraries choose the order of a sum by its size.
+        A row has the same bits in any batch. Libraries choose the order of a sum by its size.
         """
         first, *others = self._all_parts(part)
         total = first.to(torch.float32)
@@ -137,12 +137,12 @@ class RankGroup:
         return total.to(part.dtype)
 
     def largest(self, own: torch.Tensor) -> torch.Tensor:
-        """The largest of what each rank has, number by number, in the place of its own."""
+        """Replace each rank's numbers by the elementwise maximum over all ranks; return them."""
         dist.all_reduce(own, op=dist.ReduceOp.MAX)
         return own
 
     def gather_first(self, part: torch.Tensor) -> torch.Tensor:
-        """[R, n] of each rank -> [R, ranks * n] on the first, side by side by rank; the others keep their part."""
+        """Return, on the first rank, the parts [R, n] of all ranks as [R, ranks * n]; on the others their own part."""
         if not self.is_first:
             dist.gather(part, dst=0)
             return part
@@ -151,7 +151,7 @@ class RankGroup:
         return torch.cat(parts, dim=-1)
 
     def gather_all(self, part: torch.Tensor) -> torch.Tensor:
-        """[..., n] of each rank -> [..., ranks * n] on all of them."""
+        """Return the parts [..., n] of all ranks as [..., ranks * n], on every rank."""
         return torch.cat(self._all_parts(part), dim=-1)
 
     def _all_parts(self, part: torch.Tensor) -> list[torch.Tensor]:
@@ -160,16 +160,16 @@ class RankGroup:
         return parts
 
     def smallest(self, number: int) -> int:
-        """The least of what each rank has."""
+        """Return the smallest of all ranks' numbers."""
         least = torch.tensor(number, dtype=torch.int64)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return int(least)
 
     def all_agree(self, yes: bool) -> bool:
-        """Whether every rank says so."""
+        """Return whether every rank passed True."""
         return bool(self.smallest(int(yes)))
 
     def barrier(self, place: str) -> None:
-        """Waits until every rank has come to the same place, longer than a step may take."""
+        """Wait until every rank has reached the same place; unlike a step, a load may take up to an hour."""
         self._store.set(f"{place}/{self.rank}", "here")
         self._store.wait([f"{place}/{rank}" for rank in range(self.num_ranks)], timedelta(seconds=_LOAD_TIMEOUT_S))

@@ -1,9 +1,9 @@
-"""The worker of a group's first rank: what it is asked to run, all ranks run.
+"""Worker of a group's first rank, which runs every step on all ranks.
 
-To those above it is a worker like any other. Every rank runs the same forward pass on its part of the model; the logits
-come together here and go back to `specdec.engine.loop.steps`; here alone tokens are drawn, so ranks cannot disagree. A
-step that fails on any rank leaves the others in the middle of it: the group is lost, never a single step. Not here:
-what the other ranks do (`engine.parallel.follower`), and which process is which rank (`specdec.service.rank`).
+To the layers above it is a worker like any other. Every rank runs the same forward pass on its part of the model. The
+first rank gathers the logits, which go back to `specdec.engine.loop.steps`, and alone draws tokens, so ranks cannot
+disagree. A step that fails on any rank leaves the others waiting in the middle of it, so the whole group is lost. The
+other ranks run `engine.parallel.follower`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specdec.engine.parallel.messages import END, NOTHING, PartState, Words, pac
 from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
 from specdec.errors import SpecdecError, Unavailable
 
-#: Between two messages that say nothing; well below the time after which a group gives a silent rank up.
+#: Time between two keep-alive messages, well below a group's timeout for a silent rank.
 KEEP_ALIVE_S = 10.0
 
 
@@ -36,11 +36,11 @@ class _Step:
 
     began_s: float
     has_ended: Callable[[], bool]
-    """On the device; asked from another thread."""
+    """Return whether the step has ended on the device; called from another thread."""
 
 
 def _end_on_device(logits: torch.Tensor) -> Callable[[], bool]:
-    """Whether the device has got as far as what was asked of it up to now."""
+    """Return a function that tells whether the device has finished everything that is queued now."""
     if not logits.is_cuda:
         return lambda: True
     event = torch.cuda.Event()
@@ -49,14 +49,14 @@ def _end_on_device(logits: torch.Tensor) -> Callable[[], bool]:
 
 
 class LeaderWorker(Worker):
-    """Implements `engine.base.Worker` by a group of ranks. `execute` and `close` from one thread at a time."""
+    """Implements `engine.base.Worker` by a group of ranks. Call `execute` and `close` from one thread at a time."""
 
     def __init__(self, own: Worker, ranks: RankGroup, rank_heartbeat: RankHeartbeat) -> None:
         """
         Args:
-            own: runs this rank's part of a step.
-            ranks: the others, who follow from now on.
-            rank_heartbeat: says when one of them is gone.
+            own: worker of this rank's part of a step.
+            ranks: group whose other ranks follow from now on.
+            rank_heartbeat: connections that report a lost rank.
         """
         self.shape = own.shape
         self._own = own
@@ -72,7 +72,7 @@ class LeaderWorker(Worker):
         threading.Thread(target=self._keep_alive, name="keep-ranks-alive", daemon=True).start()
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
-        """Runs one step on all ranks; see `engine.base.Worker.execute`."""
+        """Run one step on all ranks; see `engine.base.Worker.execute`."""
         with self._sending:
             if self._lost is not None:
                 raise self._lost
@@ -86,26 +86,26 @@ class LeaderWorker(Worker):
                 raise self._lose(error) from error
 
     def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        """This rank's part of KV blocks; see `engine.base.Worker.read_blocks`."""
+        """Return this rank's part of KV blocks; see `engine.base.Worker.read_blocks`."""
         return self._own.read_blocks(block_ids)
 
     def write_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
-        """This rank's part of KV blocks; see `engine.base.Worker.write_blocks`."""
+        """Store this rank's part of KV blocks; see `engine.base.Worker.write_blocks`."""
         self._own.write_blocks(block_ids, rows)
 
     def divided(self, tier: ColdTier) -> ColdTier:
-        """See `engine.base.Worker.divided`."""
+        """Return a tier of which every rank keeps its own part; see `engine.base.Worker.divided`."""
         return LeaderTier(tier, self._tell, self._ask)
 
     def watch(self, note_lost: Callable[[WorkerLost], None]) -> None:
-        """See `engine.base.Worker.watch`."""
+        """Report the loss of the group; see `engine.base.Worker.watch`."""
         with self._guard:
             self._note_lost, lost = note_lost, self._lost
         if lost is not None:
             note_lost(lost)
 
     def close(self) -> None:
-        """Tells the other ranks to end. Idempotent."""
+        """Make the other ranks end. Idempotent."""
         with self._sending:
             if self._ended.is_set():
                 return
@@ -116,12 +116,12 @@ class LeaderWorker(Worker):
             self._own.close()
 
     def _tell(self, message: Words) -> None:
-        """Gives the other ranks a message; once the group is lost, nobody: that is found out otherwise."""
+        """Send a message to the other ranks. Do nothing if the group is lost, which is reported elsewhere."""
         with self._sending, contextlib.suppress(WorkerLost):
             self._send(message)
 
     def _ask(self, message: Words) -> int:
-        """The least of the other ranks' answers. Raises WorkerLost."""
+        """Send a message to the other ranks and return their smallest answer. Raises WorkerLost."""
         with self._sending:
             self._send(message)
             try:
@@ -131,7 +131,7 @@ class LeaderWorker(Worker):
 
     def _send(self, message: Words) -> None:
         if self._ended.is_set():
-            raise WorkerLost("the ranks have been told to end")
+            raise WorkerLost("the worker is closed and its ranks have ended")
         if self._lost is not None:
             raise self._lost
         try:
@@ -141,7 +141,7 @@ class LeaderWorker(Worker):
 
     def _keep_alive(self) -> None:
         while not self._ended.wait(KEEP_ALIVE_S):
-            self._look_at_device()
+            self._check_device()
             if self._sending.acquire(timeout=KEEP_ALIVE_S):  # a step that hangs may hold it
                 try:
                     if not self._ended.is_set() and self._lost is None:
@@ -149,8 +149,8 @@ class LeaderWorker(Worker):
                 finally:
                     self._sending.release()
 
-    def _look_at_device(self) -> None:
-        """Gives the group up where a device hangs: nobody else watches sums over ranks that are part of a recording."""
+    def _check_device(self) -> None:
+        """Give the group up if a device hangs: sums over ranks that are part of a CUDA graph have no timeout."""
         step = self._newest
         if time.monotonic() - step.began_s < STEP_TIMEOUT_S or self._lost is not None:
             return
@@ -170,13 +170,13 @@ class LeaderWorker(Worker):
         self._lose(error)
 
     def _lose(self, error: Exception) -> WorkerLost:
-        """The group is gone, because of `error` or of what was known before. Any thread."""
+        """Record that the group is lost and return the first reason, `error` or an earlier one. Any thread."""
         with self._guard:
-            is_news = self._lost is None
+            is_first_report = self._lost is None
             if self._lost is None:
                 why = error.message if isinstance(error, SpecdecError) else f"a step failed on rank 0: {error}"
                 self._lost = WorkerLost(" ".join(why.split()))
             lost, note_lost = self._lost, self._note_lost
-        if is_news and note_lost is not None:
+        if is_first_report and note_lost is not None:
             note_lost(lost)
         return lost

@@ -1,7 +1,7 @@
-"""What the first rank of a group tells the others: a step's plan, about KV in the cold tier, nothing, or the end.
+"""Messages of the first rank of a group to the others: step plans, the cold tier, keep-alive and end.
 
-Numbers, not pickles: a message is int32 words, its kind first, so that whoever adds a kind adds a number here. Not
-here: how it travels (`engine.parallel.group`). Called by `engine.parallel.leader` and `engine.parallel.follower`.
+A message is int32 words, its kind first; it is not a pickle. `engine.parallel.group` sends it. Called by
+`engine.parallel.leader` and `engine.parallel.follower`.
 
     [STEP, copies, slices, (from, to)..., (start, logit rows, tokens, blocks, token ids..., block ids...)...]
     [NOTHING]
@@ -26,10 +26,10 @@ from specdec.engine.base import SequenceSlice, StepPlan
 Words = NDArray[np.int32]
 
 STEP = 1
-#: So that nobody waits for a plan longer than a group's timeout.
+#: Keep-alive: it prevents a wait for the next plan that is longer than a group's timeout.
 NOTHING = 2
 END = 3
-#: Of the cold tier; what they do is in `rank_tier`.
+#: Messages of the cold tier; see `rank_tier`.
 KEEP, FETCH, HAVE, COPY, DROP = range(4, 9)
 
 _SLICE_WORDS = 4
@@ -37,16 +37,16 @@ NAME_WORDS = HASH_BYTES // np.dtype(np.int32).itemsize
 
 
 class PartState(IntEnum):
-    """Of a rank's part of a run that is being fetched; the least of all ranks' is that of the run."""
+    """State of a rank's part of a run that is being fetched. The run's state is the smallest of all ranks'."""
 
     GONE = 0
-    """It will not come."""
+    """The part will not arrive."""
     COMING = 1
     THERE = 2
 
 
 def pack_plan(plan: StepPlan) -> Words:
-    """The message of a plan."""
+    """Return the message of a plan."""
     words: list[int] = [STEP, len(plan.block_copies), len(plan.slices)]
     for copy in plan.block_copies:
         words += copy
@@ -58,7 +58,7 @@ def pack_plan(plan: StepPlan) -> Words:
 
 
 def unpack_plan(message: Words) -> StepPlan:
-    """The plan of a message of kind STEP; the inverse of `pack_plan`."""
+    """Return the plan of a message of kind STEP; the inverse of `pack_plan`."""
     _, num_copies, num_slices, *words = message.tolist()
     end = 2 * num_copies
     copies = tuple(zip(words[0:end:2], words[1:end:2], strict=True))
@@ -80,12 +80,12 @@ def _slices(words: list[int], place: int, count: int) -> Iterator[SequenceSlice]
 
 
 def pack_words(kind: int, *numbers: int, names: Sequence[bytes] = ()) -> Words:
-    """A message that is no plan: its kind, numbers, then names."""
+    """Return a message other than a plan: its kind, numbers, then names."""
     head = np.array([kind, *numbers], dtype=np.int32)
     return np.concatenate((head, np.frombuffer(b"".join(names), dtype=np.int32)))
 
 
 def names_in(words: Words) -> list[bytes]:
-    """The names that words hold."""
+    """Return the names in the words of a message."""
     packed = words.tobytes()
     return [packed[first : first + HASH_BYTES] for first in range(0, len(packed), HASH_BYTES)]

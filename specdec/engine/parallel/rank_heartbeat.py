@@ -1,11 +1,11 @@
-"""Ranks live and die together: a connection of the first rank to each of the others says whether they are still there.
+"""Detect the loss of a rank by a connection between the first rank and each of the others.
 
-A rank that ends closes its connections, and its peers know within milliseconds, whatever they wait for; one that stands
-still (SIGSTOP, a machine that is gone) falls silent. A rank that fails says why before it goes. Not here: what becomes
-of a rank that has lost its group (`specdec.service.rank`), and a device that hangs while its process lives (`lead`, and
-the group's own timeout).
+A rank that ends closes its connections, and its peers notice within milliseconds, even while they wait for it in a
+step. A rank that stops (SIGSTOP, a lost machine) sends no more heartbeats. A rank that fails sends its error first.
+`specdec.service.rank` ends a rank that has lost its group. A device that hangs while its process lives is detected by
+`engine.parallel.leader` and the group's own timeout.
 
-    beat: "\\n"      last words: a JSON object and "\\n"      leaving in order: "bye\\n"
+    heartbeat: "\\n"      error: a JSON object and "\\n"      orderly end: "bye\\n"
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from specdec import errors
 from specdec.errors import SpecdecError, Unavailable
 
 BEAT_S = 1.0
-#: So many beats in a row must be missed.
+#: Number of consecutive heartbeats that a lost rank misses.
 PATIENCE_BEATS = 8
 
-#: Who started the ranks sees when one of them ends instead of coming.
+#: Long, because the process that started the ranks notices if one of them ends instead of connecting.
 _CONNECT_S = 600.0
 _BYE = b"bye"
 _READ_BYTES = 4096
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Store(Protocol):
-    """Where ranks find each other (`torch.distributed.Store`)."""
+    """Key-value store through which ranks find each other (`torch.distributed.Store`)."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -44,10 +44,10 @@ class Store(Protocol):
 
 
 class RankHeartbeat:
-    """One rank's connections. What is lost is told once, from a thread of its own."""
+    """One rank's connections. A loss is reported once, from a separate thread."""
 
     def __init__(self, peers: Mapping[int, socket.socket]) -> None:
-        """peers: by rank; owned from now on."""
+        """`peers`: connections by rank, which this object owns from now on."""
         self._peers = peers
         self._guard = threading.Lock()
         self._lost: SpecdecError | None = None  # guarded
@@ -58,7 +58,7 @@ class RankHeartbeat:
 
     @classmethod
     def of_first(cls, store: Store, host: str, num_ranks: int) -> RankHeartbeat:
-        """Waits for all others to connect."""
+        """Wait for all other ranks to connect."""
         with socket.create_server((host, 0)) as server:
             server.settimeout(_CONNECT_S)
             store.set("lifeline", str(server.getsockname()[1]))
@@ -69,31 +69,31 @@ class RankHeartbeat:
                 rank = _rank_of(peer)
                 if rank in range(1, num_ranks) and rank not in peers:
                     peers[rank] = peer
-                else:  # not one of ours
+                else:  # not a rank of this group
                     peer.close()
         return cls(peers)
 
     @classmethod
     def of_other(cls, store: Store, host: str, rank: int) -> RankHeartbeat:
-        """Connects to the first rank."""
+        """Connect to the first rank."""
         peer = socket.create_connection((host, int(store.get("lifeline"))), _CONNECT_S)
         peer.sendall(b"%d\n" % rank)
         return cls({0: peer})
 
     def watch(self, note_lost: Callable[[SpecdecError], None]) -> None:
-        """Names who is told that a rank is gone, and why; at once where it is gone already."""
+        """Set the function that is called with the reason once a rank is lost; call it now if one is lost already."""
         with self._guard:
             self._note_lost, lost = note_lost, self._lost
         if lost is not None:
             note_lost(lost)
 
     def fail(self, error: SpecdecError) -> None:
-        """Tells the others why this rank is going to end."""
+        """Tell the others why this rank is going to end."""
         words = {"error": type(error).__name__, "message": error.message[:_MOST_WORDS], "field": error.field}
         self._say(json.dumps(words).encode())
 
     def close(self) -> None:
-        """Leaves in order: the others lose nothing. Idempotent."""
+        """Announce an orderly end, which the others do not report as a loss. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._say(_BYE)
@@ -108,32 +108,32 @@ class RankHeartbeat:
             last_line = self._read_until_end(peer)
         except TimeoutError as silence:
             last_line, reason = b"", str(silence)
-        except OSError:  # what was on its way to a process that has ended is refused
-            last_line, reason = b"", "it has ended"
+        except OSError:  # data that was on its way to an ended process is refused
+            last_line, reason = b"", "its process has ended"
         else:
-            reason = "it has ended"
+            reason = "its process has ended"
         if last_line == _BYE or self._is_closed:
             return
         self._lose(_error_of(last_line) or Unavailable(f"rank {rank} is gone: {reason}"))
 
     def _read_until_end(self, peer: socket.socket) -> bytes:
-        """Returns the last line that is no beat, once there is one or the peer has closed.
+        """Wait for a line other than a heartbeat, or for the peer to close; return the last such line, or b"".
 
         Raises:
-            TimeoutError: the peer is silent.
-            OSError: it is gone.
+            TimeoutError: the peer sends no heartbeats.
+            OSError: the peer is gone.
         """
         held, num_missed, beat_at_s = b"", 0, 0.0
         while num_missed < PATIENCE_BEATS:
             if time.monotonic() >= beat_at_s:
-                with contextlib.suppress(OSError):  # it may have gone with words that are still to be read
+                with contextlib.suppress(OSError):  # the peer may have ended and left an error to read
                     peer.sendall(b"\n")
                 beat_at_s = time.monotonic() + BEAT_S
             peer.settimeout(max(0.01, beat_at_s - time.monotonic()))
             try:
                 read = peer.recv(_READ_BYTES)
             except TimeoutError:
-                # Counted by own waits: time in which this whole process stood still is nobody's silence.
+                # This counts waits, not time: while this whole process is stopped, the peer is not silent.
                 num_missed += 1
                 continue
             num_missed = 0
@@ -141,7 +141,7 @@ class RankHeartbeat:
             spoken = [line for line in lines if line]
             if spoken or not read:
                 return spoken[-1] if spoken else b""
-        raise TimeoutError(f"it has been silent for {PATIENCE_BEATS * BEAT_S:.0f} s")
+        raise TimeoutError(f"it has sent no heartbeat for {PATIENCE_BEATS * BEAT_S:.0f} s")
 
     def _lose(self, error: SpecdecError) -> None:
         with self._guard:
@@ -154,7 +154,7 @@ class RankHeartbeat:
 
 
 def _rank_of(peer: socket.socket) -> int:
-    """What a new connection says that it is; 0 where that makes no sense."""
+    """Return the rank that a new connection sends; 0 if it sends something else."""
     try:
         return int(peer.recv(_READ_BYTES))
     except (OSError, ValueError):
@@ -162,7 +162,7 @@ def _rank_of(peer: socket.socket) -> int:
 
 
 def _error_of(words: bytes) -> SpecdecError | None:
-    """What a rank said last; None where it said nothing that makes sense."""
+    """Return the error that a rank sent last; None if the line is not an error."""
     try:
         said = json.loads(words)
         kind = getattr(errors, said["error"])

@@ -1,9 +1,9 @@
-"""A rank's part of the KV that the first rank keeps in the cold tier and fetches from it: in a tier of its own.
+"""Cold tier of a rank that follows, for its part of the KV blocks.
 
-The first rank decides what is kept, what is fetched and when it is copied in; this rank does the same with its own part
-of the blocks, at the same place among the steps. Blocks are copied out while later steps run: what was read is void
-where one of those wrote to a block of it, which the plans tell. Not here: who asks (`leader_tier`), the tier itself
-(`specdec.state.kv_tier`). The methods are called by the thread that follows, through `follow`.
+The first rank (`leader_tier`) decides which runs are kept and fetched and when they are copied in. This rank does the
+same with its own part of the blocks, between the same two steps. Blocks are read while later steps run; a read is void
+if one of those steps wrote to a block of it, which the plans tell. Called by `engine.parallel.follower`, from its
+thread.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from specdec.engine.cold_tier import ColdTier, Fetch, Payload
 from specdec.engine.parallel.messages import COPY, DROP, FETCH, HAVE, KEEP, NAME_WORDS, PartState, Words, names_in
 from specdec.types import BLOCK_TOKENS
 
-#: Whether to fetch has been decided: computing is believed to take this long a run.
+#: Seconds that computing a run is said to take, so that the tier always fetches: the first rank has decided already.
 _REPLAY_S = 1e6
 
 
 class RankTier:
-    """Of one rank that follows. Without a tier it keeps and has nothing."""
+    """Cold tier of one rank that follows. Without a tier of its own it keeps nothing."""
 
     def __init__(self, tier: ColdTier | None, worker: Worker) -> None:
         self._tier = tier
@@ -33,7 +33,7 @@ class RankTier:
         self._fetched: dict[int, _Fetched] = {}
 
     def note(self, plan: StepPlan) -> None:
-        """A step is about to run."""
+        """Record which blocks a step will write; call before the step runs."""
         if self._tier is None:
             return
         written = [to for _, to in plan.block_copies]
@@ -43,11 +43,11 @@ class RankTier:
         self._num_writes[written] += 1  # a block that is written twice in a step counts once
 
     def hear(self, message: Words, answer: Callable[[int], object]) -> bool:
-        """Does what a message says, if it is of the tier.
+        """Handle a message if it concerns the tier; return whether it does.
 
         Args:
-            message: of the first rank.
-            answer: tells the first rank a number, if it has asked for one.
+            message: message of the first rank.
+            answer: sends a number to the first rank, for messages that need an answer.
         """
         kind, *numbers = message[: -NAME_WORDS if message[0] == KEEP else None].tolist()
         if kind == KEEP:
@@ -73,7 +73,7 @@ class RankTier:
             self._tier.offer(name, block_ids, partial(self._read, block_ids, self._num_writes[block_ids]))
 
     def _read(self, block_ids: Sequence[int], num_writes: NDArray[np.int64]) -> Payload | None:
-        """The blocks, if nothing was written there since. From a thread of the tier's."""
+        """Return the blocks' bytes if no step has written there since. Called from a thread of the tier."""
         rows = self._worker.read_blocks(block_ids)
         return rows if np.array_equal(self._num_writes[block_ids], num_writes) else None
 
@@ -88,7 +88,7 @@ class RankTier:
 
 
 class _Fetched:
-    """What has come of one fetch. Runs come in order, from a thread of the tier's."""
+    """Fetched runs. They arrive in order, from a thread of the tier."""
 
     def __init__(self) -> None:
         self.fetch: Fetch | None = None
@@ -102,15 +102,15 @@ class _Fetched:
             self._runs.append(payload)
 
     def state(self, run: int) -> PartState:
-        is_over = self._is_over  # looked at first: the last run comes before the end does
+        is_over = self._is_over  # read first: the last run arrives before the end is set
         if run < len(self._runs):
             return PartState.THERE
         return PartState.GONE if is_over else PartState.COMING
 
     def take(self, run: int) -> Payload:
-        """A run that is there; it is kept no longer."""
+        """Return a run that has arrived and forget it."""
         payload, self._runs[run] = self._runs[run], None
-        assert payload is not None  # the first rank has asked, and takes each run once
+        assert payload is not None  # the first rank has asked for its state, and takes each run once
         assert self.fetch is not None
         self.fetch.note_copied(payload.nbytes, 0.0)
         return payload

@@ -1,11 +1,9 @@
-"""One rank's part of a Llama-shaped model: read in slices, run by the stack that runs whole ones.
+"""One rank's part of a Llama-shaped model: read in slices, run by the stack that runs whole models.
 
-transformers makes the model at the rank's own size, so every module of it is a part, and no rank holds the whole model
-at any time. Four kinds of places need the other ranks: the embedding, attention's output and the MLP's, and the head;
-they are put in here, into our stack for serving, and into transformers' own modules for the self-check.
-
-Not here: who holds what (`engine.parallel.splitting`), other architectures (`engine.parallel.transformers_shards`).
-Called by `engine.parallel.rank_loader`.
+transformers makes the model at the rank's own size, so every module is a part, and no rank ever holds the whole model.
+Four places need the other ranks: the embedding, the outputs of attention and MLP, and the head. This module adds the
+communication there, to our stack for serving and to transformers' own modules for the self-check.
+`engine.parallel.splitting` says which part a rank holds. Called by `engine.parallel.rank_loader`.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def make_whole(config: PreTrainedConfig) -> PreTrainedModel:
-    """A model without weights, to be looked at."""
+    """Return a model without weights, for its shape."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME)
     return model
@@ -49,14 +47,14 @@ class ShardedLlama:
     def __init__(
         self, name: str, directory: Path, whole: PreTrainedModel, dtype: torch.dtype | str, ranks: RankGroup
     ) -> None:
-        """Reads this rank's part of the weights.
+        """Read this rank's part of the weights.
 
         Args:
-            name: of the model, as it was given.
-            directory: where it lies.
-            whole: as `make_whole` makes it.
-            dtype: as `pick_dtype` gives it.
-            ranks: who holds the other parts.
+            name: name of the model that the user gave.
+            directory: directory of the checkpoint.
+            whole: model as `make_whole` returns it.
+            dtype: dtype as `pick_dtype` returns it.
+            ranks: group of the ranks that hold the other parts.
 
         Raises:
             InvalidRequest, Unsupported: as `SliceReader` and `Splitting.of`.
@@ -73,16 +71,16 @@ class ShardedLlama:
         self.num_head_rows = int(whole.config.vocab_size)
 
     def hold_in_int8(self) -> None:
-        """Rounds this rank's part of the layers' weights to what the whole model's would be rounded to."""
+        """Round this rank's part of the layers' weights as the whole model's weights would be rounded."""
         hold_in_int8(self.model, RowProjection, self._reach)
 
     def forward_pass(self, compiling: CompileOptions, *, is_int8: bool) -> ForwardPass:
-        """Takes the model apart. Logits come together on the first rank; padding rows follow the vocabulary's.
+        """Take the model apart. The first rank gathers the logits; padding columns follow the vocabulary's.
 
         Args:
-            compiling: how steps run; with `is_deterministic`, ranks add up in an order that does not depend on how many
-                rows there are, which costs time.
-            is_int8: whether weights are held so.
+            compiling: how steps run. With `is_deterministic`, ranks sum in an order that does not depend on the number
+                of rows, which takes longer.
+            is_int8: whether the layers hold int8 weights.
         """
         look_up = self._look_up(self.model.model.embed_tokens.weight.detach())
         stack = LlamaStack(self.model, projection_kinds(self.model, is_int8, compiling))
@@ -95,7 +93,7 @@ class ShardedLlama:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Within it, the model's own forward pass gives the logits of the whole model, on every rank."""
+        """Make the model's own forward pass return the whole model's logits, on every rank, within a `with` block."""
         inner, ranks = self.model.model, self._ranks
         hooks = [
             module.register_forward_hook(lambda _module, _inputs, part: ranks.add_up(part))
@@ -119,7 +117,7 @@ class ShardedLlama:
 
 
 class _SummedProjection(nn.Module):
-    """A part of a linear layer's inputs: what it puts out is the sum over all ranks."""
+    """Projection of a part of the inputs; its output is the sum over all ranks."""
 
     def __init__(self, part: AnyProjection, add_up: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -130,12 +128,12 @@ class _SummedProjection(nn.Module):
         return self._add_up(self._part.forward(x))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual [T, out] + forward(x [T, in]): added once, after the sum."""
+        """Return residual [T, out] + forward(x [T, in]); the residual is added once, after the sum."""
         return self.forward(x).add_(residual)
 
 
 class _GatheredHead(nn.Module):
-    """A part of the vocabulary's logits, which the first rank makes whole."""
+    """Projection to a part of the vocabulary; the first rank gathers all parts."""
 
     def __init__(self, part: AnyProjection, ranks: RankGroup) -> None:
         super().__init__()
@@ -143,9 +141,9 @@ class _GatheredHead(nn.Module):
         self._ranks = ranks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [R, hidden] -> [R, rows of all ranks] on the first rank."""
+        """Return logits of x [R, hidden]: [R, rows of all ranks] on the first rank, its own part on the others."""
         part = self._part.forward(x)
-        # A step that asks for no logits has nothing to gather, but the width that callers cut.
+        # A step without logit rows has nothing to gather.
         return self._ranks.gather_first(part) if len(x) else part
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -153,7 +151,7 @@ class _GatheredHead(nn.Module):
 
 
 def _look_up(token_ids: torch.Tensor, *, weight: torch.Tensor, first: int, ranks: RankGroup) -> torch.Tensor:
-    """token_ids [...] -> [..., hidden]: each rank gives the rows it has, the others give zeros."""
+    """Return the embeddings [..., hidden] of token_ids [...]: a rank adds the rows it holds, and zeros elsewhere."""
     own = token_ids - first
     is_absent = (own < 0) | (own >= len(weight))
     rows = embedding(own.clamp(0, len(weight) - 1), weight)
@@ -176,7 +174,7 @@ def _read(
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME, dtype=dtype)
     model = model.to_empty(device=device).eval()
     model.tie_weights()
-    # Its frequencies are no weights: they were made without numbers, like all the rest.
+    # Rotary frequencies are not among the weights, and were made on the meta device like everything else.
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
     for name, parameter in model.named_parameters():
         cut = splitting.cut_of(name)

@@ -1,6 +1,6 @@
-"""Parts of a checkpoint's tensors, read from its files without the rest of them.
+"""Read parts of a checkpoint's tensors from its files, without reading the other parts.
 
-Not here: which parts (`engine.parallel.splitting`). Called by `engine.parallel.sharded_llama`.
+`engine.parallel.splitting` says which part a rank holds. Called by `engine.parallel.sharded_llama`.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from specdec.errors import InvalidRequest, Unsupported
 
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
-# Checkpoints of a model without its head leave it out.
+# Prefix that checkpoints of a model without its head leave out.
 _PREFIX = "model."
 
 
 class SliceReader:
-    """The tensors of one checkpoint, open until the end of its `with` block."""
+    """Tensors of one checkpoint, whose files are open until the end of the `with` block."""
 
     def __init__(self, model: str, directory: Path) -> None:
         """
         Args:
-            model: as it was named.
-            directory: where it lies.
+            model: name that the user gave.
+            directory: directory of the checkpoint.
 
         Raises:
-            Unsupported: its weights are in files of which no part can be read.
+            Unsupported: the format of its files does not allow reading parts.
             InvalidRequest: the files are damaged.
         """
         self.num_bytes = 0
-        """Of the tensors that were read."""
+        """Bytes of the tensors that were read."""
         self._model = model
         self._open_files = ExitStack()
         self._file_of: dict[str, Any] = {}
@@ -46,7 +46,7 @@ class SliceReader:
         for path in files:
             try:
                 file = self._open_files.enter_context(safe_open(path, framework="pt"))
-            except Exception as error:  # safetensors has an error of its own for each fault
+            except Exception as error:  # safetensors raises many kinds of errors
                 raise InvalidRequest(f"model {model!r} cannot be loaded: {error}", field="model") from error
             self._file_of |= dict.fromkeys(file.keys(), file)
         self.all_bytes = sum(path.stat().st_size for path in files)
@@ -60,23 +60,24 @@ class SliceReader:
         self._open_files.close()
 
     def read(self, name: str, shape: Sequence[int], cut: Cut | None) -> torch.Tensor:
-        """A part of a tensor, in the dtype of its file.
+        """Read a part of a tensor, in the dtype of its file.
 
         Args:
-            name: as the model calls it.
-            shape: that the whole tensor must have.
-            cut: the part, not an empty one; None: all of it.
+            name: parameter name in the model.
+            shape: required shape of the whole tensor.
+            cut: part to read, which must not be empty; None reads all of it.
 
         Raises:
-            InvalidRequest: it is not there, or of another shape.
+            InvalidRequest: the tensor is missing or has another shape.
         """
         key = name if name in self._file_of else name.removeprefix(_PREFIX)
         if key not in self._file_of:
-            raise InvalidRequest(f"model {self._model!r} lacks weights, {name} for one", field="model")
+            raise InvalidRequest(f"model {self._model!r} lacks the weight {name}", field="model")
         stored = self._file_of[key].get_slice(key)
         if list(stored.get_shape()) != list(shape):
             raise InvalidRequest(
-                f"model {self._model!r} cannot be loaded: {name} has the shape {stored.get_shape()}, not {list(shape)}",
+                f"model {self._model!r} cannot be loaded: tensor {name} has shape {stored.get_shape()}, and its "
+                f"configuration needs {list(shape)}",
                 field="model",
             )
         if cut is None:
@@ -93,7 +94,7 @@ def _files(model: str, directory: Path) -> list[Path]:
     if not index.is_file():
         if (directory / _WHOLE).is_file():
             return [directory / _WHOLE]
-        raise Unsupported(f"model {model!r} has no {_WHOLE}: of other files no rank can read its part alone")
+        raise Unsupported(f"model {model!r} has no {_WHOLE}: a rank cannot read a part of other weight files")
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
         return [directory / Path(name).name for name in sorted(names)]

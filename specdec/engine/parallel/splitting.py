@@ -1,11 +1,11 @@
-"""How a Llama-shaped model is divided among ranks: which rows or columns of each weight a rank holds.
+"""Decide how a Llama-shaped model is divided among ranks: which rows or columns of each weight a rank holds.
 
     queries, keys, values, gate, up: by outputs, whole heads      attention's output, down: by inputs
     embedding, head: by vocabulary                                normalisations: whole on every rank
 
-What does not divide evenly is filled up with zeros, which add nothing. Ranks that are more than the KV heads share
-them: rank r holds head r * heads // ranks, the one that its queries attend with. Biases that are added once after a sum
-over ranks are the first rank's. Numbers only, no tensors. Called by `engine.parallel.sharded_llama`.
+Sizes that do not divide evenly are padded with zeros, which do not change a sum. If there are more ranks than KV heads,
+ranks share them: rank r holds head r * heads // ranks, the one that its queries use. Biases that are added once after a
+sum over ranks belong to the first rank. Called by `engine.parallel.sharded_llama`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from specdec.checkpoints.rank_checks import require_even_heads, require_even_kv_
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A part of one weight."""
+    """Range of rows or columns of one weight."""
 
     axis: int
-    """0: rows, 1: columns."""
+    """0 for rows, 1 for columns."""
     start: int
     end: int
-    """Behind the last. A rank's own weight may have more rows or columns than the cut: those are zero."""
+    """End of the range, exclusive. A rank's own weight may have more rows or columns, which are zero."""
 
     @property
     def is_empty(self) -> bool:
@@ -36,7 +36,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """One rank's part of a model."""
+    """Sizes of a model and one rank's part of it."""
 
     rank: int
     num_ranks: int
@@ -49,7 +49,7 @@ class Splitting:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, rank: int, num_ranks: int) -> Self:
-        """Raises InvalidRequest: the heads do not divide by so many ranks."""
+        """Return a rank's part of a model. Raises InvalidRequest: the heads cannot be divided among the ranks."""
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         require_even_heads(heads, num_ranks)
         require_even_kv_heads(kv_heads, num_ranks, may_share=True)
@@ -74,20 +74,20 @@ class Splitting:
         return self.rank * self.own_tokens
 
     def config_of(self, whole: PreTrainedConfig) -> PreTrainedConfig:
-        """The configuration of a model of this rank's size."""
+        """Return the configuration of a model of this rank's size."""
         own = copy.deepcopy(whole)
-        own.head_dim = self.head_dim  # transformers would divide the hidden size by the fewer heads
+        own.head_dim = self.head_dim  # otherwise transformers divides the hidden size by this rank's number of heads
         own.num_attention_heads, own.num_key_value_heads = self.own_heads, self.own_kv_heads
         own.intermediate_size = _share(self.mlp_width, self.num_ranks)
         own.vocab_size = self.own_tokens
-        own.pad_token_id = None  # it may be another rank's
+        own.pad_token_id = None  # the token may belong to another rank
         return own
 
     def cut_of(self, name: str) -> Cut | None:
-        """This rank's part of the weight called so; None: all of it.
+        """Return this rank's part of a weight; None if the rank holds all of it.
 
         Args:
-            name: such as `model.layers.3.self_attn.q_proj.weight`.
+            name: parameter name, such as `model.layers.3.self_attn.q_proj.weight`.
         """
         module, kind = name.split(".")[-2:]
         match module:
@@ -111,7 +111,7 @@ class Splitting:
 
     @staticmethod
     def cuts_inputs_of(module: str) -> bool:
-        """Whether a rank has some inputs of all outputs of a linear layer of that name, instead of some outputs."""
+        """Return whether a linear layer is divided by its inputs, instead of by its outputs."""
         return module in ("o_proj", "down_proj")
 
     def _even(self, axis: int, width: int) -> Cut:

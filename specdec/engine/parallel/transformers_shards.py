@@ -1,8 +1,7 @@
-"""One rank's part of any other model, by transformers' own tensor parallelism.
+"""One rank's part of a model that is not Llama-shaped, by transformers' own tensor parallelism.
 
-The process group must be there before the model is asked for: without one transformers gives every rank the whole
-model, and the numbers are right all the same. So what a rank holds is looked at (`engine.parallel.rank_loader`). Not
-here: Llama-shaped models, which our own stack runs (`engine.parallel.sharded_llama`).
+The process group must exist before the model is loaded: without one, transformers gives every rank the whole model, and
+the logits are still right. So `engine.parallel.rank_loader` checks how much a rank holds.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specdec.checkpoints.rank_checks import FLAG, require_even_heads, require_even_kv_heads
-from specdec.engine.model.checkpoint_model import first_line, quietly
+from specdec.engine.model.checkpoint_model import first_line, quietly, require_all_weights
 from specdec.engine.model.layer_probe import PROBE_NAME
 from specdec.engine.model.model_runner import ForwardPass, TransformersForward
 from specdec.engine.options import CompileOptions
@@ -26,46 +25,45 @@ from specdec.errors import InvalidRequest, Unsupported
 
 
 class TransformersShards:
-    """A rank's part of a model that transformers has a plan for."""
+    """A rank's part of a model that transformers can divide."""
 
     def __init__(
         self, name: str, directory: Path, config: PreTrainedConfig, dtype: torch.dtype | str, ranks: RankGroup
     ) -> None:
-        """Reads this rank's part of the weights; the arguments are those of `ShardedLlama`.
+        """Load this rank's part of the weights; the arguments are those of `ShardedLlama`.
 
         Raises:
-            InvalidRequest: its heads do not divide, or its weights cannot be read.
-            Unsupported: there is no plan for its type, or what carries it out is not installed.
+            InvalidRequest: the heads cannot be divided, or the weights cannot be read.
+            Unsupported: transformers cannot divide a model of this type, or a package for it is missing.
         """
         _require_plan(config, ranks.num_ranks)
         from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]  # lazily exported
 
         try:
             with quietly():
-                # A pair where loading info is asked for, which its annotation does not know.
+                # With `output_loading_info` the call returns a pair, which its annotation does not say.
                 loaded, report = cast(tuple[PreTrainedModel, dict[str, Any]], AutoModelForCausalLM.from_pretrained(
                     directory, config=config, dtype=dtype, attn_implementation=PROBE_NAME, output_loading_info=True,
                     trust_remote_code=False, distributed_config=DistributedConfig(tp_size=ranks.num_ranks),
                 ))  # fmt: skip
         except Exception as error:  # safetensors and transformers raise many kinds for a damaged checkpoint
             raise InvalidRequest(f"model {name!r} cannot be loaded: {first_line(error)}", field="model") from error
-        if report["missing_keys"]:
-            raise InvalidRequest(f"model {name!r} lacks weights, {min(report['missing_keys'])} for one", field="model")
+        require_all_weights(name, report)
         self.model = loaded.eval()
         self.num_head_rows = int(loaded.get_output_embeddings().weight.shape[0])
 
     def hold_in_int8(self) -> None:
-        """Raises Unsupported: the weights are not ours to round."""
+        """Raise Unsupported: transformers' parts cannot be rounded as the whole weights would be."""
         raise Unsupported(f"{FLAG} does not divide int8 weights of a model of type {self.model.config.model_type}",
                           field="dtype")  # fmt: skip
 
     def forward_pass(self, compiling: CompileOptions, *, is_int8: bool) -> ForwardPass:
-        """transformers' own; every rank gets all logits."""
+        """Return transformers' own forward pass; every rank gets all logits."""
         return TransformersForward(self.model)
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """The model's own forward pass is that of the whole model already."""
+        """Change nothing: the model's own forward pass computes the whole model's logits."""
         yield
 
 
@@ -73,7 +71,7 @@ def _require_plan(config: PreTrainedConfig, num_ranks: int) -> None:
     text = config.get_text_config()
     if not getattr(text, "base_model_tp_plan", None):
         raise Unsupported(
-            f"{FLAG}: transformers has no plan for dividing a model of type {config.model_type}",
+            f"{FLAG}: transformers cannot divide a model of type {config.model_type}",
             field="tensor_parallel",
         )
     heads = text.num_attention_heads

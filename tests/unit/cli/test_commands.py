@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -168,6 +167,13 @@ def test_standard_input_is_a_prompt_to_its_last_byte(
         (["generate", "--max-tokens=3", "hi"], "--max-tokens is not a flag of specdec: use --max-new-tokens N"),
         (["up", "--tensor-paralel", "2"], "did you mean --tensor-parallel? See specdec up --help"),
         (["status", "--xyzzy"], "unrecognized argument --xyzzy; see specdec status --help"),
+        (["serve", "m", "--api-key", "k"], "--api-key is not a flag of specdec: API keys do not exist yet"),
+        (
+            ["up", "--parallel", "4"],
+            "--parallel is not a flag of specdec: a replica runs all its sessions in one batch",
+        ),
+        (["serve", "m", "--seed", "1"], "--seed is not a flag of specdec: use --seed with each request"),
+        (["generate", "hi", "--max-new-tokens", "0"], "argument --max-new-tokens: must be at least 1, got '0'"),
         (["status", "now"], "unrecognized arguments: now; see specdec status --help"),
     ],
 )
@@ -395,16 +401,3 @@ def test_the_help_is_quick_because_no_command_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0 []"
-
-
-def test_the_help_takes_half_a_second_and_six_imports_of_argparse_at_most() -> None:
-    def wall_s(*arguments: str) -> float:
-        began = time.perf_counter()
-        subprocess.run([sys.executable, *arguments], capture_output=True, check=True)
-        return time.perf_counter() - began
-
-    # The fastest of several runs in turns: other processes only ever add time.
-    pairs = [(wall_s("-m", "specdec.cli", "--help"), wall_s("-c", "import argparse")) for _ in range(7)]
-    help_s, argparse_s = (min(times) for times in zip(*pairs, strict=True))
-    assert help_s < 0.5
-    assert help_s <= 6 * argparse_s

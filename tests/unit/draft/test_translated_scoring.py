@@ -13,6 +13,7 @@ from draft_service.cross_vocabulary_proposer import CrossVocabularyProposer
 from specdec.checkpoints.vocabulary import load_tokenizer
 from specdec.core.sparse import probability
 from specdec.engine.loader import load_worker
+from specdec.engine.options import LoadRequest
 from specdec.errors import InvalidRequest, ResourceExhausted
 from specdec.types import SCORED_GAMMA, DrawRule, ProposeRequest, SamplingFilters, ScoreRequest
 from tests.support.other_tokenizers import (
@@ -43,7 +44,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 async def proposer(target: Path) -> AsyncIterator[CrossVocabularyProposer]:
     draft = target.parent / "draft"
-    worker = load_worker(str(draft), device="cpu", dtype="float32", num_kv_blocks=128, num_threads=1)
+    worker = load_worker(LoadRequest(str(draft), device="cpu", dtype="float32", num_kv_blocks=128, num_threads=1))
     proposer = CrossVocabularyProposer(worker, load_pair(draft, target))
     yield proposer
     proposer.check_integrity()
@@ -108,7 +109,7 @@ async def test_at_a_temperature_q_is_what_each_token_would_have_been_drawn_with(
         tokenizer = save_characters(tmp_path / f"tokenizer {in_bytes}", in_bytes=in_bytes)
         models.append(build_model(tokenizer, tmp_path / f"model {in_bytes}", logit_spread=0.6))
     target, draft = models
-    worker = load_worker(str(draft), device="cpu", dtype="float32", num_kv_blocks=128, num_threads=1)
+    worker = load_worker(LoadRequest(str(draft), device="cpu", dtype="float32", num_kv_blocks=128, num_threads=1))
     proposer = CrossVocabularyProposer(worker, load_pair(draft, target))
     tokens = load_tokenizer(target).encode("a cab éß 今天 bed 🌲 face a deaf hen")
     position = {"filters": SAMPLED, "output_start": 5, "seed": 3}

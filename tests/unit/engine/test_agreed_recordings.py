@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from specdec.engine import loader
-from specdec.engine.cuda_graphs.steps import capture_steps
+from specdec.engine.loader import WholeModel
 from specdec.errors import Unsupported
 from tests.support.cuda_graphs_rig import CountedCapture, Pair, build, load, piece, random_tokens
 from tests.support.interpreted_kernels import cheap_recordings, require_interpreter
@@ -56,7 +54,7 @@ def test_what_another_rank_cannot_do_is_done_without_here_too(
         answers.append(yes and len(answers) != question)
         return answers[-1]
 
-    monkeypatch.setattr(loader, "capture_steps", partial(capture_steps, all_agree=all_agree))
+    monkeypatch.setattr(WholeModel, "all_agree", staticmethod(all_agree))
     pair = Pair(model, capture=CountedCapture(warms_up=False), widths=(1, 3, 5), attention="paged")
     assert f"recorded {recorded}" in caplog.text
     assert said in caplog.text
@@ -86,7 +84,7 @@ def test_a_rank_that_fails_while_the_others_run_a_step_with_it_does_not_go_on(
 ) -> None:
     """In the fused kernels' trial, and while sizes are recorded; alone it would do with fewer kernels, or sizes."""
     load(model, capture=NoRoom(num_steps), attention="paged")
-    monkeypatch.setattr(loader, "capture_steps", partial(capture_steps, all_agree=bool))
+    monkeypatch.setattr(WholeModel, "all_agree", bool)
     with pytest.raises(Unsupported, match="recording CUDA graphs failed: CUDA out of memory") as caught:
         load(model, capture=NoRoom(num_steps), attention="paged")
     assert caught.value.field == "compile_backend"

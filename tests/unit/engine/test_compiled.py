@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions, row_counts
+from specdec.engine.options import CompileOptions, LoadRequest, row_counts
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
 from tests.support.tiny_models import SLIDING_WINDOW, build_tiny_model
@@ -37,7 +37,9 @@ MIXED_LAYERS = {
 
 def load(model: Path, backend: str, *, dtype: str = "float32", **options: object) -> Worker:
     compiling = CompileOptions(backend, **({"row_counts": ROWS} | options))
-    return load_worker(str(model), device="cpu", dtype=dtype, num_kv_blocks=NUM_BLOCKS, compiling=compiling)
+    return load_worker(
+        LoadRequest(str(model), device="cpu", dtype=dtype, num_kv_blocks=NUM_BLOCKS, compiling=compiling)
+    )
 
 
 def build(architecture: str, directory: Path, **options: object) -> Path:

@@ -112,7 +112,7 @@ def test_a_step_writes_only_its_own_slots_and_the_scratch_block(mixed: Path, mon
         caches.append(KvCache(*arguments, **options))
         return caches[-1]
 
-    monkeypatch.setattr("specdec.engine.loader.KvCache", watched)
+    monkeypatch.setattr("specdec.engine.load_pipeline.KvCache", watched)
     worker = load(mixed, capture=CountedCapture())
     (cache,) = caches
     assert (worker.shape.num_kv_blocks, cache.num_blocks) == (NUM_BLOCKS, NUM_BLOCKS + 1)

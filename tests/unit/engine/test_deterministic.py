@@ -21,7 +21,7 @@ from specdec.engine.cuda_graphs import paged_attention
 from specdec.engine.linear import row_products
 from specdec.engine.linear.row_products import tiling
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.errors import Unsupported
 from tests.support.cuda_graphs_rig import MIXED_LAYERS, NUM_BLOCKS, CountedCapture, build, piece, random_tokens
 from tests.support.interpreted_kernels import few_programs
@@ -51,8 +51,11 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(directory: Path, backend: str = "cuda-graphs", dtype: str = "bfloat16", **options: Any) -> Worker:
     capture = CountedCapture(warms_up=False) if backend == "cuda-graphs" else None
     compiling = CompileOptions(backend, (1, 5), **({"capture": capture, "is_deterministic": True} | options))
-    return load_worker(str(directory), device="cpu", dtype=dtype, num_kv_blocks=NUM_BLOCKS, compiling=compiling,
-                       self_check=False)  # fmt: skip
+    return load_worker(
+        LoadRequest(
+            str(directory), device="cpu", dtype=dtype, num_kv_blocks=NUM_BLOCKS, compiling=compiling, self_check=False
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +146,7 @@ def test_products_that_depend_on_the_number_of_rows_are_found_out_at_start(
 
     monkeypatch.setattr(row_products, "tiling", deeper)
     # In float32: rounding to 16 bits after every product of so small a model hides what differs.
-    with pytest.raises(Unsupported, match="deterministic cannot be kept here: logits of a row alone and in company"):
+    with pytest.raises(Unsupported, match="deterministic is not possible with this model on this device"):
         load(mixed, dtype="float32")
 
 

@@ -207,30 +207,30 @@ REFUSED_EAGLE3: dict[str, tuple[Callable[[dict[str, Any], Tensors], object], str
     "peagle": (lambda c, t: put(c, "speculators_model_type", "peagle"), "is a head of type peagle, not eagle3"),
     "dflash": (lambda c, t: put(c, "speculators_model_type", "dflash"), "is a head of type dflash, not eagle3"),
     "missing": (lambda c, t: t.pop("norm.weight"), "model.safetensors lacks the tensor norm.weight"),
-    "no_map": (lambda c, t: t.pop("d2t"), "names 80 of the target's 256 tokens and lacks the tensor d2t"),
+    "no_map": (lambda c, t: t.pop("d2t"), "has logits of 80 of the target's 256 tokens and lacks the tensor d2t"),
     "another_target": (
         lambda c, t: put(t, "fc.weight", torch.zeros(64, 3 * 128)),
-        "the tensor fc.weight is [64, 384], and this target and configuration need [64, 192]",
+        "the tensor fc.weight has shape [64, 384], and this target and configuration need [64, 192]",
     ),
     "width": (
         lambda c, t: put(t, "midlayer.self_attn.q_proj.weight", torch.zeros(64, 64)),
-        "the tensor layers.0.self_attn.q_proj.weight is [64, 64], and this target and configuration need [64, 128]",
+        "the tensor layers.0.self_attn.q_proj.weight has shape [64, 64], and this target and configuration need",
     ),
     "outside": (lambda c, t: put(t, "d2t", t["d2t"] + 200), "the tensor d2t names token 4"),
     "twice": (lambda c, t: put(t, "d2t", -torch.arange(80)), "the tensor d2t names a token twice"),
-    "masks_differ": (lambda c, t: put(t, "t2d", ~t["t2d"]), "the tensors d2t and t2d name different tokens"),
-    "infinite": (lambda c, t: t["norm.weight"].fill_(torch.inf), "the tensor norm.weight is not of finite numbers"),
+    "masks_differ": (lambda c, t: put(t, "t2d", ~t["t2d"]), "the tensors d2t and t2d list different tokens"),
+    "infinite": (lambda c, t: t["norm.weight"].fill_(torch.inf), "norm.weight holds numbers that are not finite"),
     "layers": (
         lambda c, t: put(c, "eagle_aux_hidden_state_layer_ids", [1, 2, 7]),
-        "reads the hidden states [1, 2, 7]; this target has 1 to 6",
+        "reads the hidden states [1, 2, 7], which must be ascending and within this target",
     ),
-    "unsaid": (lambda c, t: c.pop("norm_before_residual"), "does not say norm_before_residual"),
+    "unsaid": (lambda c, t: c.pop("norm_before_residual"), "lacks norm_before_residual"),
     "window": (
         lambda c, t: put(c["transformer_layer_config"], "layer_types", ["sliding_attention"]),
         "attend within a window",
     ),
-    "size": (lambda c, t: put(c["transformer_layer_config"], "head_dim", 0), "says head_dim 0"),
-    "sizes": (lambda c, t: put(c["transformer_layer_config"], "hidden_size", "wide"), "says hidden_size wide"),
+    "size": (lambda c, t: put(c["transformer_layer_config"], "head_dim", 0), "has an invalid head_dim: 0"),
+    "sizes": (lambda c, t: put(c["transformer_layer_config"], "hidden_size", "wide"), "invalid hidden_size: wide"),
     "positions": (
         lambda c, t: put(c["transformer_layer_config"], "rope_parameters", {"rope_type": "linear", "rope_theta": 1e4}),
         "config.json",
@@ -265,7 +265,7 @@ class Intruder:
 def test_a_pickle_of_more_than_weights_is_refused_and_nothing_of_it_runs(target: TargetParts, tmp_path: Path) -> None:
     marker = tmp_path / "intruded"
     torch.save({"0.0.linear.weight": Intruder(marker)}, tmp_path / "medusa_lm_head.pt")
-    with pytest.raises(InvalidRequest, match="is a pickle of something else than weights, and is not opened"):
+    with pytest.raises(InvalidRequest, match="is a pickle with other content than weights, and was not loaded"):
         load_head(spec("medusa", tmp_path), target)
     assert not marker.exists()
     torch.load(tmp_path / "medusa_lm_head.pt", weights_only=False)
@@ -275,11 +275,11 @@ def test_a_pickle_of_more_than_weights_is_refused_and_nothing_of_it_runs(target:
 REFUSED_MEDUSA: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "width": (
         lambda t: put(t, "1.0.linear.weight", torch.zeros(32, 32)),
-        "the tensor 1.0.linear.weight is [32, 32], and this target and configuration need [64, 64]",
+        "the tensor 1.0.linear.weight has shape [32, 32], and this target and configuration need [64, 64]",
     ),
     "vocabulary": (
         lambda t: put(t, "2.1.weight", torch.zeros(100, 64)),
-        "the tensor 2.1.weight is [100, 64], and this target and configuration need [256, 64]",
+        "the tensor 2.1.weight has shape [100, 64], and this target and configuration need [256, 64]",
     ),
     "token_map": (
         lambda t: [put(t, "token_map", torch.tensor([3, 250])), put(t, "0.1.weight", torch.zeros(100, 64))],
@@ -291,7 +291,7 @@ REFUSED_MEDUSA: dict[str, tuple[Callable[[Tensors], object], str]] = {
         lambda t: put(t, "999999999999.0.linear.weight", torch.zeros(1)),
         "lacks Medusa head 3 of 1000000000000",
     ),
-    "none": (lambda t: t.clear(), "holds no Medusa head"),
+    "none": (lambda t: t.clear(), "has no Medusa head"),
 }
 
 
@@ -339,7 +339,7 @@ def test_a_damaged_file_is_refused_in_one_line(target: TargetParts, tmp_path: Pa
 
 
 def test_a_place_without_a_head_is_refused_by_name(target: TargetParts, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="holds no head"):
+    with pytest.raises(InvalidRequest, match="has no weight files"):
         load_head(spec("eagle3", tmp_path), target)
     with pytest.raises(InvalidRequest, match="not a directory on this machine"):
         load_head(spec("eagle3", tmp_path / "nothing"), target)

@@ -23,7 +23,7 @@ from specdec.engine.cuda_graphs import paged_attention
 from specdec.engine.cuda_graphs.fused_operations import Norm, Tiling
 from specdec.engine.cuda_graphs.paged_attention import Splitting
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from tests.support.fused_rig import DTYPES, EPS, Heads, close, llama_norm, random, round_bfloat16
 from tests.support.tiny_models import build_tiny_model
 
@@ -138,7 +138,9 @@ def kernels(model: Path, counts: list[Counter[str]]) -> Counter[str]:
     from tests.support.kernel_count import counted
 
     compiling = CompileOptions("cuda-graphs", row_counts=(1,), capture=counted(counts), attention="paged")
-    load_worker(str(model), device="cpu", dtype="float32", num_kv_blocks=8, compiling=compiling, self_check=False)
+    load_worker(
+        LoadRequest(str(model), device="cpu", dtype="float32", num_kv_blocks=8, compiling=compiling, self_check=False)
+    )
     return counts[-1]
 
 

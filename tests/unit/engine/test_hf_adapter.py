@@ -18,13 +18,16 @@ from transformers import (
 
 from specdec.engine.base import SequenceSlice, StepPlan
 from specdec.engine.loader import load_worker
+from specdec.engine.options import LoadRequest
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
 from tests.support.tiny_models import build_tiny_model
 
 
 def load(directory: Path, **options: object):
-    return load_worker(str(directory), **({"device": "cpu", "dtype": "float32", "num_kv_blocks": 8} | options))
+    return load_worker(
+        LoadRequest(str(directory), **({"device": "cpu", "dtype": "float32", "num_kv_blocks": 8} | options))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +130,7 @@ def test_attention_that_cannot_be_replaced_is_unsupported(editable: Path) -> Non
 
 def test_a_checkpoint_that_lacks_weights_is_refused(editable: Path, capfd: pytest.CaptureFixture[str]) -> None:
     edit_json(editable / "config.json", num_hidden_layers=4)
-    with pytest.raises(InvalidRequest, match=r"lacks weights, model\.layers\.3"):
+    with pytest.raises(InvalidRequest, match=r"lacks the weight model\.layers\.3"):
         load(editable)
     assert capfd.readouterr().err == ""
 

@@ -7,19 +7,18 @@ is left is the order of sums.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.engine import loader
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.linear.int8 import Int8Linear, round_to_int8
-from specdec.engine.loader import load_worker
+from specdec.engine.loader import WholeModel, load_worker
 from specdec.engine.model.checkpoint_model import pick_dtype
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.errors import Unsupported
 from tests.support.cuda_graphs_rig import CountedCapture
 from tests.support.interpreted_kernels import few_programs
@@ -55,11 +54,13 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(
     directory: Path, backend: str = "cuda-graphs", capture: CountedCapture | None = None, *, self_check: bool = False
 ) -> Worker:
-    if backend == "cuda-graphs":
-        capture = capture or CountedCapture(warms_up=False)
-    compiling = CompileOptions(backend, (1, 3), capture=capture, products="rows")
-    return load_worker(str(directory), device="cpu", dtype="int8", num_kv_blocks=16, compiling=compiling,
-                       self_check=self_check)  # fmt: skip
+    """Load a model on the CPU, with the products of a GPU: that is what a `capture` is given for."""
+    compiling = CompileOptions(backend, (1, 3), capture=capture or CountedCapture(warms_up=False))
+    return load_worker(
+        LoadRequest(
+            str(directory), device="cpu", dtype="int8", num_kv_blocks=16, compiling=compiling, self_check=self_check
+        )
+    )
 
 
 def logits_of(worker: Worker, tokens: list[int]) -> torch.Tensor:
@@ -101,20 +102,19 @@ def test_so_do_eager_ones_and_those_of_other_models(architecture: str, tmp_path:
 def test_weights_are_integers_before_anybody_counts_the_memory_that_is_left(
     qwen2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The probe comes before the KV pool is sized (`specdec.engine.loader.load_worker`)."""
     seen = {}
 
-    def look(model: torch.nn.Module) -> object:
+    def look(part: WholeModel, count: Callable[[], int]) -> int:
+        model = part.model
         linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
         held = [module for module in model.modules() if isinstance(module, Int8Linear)]
         seen["plain"] = [module for module in linears if module is not model.get_output_embeddings()]
         seen["bytes"] = sum(part.nbytes for module in held for part in module.held)
         seen["weights"] = sum(module.out_features * module.in_features for module in held)
         seen["outputs"] = sum(module.out_features for module in held)
-        return probe(model)
+        return count()
 
-    probe = loader.probe_layers
-    monkeypatch.setattr(loader, "probe_layers", look)
+    monkeypatch.setattr(WholeModel, "agree_on_blocks", look)
     load(qwen2, "eager")
     assert seen["plain"] == []
     assert seen["bytes"] == seen["weights"] + 4 * seen["outputs"]  # a byte each, and a scale for each output
@@ -122,7 +122,7 @@ def test_weights_are_integers_before_anybody_counts_the_memory_that_is_left(
 
 @pytest.mark.parametrize("backend", ["aot_eager", "native"])
 def test_backends_that_do_not_multiply_integers_are_refused_by_name(qwen2: Path, backend: str) -> None:
-    with pytest.raises(Unsupported, match="dtype int8 on cpu runs in captured and eager steps only") as refusal:
+    with pytest.raises(Unsupported, match="dtype int8 on cpu runs in CUDA graphs and eager steps only") as refusal:
         load(qwen2, backend)
     assert refusal.value.field == "compile_backend"
 

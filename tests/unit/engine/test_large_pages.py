@@ -11,7 +11,7 @@ import torch
 from specdec.engine.base import SequenceSlice, StepPlan
 from specdec.engine.large_pages import LargePages, zeros
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from tests.support.tiny_models import build_tiny_model
 
 MAPPINGS = Path("/proc/self/smaps")
@@ -31,8 +31,16 @@ def resident_bytes(*, large: bool) -> int:
 def test_weights_and_written_kv_of_the_native_kernels_lie_in_memory_asked_for_in_large_pages(tmp_path: Path) -> None:
     directory = build_tiny_model("llama", tmp_path, vocabulary_size=96, context=256)
     before = resident_bytes(large=True)
-    worker = load_worker(str(directory), device="cpu", dtype="float32", num_kv_blocks=4,
-                         compiling=CompileOptions("native"), self_check=False)  # fmt: skip
+    worker = load_worker(
+        LoadRequest(
+            str(directory),
+            device="cpu",
+            dtype="float32",
+            num_kv_blocks=4,
+            compiling=CompileOptions("native"),
+            self_check=False,
+        )
+    )
     loaded = resident_bytes(large=True)
     worker.execute(StepPlan((SequenceSlice((5,), 0, (0,), 1),)))
     assert loaded - before >= worker.weight_bytes / 2  # the embeddings are in other memory

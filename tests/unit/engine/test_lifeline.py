@@ -42,7 +42,7 @@ def test_a_rank_that_has_ended_is_told_by_its_number() -> None:
     ends = Ends(3)
     ends.others[2].close()
     assert isinstance(error := ends.hear(), Unavailable)
-    assert error.message == "rank 2 is gone: it has ended"
+    assert error.message == "rank 2 is gone: its process has ended"
     ends.others[1].close()
     with pytest.raises(Empty):  # the group is lost once
         ends.told.get(timeout=0.2)
@@ -53,7 +53,7 @@ def test_whoever_watches_late_hears_of_what_is_gone_already(ends: Ends) -> None:
     ends.hear()
     late: SimpleQueue[SpecdecError] = SimpleQueue()
     ends.first.watch(late.put)
-    assert late.get_nowait().message == "rank 1 is gone: it has ended"
+    assert late.get_nowait().message == "rank 1 is gone: its process has ended"
 
 
 def test_a_rank_that_fails_says_why() -> None:
@@ -99,7 +99,7 @@ def test_a_silent_rank_is_lost_after_so_many_beats_and_one_that_beats_is_not(mon
     beating = [RankHeartbeat({1: pair[0]}), RankHeartbeat({0: pair[1]})]
     beating[0].watch(alive.put)
     RankHeartbeat({1: silent[0]}).watch(gone.put)
-    assert gone.get(timeout=_PATIENCE_S).message == "rank 1 is gone: it has been silent for 2 s"
+    assert gone.get(timeout=_PATIENCE_S).message == "rank 1 is gone: it has sent no heartbeat for 2 s"
     assert alive.empty()
 
 

@@ -77,7 +77,7 @@ def test_a_checkpoints_own_mtp_layer_drafts_as_transformers_computes_it(model_ty
 
 def test_a_model_without_mtp_layers_is_refused_by_its_type(tmp_path: Path) -> None:
     directory = build_tiny_model("llama", tmp_path)
-    with pytest.raises(Unsupported, match="a model of type llama brings no MTP layers"):
+    with pytest.raises(Unsupported, match="a model of type llama has no supported MTP layer"):
         load_head(MTP, parts(directory, 256))
 
 

@@ -15,7 +15,7 @@ from specdec.engine.cuda_graphs import fused_operations, paged_attention
 from specdec.engine.cuda_graphs.fused_operations import Tiling
 from specdec.engine.cuda_graphs.paged_attention import Splitting
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.engine.sessions.block_manager import BlockManager
 from specdec.engine.sessions.block_table import BlockTable
 from specdec.types import DrawRule, ProposeRequest, SamplingFilters
@@ -57,7 +57,7 @@ def load(model: Path, attention: str = "paged") -> Worker:
         "cuda-graphs", row_counts=(1, 2), capture=CountedCapture(warms_up=False), attention=attention
     )
     return load_worker(
-        str(model), device="cpu", dtype="float32", num_kv_blocks=64, compiling=compiling, self_check=False
+        LoadRequest(str(model), device="cpu", dtype="float32", num_kv_blocks=64, compiling=compiling, self_check=False)
     )
 
 

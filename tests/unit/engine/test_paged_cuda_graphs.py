@@ -19,7 +19,7 @@ from specdec.engine.cuda_graphs import paged_attention as module
 from specdec.engine.cuda_graphs.fused_operations import Tiling
 from specdec.engine.cuda_graphs.paged_attention import RaggedRows, Splitting, paged_attention
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from tests.support.cuda_graphs_rig import (
     MIXED_LAYERS,
     NAN_TOKEN_ID,
@@ -184,7 +184,7 @@ def test_a_trained_model_writes_the_greedy_text_of_eager_steps(dtype: str, monke
         capture = counted()
         compiling = CompileOptions(backend, row_counts=(1,), capture=capture, attention="paged")
         worker = load_worker(
-            str(demo), device="cpu", dtype=dtype, num_kv_blocks=4, compiling=compiling, self_check=False
+            LoadRequest(str(demo), device="cpu", dtype=dtype, num_kv_blocks=4, compiling=compiling, self_check=False)
         )
         tokens, done = [1, 400, 301, 7, 950, 33, 1200], 0
         for _ in range(20):

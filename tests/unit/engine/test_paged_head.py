@@ -19,7 +19,7 @@ from specdec.engine.heads.base import DraftHead, HeadDraft, HeadTokens, TargetPa
 from specdec.engine.loader import load_worker
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.kv_cache import LayerShape
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.tiny_models import build_tiny_model
 
@@ -73,9 +73,15 @@ class Rig:
 
         monkeypatch.setattr(local_drafting, "load_head", load_head)
         self.worker: Worker = load_worker(
-            str(directory), device="cpu", dtype="float32", num_kv_blocks=12, compiling=CompileOptions(backend),
-            local_drafts=(SPEC,),
-        )  # fmt: skip
+            LoadRequest(
+                str(directory),
+                device="cpu",
+                dtype="float32",
+                num_kv_blocks=12,
+                compiling=CompileOptions(backend),
+                local_drafts=(SPEC,),
+            )
+        )
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
     @torch.inference_mode()

@@ -14,7 +14,7 @@ from specdec.engine.loader import load_worker
 from specdec.engine.model import self_check
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.native.runner import NativeRunner
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.errors import Unsupported
 from tests.support.cuda_graphs_rig import CountedCapture
 from tests.support.tiny_models import ARCHITECTURES, build_tiny_model
@@ -24,7 +24,11 @@ REFUSAL = "type mistral is computed differently here than by transformers"
 
 def load(directory: Path, backend: str, dtype: str = "float32", *, num_kv_blocks: int = 16, **options: object) -> None:
     compiling = CompileOptions(backend, (1, 2, 3, 5), capture=CountedCapture() if backend == "cuda-graphs" else None)
-    load_worker(str(directory), device="cpu", dtype=dtype, num_kv_blocks=num_kv_blocks, compiling=compiling, **options)
+    load_worker(
+        LoadRequest(
+            str(directory), device="cpu", dtype=dtype, num_kv_blocks=num_kv_blocks, compiling=compiling, **options
+        )
+    )
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import torch
 from specdec.engine.base import ModelShape, StepPlan
 from specdec.engine.loader import load_worker
 from specdec.engine.model.thread_tuning import choose_threads, measure_rounds, settle_threads
+from specdec.engine.options import LoadRequest
 from tests.support.tiny_models import build_tiny_model
 
 
@@ -100,7 +101,7 @@ def test_a_loaded_model_gets_one_of_the_two_numbers_in_every_thread_and_says_whi
     model = build_tiny_model("llama", tmp_path, num_layers=1)
     torch.set_num_threads(2)
     caplog.set_level(logging.INFO)
-    load_worker(str(model), device="cpu", dtype="float32", num_kv_blocks=8, measures_threads=True)
+    load_worker(LoadRequest(str(model), device="cpu", dtype="float32", num_kv_blocks=8), measures_threads=True)
     (line,) = (record.getMessage() for record in caplog.records if record.getMessage().startswith("threads: "))
     seen = [torch.get_num_threads()]
     device_thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))

@@ -13,7 +13,7 @@ import pytest
 from specdec.core.sparse import probability
 from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions
+from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.errors import InvalidRequest, ResourceExhausted
 from specdec.observability.metrics import EngineMetrics
 from specdec.rpc.client import TargetLink
@@ -72,9 +72,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(folder: Path, backend: str) -> Worker:
     heads = [LocalDraftSpec(kind, kind, path=str(folder / kind)) for kind in ("eagle3", "medusa")]
     return load_worker(
-        str(folder / "target"), device="cpu", dtype="float32", num_kv_blocks=64, num_threads=1,
-        compiling=CompileOptions(backend), local_drafts=(LocalDraftSpec("early-exit", "early-exit", 3), *heads),
-    )  # fmt: skip
+        LoadRequest(
+            str(folder / "target"),
+            device="cpu",
+            dtype="float32",
+            num_kv_blocks=64,
+            num_threads=1,
+            compiling=CompileOptions(backend),
+            local_drafts=(LocalDraftSpec("early-exit", "early-exit", 3), *heads),
+        )
+    )
 
 
 class Clock:
@@ -143,9 +150,15 @@ async def test_a_score_tells_each_rounds_draft_as_it_would_have_been(
 async def test_a_layer_that_the_checkpoint_brings_is_scored_as_heads_are(clock: Clock, tmp_path: Path) -> None:
     directory = build_mtp_checkpoint("mellum", tmp_path / "target")
     worker = load_worker(
-        str(directory), device="cpu", dtype="float32", num_kv_blocks=64, num_threads=1,
-        local_drafts=(LocalDraftSpec("mtp", "mtp"),),
-    )  # fmt: skip
+        LoadRequest(
+            str(directory),
+            device="cpu",
+            dtype="float32",
+            num_kv_blocks=64,
+            num_threads=1,
+            local_drafts=(LocalDraftSpec("mtp", "mtp"),),
+        )
+    )
     verifier = Verifier(worker, clock=clock)
     await require_true_scores(verifier, clock, "mtp", filters=SAMPLED, draw_rule=DrawRule.DISTRIBUTION)
     verifier.check_integrity()

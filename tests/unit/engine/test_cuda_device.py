@@ -1,13 +1,18 @@
-"""How much of a GPU's memory a KV pool takes, alone and beside another process: figures are given, no GPU is needed."""
+"""CUDA settings of a process that loads a model, and the size of its KV pool beside another process; needs no GPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+import torch
 
-from specdec.engine.model.device_memory import DeviceMemory, kv_pool_bytes
+from specdec.engine.cuda_device import DeviceMemory, kv_pool_bytes
+from specdec.engine.loader import load_worker
+from specdec.engine.options import LoadRequest
 from specdec.errors import InvalidRequest
+from tests.support.tiny_models import build_tiny_model
 
 GIB = 1 << 30
 TOTAL = 80 * GIB
@@ -16,7 +21,7 @@ SHARE = 0.8
 
 @dataclass
 class Process:
-    """One that loads its weights, then makes its KV pool."""
+    """A process that loads its weights and then makes its KV pool."""
 
     weights: int
     utilization: float | None
@@ -28,7 +33,7 @@ class Process:
 
 
 def pools(order: tuple[str, str], utilizations: dict[str, float | None]) -> dict[str, int]:
-    """Pools of a target and a draft that start in some order, each only once the other is done."""
+    """Return the pools of a target and a draft that start one after the other in the given order."""
     weights = {"target": 16 * GIB, "draft": 1 * GIB}
     free_bytes, processes = TOTAL, {}
     for role in order:
@@ -38,14 +43,14 @@ def pools(order: tuple[str, str], utilizations: dict[str, float | None]) -> dict
     return {role: process.pool for role, process in processes.items()}
 
 
-def test_with_a_share_each_the_order_of_start_does_not_matter() -> None:
+def test_pool_sizes_do_not_depend_on_the_order_of_start_if_each_process_has_a_share() -> None:
     shares: dict[str, float | None] = {"target": 0.6, "draft": 0.3}
     found = pools(("draft", "target"), shares)
     assert found == pools(("target", "draft"), shares)
     assert found == {"target": int((48 - 16) * GIB * SHARE), "draft": int((24 - 1) * GIB * SHARE)}
 
 
-def test_without_a_share_a_process_takes_what_is_free() -> None:
+def test_a_process_without_a_share_takes_the_free_memory() -> None:
     assert kv_pool_bytes(DeviceMemory(TOTAL, 50 * GIB, 30 * GIB), utilization=None, kv_share=0.9) == 45 * GIB
 
 
@@ -55,9 +60,25 @@ def test_without_a_share_a_process_takes_what_is_free() -> None:
         (DeviceMemory(TOTAL, 60 * GIB, 20 * GIB), r"0.25 of 80.0 GiB leaves 0.0 GiB beside 20.0 GiB of weights"),
         (DeviceMemory(TOTAL, 10 * GIB, 1 * GIB), r"leaves 19.0 GiB beside 1.0 GiB of weights, and 10.0 GiB are free"),
     ],
-    ids=["the weights fill it", "others hold it"],
+    ids=["weights fill the share", "other processes hold the memory"],
 )
-def test_a_share_that_cannot_be_had_is_refused_with_the_figures(memory: DeviceMemory, words: str) -> None:
+def test_a_share_that_is_not_available_is_refused_with_the_numbers(memory: DeviceMemory, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
         kv_pool_bytes(memory, utilization=0.25, kv_share=SHARE)
     assert caught.value.field == "gpu_memory_utilization"
+
+
+@pytest.fixture
+def default_settings() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True
+
+
+@pytest.mark.usefixtures("default_settings")
+def test_loading_a_model_turns_off_cudnn_attention_and_reduced_precision_sums(tmp_path: Path) -> None:
+    load_worker(LoadRequest(str(build_tiny_model("llama", tmp_path)), device="cpu", dtype="float32", num_kv_blocks=8))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    assert not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.engine.test_block_copies import check_copies
+from tests.unit.engine.test_kv_cache import check_copies
 
 pytestmark = [
     pytest.mark.gpu,
