@@ -123,7 +123,7 @@ def _drop_made_up_tokens(path: Path, num_tokens: int) -> None:
 
 def _save_model(folder: str, directory: Path, metadata: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> None:
     if metadata.get("split.count", 1) > 1:
-        raise NotConverted("is one part of a split model: join the parts with llama-gguf-split --merge")
+        raise NotConverted("is one of several parts: join them with llama-gguf-split --merge")
     file = GGUFReader(f"{folder}/{_LINK}")
     scaling = next((tensor.data for tensor in file.tensors if tensor.name == DIVISORS), None)
     try:
@@ -151,8 +151,8 @@ def _save_model(folder: str, directory: Path, metadata: dict[str, Any], tokenize
 
 def _require_whole(file: GGUFReader, model: PreTrainedModel, report: dict[str, Any]) -> None:
     """Raise NotConverted unless the file filled all weights of the model and no weight of the file was left over."""
-    if report["missing_keys"]:
-        raise NotConverted(f"lacks weights, {min(report['missing_keys'])} for one")
+    if missing := report["missing_keys"]:
+        raise NotConverted(f"lacks the weight {min(missing)} ({len(missing)} in all)")
     in_file = sum(int(tensor.n_elements) for tensor in file.tensors if tensor.name != DIVISORS)
     in_model = sum(parameter.numel() for parameter in model.parameters())  # tied weights count once, as in the file
     if in_file != in_model:
