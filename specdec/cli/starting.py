@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 
@@ -35,10 +36,12 @@ def await_start(endpoint: str) -> None:
             return
         time.sleep(_POLL_S)
     is_ready = False
-    with Waiting(what=f"waiting for specdec up at {endpoint}") as waiting:
+    waiting: Waiting | None = None
+    with contextlib.ExitStack() as opened:
         for answer in control.ask(port, {"wait": {}}):
             is_ready = "ready" in answer
-            if not is_ready:
+            if not is_ready:  # a system that serves already shows nothing
+                waiting = waiting or opened.enter_context(Waiting(what=f"waiting for specdec up at {endpoint}"))
                 waiting.show(answer["stage"])
     if not is_ready:
         raise Unavailable(f"specdec up at {endpoint} ended before it was ready", reason="COORDINATOR_UNAVAILABLE")
