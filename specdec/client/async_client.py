@@ -178,10 +178,7 @@ class AsyncStream(AsyncIterator[Chunk]):
 
 
 class AsyncClient:
-    """Client of a coordinator. Make and use it within one event loop, and close it or use it by `async with`.
-
-    Once it is closed, every call raises ClientClosed.
-    """
+    """Client of a coordinator, for one event loop. Close it or use `async with`; calls then raise ClientClosed."""
 
     def __init__(
         self, endpoint: str | None = None, *, budgets: Budgets | None = None, timeout: float | None = None

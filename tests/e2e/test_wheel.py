@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -128,8 +129,8 @@ def test_a_command_that_needs_the_services_names_the_extra_to_install(
 ) -> None:
     refused = client.specdec(*words, check=False)
     assert refused.returncode == 1
-    assert refused.stderr.count("\n") == 1
-    assert 'is not installed: run pip install "specdec[serve]" (UNSUPPORTED)' in refused.stderr
+    assert refused.stderr.endswith(' is not installed: run pip install "specdec[serve]" (UNSUPPORTED)\n')
+    assert "Traceback" not in refused.stderr
 
 
 def test_an_installed_specdec_up_serves_the_demo_pair_without_a_clone(served: Environment) -> None:
@@ -144,8 +145,8 @@ def test_an_installed_specdec_up_serves_the_demo_pair_without_a_clone(served: En
         ready = up.stdout.readline()
         assert ready.startswith("ready grpc=")
         endpoint = ready.split()[1].removeprefix("grpc=")
-        generated = served.specdec("generate", "import os", "--max-new-tokens", "8", "--endpoint", endpoint)
-        assert generated.stderr.startswith("8 tokens in ")
+        generated = served.specdec("generate", "import os", "--temperature", "0", "--endpoint", endpoint)
+        assert re.match(r"\d+ tokens in ", generated.stderr)
         shown = served.python(f"from specdec import Client; print(Client('{endpoint}').info().target_model)")
         assert shown.strip().endswith("specdec/models/demo/target")
     finally:
