@@ -49,7 +49,7 @@ Agreement = Callable[[bool], bool]
 
 @dataclass(frozen=True, slots=True)
 class CompileOptions:
-    """How a service runs its steps."""
+    """Ways of running a service's steps."""
 
     backend: str = AUTO
     """A name that `require_backend` accepts."""
