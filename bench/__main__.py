@@ -15,8 +15,9 @@ from transformers.utils.logging import disable_progress_bar
 from bench import compare, drafts, elastic, gpu, latency, orchestration, real, throughput, wire
 from bench.report import print_table, write_plots
 from bench.rows import write_json
+from bench.servers import suite as peers
 
-SUITES = {suite.SUITE: suite for suite in (latency, throughput, orchestration, wire, drafts, elastic, gpu, real)}
+SUITES = {suite.SUITE: suite for suite in (latency, throughput, orchestration, wire, drafts, elastic, gpu, real, peers)}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 
 from bench.models import DEMO
-from bench.ray_nodes import RayNodes, descendants
+from bench.process_tree import descendants
+from bench.ray_nodes import RayNodes
 from bench.report import progress
 from bench.rows import Row
 from bench.simulated_system import redis_server

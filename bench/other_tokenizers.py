@@ -5,7 +5,6 @@ made for it (`retokenised`). Each prompt is a question as plain text. The suite 
 installed (`make real`).
 """
 
-import os
 from functools import partial
 from pathlib import Path
 
@@ -13,11 +12,10 @@ import numpy as np
 
 from bench.pairs import interleave, median_ratio
 from bench.real import chat_prompts
-from bench.real_models import gemma3, smollm2
+from bench.real_models import GEMMA3, SMOLLM2
 from bench.report import progress
 from bench.rows import Origin, Row
 from bench.system import RunningSystem, SystemRun, acceptance, emitted_per_round
-from specdec.artifact_cache import cache_directory
 from specdec.checkpoints.vocabulary import load_tokenizer
 
 DRAFTED, ALONE = "other_tokenizer", "target_only"
@@ -30,7 +28,7 @@ SAMPLING = {"greedy": {"temperature": 0.0}, "T = 1": {"temperature": 1.0, "seed"
 def rows(suite: str, quick: bool) -> list[Row]:
     """Both directions; no rows where a model is missing."""
     try:
-        models = {"SmolLM2-135M": smollm2(), "Gemma 3 270M": gemma3(cache_directory(os.environ) / "models")}
+        models = {"SmolLM2-135M": SMOLLM2.path(), "Gemma 3 270M": GEMMA3.path()}
     except FileNotFoundError:
         return []
     names = list(models)

@@ -28,29 +28,37 @@ class PeerRun:
     e2el_s: float
 
 
+def load_without_eos(directory: str, dtype: str) -> Any:
+    """Return a model that generates past its end token: all systems make the same number of tokens."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), trust_remote_code=False).eval()
+    model.generation_config.eos_token_id = None
+    model.config.eos_token_id = None
+    return model
+
+
+def draft_constantly(assistant: Any, gamma: int) -> None:
+    """Make an assistant model draft `gamma` tokens a round, however sure it is of them."""
+    assistant.generation_config.num_assistant_tokens = gamma
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+
+
 class PeerModels:
     """A target and, for `assisted`, a draft loaded by transformers, in this process."""
 
     def __init__(self, target_dir: str, draft_dir: str | None, num_threads: int, device: str, dtype: str) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
         torch.set_num_threads(num_threads)
         self._torch = torch
         self._device = device
-        models = [
-            AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), trust_remote_code=False)
-            .to(device)
-            .eval()
-            for directory in filter(None, (target_dir, draft_dir))
-        ]
+        models = [load_without_eos(directory, dtype).to(device) for directory in filter(None, (target_dir, draft_dir))]
         self._target, self._draft = models[0], models[-1]  # the target is its own draft where there is none
-        for model in models:
-            # EOS is ignored on every side: all systems make the same number of tokens.
-            model.generation_config.eos_token_id = None
-            model.config.eos_token_id = None
 
     def run(
         self, method: str, prompt_token_ids: list[int], max_new_tokens: int, gamma: int, seed: int | None = None
@@ -75,10 +83,7 @@ class PeerModels:
             return input_ids.new_zeros(1, dtype=self._torch.bool)
 
         options = {"assisted": {"assistant_model": self._draft}, "prompt_lookup": {"prompt_lookup_num_tokens": gamma}}
-        draft_config = self._draft.generation_config
-        draft_config.num_assistant_tokens = gamma
-        draft_config.num_assistant_tokens_schedule = "constant"
-        draft_config.assistant_confidence_threshold = 0.0
+        draft_constantly(self._draft, gamma)
         inputs = self._torch.tensor([prompt_token_ids], device=self._device)  # [1, T]
         if seed is not None:
             self._torch.manual_seed(seed)

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from bench.process_tree import descendants
+
 NUM_CPUS = 4
 
 
@@ -71,18 +73,6 @@ class RayNodes:
     def _read(self) -> Any:
         assert self._process.stdout is not None
         return json.loads(self._process.stdout.readline())
-
-
-def descendants(pid: int) -> list[int]:
-    """All processes below one."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for known in found:
-        found += [child for child, parent in parents.items() if parent == known]
-    return found[1:]
 
 
 def start_cluster() -> tuple[Any, list[Any]]:

@@ -21,7 +21,7 @@ from bench.gguf_files import rewrite
 from bench.llama_peer import LlamaProcess, is_installed
 from bench.pairs import interleave, median_ratio
 from bench.peers import PeerProcess
-from bench.real_models import smollm2
+from bench.real_models import SMOLLM2
 from bench.report import progress
 from bench.rows import Origin, Row
 from bench.streams import StreamProcess, StreamRequest, tokens_per_s
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
 
     quick = arguments.quick
     try:
-        model = smollm2()
+        model = SMOLLM2.path()
     except FileNotFoundError as error:
         raise SystemExit(f"error: {error}") from None
     with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder, ExitStack() as stack:

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from bench.rows import Row
@@ -25,6 +33,20 @@ def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
     with Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(label, total=total)
         yield lambda: bar.advance(task)
+
+
+@contextmanager
+def waiting(label: str) -> Iterator[None]:
+    """Show on stderr, for the length of the block, what is waited for and for how long already."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(f"{label} …", highlight=False)
+        yield
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        bar.add_task(label, total=None)
+        yield
 
 
 def print_table(rows: Sequence[Row], console: Console | None = None) -> None:

@@ -1,11 +1,16 @@
-"""Shared by the demos: runs a system of processes on this machine, and prints an answer as it arrives."""
+"""Parts that the demos share: a system of processes on this machine, an answer printed as it comes, and Transformers.
+
+Called by `demo`, `demo_real` and `demo_pair`, which say what is asked and compared.
+"""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from specdec.cli.terminal import TokenWriter
@@ -46,3 +51,37 @@ def print_answer(client: Client, writer: TokenWriter, prompt: str | None = None,
         completion = chunks.result()
     client.delete_session(completion.session_id)
     return completion
+
+
+class TransformersPeer:
+    """Checkpoints in Transformers, float32, in this process."""
+
+    def __init__(self, target: Path, draft: Path | None = None) -> None:
+        """Load a model and, for assisted generation, its draft."""
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+        disable_progress_bar()
+        set_verbosity_error()
+        self._torch = torch
+        self._target, self._draft = (
+            path and AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (target, draft)
+        )
+
+    def answer(
+        self, prompt: Sequence[int], max_new_tokens: int, *, is_assisted: bool = False
+    ) -> tuple[list[int], float]:
+        """Return greedy token ids, the end token included, and tokens a second."""
+        inputs = self._torch.tensor([list(prompt)])  # [1, T]
+        began_s = time.perf_counter()
+        with self._torch.inference_mode():
+            output = self._target.generate(
+                inputs,
+                attention_mask=self._torch.ones_like(inputs),
+                do_sample=False,
+                max_new_tokens=max_new_tokens,
+                assistant_model=self._draft if is_assisted else None,
+            )
+        token_ids = output[0, len(prompt) :].tolist()
+        return token_ids, len(token_ids) / (time.perf_counter() - began_s)

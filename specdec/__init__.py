@@ -1,3 +1,22 @@
-"""specdec: distributed speculative decoding. The shared library; it knows no service."""
+"""Distributed speculative decoding: the library that the services, the SDK and the command line share.
+
+The clients of the SDK are loaded at their first use, so that importing a service's module does not load them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specdec.client import AsyncClient, Client
 
 __version__ = "0.1.0"
+__all__ = ["AsyncClient", "Client", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("AsyncClient", "Client"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from specdec import client
+
+    return getattr(client, name)

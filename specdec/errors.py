@@ -23,9 +23,21 @@ SpecdecError
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import ClassVar
 
 DOMAIN = "specdec"
+
+
+@dataclass(frozen=True, slots=True)
+class PartialOutput:
+    """Output that a client had received when its stream failed."""
+
+    session_id: str
+    resume_from: int
+    """Output token from which `Client.resume(session_id, resume_from)` continues."""
+    text: str
+    token_ids: tuple[int, ...]
 
 
 class SpecdecError(Exception):
@@ -36,6 +48,7 @@ class SpecdecError(Exception):
         reason: the `ErrorInfo` reason; docs/reference/errors.md says what to do about each.
         field: the request field at fault, in proto spelling (`sampling.top_p`), or "".
         retry_after_s: time to wait before a retry; None if a retry cannot help.
+        partial: output received before this error ended a stream of the SDK; else None.
     """
 
     code: ClassVar[str] = "INTERNAL"
@@ -48,6 +61,7 @@ class SpecdecError(Exception):
         self.reason = reason or self.default_reason
         self.field = field
         self.retry_after_s = self.default_retry_after_s if retry_after_s is None else retry_after_s
+        self.partial: PartialOutput | None = None
 
     @property
     def retryable(self) -> bool:

@@ -213,10 +213,15 @@ def encode_pools(
         if engine is None or not replica.is_alive:
             continue
         for name in engine.local_drafts:
-            pools.setdefault((DRAFT, name), coordinator_pb2.PoolInfo(name=name, role=DRAFT, model=engine.model))
+            pools.setdefault(
+                (DRAFT, name),
+                coordinator_pb2.PoolInfo(name=name, role=DRAFT, model=engine.model, dtype=engine.dtype),
+            )
         pool = pools.setdefault(
             (replica.role, engine.pool),
-            coordinator_pb2.PoolInfo(name=engine.pool, role=replica.role, model=engine.model),
+            coordinator_pb2.PoolInfo(
+                name=engine.pool, role=replica.role, model=engine.model, dtype=engine.dtype, shadow=engine.shadow
+            ),
         )
         pool.replicas.add(
             replica_id=engine.replica_id,

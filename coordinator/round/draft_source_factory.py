@@ -64,7 +64,7 @@ class DraftSourceFactory:
 
     @property
     def is_routing(self) -> bool:
-        """Whether a request that names no pool is routed among the draft models while it runs."""
+        """True if a request that names no pool is routed among the draft models while it runs."""
         return self._routes is not None
 
     def draft_stats(self, pool: str) -> DraftStats:

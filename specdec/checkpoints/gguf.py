@@ -1,10 +1,10 @@
-"""Where the checkpoint of a GGUF file lies: converted once into this user's cache, by a child process.
+"""Convert a GGUF file to a checkpoint, once per file, and keep the result in this user's cache.
 
-The child (`specdec.checkpoints.gguf_convert`) has the libraries that read such a file, torch among them; this process
-loads none of them. A conversion is named after the file's size, time and samples of its content, so that a file that
-has changed is converted anew and one that has been moved is not; it appears whole or not at all, and of several
-processes that want it at once one works and the others wait. Nothing is ever removed: a folder less is a conversion
-more. Not here: what a GGUF file means. Called by `specdec.checkpoints.locate`.
+A child process (`specdec.checkpoints.gguf_convert`) does the conversion, because it needs torch and other libraries
+that this process does not load. The name of a conversion is a hash of the file's size, modification time and samples of
+its content: a changed file is converted again, a moved file is not. A conversion appears whole or not at all. When
+several processes need the same one, the first converts under a file lock and the others wait. Conversions are never
+removed; a user who deletes one only pays for it again. Called by `specdec.checkpoints.locate`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAGIC = b"GGUF"
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _REQUIRED_PACKAGES = ("gguf", "accelerate")
 
-#: Part of a conversion's name: raised when the same file is to be converted differently.
+#: Version of the conversion, part of its name. Increase it when the same file is to be converted differently.
 _FORMAT = 1
 
 _NUM_SAMPLES = 256
@@ -40,7 +40,7 @@ _SAMPLE_BYTES = 1 << 16
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file says that it is one, whatever it is called."""
+    """Return whether the file starts with the GGUF magic bytes; its name does not matter."""
     try:
         with path.open("rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC
@@ -49,16 +49,15 @@ def is_gguf(path: Path) -> bool:
 
 
 def convert_gguf(path: Path, *, tokenizer_only: bool) -> Path:
-    """Returns a directory with the checkpoint of a GGUF file.
+    """Return a directory with the checkpoint of a GGUF file, converting the file unless it was converted before.
 
     Args:
-        path: the file.
-        tokenizer_only: its tokenizer and chat template suffice.
+        path: the GGUF file.
+        tokenizer_only: convert the tokenizer and the chat template only.
 
     Raises:
-        InvalidRequest: it cannot be read, what is needed to read it is not installed, or there is nowhere to keep the
-            result.
-        Unsupported: it holds a model that transformers does not read, or does not read whole.
+        InvalidRequest: the file is unreadable, a package that reads it is missing, or the cache is not writable.
+        Unsupported: transformers cannot read the model, or reads only a part of it.
     """
     kind = "tokenizer" if tokenizer_only else "model"
     try:
@@ -68,19 +67,19 @@ def convert_gguf(path: Path, *, tokenizer_only: bool) -> Path:
             return found
         artifact_cache.make_folder(folder)
         with _alone(folder / f"{kind}.lock"):
-            if not whole[-1].is_dir():  # while we waited
+            if not whole[-1].is_dir():  # another process may have converted it while this one waited
                 _convert(path, whole[-1], tokenizer_only)
         return whole[-1]
     except OSError as error:
         raise InvalidRequest(
-            f"{error.filename or path} cannot be read or written: {error.strerror}; XDG_CACHE_HOME says where "
-            "converted models are kept",
+            f"{error.filename or path} cannot be read or written: {error.strerror}; converted models are kept in the "
+            "folder that XDG_CACHE_HOME names",
             field="model",
         ) from error
 
 
 def _digest(path: Path) -> str:
-    """What a conversion depends on, in 32 hex digits."""
+    """Return a hash of everything that a conversion depends on: 32 hex digits."""
     status = path.stat()
     what = (_FORMAT, version("transformers"), status.st_size, status.st_mtime_ns)
     digest = hashlib.blake2b(repr(what).encode(), digest_size=16)
@@ -93,7 +92,7 @@ def _digest(path: Path) -> str:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Holds a lock that ends with this process, however it ends."""
+    """Hold an exclusive file lock. The operating system releases it when this process ends, even by a crash."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -105,10 +104,10 @@ def _convert(path: Path, directory: Path, tokenizer_only: bool) -> None:
         raise InvalidRequest(
             f"reading {str(path)!r} needs {' and '.join(missing)}: pip install {' '.join(missing)}", field="model"
         )
-    what = "the tokenizer of " if tokenizer_only else ""
-    _log.info("converting %s%s into %s (once)", what, path, directory, extra={"progress": "converting"})
+    what = "tokenizer of " if tokenizer_only else ""
+    _log.info("converting %sGGUF file: path=%s directory=%s", what, path, directory, extra={"progress": "converting"})
     unfinished = directory.with_name(f"{directory.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)  # of one that was killed
+    shutil.rmtree(unfinished, ignore_errors=True)  # left over from a process that was killed
     try:
         _run_child(path, unfinished, tokenizer_only)
         unfinished.rename(directory)
@@ -119,7 +118,7 @@ def _convert(path: Path, directory: Path, tokenizer_only: bool) -> None:
 def _run_child(path: Path, directory: Path, tokenizer_only: bool) -> None:
     arguments = [str(path.resolve()), str(directory), *["--tokenizer-only"] * tokenizer_only]
     python_path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
-    # It ends with this process, through its standard input.
+    # The child ends when its standard input closes, so it does not outlive this process.
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "specdec.supervision.child", "specdec.checkpoints.gguf_convert", *arguments],
         stdin=subprocess.PIPE,
@@ -130,7 +129,7 @@ def _run_child(path: Path, directory: Path, tokenizer_only: bool) -> None:
     ) as child:
         assert child.stdout is not None  # it was opened above
         for line in child.stdout:
-            if line.startswith("{"):  # libraries may print what they like
+            if line.startswith("{"):  # other lines are prints of libraries
                 _take(path, json.loads(line))
     if child.returncode:
         raise InvalidRequest(
@@ -141,7 +140,7 @@ def _run_child(path: Path, directory: Path, tokenizer_only: bool) -> None:
 
 
 def _take(path: Path, said: Mapping[str, str]) -> None:
-    """One line of the child's."""
+    """Log the warning, or raise the error, that one line of the child's output reports."""
     if "warning" in said:
         _log.warning("%s: %s", path, said["warning"])
     if "unsupported" in said:

@@ -1,10 +1,10 @@
-"""Writes the checkpoint of a GGUF file as Hugging Face keeps them: a program, run as a child by
-`specdec.checkpoints.gguf`.
+"""Convert a GGUF file to a Hugging Face checkpoint; `specdec.checkpoints.gguf` runs this program as a child process.
 
-`python -m specdec.checkpoints.gguf_convert FILE DIRECTORY [--tokenizer-only]`. What a file means is transformers'
-knowledge; here is what it leaves to its caller: whether the file was read whole, which tokens end an answer, how this
-vocabulary's merges see digits, and in which dtype the weights can be kept without rounding one. Each line of standard
-output is a JSON object with a `warning`, or with the `error` or `unsupported` that it ends with. Nothing is downloaded.
+`python -m specdec.checkpoints.gguf_convert FILE DIRECTORY [--tokenizer-only]`. transformers reads the file. This module
+does what transformers leaves to its caller: it checks that the whole file was read, finds the tokens that end an
+answer, splits digits as the vocabulary's merges expect, and chooses a dtype that stores every weight without rounding.
+Each line of standard output is a JSON object with a `warning`, or with the final `error` or `unsupported`. The program
+downloads nothing.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from specdec.checkpoints.gguf_rope import DIVISORS, is_readable
 
 _LINK = "model.gguf"
 
-#: Byte-level vocabularies whose merges were learned with every digit alone, by what files call them.
-#: Source: llama.cpp, `llama_vocab::impl::tokenize` (LLAMA_VOCAB_PRE_TYPE_SMOLLM and those beside it).
+#: `tokenizer.ggml.pre` of byte-level vocabularies whose merges were learned with every digit as a separate piece.
+#: Source: llama.cpp, `llama_vocab::impl::tokenize` (LLAMA_VOCAB_PRE_TYPE_SMOLLM and its neighbours).
 _SINGLE_DIGITS = {"starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"}
-#: Those that GPT-2's splitting, which transformers takes for every name it does not know, is right for.
+#: Names for which GPT-2's splitting is right. transformers uses that splitting for every name it does not know.
 _LIKE_GPT2 = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "jina-es", "jina-de", "gigachat",
               "jina-v2-es", "jina-v2-de", "a.x-4.0", "mellum", "modern-bert", "jina-v1-en", "jina-v2-code",
               "roberta-bpe"}  # fmt: skip
 
-#: Tokens that end a turn where the file's own chat template writes them, whatever it calls its end of sequence.
+#: Tokens that end a turn if the file's chat template contains them, in addition to its end-of-sequence token.
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>")
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -44,11 +44,11 @@ _HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class NotConverted(Exception):
-    """It is read wrongly or not at all by transformers; the message goes on after the file's name."""
+    """transformers reads the file wrongly or not at all. The message continues a sentence that starts with its name."""
 
 
 def main() -> int:
-    """Converts what the command line names; returns the exit code."""
+    """Convert the file that the command line names and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("directory", type=Path)
@@ -62,7 +62,7 @@ def main() -> int:
     except OSError as error:
         _say("error", f"cannot be converted: {error.strerror or error}")
         return 1
-    # A damaged file raises whatever its bytes happen to look like.
+    # A damaged file can make its readers raise any exception.
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0] or type(error).__name__
         _say("error", f"cannot be read: {reason[:300]}")
@@ -71,14 +71,14 @@ def main() -> int:
 
 
 def convert(path: Path, directory: Path, *, tokenizer_only: bool) -> None:
-    """Writes a directory that `specdec.checkpoints.locate` takes for a model, or for its tokenizer alone.
+    """Write a checkpoint directory with the model and its tokenizer, or with the tokenizer only.
 
     Raises:
         NotConverted: transformers does not read this model, or not all of it.
-        Exception: whatever a damaged file makes its readers raise.
+        Exception: the file is damaged; its readers raise exceptions of many types.
     """
     metadata, _ = read_gguf_metadata(str(path), ("tokenizer.ggml.tokens",))
-    # By itself: transformers also reads what lies beside a file.
+    # Link the file into an empty folder, because transformers also reads files beside it.
     with tempfile.TemporaryDirectory(prefix="specdec-gguf-") as folder:
         (Path(folder) / _LINK).symlink_to(path)
         tokenizer = _load_tokenizer(folder, metadata)
@@ -89,7 +89,7 @@ def convert(path: Path, directory: Path, *, tokenizer_only: bool) -> None:
 
 
 def _load_tokenizer(folder: str, metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
-    # Not AutoTokenizer: for Gemma's quarter of a million tokens it takes eight times as long, to the same end.
+    # AutoTokenizer gives the same result but takes eight times as long for Gemma's 256k tokens.
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
         folder, gguf_file=_LINK, local_files_only=True, trust_remote_code=False
     )
@@ -101,12 +101,15 @@ def _load_tokenizer(folder: str, metadata: dict[str, Any]) -> PreTrainedTokenize
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
     elif splitter not in gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS:
-        _say("warning", f"its tokenizer splits text as {splitter!r}, which transformers does not know: as GPT-2 does")
+        _say(
+            "warning",
+            f"its tokenizer splits text as {splitter!r}, which transformers does not know; using GPT-2's rules",
+        )
     return tokenizer
 
 
 def _drop_made_up_tokens(path: Path, num_tokens: int) -> None:
-    """Takes out what the tokenizer's class added by default: the model has no row for it."""
+    """Remove tokens that the tokenizer class added by default: the model has no embedding row for them."""
     tokenizer = json.loads(path.read_text("utf-8"))
     tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["id"] < num_tokens]
     path.write_text(json.dumps(tokenizer, ensure_ascii=False), "utf-8")
@@ -118,38 +121,38 @@ def _save_model(folder: str, directory: Path, metadata: dict[str, Any], tokenize
     file = GGUFReader(f"{folder}/{_LINK}")
     scaling = next((tensor.data for tensor in file.tensors if tensor.name == DIVISORS), None)
     try:
-        # Made once: transformers parses the whole file, vocabulary and all, whenever it needs a configuration.
+        # Build the configuration once: transformers parses the whole file each time, vocabulary included.
         config = AutoConfig.from_pretrained(folder, gguf_file=_LINK, trust_remote_code=False)
         if not is_readable(config, metadata, scaling):
-            raise NotConverted("scales its positions in a way that is not read")
+            raise NotConverted("uses an unsupported RoPE scaling")
         model, report = cast(tuple[PreTrainedModel, dict[str, Any]], AutoModelForCausalLM.from_pretrained(
             folder, config=config, gguf_file=_LINK, dtype=torch.float32, output_loading_info=True,
             trust_remote_code=False,
         ))  # fmt: skip
     except ValueError as error:
         if "not supported" in str(error) or "Unrecognized" in str(error):
-            raise NotConverted(f"holds a model of a kind that is not read: {_architecture(metadata)}") from error
+            raise NotConverted(f"holds a model of an unsupported type: {_architecture(metadata)}") from error
         raise
     _require_whole(file, model, report)
     end_token_ids = _end_token_ids(metadata, tokenizer)
     model.generation_config.eos_token_id = model.config.eos_token_id = end_token_ids or None
-    # What says that the weights were quantised once: with it, a model cannot be saved.
+    # Delete the mark that the weights were quantised: transformers refuses to save a model that has it.
     del model.hf_quantizer, model.config.quantization_config
     dtype = exact_dtype(model.state_dict().values())
-    # The decorator that transformers puts on `to` loses `self`.
+    # The decorator of `to` in transformers hides `self` from the type checker.
     model.to(dtype).save_pretrained(directory)  # type: ignore[arg-type]
 
 
 def _require_whole(file: GGUFReader, model: PreTrainedModel, report: dict[str, Any]) -> None:
-    """Raises NotConverted unless every number of the file went into the model, and none of the model's is made up."""
-    if report["missing_keys"]:
-        raise NotConverted(f"lacks weights, {min(report['missing_keys'])} for one")
+    """Raise NotConverted unless the file filled all weights of the model and no weight of the file was left over."""
+    if missing := report["missing_keys"]:
+        raise NotConverted(f"lacks the weight {min(missing)} ({len(missing)} in all)")
     in_file = sum(int(tensor.n_elements) for tensor in file.tensors if tensor.name != DIVISORS)
-    in_model = sum(parameter.numel() for parameter in model.parameters())  # tied ones count once, as in the file
+    in_model = sum(parameter.numel() for parameter in model.parameters())  # tied weights count once, as in the file
     if in_file != in_model:
         raise NotConverted(
-            f"holds {in_file} weights, of which transformers reads {in_model}: its model of type "
-            f"{model.config.model_type} would not be this one"
+            f"holds {in_file} weights, of which transformers reads {in_model}: converted to type "
+            f"{model.config.model_type}, it would be a different model"
         )
 
 
@@ -165,7 +168,7 @@ def _end_token_ids(metadata: dict[str, Any], tokenizer: PreTrainedTokenizerFast)
 
 
 def exact_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
-    """The narrowest dtype that keeps every value of these float32 tensors."""
+    """Return the narrowest dtype that represents every value of these float32 tensors exactly."""
     left = list(_HALF_DTYPES)
     for tensor in tensors:
         left = [dtype for dtype in left if torch.equal(tensor.to(dtype).float(), tensor)]

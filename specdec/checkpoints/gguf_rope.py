@@ -1,7 +1,8 @@
-"""Scaled positions of a GGUF file, which transformers does not read: Llama 3's are recovered, all others refused.
+"""Recover the RoPE scaling of a GGUF file, which transformers does not read. Only Llama 3's scaling is supported.
 
-llama.cpp keeps no parameters of Llama 3's scaling, but what it makes of them: a divisor for each rotary frequency. The
-parameters that give these divisors are looked for among those in use. Called by `specdec.checkpoints.gguf_convert`.
+llama.cpp does not store the parameters of Llama 3's scaling. It stores the resulting divisor of each rotary frequency.
+This module checks whether the parameters of the published Llama models give these divisors. Called by
+`specdec.checkpoints.gguf_convert`.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from transformers import PreTrainedConfig
 
 DIVISORS = "rope_freqs.weight"
 
-#: Of every Llama since 3.1; their factors differ (8 and 32).
+#: Parameters of every Llama since 3.1. Their factors differ (8 and 32), so the factor is taken from the file.
 _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR, _ORIGINAL_CONTEXT = 1.0, 4.0, 8192
-#: They are stored as float32.
+#: Relative tolerance of the comparison: the divisors are stored as float32.
 _TOLERANCE = 1e-5
 
 
 def is_readable(config: PreTrainedConfig, metadata: dict[str, Any], divisors: np.ndarray | None) -> bool:
-    """Sets the scaling that the file means on its configuration.
+    """Set the file's RoPE scaling on its configuration, if the scaling is supported.
 
     Args:
-        config: as transformers reads it.
-        metadata: of the file.
-        divisors: its tensor `DIVISORS`.  [D/2]
+        config: configuration that transformers made from the file; changed in place.
+        metadata: metadata of the file.
+        divisors: the tensor `DIVISORS` of the file; None if it has none.  [D/2]
 
     Returns:
-        Whether its positions are understood.
+        True if the file has no scaling or a supported one.
     """
     if metadata.get(f"{metadata['general.architecture']}.rope.scaling.type", "none") != "none":
         return False
@@ -50,7 +51,7 @@ def is_readable(config: PreTrainedConfig, metadata: dict[str, Any], divisors: np
 
 
 def llama3_divisors(num_frequencies: int, parameters: dict[str, Any]) -> np.ndarray:
-    """By what Llama 3 divides each rotary frequency.  [D/2]
+    """Return the divisor of each rotary frequency under Llama 3's scaling.  [D/2]
 
     Source: llama.cpp, `convert_hf_to_gguf.py` (LlamaModel.generate_extra_tensors).
     """

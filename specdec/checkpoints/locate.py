@@ -1,7 +1,7 @@
-"""Where a checkpoint lies: a local directory, a GGUF file converted to one, or a Hugging Face hub id brought here.
+"""Find the directory of a checkpoint given as a local directory, a GGUF file or a Hugging Face hub id.
 
-Not a loader: it reads no weights and imports neither torch nor transformers. Called by `specdec.checkpoints.vocabulary`
-(tokenizer files alone) and `specdec.engine.loader` (everything).
+A GGUF file is converted and a hub id is downloaded first. This module loads no weights and imports neither torch nor
+transformers. Called by `specdec.checkpoints.vocabulary` (tokenizer files only) and `specdec.engine.loader` (all files).
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _SMALL_FILES = ["config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.jinja"]
 _MODEL_FILES = [*_SMALL_FILES, "*.json", "*.safetensors"]
 
-# Methods of quantised checkpoints that transformers turns into plain weights on every device.
+# Quantisation methods whose weights transformers converts to plain ones on every device.
 _DEQUANTISED_METHODS = ("fp8", "mxfp4")
 
-# Weight files up to this size are hashed whole, larger ones by so many samples.
+# Weight files up to this size are hashed completely, larger ones by this number of evenly spaced samples.
 _WHOLE_BYTES = 64 << 20
 _NUM_SAMPLES = 256
 _SAMPLE_BYTES = 1 << 16
 
 
 def locate_checkpoint(model: str | Path, *, small_files_only: bool = False) -> Path:
-    """Returns the directory of a checkpoint.
+    """Return the directory of a checkpoint.
 
     Args:
-        model: a directory, a GGUF file, or a hub id such as `Qwen/Qwen3-0.6B`, which is downloaded unless it is cached
-            already (`HF_HUB_OFFLINE=1` looks into the cache alone).
-        small_files_only: bring the configuration and the tokenizer (of a GGUF file the tokenizer), and nothing else.
+        model: a directory, a GGUF file, or a hub id such as `Qwen/Qwen3-0.6B`, which is downloaded unless it is in the
+            cache (with `HF_HUB_OFFLINE=1` only the cache is used).
+        small_files_only: fetch only the configuration and the tokenizer (of a GGUF file, only the tokenizer).
 
     Raises:
-        InvalidRequest: no such directory, and the hub cannot give it; or as `convert_gguf`; one sentence.
-        Unsupported: as `convert_gguf`.
+        InvalidRequest: the model is neither a directory nor available from the hub, or see `convert_gguf`.
+        Unsupported: see `convert_gguf`.
     """
     name, path = str(model), Path(model).expanduser()
     if name and path.is_dir():
@@ -48,57 +48,58 @@ def locate_checkpoint(model: str | Path, *, small_files_only: bool = False) -> P
         if is_gguf(path):
             return convert_gguf(path, tokenizer_only=small_files_only)
         raise InvalidRequest(
-            f"model {name!r} is a file but no GGUF file; a checkpoint directory, a GGUF file or a hub id is needed",
+            f"model {name!r} is a file but not a GGUF file; give a checkpoint directory, a GGUF file or a hub id",
             field="model",
         )
     if not _HUB_ID.fullmatch(name) or Path(name.split("/", maxsplit=1)[0]).is_dir():
-        raise InvalidRequest(f"model {name!r} is no directory on this machine", field="model")
+        raise InvalidRequest(f"model {name!r} is not a directory on this machine", field="model")
     return _download(name, _SMALL_FILES if small_files_only else _MODEL_FILES)
 
 
 def _download(hub_id: str, patterns: list[str]) -> Path:
-    # Imported late: the hub client takes a third of a second to load, and local directories never need it.
+    # Imported here because the hub client takes 0.3 s to load and local directories do not need it.
     from huggingface_hub import snapshot_download
 
-    _log.info("looking for %s in the cache of the hub, or downloading it", hub_id)
+    _log.info("locating model in the hub cache, or downloading it: model=%s", hub_id)
     try:
         return Path(snapshot_download(hub_id, allow_patterns=patterns))
-    # Whatever stops the hub client (its own errors, its HTTP library's, the disk's) means the same to the caller.
+    # Errors of the hub client, of its HTTP library and of the disk mean the same to the caller.
     except Exception as error:
         raise InvalidRequest(
-            f"model {hub_id!r} is neither a directory on this machine nor to be had from the Hugging Face hub "
+            f"model {hub_id!r} is neither a directory on this machine nor available from the Hugging Face hub "
             f"({type(error).__name__})",
             field="model",
         ) from error
 
 
 def require_plain_weights(model: str, quantisation: object) -> None:
-    """Refuses a quantised checkpoint that is not read as the numbers it stands for.
+    """Refuse a quantised checkpoint whose weights transformers does not convert to plain ones.
 
     Args:
-        model: as it was named.
-        quantisation: `quantization_config` of its config.json; None where its weights are plain.
+        model: name of the checkpoint, as the user gave it.
+        quantisation: `quantization_config` of its config.json; None if its weights are plain.
 
     Raises:
-        Unsupported: transformers would load products of the method's own, or take its numbers for plain ones.
+        Unsupported: transformers would use layers specific to the method, or treat quantised values as plain weights.
     """
     if quantisation is None:
         return
     method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
     if method not in _DEQUANTISED_METHODS:
         raise Unsupported(
-            f"model {model!r} is quantised with {str(method)[:64]}; only {' and '.join(_DEQUANTISED_METHODS)} are "
-            "read, and GGUF files"
+            f"model {model!r} is quantised with {str(method)[:64]}; only {' and '.join(_DEQUANTISED_METHODS)} and "
+            "GGUF files are supported"
         )
 
 
 def checkpoint_fingerprint(directory: Path, *served_as: str) -> str:
-    """Hash of a checkpoint's configuration and weights, and of how it is served: 32 hex digits.
+    """Return a hash of a checkpoint's configuration and weights and of `served_as`: 32 hex digits.
 
-    Another dtype or another tokenizer make another model: what it says of the same text differs.
+    `served_as` holds settings that change the model's output, such as the dtype and the tokenizer.
 
-    Small weight files count whole; of large ones the size, the header and evenly spaced samples, so that a change of
-    a few numbers in the middle of a huge file may go unseen, another training run never.
+    Small weight files are hashed completely. Of large files the size, the header and evenly spaced samples are hashed.
+    The hash therefore differs after any training run, but may miss a change of a few numbers in the middle of a large
+    file.
     """
     digest = hashlib.blake2b(repr(served_as).encode(), digest_size=16)
     digest.update((directory / "config.json").read_bytes())

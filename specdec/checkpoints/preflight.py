@@ -1,8 +1,7 @@
-"""What a checkpoint's small files tell before anything is loaded: whether it can be served.
+"""Check from a checkpoint's small files whether it can be served, before anything is loaded.
 
-Not the loader's checks (`specdec.engine.loader`), which see the model itself: what passes here may be refused there.
-Reads JSON, tokenizers and the headers of weights, and imports no torch. Called by `specdec up` and where a replica
-starts.
+These checks read JSON, tokenizers and the headers of weight files, and import no torch. `specdec.engine.loader` checks
+the loaded model and may still refuse a checkpoint that passes here. Called by `specdec up` and when a replica starts.
 """
 
 from __future__ import annotations
@@ -25,24 +24,23 @@ from specdec.types import BLOCK_TOKENS
 _CAUSAL_NAMES = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 _MASKED_NAMES = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
 
-#: Keys and values are kept in two bytes a number at least.
+#: Least number of bytes in which a KV cache stores a number.
 _LEAST_KV_NUMBER_BYTES = 2
 
 
 def require_servable(model: str, *, flag: str) -> None:
-    """Looks at a checkpoint's folder: its configuration, whether there is a tokenizer, whether there are weights.
+    """Check a checkpoint's configuration and that it has a tokenizer and complete weight files.
 
     Args:
-        model: a checkpoint directory, a GGUF file or a hub id, of which the small files alone are brought here.
-        flag: what it was given by; messages begin with it.
+        model: a checkpoint directory, a GGUF file or a hub id. Of a hub id only the small files are downloaded.
+        flag: command-line flag that named the model; error messages begin with it.
 
     Raises:
-        InvalidRequest: no such checkpoint, or a file of it is missing, unreadable or not whole.
-        Unsupported: its type is no decoder-only language model that is known here, or its weights are quantised in a
-            way that is not read.
+        InvalidRequest: the checkpoint does not exist, or one of its files is missing, unreadable or incomplete.
+        Unsupported: its type is not a known decoder-only language model, or its quantisation is not supported.
     """
     with naming_flag(flag):
-        if is_gguf(path := Path(model).expanduser()):  # its conversion tells the rest
+        if is_gguf(path := Path(model).expanduser()):  # the conversion checks the rest
             require_whole_gguf(path)
             return
         directory = locate_checkpoint(model, small_files_only=True)
@@ -51,7 +49,7 @@ def require_servable(model: str, *, flag: str) -> None:
         require_plain_weights(model, config.get("quantization_config"))
         if not (directory / "tokenizer.json").is_file():
             raise InvalidRequest(f"model {model!r} has no tokenizer.json", field="model")
-        # Of a hub id the weights come later.
+        # The weights of a hub id are downloaded later.
         if path.is_dir():
             if not _has_weights(directory):
                 raise InvalidRequest(f"model {model!r} has no weights (*.safetensors)", field="model")
@@ -59,16 +57,16 @@ def require_servable(model: str, *, flag: str) -> None:
 
 
 def require_kv_room(model: str, kv_cache_bytes: int, *, num_ranks: int, flag: str) -> None:
-    """Looks at how large a KV cache is wanted; of a GGUF file its conversion tells.
+    """Check that a KV cache holds at least one block. A GGUF file is not checked before its conversion.
 
     Args:
-        model: one that `require_servable` lets pass.
-        kv_cache_bytes: what each rank may take.
-        num_ranks: that share the KV heads out.
-        flag: what `kv_cache_bytes` was given by.
+        model: a model that passed `require_servable`.
+        kv_cache_bytes: size of the cache on each rank.
+        num_ranks: number of ranks that divide the KV heads among them.
+        flag: command-line flag that gave `kv_cache_bytes`.
 
     Raises:
-        InvalidRequest: not one block fits, however the model is served.
+        InvalidRequest: the cache is too small for one block in any dtype.
     """
     if is_gguf(Path(model).expanduser()):
         return
@@ -78,13 +76,13 @@ def require_kv_room(model: str, kv_cache_bytes: int, *, num_ranks: int, flag: st
         number if isinstance(number := text.get(name), int) and number > 0 else 0
         for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
     )
-    if not (layers and heads and (head_dim or width)) or text.get("kv_lora_rank"):  # the loader will tell
+    if not (layers and heads and (head_dim or width)) or text.get("kv_lora_rank"):  # the loader checks these
         return
     kv_heads, head_dim = kv_heads or heads, head_dim or width // heads
     least = 2 * _LEAST_KV_NUMBER_BYTES * BLOCK_TOKENS * layers * -(-kv_heads // num_ranks) * head_dim
     if kv_cache_bytes < least:
         raise InvalidRequest(
-            f"{flag} must be at least {least}, one block of {BLOCK_TOKENS} tokens of {model!r}, got {kv_cache_bytes}",
+            f"{flag} must be at least {least}, one block of {BLOCK_TOKENS} tokens of {model!r}; got {kv_cache_bytes}",
             field="kv_cache_bytes",
         )
 
@@ -99,7 +97,7 @@ def naming_flag(flag: str) -> Iterator[None]:
 
 
 def read_config(model: str, directory: Path) -> Mapping[str, Any]:
-    """A checkpoint's config.json, with a `model_type`. Raises InvalidRequest: there is none that can be read."""
+    """Return a checkpoint's config.json. Raise InvalidRequest if it is missing, unreadable or has no `model_type`."""
     path = directory / "config.json"
     if not path.is_file():
         raise InvalidRequest(f"model {model!r} has no config.json", field="model")
@@ -108,30 +106,33 @@ def read_config(model: str, directory: Path) -> Mapping[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"model {model!r} has an unreadable config.json: {error}", field="model") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise InvalidRequest(f"model {model!r} has a config.json that names no model_type", field="model")
+        raise InvalidRequest(f"model {model!r} has a config.json that has no model_type", field="model")
     return config
 
 
 def _require_decoder_only(model: str, config: Mapping[str, Any]) -> None:
     types = _known_types()
     kind = config["model_type"][:64]
-    if types is None:  # the loader will tell
+    if types is None:  # the loader checks the type
         return
     if kind not in types[_CAUSAL_NAMES]:
         if "auto_map" in config:
-            raise Unsupported(f"model {model!r} needs code of its own, which is never run")
-        raise Unsupported(f"model {model!r} is of type {kind}, which is not a decoder-only language model known here")
-    # Types that are both are encoders, unless they are told to be a decoder.
+            raise Unsupported(f"model {model!r} needs custom code, which is never run")
+        raise Unsupported(f"model {model!r} is of type {kind}, which is not a supported decoder-only language model")
+    # A type in both tables is an encoder unless its configuration says `is_decoder`.
     is_encoder = kind in types[_MASKED_NAMES] and not config.get("is_decoder")
     if is_encoder or config.get("is_encoder_decoder"):
-        raise Unsupported(f"model {model!r} is of type {kind} and an encoder, not a decoder-only language model")
+        raise Unsupported(
+            f"model {model!r} is of type {kind}, which is an encoder and not a decoder-only language model"
+        )
 
 
 @cache
 def _known_types() -> Mapping[str, frozenset[str]] | None:
-    """The model types that transformers has a class for, by task; None where it keeps them otherwise than we know.
+    """Return the model types that transformers has a class for, by task; None if its tables have an unknown form.
 
-    Read from its source: importing the tables imports torch, which takes longer than all that is looked at here.
+    The tables are parsed from the source of transformers, because importing them would import torch, which takes longer
+    than all checks of this module.
     """
     package = find_spec("transformers")
     if package is None or package.origin is None:
@@ -145,7 +146,7 @@ def _known_types() -> Mapping[str, frozenset[str]] | None:
 
 
 def _tables(module: ast.Module) -> Iterator[tuple[str, frozenset[str]]]:
-    """The keys of `NAME = OrderedDict([(key, value), ...])`, for both names."""
+    """Yield the keys of `NAME = OrderedDict([(key, value), ...])` for both names."""
     for node in module.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Call):
             name = node.targets[0].id

@@ -1,7 +1,7 @@
-"""Whether a model can be divided among ranks, as far as settings and small files tell: every refusal in one place.
+"""Check from settings and small files whether a model can be divided among tensor-parallel ranks.
 
-Not the last word: a rank sees the model itself (`specdec.engine.parallel`). Reads JSON, never weights, and imports no
-torch. Called where a group starts, and by each of its ranks.
+These checks read JSON but no weights, and import no torch. A rank checks the loaded model again
+(`specdec.engine.parallel`). Called when a group starts and by each of its ranks.
 """
 
 from __future__ import annotations
@@ -13,52 +13,51 @@ from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.preflight import read_config
 from specdec.errors import InvalidRequest, Unsupported
 
-#: What refusals begin with: the flag that somebody gave.
+#: Command-line flag that error messages begin with.
 FLAG = "--tensor-parallel"
 
 _BACKENDS = ("auto", "eager", "cuda-graphs")
 
 
 def require_supported(*, device: str, dtype: str, compile_backend: str, deterministic: bool) -> None:
-    """Looks at settings that are fine for one process.
+    """Refuse settings that one process supports and a group of ranks does not.
 
     Args:
-        device: as given; what `auto` means there, the ranks find out.
-        dtype: as given.
-        compile_backend: as given.
-        deterministic: whether a row is to have the same bits in any company.
+        device: value of `--device`. The ranks resolve `auto` later.
+        dtype: value of `--dtype`.
+        compile_backend: value of `--compile-backend`.
+        deterministic: a row's result must not depend on the other rows of its step.
 
     Raises:
-        Unsupported: ranks do not run such steps, or not on that device.
-        InvalidRequest: a GPU is named that all ranks would share.
+        Unsupported: ranks do not support the backend, or not on this device.
+        InvalidRequest: `device` names one GPU, which all ranks would share.
     """
     if compile_backend not in _BACKENDS:
         raise Unsupported(
-            f"{FLAG} runs eager steps and CUDA graphs: "
-            f"--compile-backend {', '.join(_BACKENDS[:-1])} or {_BACKENDS[-1]}, not {compile_backend}",
+            f"{FLAG} needs --compile-backend {', '.join(_BACKENDS[:-1])} or {_BACKENDS[-1]}, not {compile_backend}",
             field="compile_backend",
         )
     if device == "cpu":
         if compile_backend == "cuda-graphs":
-            raise Unsupported(f"{FLAG} records CUDA graphs on GPUs, not on a CPU", field="compile_backend")
+            raise Unsupported(f"{FLAG} with --compile-backend cuda-graphs needs GPUs", field="compile_backend")
         if dtype == "int8":
-            raise Unsupported(f"{FLAG} divides int8 weights among GPUs: on a CPU take float32 or bfloat16",
+            raise Unsupported(f"{FLAG} supports int8 weights on GPUs only: on a CPU use float32 or bfloat16",
                               field="dtype")  # fmt: skip
         if deterministic:
-            raise Unsupported(f"{FLAG} keeps --deterministic in CUDA graphs, on GPUs, not on a CPU",
+            raise Unsupported(f"{FLAG} supports --deterministic on GPUs only, because it needs CUDA graphs",
                               field="deterministic")  # fmt: skip
     if deterministic and compile_backend == "eager":
         raise Unsupported(f"--deterministic with {FLAG} needs CUDA graphs, not --compile-backend eager",
                           field="deterministic")  # fmt: skip
     if ":" in device:
-        raise InvalidRequest(f"{FLAG} gives each rank a device of its own: --device cuda, not {device}", field="device")
+        raise InvalidRequest(f"{FLAG} gives each rank its own device: use --device cuda, not {device}", field="device")
 
 
 def require_divisible(model: str, num_ranks: int) -> None:
-    """Looks at a checkpoint's configuration; of a GGUF file its conversion tells.
+    """Check the number of attention heads in a checkpoint's configuration. A GGUF file is not checked here.
 
     Raises:
-        InvalidRequest: the attention heads cannot be divided among that many ranks.
+        InvalidRequest: `num_ranks` does not divide the number of attention heads.
     """
     if is_gguf(Path(model).expanduser()):
         return
@@ -70,7 +69,7 @@ def require_divisible(model: str, num_ranks: int) -> None:
 
 
 def require_even_heads(num_heads: int, num_ranks: int) -> None:
-    """Raises InvalidRequest: that many attention heads cannot be divided among that many ranks."""
+    """Raise InvalidRequest if `num_ranks` does not divide the number of attention heads."""
     if num_heads % num_ranks:
         raise InvalidRequest(
             f"{FLAG} {num_ranks} does not divide the model's {num_heads} attention heads", field="tensor_parallel"
@@ -78,7 +77,13 @@ def require_even_heads(num_heads: int, num_ranks: int) -> None:
 
 
 def require_even_kv_heads(num_kv_heads: int, num_ranks: int, *, may_share: bool) -> None:
-    """Raises InvalidRequest: that many KV heads can neither be divided among the ranks nor, if they may, be shared."""
+    """Raise InvalidRequest if the KV heads can neither be divided among the ranks nor shared by them.
+
+    Args:
+        num_kv_heads: number of KV heads of the model.
+        num_ranks: number of ranks.
+        may_share: several ranks may hold the same KV head.
+    """
     if num_kv_heads % num_ranks == 0 or (may_share and num_ranks % num_kv_heads == 0):
         return
     shared = " nor is a multiple of them" if may_share else ", and ranks of a model of this type cannot share one"

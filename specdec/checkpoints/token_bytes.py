@@ -1,7 +1,7 @@
-"""The bytes that tokens stand for, by their tokenizer's decoder: what tokens of two tokenizers have in common.
+"""Compute the bytes that each token stands for, from its tokenizer's decoder.
 
-Spellings do not tell: byte-level BPE writes " é" as `ĠÃ©`, SentencePiece as `▁é`. Special tokens stand for no bytes.
-Not here: text to tokens (`specdec.cross_vocabulary.encoder`), bytes to text (`coordinator.text.detokenizer`). No torch.
+Tokens of two tokenizers can be compared by their bytes but not by their spellings: byte-level BPE writes " é" as `ĠÃ©`,
+SentencePiece as `▁é`. Special tokens stand for no bytes. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from specdec.errors import Unsupported
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-#: How a token for one byte is spelled where there is byte fallback.
+#: Spelling of a token for one byte in a vocabulary with byte fallback.
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
-#: What SentencePiece's decoders are made of; of these, those that tell how a blank is spelled.
+#: Steps of a SentencePiece decoder, and those of them that define how a space is spelled.
 _PIECES = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 _BLANKS = {"Replace", "Metaspace"}
 
-#: Several times the largest vocabulary, the longest token and the longest decoder that there are.
+#: Limits: several times the largest vocabulary, the longest token and the longest decoder in use today.
 _MAX_TOKENS = 1 << 21
 _MAX_TOKEN_BYTES = 1 << 12
 _MAX_PARTS = 32
 
 
 def decoder_parts(tokenizer: PreTrainedTokenizerFast) -> list[Mapping[str, Any]]:
-    """The steps of a tokenizer's decoder, as `tokenizer.json` has them; none where there is no decoder."""
+    """Return the steps of a tokenizer's decoder, as `tokenizer.json` has them; [] if it has no decoder."""
     decoder = tokenizer.backend_tokenizer.decoder
     return [] if decoder is None else list(_flattened(json.loads(decoder.__getstate__())))
 
@@ -45,25 +45,27 @@ def _flattened(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def bytes_of_tokens(tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
-    """The bytes of every token, by id; b"" for special tokens and for ids without a token.
+    """Return the bytes of every token, by id; b"" for special tokens and for ids without a token.
 
-    A token at the very beginning of a text may lose a blank when it is decoded; that is not looked at here.
+    A decoder may remove a space from the first token of a text. The bytes returned here include that space.
 
     Raises:
-        Unsupported: the decoder is neither byte-level nor of SentencePiece's kind, so that tokens have no bytes of
-            their own; or ids, a token or the decoder go beyond all that there are.
+        Unsupported: the decoder is neither byte-level nor of SentencePiece's kind, so that the bytes of a token may
+            depend on its neighbours; or the vocabulary, a token or the decoder exceeds a limit.
     """
     parts = decoder_parts(tokenizer)
     kinds = {str(part["type"]) for part in parts}
     if kinds != {"ByteLevel"} and not (kinds <= _PIECES and kinds & _BLANKS):
         told = ", ".join(sorted(kinds)) or "nothing"
-        raise Unsupported(f"tokens decoded by {told[:200]} have no bytes of their own; byte-level and SentencePiece do")
+        raise Unsupported(
+            f"tokens decoded by {told[:200]} have no fixed bytes; use a byte-level or SentencePiece tokenizer"
+        )
     if len(parts) > _MAX_PARTS:
-        raise Unsupported(f"a decoder of {len(parts)} steps is beyond {_MAX_PARTS}")
+        raise Unsupported(f"the decoder has {len(parts)} steps; the limit is {_MAX_PARTS}")
     vocabulary = tokenizer.get_vocab()
     largest = max(vocabulary.values())
     if largest >= _MAX_TOKENS:
-        raise Unsupported(f"token id {largest} is beyond {_MAX_TOKENS:,} tokens")
+        raise Unsupported(f"token id {largest} is above the limit of {_MAX_TOKENS:,} tokens")
     special = {
         token_id
         for token_id, added in tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
@@ -92,14 +94,14 @@ def _piece_bytes(token: str, parts: list[Mapping[str, Any]]) -> bytes:
 
 
 def _check_length(num_bytes: int) -> None:
-    """Raises Unsupported: a token is longer than any that there is. Sessions hold such text, and it is read again."""
+    """Raise Unsupported if a token is too long. The limit bounds the text that sessions keep and tokenise again."""
     if num_bytes > _MAX_TOKEN_BYTES:
-        raise Unsupported(f"a token of {num_bytes:,} bytes is beyond {_MAX_TOKEN_BYTES:,}")
+        raise Unsupported(f"a token has {num_bytes:,} bytes; the limit is {_MAX_TOKEN_BYTES:,}")
 
 
 @lru_cache(maxsize=1 << 16)
 def byte_level_bytes(token: str) -> bytes:
-    """Bytes of a token in the byte-level alphabet; a token with any other character in it is its own UTF-8."""
+    """Return the bytes that a token spells in the byte-level alphabet, or its UTF-8 if it has any other character."""
     return _byte_level_bytes(token)
 
 
@@ -111,12 +113,14 @@ def _byte_level_bytes(token: str) -> bytes:
 
 
 def byte_level_spelling(piece: bytes) -> str:
-    """Bytes in the byte-level alphabet."""
+    """Return the spelling of bytes in the byte-level alphabet."""
     return "".join(_CHARACTER_OF_BYTE[byte] for byte in piece)
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The alphabet of byte-level BPE: printable Latin-1 bytes are themselves, the others follow from U+0100 on.
+    """Return the byte of each character of byte-level BPE's alphabet.
+
+    Printable Latin-1 bytes are spelled by themselves, and the other bytes by the characters from U+0100 on.
 
     Source: Radford et al. 2019 (GPT-2).
     """

@@ -1,7 +1,7 @@
-"""The id-to-token map of a checkpoint and its fingerprint, by which two replicas know they speak the same tokens.
+"""Load a checkpoint's vocabulary and compute its fingerprint.
 
-Not a tokenizer: it encodes nothing. It never goes through `AutoTokenizer`, which imports torch. Called by the engine's
-worker, by the coordinator's tokenizer and by `specdec.checkpoints.preflight`.
+Replicas with equal fingerprints have the same vocabulary. The tokenizer is loaded without `AutoTokenizer`, which would
+import torch. Called by the engine's worker, by the coordinator's tokenizer and by `specdec.checkpoints.preflight`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def vocabulary_fingerprint(token_to_id: Mapping[str, int]) -> str:
-    """Hash of a vocabulary: 32 hex digits, equal exactly when the maps are equal, whatever their order."""
+    """Return a hash of a vocabulary: 32 hex digits. Equal maps have equal hashes in any order of insertion."""
     digest = hashlib.blake2b(digest_size=16)
     for token_id, token in sorted((token_id, token) for token, token_id in token_to_id.items()):
         encoded = token.encode("utf-8", errors="surrogatepass")
@@ -28,44 +28,45 @@ def vocabulary_fingerprint(token_to_id: Mapping[str, int]) -> str:
 
 
 def vocabulary_size(token_to_id: Mapping[str, int]) -> int:
-    """Rows of the id-to-token map: its largest id plus one (ids may have holes)."""
+    """Return the largest token id plus one; some ids below it may be unused."""
     return max(token_to_id.values()) + 1
 
 
 def load_vocabulary(model: str | Path) -> dict[str, int]:
-    """Reads a checkpoint's token-to-id map, added tokens included.
+    """Return a checkpoint's token-to-id map, including added tokens.
 
     Args:
         model: a checkpoint directory, a GGUF file or a hub id.
 
     Raises:
-        InvalidRequest: as `load_tokenizer`.
+        InvalidRequest: see `load_tokenizer`.
     """
     return load_tokenizer(model).get_vocab()
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerFast:
-    """Reads a checkpoint's fast tokenizer, without torch.
+    """Return a checkpoint's fast tokenizer without importing torch.
 
     Args:
         model: a checkpoint directory, a GGUF file or a hub id.
 
     Raises:
-        InvalidRequest: there is no such checkpoint, or it holds no readable `tokenizer.json`, or that one is empty.
+        InvalidRequest: the checkpoint does not exist, its `tokenizer.json` is missing or unreadable, or its vocabulary
+            is empty.
     """
     directory = locate_checkpoint(model, small_files_only=True)
     if not (directory / "tokenizer.json").is_file():
         raise InvalidRequest(f"model {str(model)!r} has no tokenizer.json", field="model")
-    # Imported late: it takes about a second, which importing this module must not.
+    # Imported here because it takes about a second, and importing this module must be fast.
     from transformers import PreTrainedTokenizerFast
 
     try:
-        # Not tokenizers.Tokenizer: tokenizer_config.json may add special tokens that tokenizer.json lacks.
+        # Unlike tokenizers.Tokenizer, this class adds the special tokens that only tokenizer_config.json has.
         tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
         vocabulary = tokenizer.get_vocab()
-    # The Rust parser raises bare Exception, and its panics are not even that.
+    # The Rust parser raises bare Exception, and its panics derive from BaseException only.
     except BaseException as error:
         if not is_tokenizer_fault(error):
             raise
@@ -77,5 +78,5 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerFast:
 
 
 def is_tokenizer_fault(error: BaseException) -> bool:
-    """Whether an exception is the tokenizer's own, rather than the end of the process or of the task."""
+    """Return whether the tokenizer raised the exception, which is False for cancellation and KeyboardInterrupt."""
     return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"

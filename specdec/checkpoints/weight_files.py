@@ -1,8 +1,8 @@
-"""Whether a checkpoint's files of weights are whole, as far as their headers tell: downloads stop halfway.
+"""Check from their headers that a checkpoint's weight files are complete, because downloads may stop halfway.
 
-Every format says at its beginning where in the file each tensor lies; a file that ends before that is refused here, in
-milliseconds, instead of after everything else has been loaded. Reads no weights. Not here: what the tensors mean
-(`specdec.engine.loader`). Called by `specdec.checkpoints.preflight`.
+The header of every format states where in the file each tensor is. A file that ends before its last tensor is refused
+here within milliseconds, instead of after everything else has been loaded. No weights are read. Called by
+`specdec.checkpoints.preflight`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 
 from specdec.errors import InvalidRequest
 
-#: More than any header; the format's own limit.
+#: Limit of a safetensors header, set by the format.
 _MOST_HEADER_BYTES = 100_000_000
 _INDEX = "model.safetensors.index.json"
 
-#: Of GGUF's metadata, by type number: sizes of numbers. Strings are 8, arrays 9.
+#: Bytes of a number in GGUF's metadata, by type number. Type 8 is a string, type 9 an array.
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
-#: Of ggml's types, by number: weights in a block and bytes of it. Tensors of others are taken for one byte.
+#: Number of weights and of bytes in a block, by ggml's type number. A tensor of any other type counts as one byte.
 _BLOCKS = {
     0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 40),
     10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292),
@@ -33,18 +33,18 @@ _MOST_DIMENSIONS = 8
 
 
 class _Damaged(Exception):
-    """A file that is not what its header says; how."""
+    """A file contradicts its header; the message says how."""
 
 
 def require_whole_weights(model: str, directory: Path) -> None:
-    """Looks at the headers of the files that a checkpoint's weights are read from.
+    """Check the headers of the files that a checkpoint's weights are loaded from.
 
     Args:
-        model: as it was named.
-        directory: where it lies.
+        model: name of the checkpoint, as the user gave it.
+        directory: its directory.
 
     Raises:
-        InvalidRequest: one is missing, or ends before its last tensor; the message has its name and both lengths.
+        InvalidRequest: a file is missing or ends before its last tensor. The message has its name and both lengths.
     """
     for path in _safetensors_files(model, directory):
         if not path.is_file():
@@ -58,10 +58,10 @@ def require_whole_weights(model: str, directory: Path) -> None:
 
 
 def require_whole_gguf(path: Path) -> None:
-    """Looks at the header of a GGUF file.
+    """Check the header of a GGUF file.
 
     Raises:
-        InvalidRequest: it ends before its last tensor; the message has both lengths.
+        InvalidRequest: the file ends before its last tensor. The message has both lengths.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as held:
@@ -74,11 +74,11 @@ def require_whole_gguf(path: Path) -> None:
 
 def _require_length(size: int, least: int) -> None:
     if size < least:
-        raise _Damaged(f"it has {size} bytes of {least}")
+        raise _Damaged(f"it has {size} of {least} bytes")
 
 
 def _safetensors_files(model: str, directory: Path) -> list[Path]:
-    """Those that are loaded; a folder may hold others."""
+    """Return the safetensors files that are loaded; the directory may hold others."""
     if (whole := directory / "model.safetensors").is_file():
         return [whole]
     if not (index := directory / _INDEX).is_file():
@@ -91,7 +91,7 @@ def _safetensors_files(model: str, directory: Path) -> list[Path]:
 
 
 def _safetensors_length(path: Path) -> int:
-    """Bytes that a file must have. Raises _Damaged: it ends within its header, or that makes no sense."""
+    """Return the least size of a file in bytes. Raise _Damaged if its header is cut off or unreadable."""
     with path.open("rb") as file:
         prefix = file.read(8)
         num_bytes = int.from_bytes(prefix, "little")
@@ -107,7 +107,7 @@ def _safetensors_length(path: Path) -> int:
 
 
 def _gguf_length(held: mmap.mmap) -> int:
-    """Bytes that a file must have; 0 for a version that is not known here. Raises _Damaged as `_safetensors_length`."""
+    """Return the least size of a file in bytes; 0 for an unknown version. Raise _Damaged as `_safetensors_length`."""
     try:
         version, num_tensors, num_entries = struct.unpack_from("<IQQ", held, 4)
         if version not in (2, 3):
@@ -124,7 +124,7 @@ def _gguf_length(held: mmap.mmap) -> int:
             _, at = _string(held, at)
             end, at = _tensor_end(held, at)
             ends.append(end)
-    except (struct.error, OverflowError):  # a length of more bytes than there are
+    except (struct.error, OverflowError):  # a length points past the end of the file
         raise _Damaged("it ends within its header") from None
     if not alignment:
         raise _Damaged("its header is unreadable")
@@ -132,7 +132,7 @@ def _gguf_length(held: mmap.mmap) -> int:
 
 
 def _string(held: mmap.mmap, at: int) -> tuple[bytes, int]:
-    """A string, or its first bytes, and where it ends."""
+    """Return the first 64 bytes of a string and the offset of its end."""
     (length,) = struct.unpack_from("<Q", held, at)
     return held[at + 8 : at + 8 + min(length, 64)], at + 8 + length
 
@@ -151,13 +151,13 @@ def _end_of_value(held: mmap.mmap, at: int, kind: int) -> int:
     if of != _STRING:
         raise _Damaged("its header is unreadable")
     length_at = struct.Struct("<Q").unpack_from
-    for _ in range(count):  # a quarter of a million tokens take a tenth of a second
+    for _ in range(count):  # 256k tokens take 0.1 s
         at += 8 + length_at(held, at)[0]
     return int(at)
 
 
 def _tensor_end(held: mmap.mmap, at: int) -> tuple[int, int]:
-    """Where a tensor's weights end, from where all weights begin, and where its entry does."""
+    """Return the end of a tensor's weights, relative to the start of all weights, and the offset of its entry's end."""
     (num_dimensions,) = struct.unpack_from("<I", held, at)
     if num_dimensions > _MOST_DIMENSIONS:
         raise _Damaged("its header is unreadable")

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import specdec
 from specdec.cli import INTERRUPTED, Usage
 from specdec.cli.command_parser import CommandParser, print_error, wants_json
+from specdec.cli.extras import missing_extra
 from specdec.errors import InvalidRequest, SpecdecError
 
 #: The subcommands, with their lines in `specdec --help`. Each is a module of this package, except `serve`.
@@ -29,6 +30,7 @@ _COMMANDS = {
     "down": "end a running specdec up",
     "generate": "generate from a prompt",
     "chat": "talk over one session",
+    "advise": "list drafts that fit a target, with memory and expected gain",
     "status": "pools, replicas and sessions of a running system",
     "pools": "draft pools of a running system, by class of requests",
     "promote": "give sessions another draft pool, share by share",
@@ -108,6 +110,9 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     except Usage as error:
         print_error(InvalidRequest(str(error)), as_json=as_json)
         return 2
+    except ModuleNotFoundError as error:
+        print_error(missing_extra(error, _command_of(argv)), as_json=as_json)
+        return 1
     except SpecdecError as error:
         print_error(error, as_json=as_json)
         return 1
@@ -179,7 +184,10 @@ def main() -> NoReturn:
 
         mark_starting()
     if command != "none":
-        with contextlib.nullcontext() if is_ignored else _interrupts(lambda: os._exit(INTERRUPTED)):
+        with (
+            contextlib.nullcontext() if is_ignored else _interrupts(lambda: os._exit(INTERRUPTED)),
+            contextlib.suppress(ModuleNotFoundError),  # `run` imports it again and reports the missing extra
+        ):
             _module(command)  # Ctrl-C during the import may end the process at once: nothing has begun
     sys.exit(run(sys.argv[1:], os.environ))
 

@@ -1,29 +1,34 @@
-"""One answer as it comes: written chunk by chunk, stopped by Ctrl-C, and closed by a line that sums it up.
+"""Reads one answer from its stream: writes each chunk, stops at Ctrl-C, and reports what a silent stream waits for.
 
-Not here: how tokens and lines look (`terminal`), what a silent stream waits for (`silence`), retries (the SDK). Called
-by `generate` and `chat`.
+`generate` and `chat` use it. The stream itself reconnects and resumes after an interruption.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import threading
+import time
 from collections.abc import Callable
+from types import TracebackType
+from typing import Self
 
-from specdec.cli.silence import SilenceWatch
-from specdec.cli.terminal import closing_line, has_tested_drafts
-from specdec.client import Chunk, Client, Completion, GenerateOptions, Stream
-from specdec.errors import SpecdecError
+from specdec.client import Chunk, Client, Completion, Stream
+from specdec.client.failures import is_without_target
+from specdec.errors import SpecdecError, Unavailable
 
-#: Within it, Ctrl-C calls what it was given.
+#: Context manager in which Ctrl-C calls the given action.
 Interrupts = Callable[[Callable[[], None]], contextlib.AbstractContextManager[None]]
+
+#: Length of a silence after which the coordinator is asked for its targets, and of the pauses between two questions.
+SILENCE_S = 2.0
 
 
 def read_answer(client: Client, stream: Stream, interrupts: Interrupts, write: Callable[[Chunk], None]) -> Completion:
-    """Hands every chunk to `write`. What Ctrl-C left of the output has the finish reason "cancelled".
+    """Write every chunk of a stream and return the whole output; after Ctrl-C its finish reason is "cancelled".
 
     Raises:
-        SpecdecError: the output was cut short otherwise.
+        SpecdecError: the stream failed.
     """
     with interrupts(stream.close), stream, SilenceWatch(client) as watch:
         for chunk in stream:
@@ -32,28 +37,60 @@ def read_answer(client: Client, stream: Stream, interrupts: Interrupts, write: C
     return stream.result()
 
 
-def print_closing_line(client: Client, completion: Completion, options: GenerateOptions) -> None:
-    """Sums an answer up on stderr."""
-    print(closing_line(completion, drafting=_drafting(client, completion, options)), file=sys.stderr)
+class SilenceWatch:
+    """Reports a lost part of the system while a stream is silent. A thread of its own runs while the context is open.
 
+    Silence alone means nothing, because reading a long prompt is silent as well. So the watch asks the coordinator, on
+    the client's connection, which targets are alive.
+    """
 
-def _drafting(client: Client, completion: Completion, options: GenerateOptions) -> str:
-    """What an output without drafts, or with few, was made by, as far as it is known; "" where there is no more to say
-    than its figures do."""
-    if options.get("mode") == "off" or options.get("gamma") == 0:
-        return "target-only, as asked"
-    num_rounds, has_tested = completion.stats.num_rounds, has_tested_drafts(completion)
-    num_without = completion.stats.num_target_only_steps if has_tested else num_rounds
-    if not num_rounds or 2 * num_without < num_rounds:
-        return ""
-    try:
-        drafts = [pool for pool in client.info().pools if pool.role == "draft"]
-    except SpecdecError:
-        return ""
-    if not drafts:
-        return "target-only: no drafts are served"
-    rounds = f" in {num_without} of them" if has_tested else ""
-    # With one pool it is certain whose figures the server chose by.
-    if len(drafts) == 1 and drafts[0].alpha is not None and drafts[0].gamma is not None and drafts[0].gamma < 0.5:
-        return f"drafting paused{rounds}: it did not pay (alpha {drafts[0].alpha:.2f})"
-    return f"no draft{rounds}" if has_tested else ""
+    def __init__(
+        self, client: Client, *, silence_s: float = SILENCE_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._client = client
+        self._silence_s = silence_s
+        self._clock = clock
+        self._heard_at = clock()
+        self._has_text = False
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="silence watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop the watch. A question under way is not awaited, and its answer is dropped."""
+        self._has_ended.set()
+
+    def heard(self) -> None:
+        """Note that the stream has brought a chunk."""
+        self._has_text = True
+        self._heard_at = self._clock()
+
+    def _watch(self) -> None:
+        reported_at = self._heard_at - 1.0
+        while not self._has_ended.wait(self._silence_s):
+            heard_at = self._heard_at
+            if reported_at == heard_at or self._clock() - heard_at < self._silence_s:
+                continue
+            lost = self._lost_part()
+            if lost and heard_at == self._heard_at and not self._has_ended.is_set():
+                reported_at = heard_at  # one report per silence
+                # In a terminal the text may have left the cursor in the middle of a line.
+                start = "\n" if self._has_text and sys.stderr.isatty() else ""
+                print(f"{start}{lost} lost, waiting", file=sys.stderr, flush=True)
+
+    def _lost_part(self) -> str:
+        """Return the lost part that tokens need: "coordinator" or "target"; "" if none is known to be lost."""
+        try:
+            pools = self._client.info().pools
+        except Unavailable as error:
+            if error.reason == "COORDINATOR_UNAVAILABLE":
+                return "coordinator"
+            return "target" if is_without_target(error) else ""  # the coordinator has just started
+        except SpecdecError:
+            return ""
+        return "" if any(pool.role == "target" and pool.replicas for pool in pools) else "target"

@@ -1,7 +1,7 @@
-"""`specdec chat`: a conversation over one session. Ctrl-C stops the current answer, Ctrl-D leaves.
+"""`specdec chat`: a conversation in one session. Ctrl-C stops the current answer, Ctrl-D leaves.
 
-In a terminal an error returns to the prompt, with the conversation as it was before the message; elsewhere it is the
-end. Not here: the chat template (the server applies the target's own), reading a message (`message_reader`).
+In a terminal an error returns to the prompt, with the conversation as it was before the message; elsewhere it ends the
+program. The server applies the target's chat template.
 """
 
 from __future__ import annotations
@@ -12,50 +12,53 @@ import re
 import sys
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from specdec.cli.answer import Interrupts, print_closing_line, read_answer
-from specdec.cli.conversation import Conversation
-from specdec.cli.message_reader import MessageReader
+from specdec.cli.answer import Interrupts, read_answer
+from specdec.cli.closing_line import add_verbose_flag, print_closing_line
 from specdec.cli.request_flags import PATIENT_BUDGETS, add_request_flags, request_options
 from specdec.cli.terminal import TokenWriter, wants_colour
 from specdec.client import ChatMessage, Client, GenerateOptions
 from specdec.errors import InvalidRequest, SessionLost, SpecdecError, error_line
 
 _HELP = """\
-/help         this
-/clear        forget the conversation (the system message stays)
-/system TEXT  tell the model something before everything else; without TEXT: show it
+/help         show this list
+/clear        forget the conversation and keep the system message
+/system TEXT  set the system message; without TEXT: show it
 /trim [N]     drop the N oldest turns; without N: the older half
 /exit         leave, as Ctrl-D does
-Ctrl-C stops an answer. A pasted text is one message; so is what stands between two \"\"\".
-A message may begin with / when a space comes before it."""
+Ctrl-C stops an answer. A pasted text is one message, and so is the text between two \"\"\".
+To begin a message with /, put a space before it."""
 
 _COMMAND = re.compile(r"/(?P<name>\w+)(?:\s+(?P<rest>.*))?", re.DOTALL)
 _DEMO_TARGET = ("models", "demo", "target")
+_QUOTES = '"""'
 
 
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     parser = commands.add_parser("chat", help="talk over one session", allow_abbrev=False)
     add_request_flags(parser, environ)
-    parser.add_argument("--system", default="", metavar="TEXT", help="what the model is told before everything else")
-    parser.add_argument("--trim", action="store_true", help="drop the oldest turns by itself when the context is full")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system message of the conversation")
+    parser.add_argument("--trim", action="store_true", help="drop the oldest turns when the context is full")
+    add_verbose_flag(parser)
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str], interrupts: Interrupts) -> int:
-    """Reads messages until the end of input.
+    """Answer messages until the end of input.
 
     Raises:
-        SpecdecError: the model cannot chat; or, without a terminal, an answer failed.
+        SpecdecError: the model has no chat template; or, without a terminal, an answer failed.
     """
     writer = TokenWriter(sys.stdout, coloured=wants_colour(sys.stdout, environ))
     reader = MessageReader()
     with Client(args.endpoint, budgets=PATIENT_BUDGETS) as client:
-        chat = Chat(client, Conversation(args.system), request_options(args), writer, interrupts, trims=args.trim)
+        habits = Habits(args.trim, args.verbose)
+        chat = Chat(client, Conversation(args.system), request_options(args), writer, interrupts, habits)
         chat.check_model()
         if reader.is_terminal:
-            print(f"Ctrl-C stops an answer, Ctrl-D leaves, /help says more.  {writer.legend()}", file=sys.stderr)
+            print(f"Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands.  {writer.legend()}", file=sys.stderr)
         try:
             while (text := reader.read()) is not None:
                 try:
@@ -71,11 +74,112 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], interrupts: Interr
                     print(error_line(error), file=sys.stderr)
                     if error.reason == "CONTEXT_TOO_LONG":
                         hint = "" if args.trim else ": /trim drops its oldest turns"
-                        print(f"the conversation is as it was{hint}", file=sys.stderr)
+                        print(f"the conversation is unchanged{hint}", file=sys.stderr)
         finally:
-            with contextlib.suppress(SpecdecError):  # the server forgets idle sessions by itself as well
+            with contextlib.suppress(SpecdecError):  # the server removes idle sessions anyway
                 client.delete_session(chat.session_id)
     return 0
+
+
+@dataclass(frozen=True)
+class Habits:
+    """Choices of the user for the whole chat."""
+
+    trims: bool
+    """True drops the oldest turns when the context is full."""
+    verbose: bool
+    """True adds figures to the closing lines."""
+
+
+class Conversation:
+    """Messages of a chat, all of which are sent with every request. A turn is a user's message and its answer."""
+
+    def __init__(self, system: str = "") -> None:
+        """Start an empty conversation with a system message, or without one for ""."""
+        self.system = system
+        self._turns: list[ChatMessage] = []
+        """Alternating messages of user and model. The last one is the user's while it has no answer."""
+
+    @property
+    def messages(self) -> list[ChatMessage]:
+        return self.messages_without(0)
+
+    @property
+    def num_turns(self) -> int:
+        """Number of answered turns."""
+        return len(self._turns) // 2
+
+    def ask(self, text: str) -> None:
+        self._turns.append({"role": "user", "content": text})
+
+    def answer(self, text: str) -> None:
+        self._turns.append({"role": "assistant", "content": text})
+
+    def snapshot(self) -> tuple[ChatMessage, ...]:
+        """Return the current turns, for `restore`."""
+        return tuple(self._turns)
+
+    def restore(self, snapshot: tuple[ChatMessage, ...]) -> None:
+        """Set the turns to those of an earlier `snapshot`."""
+        self._turns[:] = snapshot
+
+    def messages_without(self, num_turns: int) -> list[ChatMessage]:
+        """Return what `messages` would be after `trim(num_turns)`."""
+        system: list[ChatMessage] = [{"role": "system", "content": self.system}] if self.system else []
+        return system + self._turns[2 * num_turns :]
+
+    def trim(self, num_turns: int) -> int:
+        """Drop the oldest answered turns, at most `num_turns`, and return their number."""
+        num_turns = min(num_turns, self.num_turns)
+        del self._turns[: 2 * num_turns]
+        return num_turns
+
+    def clear(self) -> None:
+        """Drop every turn and keep the system message."""
+        self._turns.clear()
+
+
+class MessageReader:
+    """Reads the user's messages from standard input: one per line, or several lines between triple quotes.
+
+    In a terminal, readline edits the line if Python was built with it, and its bracketed paste makes a pasted text one
+    message. Make one reader only, because it configures the terminal.
+    """
+
+    def __init__(self) -> None:
+        self.is_terminal = sys.stdin.isatty()
+        if self.is_terminal:
+            with contextlib.suppress(ImportError):  # without readline each pasted line is a message
+                import readline
+
+                readline.parse_and_bind("set enable-bracketed-paste on")
+
+    def read(self) -> str | None:
+        """Return the next message, or None at the end of input. Ctrl-C discards the part typed so far."""
+        is_over = False
+        while not is_over:
+            try:
+                try:
+                    return self._read_message()
+                except EOFError:
+                    is_over = True
+                    if self.is_terminal:
+                        print()
+            except KeyboardInterrupt:  # may be pending from before Ctrl-D: readline misses one right after its prompt
+                print()
+        return None
+
+    def _read_message(self) -> str:
+        line = self._read_line("> ")
+        if not line.lstrip().startswith(_QUOTES):
+            return line
+        text = line.lstrip().removeprefix(_QUOTES)
+        while not text.rstrip().endswith(_QUOTES):
+            text += "\n" + self._read_line(". ")
+        return text.rstrip().removesuffix(_QUOTES).strip("\n")
+
+    def _read_line(self, prompt: str) -> str:
+        return input(prompt if self.is_terminal else "")
 
 
 class Chat:
@@ -88,24 +192,22 @@ class Chat:
         options: GenerateOptions,
         writer: TokenWriter,
         interrupts: Interrupts,
-        *,
-        trims: bool,
+        habits: Habits,
     ) -> None:
-        """`trims`: whether the oldest turns make room by themselves."""
         self._client = client
         self._conversation = conversation
         self.session_id = uuid.uuid4().hex
         self._options = options | GenerateOptions(session_id=self.session_id, provenance=True)
         self._writer = writer
         self._interrupts = interrupts
-        self._trims = trims
+        self._habits = habits
 
     def check_model(self) -> None:
-        """Says before the first message what is known of the model's talking.
+        """Refuse a model that cannot chat before the first message is typed, and warn about the demo pair.
 
         Raises:
-            InvalidRequest: it has no chat template (NO_CHAT_TEMPLATE), or the template refuses a system message.
-            SpecdecError: it cannot be asked.
+            InvalidRequest: the model has no chat template (NO_CHAT_TEMPLATE), or it refuses a system message.
+            SpecdecError: the system cannot be reached.
         """
         greeting: list[ChatMessage] = [*self._conversation.messages, {"role": "user", "content": "hello"}]
         try:
@@ -117,21 +219,21 @@ class Chat:
             raise InvalidRequest(message, reason=error.reason, field=error.field) from error
         if PurePath(self._client.info().target_model).parts[-3:] == _DEMO_TARGET:
             print(
-                "The demo pair is a completion model: it writes Python and answers nothing. Use "
+                "The demo pair is a completion model: it writes Python and does not answer questions. Use "
                 "`specdec generate 'def read_lines(path):'`, or `specdec up` with a model that chats.",
                 file=sys.stderr,
             )
 
     def take(self, text: str) -> bool:
-        """Obeys a command or gets a message answered; False when the user wants to leave. Raises as `_ask`."""
+        """Run a command, or have a message answered; return False to leave. Raises as `_ask` does."""
         command = _COMMAND.fullmatch(text.rstrip())
         if command is not None:
-            return self._obey(command["name"], (command["rest"] or "").strip())
+            return self._run_command(command["name"], (command["rest"] or "").strip())
         if text.strip():
             self._ask(text.removeprefix(" ") if text.startswith(" /") else text)
         return True
 
-    def _obey(self, name: str, rest: str) -> bool:
+    def _run_command(self, name: str, rest: str) -> bool:
         match name:
             case "help":
                 print(_HELP, file=sys.stderr)
@@ -148,28 +250,28 @@ class Chat:
             case "exit" | "quit":
                 return False
             case _:
-                print(f"/{name} {rest}".rstrip() + " is no command; /help names them", file=sys.stderr)
+                print(f"/{name} {rest}".rstrip() + " is not a command; /help lists them", file=sys.stderr)
         return True
 
     def _ask(self, text: str) -> None:
-        """Gets a message answered. What Ctrl-C left of the answer still belongs to the conversation.
+        """Have a message answered. The part of an answer before Ctrl-C stays in the conversation.
 
         Raises:
-            SpecdecError: it could not be; the conversation is as it was before, its oldest turns too.
+            SpecdecError: the request failed. The conversation is then as it was before, dropped turns included.
         """
-        kept = self._conversation.kept()
+        before = self._conversation.snapshot()
         self._conversation.ask(text)
         num_dropped = 0
         try:
             try:
                 self._answer_in_session()
             except InvalidRequest as error:
-                if error.reason != "CONTEXT_TOO_LONG" or not self._makes_room:
+                if error.reason != "CONTEXT_TOO_LONG" or not self._can_trim:
                     raise
-                num_dropped = self._conversation.trim(self._num_turns_too_many(error))
+                num_dropped = self._conversation.trim(self._num_turns_to_drop(error))
                 self._answer_in_session()
         except BaseException:
-            self._conversation.restore(kept)
+            self._conversation.restore(before)
             raise
         if num_dropped:
             self._say_dropped(num_dropped)
@@ -177,20 +279,20 @@ class Chat:
     def _answer_in_session(self) -> None:
         try:
             self._answer()
-        except SessionLost as error:  # the messages still hold the conversation
-            print(f"{error.message}; asking again with the whole conversation", file=sys.stderr)
+        except SessionLost as error:  # `messages` still holds the whole conversation
+            print(f"{error.message}; sending the whole conversation again", file=sys.stderr)
             self._client.delete_session(self.session_id)
             self._answer()
 
     @property
-    def _makes_room(self) -> bool:
-        return self._trims and self._conversation.num_turns > 0
+    def _can_trim(self) -> bool:
+        return self._habits.trims and self._conversation.num_turns > 0
 
-    def _num_turns_too_many(self, refusal: InvalidRequest) -> int:
-        """The fewest of the oldest turns without which the last message gets its answer.
+    def _num_turns_to_drop(self, refusal: InvalidRequest) -> int:
+        """Return the smallest number of oldest turns to drop so that the last message fits.
 
         Raises:
-            InvalidRequest: CONTEXT_TOO_LONG: the message is too long by itself.
+            InvalidRequest: the message alone is too long (CONTEXT_TOO_LONG).
         """
         context = self._client.info().max_context_tokens
         num_prompt_tokens = context - (self._options.get("max_new_tokens") or 1)
@@ -201,8 +303,8 @@ class Chat:
         fewest, most = 1, self._conversation.num_turns
         if (num_alone := num_tokens(most)) > num_prompt_tokens:
             raise InvalidRequest(
-                f"the message is too long by itself: it makes {num_alone} tokens, the context of {context} has room "
-                f"for {max(0, num_prompt_tokens)} before an answer; no turn was dropped",
+                f"the message alone is too long: it has {num_alone} tokens, and the context of {context} has room for "
+                f"{max(0, num_prompt_tokens)} before an answer; no turn was dropped",
                 reason=refusal.reason,
                 field=refusal.field,
             )
@@ -216,11 +318,11 @@ class Chat:
 
     def _say_dropped(self, num_turns: int) -> None:
         left = self._conversation.num_turns
-        print(f"dropped {num_turns} of the oldest turns, {left} are left", file=sys.stderr)
+        print(f"dropped the {num_turns} oldest turns, {left} are left", file=sys.stderr)
 
     def _answer(self) -> None:
         stream = self._client.generate(self._conversation.messages, stream=True, **self._options)
         completion = read_answer(self._client, stream, self._interrupts, self._writer.write)
         print(flush=True)
-        print_closing_line(self._client, completion, self._options)
+        print_closing_line(self._client, completion, self._options, verbose=self._habits.verbose)
         self._conversation.answer(completion.text)

@@ -30,10 +30,10 @@ _SERVING_HINTS = {
     **dict.fromkeys(("--threads", "-t"), "--num-threads-target N and --num-threads-draft N"),
     **dict.fromkeys(("--data-parallel-size", "-dp", "--dp-size"), "--replicas-target N"),
     **dict.fromkeys(("--max-num-batched-tokens", "--batch-size", "-b"), "--set target.max_step_tokens=N"),
-    **dict.fromkeys(("--max-num-seqs", "--parallel", "-np"), "--set coordinator.max_queue=N"),
     "--enforce-eager": "--compile-backend eager",
     "--tokenizer-path": "--tokenizer PATH_OR_HUB_ID",
     "-d": "--detach",
+    "--seed": "--seed with each request, as in specdec generate --seed N",
     "--lane": "--set target.unix_socket=off and --set draft.unix_socket=off",
 }  # fmt: skip
 
@@ -45,6 +45,16 @@ _REQUEST_HINTS = {
     **dict.fromkeys(("--host", "--port", "--url", "--base-url"), "--endpoint HOST:PORT"),
     **dict.fromkeys(("--num-speculative-tokens", "--draft-max"), "--gamma N"),
     "--system-prompt": "--system TEXT with specdec chat",
+    "--json": "specdec generate --json",
+}
+
+#: Flags of other programs that have no counterpart, with the reason.
+_ABSENT = {
+    **dict.fromkeys(("--max-num-seqs", "--parallel", "-np"), "a replica runs all its sessions in one batch"),
+    **dict.fromkeys(("--enable-prefix-caching", "--cache-reuse"), "prefix caching is always on"),
+    "--trust-remote-code": "code of a checkpoint is never run",
+    "--api-key": "API keys do not exist yet; listen on a loopback address",
+    "--served-model-name": "a system serves one model, and requests name none",
 }
 
 #: Flags of vLLM, SGLang and llama.cpp, with what to write here, by command.
@@ -89,6 +99,8 @@ class CommandParser(argparse.ArgumentParser):
             return f"unrecognized arguments: {' '.join(words)}"
         if hint := _HINTS.get(self.prog.rpartition(" ")[2], {}).get(flag):
             return f"{flag} is not a flag of specdec: use {hint}"
+        if reason := _ABSENT.get(flag):
+            return f"{flag} is not a flag of specdec: {reason}"
         import difflib  # not at the top: `specdec --help` is to be quick
 
         known = [known for known in self._option_string_actions if known.startswith("--")]

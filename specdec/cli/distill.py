@@ -1,7 +1,7 @@
-"""`specdec distill`: a new version of a draft, trained on what the target said to a tenant's users.
+"""`specdec distill`: trains a new version of a draft on the learning log of one tenant.
 
-Runs beside serving, in this process alone and at the lowest priority there is; prints what it came to. Not here: what
-is logged (the coordinator's `--learning-log`), the training (`specdec.learning`).
+It runs beside serving, in this process alone and at the lowest priority. The coordinator writes the log
+(`--learning-log`), and `specdec.learning` trains.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec.checkpoints.preflight import require_servable
 from specdec.cli import Usage
@@ -21,6 +22,9 @@ from specdec.cli.waiting import Waiting
 from specdec.errors import InvalidRequest
 from specdec.settings.draft_specs import is_local_draft, parse_local_draft
 from specdec.tenant import DEFAULT_TENANT, check_tenant
+
+if TYPE_CHECKING:
+    from specdec.learning.training import Learned
 
 _LOWEST_PRIORITY = 19
 
@@ -34,41 +38,53 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     parser.add_argument("--tenant", default=DEFAULT_TENANT, metavar="NAME", help=f"default {DEFAULT_TENANT}")
     parser.add_argument(
         "--draft", required=True, metavar="DRAFT",
-        help="what to begin with: a draft model, or what the target drafts with by itself, as specdec up names it: "
+        help="draft to start from: a draft model, or a draft inside the target as specdec up names it: "
              "early-exit:LAYERS[:PATH], medusa:PATH, eagle3:PATH",
     )  # fmt: skip
     parser.add_argument(
         "--target-model", default="", metavar="PATH_OR_HUB_ID",
-        help="the target, which what drafts in it learns beside",
+        help="target model, for a draft inside the target",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="of the new version; must not be there")
     parser.add_argument(
-        "--target", default="", metavar="FINGERPRINT", help="of the target, where the log has several targets' words"
+        "--out", type=Path, required=True, metavar="DIR", help="directory of the new version; must not exist"
     )
-    parser.add_argument("--minutes", type=float, default=20.0, metavar="N", help="of training; default 20")
-    parser.add_argument("--max-steps", type=int, metavar="N", help="that it takes at most; default: as time allows")
+    parser.add_argument(
+        "--target",
+        default="",
+        metavar="FINGERPRINT",
+        help="fingerprint of the target to learn from, if the log has several",
+    )
+    parser.add_argument("--minutes", type=float, default=20.0, metavar="N", help="training time; default 20")
+    parser.add_argument("--max-steps", type=int, metavar="N", help="limit on the steps; default: none")
     parser.add_argument(
         "--share", type=float, default=0.4, metavar="SHARE",
-        help="of the time that it computes, for the sake of what is served beside it; default 0.4",
+        help="share of the time in which to compute, to leave the machine to serving; default 0.4",
     )  # fmt: skip
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="default 1")
     parser.add_argument(
-        "--learning-rate", type=float, metavar="RATE", help="of AdamW; default 0.2 over the model's width"
+        "--learning-rate",
+        type=float,
+        metavar="RATE",
+        help="learning rate of AdamW; default: 0.2 divided by the model's width",
     )
-    parser.add_argument("--join", default="", metavar="POOL", help="then have it join the specdec up at --endpoint")
+    parser.add_argument(
+        "--join", default="", metavar="POOL", help="add the new version as this pool to the specdec up at --endpoint"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains, writes and tells.
+    """Train, write the new version, and print what it gained.
+
+    Returns:
+        The exit code: 1 if the draft did not improve on held-out text, with a line that says how much more to log.
 
     Raises:
         Usage: a flag is out of its range.
-        SpecdecError: no such log, draft, or place for the new version; or they do not fit; or the draft did not get
-            better.
+        SpecdecError: log, draft or output directory are missing or do not fit each other.
     """
     _check(args)
-    _step_back()
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # before torch is there, which makes its threads once
+    _lower_priority()
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # before torch is imported, which reads it once
     with Waiting(what="distilling") as waiting:
         waiting.show("reading the log")
         if args.target_model:
@@ -84,20 +100,30 @@ def run(args: argparse.Namespace) -> int:
             asked,
             lambda num_steps, kl_nats, done: waiting.show(f"{done:.0%}, step {num_steps}, KL {kl_nats:.3f} nats"),
         )
-    before, after = learned.before, learned.after
-    told = (
-        f"KL {before.kl_nats:.3f} -> {after.kl_nats:.3f} nats, expected acceptance {before.acceptance:.3f} -> "
-        f"{after.acceptance:.3f} on {learned.num_held_out_tokens} held-out tokens; {learned.num_steps} steps on "
-        f"{learned.num_learned_tokens} tokens, {learned.seconds:.0f} s"
-    )
     if not learned.is_better:
-        raise InvalidRequest(f"the draft did not get better, so nothing is written: {told}", field="draft")
-    print(f"{args.out}: {told}", flush=True)
+        print(
+            f"error: the draft did not improve on held-out text, so nothing was written ({_training(learned)}); log "
+            f"about {learned.num_missing_tokens} more tokens and try again",
+            file=sys.stderr,
+        )
+        return 1
+    before, after = learned.before, learned.after
+    print(
+        f"{args.out}: KL {before.kl_nats:.3f} -> {after.kl_nats:.3f} nats, expected acceptance {before.acceptance:.3f} "
+        f"-> {after.acceptance:.3f} on {learned.num_held_out_tokens} held-out tokens; {_training(learned)}",
+        flush=True,
+    )
     return join(args.endpoint, args.join, str(args.out)) if args.join else 0
 
 
+def _training(learned: Learned) -> str:
+    """Return what was done, in a few words."""
+    ended = ", stopped when held-out text no longer improved" if learned.stopped_early else ""
+    return f"{learned.num_steps} steps on {learned.num_learned_tokens} tokens in {learned.seconds:.0f} s{ended}"
+
+
 def _check(args: argparse.Namespace) -> None:
-    """Raises Usage."""
+    """Raise Usage for a flag that is out of its range or does not fit the others."""
     try:
         check_tenant(args.tenant, field="--tenant")
     except InvalidRequest as error:
@@ -115,24 +141,24 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _check_local(args: argparse.Namespace) -> None:
-    """Raises Usage: what drafts in the target has too little or too much said of it."""
+    """Raise Usage for flags that do not fit a draft model or a draft inside the target."""
     if not is_local_draft(args.draft):
         if args.target_model:
-            raise Usage("--target-model is for what the target drafts with by itself: a draft model learns alone")
+            raise Usage("--target-model is for drafts inside the target: leave it out for a draft model")
         return
     try:
         kind = parse_local_draft(args.draft).kind
     except ValueError as error:
         raise Usage(f"--draft: {error}") from None
     if not args.target_model:
-        raise Usage(f"--draft {args.draft} learns beside its target: name that by --target-model")
+        raise Usage(f"--draft {args.draft} is trained together with its target: name it by --target-model")
     if args.join:
-        raise Usage(f"--join is for draft models: a target reads its {kind} when it starts")
+        raise Usage(f"--join is for draft models: a target loads its {kind} draft when it starts")
 
 
-def _step_back() -> None:
-    """Everything else goes first."""
+def _lower_priority() -> None:
+    """Let every other process run first."""
     os.nice(_LOWEST_PRIORITY)
-    if hasattr(os, "sched_setscheduler"):  # Linux: not even a niced share of a core that another process wants
+    if hasattr(os, "sched_setscheduler"):  # Linux: runs only on cores that no other process wants
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

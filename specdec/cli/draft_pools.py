@@ -26,7 +26,7 @@ class DraftPool:
     for_tokenizer: str = ""
     """Model whose tokens it drafts, if its own tokenizer differs; else ""."""
     is_shadow: bool = False
-    """Whether requests use it only by name or after a promotion."""
+    """True if requests use the pool only by name or after a promotion."""
 
 
 def draft_pools(given: Sequence[str], reserved: Collection[str]) -> tuple[DraftPool, ...]:

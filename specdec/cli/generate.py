@@ -1,6 +1,6 @@
-"""`specdec generate PROMPT`: one output, streamed to the terminal or printed as JSON.
+"""`specdec generate PROMPT`: generates one output, and streams it to the terminal or prints it as JSON.
 
-Not here: the flags that `chat` has too (`request_flags`), colours (`terminal`), Ctrl-C (`answer`), retries (the SDK).
+`request_flags` has the flags that `chat` shares, `answer` reads the stream, `terminal` colours it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from specdec.cli import INTERRUPTED
-from specdec.cli.answer import Interrupts, print_closing_line, read_answer
+from specdec.cli.answer import Interrupts, read_answer
+from specdec.cli.closing_line import add_verbose_flag, print_closing_line
 from specdec.cli.request_flags import PATIENT_BUDGETS, add_request_flags, request_options
 from specdec.cli.terminal import TokenWriter, wants_colour
 from specdec.client import Chunk, Client, Completion, GenerateOptions
@@ -23,29 +24,32 @@ from specdec.errors import InvalidRequest
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     parser = commands.add_parser("generate", help="generate from a prompt", allow_abbrev=False)
     parser.add_argument(
-        "prompt", metavar="PROMPT", nargs="?", help="- or none: read from standard input, to its last byte"
+        "prompt", metavar="PROMPT", nargs="?", help="text to continue; - or none: read it from standard input"
     )
     add_request_flags(parser, environ)
     parser.add_argument(
         "--logprobs", type=int, metavar="N",
-        help="each token's logprob and the N likeliest's, with --json or --json-lines",
+        help="add each token's logprob and the N top ones to --json or --json-lines",
     )  # fmt: skip
     shapes = parser.add_mutually_exclusive_group()
     shapes.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
-    shapes.add_argument("--json-lines", action="store_true", help="stream one JSON object a chunk, then the whole")
+    shapes.add_argument(
+        "--json-lines", action="store_true", help="stream one JSON object per chunk, then the whole output"
+    )
+    add_verbose_flag(parser)
     parser.set_defaults(refuse=parser.error)
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str], interrupts: Interrupts) -> int:
-    """The output goes to stdout and nothing else does; legend and closing line go to stderr.
+    """Generate and print. Only the output goes to stdout; the legend and the closing line go to stderr.
 
     Returns:
-        The exit code: 130 where Ctrl-C ended the output; what had come until then is shown like a whole one.
+        The exit code: 130 if Ctrl-C ended the output, of which the part received is shown.
     """
     prompt = _prompt(args)
     is_json = args.json or args.json_lines
     if args.logprobs is not None and not is_json:
-        args.refuse("--logprobs needs --json or --json-lines to be shown")
+        args.refuse("--logprobs needs --json or --json-lines")
     options = request_options(args) | GenerateOptions(logprobs=args.logprobs, provenance=not is_json)
     with Client(args.endpoint, budgets=PATIENT_BUDGETS) as client:
         write, finish = _output(args, environ, client, options)
@@ -62,7 +66,7 @@ def _prompt(args: argparse.Namespace) -> str:
     text = sys.stdin.read()
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # bytes were taken in as halves of characters
+    except UnicodeEncodeError as error:  # bytes that are not UTF-8 were read as surrogates
         raise InvalidRequest(
             f"the text on standard input is not UTF-8: there is a byte 0x{ord(text[error.start]) & 0xFF:02x} after "
             f"{error.start} characters",
@@ -74,7 +78,7 @@ def _prompt(args: argparse.Namespace) -> str:
 def _output(
     args: argparse.Namespace, environ: Mapping[str, str], client: Client, options: GenerateOptions
 ) -> tuple[Callable[[Chunk], None], Callable[[Completion], None]]:
-    """What is done with each chunk, and with the whole output at its end."""
+    """Return the functions that show each chunk, and the whole output at its end."""
     with_details = args.logprobs is not None
     if args.json:
         return lambda chunk: None, lambda completion: _print_json(completion.to_dict(with_details=with_details))
@@ -86,13 +90,13 @@ def _output(
     writer = TokenWriter(sys.stdout, coloured=wants_colour(sys.stdout, environ))
 
     def close(completion: Completion) -> None:
-        # A terminal has shown Ctrl-C as ^C, wherever the text stood.
-        is_line_begun = completion.finish_reason == CANCELLED and sys.stdout.isatty()
-        if is_line_begun or not completion.text.endswith("\n"):
+        # The terminal has shown Ctrl-C as ^C in the middle of the line.
+        is_in_line = completion.finish_reason == CANCELLED and sys.stdout.isatty()
+        if is_in_line or not completion.text.endswith("\n"):
             print(flush=True)
         if writer.legend():
             print(writer.legend(), file=sys.stderr)
-        print_closing_line(client, completion, options)
+        print_closing_line(client, completion, options, verbose=args.verbose)
 
     return writer.write, close
 

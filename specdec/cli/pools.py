@@ -1,25 +1,23 @@
-"""`specdec pools`: what each draft pool does for each class of requests, and which one such requests get.
-
-Not here: replicas and sessions (`status`).
-"""
+"""`specdec pools`: prints the statistics of each draft pool by class of requests, and which pool a class gets."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
+from specdec.cli.pool_tables import pool_acceptance, print_table, route_acceptance
 from specdec.cli.promote import told
 from specdec.cli.request_flags import BUDGETS, add_endpoint_flag
-from specdec.cli.status import PIPE_COLUMNS
 from specdec.client import Client, Pool
+
+_COLUMNS = {
+    **dict.fromkeys(("pool", "requests", "accepted"), "left"),
+    **dict.fromkeys(("predicted tokens/s", "weight", "share"), "right"),
+    "": "left",
+}
 
 
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
@@ -30,35 +28,32 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Prints what the coordinator knows. Raises SpecdecError where it cannot be asked."""
+    """Print the pools. Raises SpecdecError if the coordinator cannot be reached."""
     with Client(args.endpoint, budgets=BUDGETS) as client:
-        served = client.info()
-    drafts = [pool for pool in served.pools if pool.role == "draft"]
+        info = client.info()
+    drafts = [pool for pool in info.pools if pool.role == "draft"]
     if args.json:
-        promotion = asdict(served.promotion) if served.promotion else None
+        promotion = asdict(info.promotion) if info.promotion else None
         print(json.dumps({"pools": [asdict(pool) for pool in drafts], "promotion": promotion}, ensure_ascii=False))
         return 0
-    if served.promotion:
-        print(told(served.promotion))
-    width = None if sys.stdout.isatty() else PIPE_COLUMNS
-    Console(width=width, no_color=bool(environ.get("NO_COLOR")), highlight=False).print(_table(drafts))
+    if info.promotion:
+        print(told(info.promotion))
+    print_table(_COLUMNS, [row for pool in drafts for row in _rows(pool)], environ)
     return 0
 
 
-def _table(drafts: list[Pool]) -> Table:
-    """A row a class of each pool, and one a pool of all its requests; the pool that a class gets is marked."""
-    table = Table(box=None, pad_edge=False, header_style="")
-    for name in ("pool", "class"):
-        table.add_column(name, overflow="fold")
-    for name in ("alpha", "tokens/s", "weight", "share", ""):
-        table.add_column(name, justify="right")
-    for pool in drafts:
-        table.add_row(*map(Text, [pool.name, "all", _figure(pool.alpha, 2), "", "", "", ""]))
-        for route in pool.routes:
-            figures = [_figure(route.alpha, 2), _figure(route.goodput, 0), f"{route.weight:.2f}", f"{route.share:.0%}"]
-            table.add_row(*map(Text, ["", route.request_class, *figures, "chosen" if route.is_chosen else ""]))
-    return table
-
-
-def _figure(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def _rows(pool: Pool) -> Iterator[list[str]]:
+    """Yield a row for all requests of a pool, then one for each class of requests."""
+    yield [pool.name, "all", pool_acceptance(pool), "", "", "", "shadow" if pool.shadow else ""]
+    for route in pool.routes:
+        goodput = "-" if route.goodput is None else f"{route.goodput:.0f}"
+        chosen = "chosen" if route.is_chosen else ""
+        yield [
+            "",
+            route.request_class,
+            route_acceptance(route),
+            goodput,
+            f"{route.weight:.2f}",
+            f"{route.share:.0%}",
+            chosen,
+        ]

@@ -34,10 +34,19 @@ def address(text: str) -> str:
         raise argparse.ArgumentTypeError(error.message) from None
 
 
+def token_limit(text: str) -> int:
+    """Return an argument that is a number of tokens. Raises ArgumentTypeError for anything else."""
+    if text.isdecimal() and 1 <= int(text) < 1 << 32:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"must be at least 1, got {text!r}")
+
+
 def add_request_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
     """Add the flags of every subcommand that generates. The server chooses what is not given."""
     add_endpoint_flag(parser, environ)
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="most tokens of the output; default 256")
+    parser.add_argument(
+        "--max-new-tokens", type=token_limit, metavar="N", help="most tokens of the output; default 256"
+    )
     parser.add_argument("--temperature", type=float, metavar="T", help="sampling temperature; default 1.0; 0 is greedy")
     parser.add_argument(
         "--top-p", type=float, metavar="P", help="smallest set of tokens with this probability, in (0, 1]; default 1"

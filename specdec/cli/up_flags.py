@@ -115,7 +115,7 @@ def models(args: argparse.Namespace) -> Models:
     Raises:
         Usage: the demo pair is wanted, and this installation has none.
     """
-    demo = Path(specdec.__file__).resolve().parents[1] / "models" / "demo"
+    demo = _demo_folder()
     if not (args.target and (args.draft or not num_drafts(args))) and not (demo / "target").is_dir():
         raise Usage(f"no demo pair in {demo}: give --target and --draft")
     target = args.target or str(demo / "target")
@@ -133,6 +133,13 @@ def models(args: argparse.Namespace) -> Models:
 def _elsewhere(model: str) -> str:
     """Return a path that holds in any directory; a hub id or "" stays as it is."""
     return str(Path(model).absolute()) if model and Path(model).exists() else model
+
+
+def _demo_folder() -> Path:
+    """Return the folder of the demo pair: within an installed package, beside the package in a clone."""
+    package = Path(specdec.__file__).resolve().parent
+    installed = package / "models" / "demo"
+    return installed if installed.is_dir() else package.parent / "models" / "demo"
 
 
 def _pools_given(args: argparse.Namespace) -> tuple[DraftPool, ...]:

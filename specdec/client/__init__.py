@@ -1,11 +1,11 @@
-"""The Python SDK: `AsyncClient` and `Client`, and streams that resume themselves.
+"""The Python SDK: `AsyncClient`, `Client`, and streams that resume after an interruption.
 
-Not here: anything of the services; it speaks the public gRPC surface only and loads no torch. Called by programs and
-by the `specdec` command line.
+It speaks the public gRPC interface only and loads neither torch nor numpy. Programs and the `specdec` command line use
+it.
 
-    from specdec.client import Client
+    from specdec import Client
 
-    with Client("127.0.0.1:50051") as client:
+    with Client() as client:  # SPECDEC_ENDPOINT, or 127.0.0.1:50051
         print(client.generate("def fibonacci(n):", temperature=0, max_new_tokens=64).text)
         for chunk in client.generate("import os", stream=True, provenance=True):
             print(chunk.text, end="")

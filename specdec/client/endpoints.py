@@ -1,16 +1,21 @@
-"""Addresses that a client may dial: HOST:PORT, or what gRPC has a scheme for.
+"""Addresses that a client may connect to: HOST:PORT, or a target in one of gRPC's schemes.
 
-Not here: dialling (`specdec.rpc.channels`). Called by both clients, and by the command line for its usage errors.
+Both clients use this module, and the command line uses it for its usage errors. Connections are made by
+`specdec.rpc.channels`.
 """
 
 from __future__ import annotations
 
+import os
 import re
 
 from specdec.errors import InvalidRequest
 
-#: Of a coordinator, where nothing else is said.
+#: Port of a coordinator unless another one is given.
 DEFAULT_PORT = 50051
+DEFAULT_ENDPOINT = f"127.0.0.1:{DEFAULT_PORT}"
+#: Environment variable with the endpoint of a client that is given none.
+ENDPOINT_VARIABLE = "SPECDEC_ENDPOINT"
 
 _SCHEMES = ("ipv4:", "ipv6:", "dns:", "unix:", "unix-abstract:", "vsock:", "xds:")
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>[^/]*)")
@@ -18,11 +23,28 @@ _HOST = re.compile(r"\[[0-9A-Fa-f:.%]+\]|[^\s/:\[\]]+")
 _MAX_SHOWN_CHARACTERS = 64
 
 
-def check_endpoint(endpoint: str) -> str:
-    """Returns `endpoint` if it can be one.
+def resolve_endpoint(endpoint: str | None) -> str:
+    """Return `endpoint`, or for None the one in SPECDEC_ENDPOINT, or the default one of this machine.
 
     Raises:
-        InvalidRequest: it is neither HOST:PORT with a port of 1 to 65535 nor a gRPC target.
+        InvalidRequest: the endpoint is neither HOST:PORT with a port of 1 to 65535 nor a gRPC target.
+    """
+    if endpoint is not None:
+        return check_endpoint(endpoint)
+    configured = os.environ.get(ENDPOINT_VARIABLE, "")
+    if not configured:
+        return DEFAULT_ENDPOINT
+    try:
+        return check_endpoint(configured)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{ENDPOINT_VARIABLE}: {error.message}", field="endpoint") from None
+
+
+def check_endpoint(endpoint: str) -> str:
+    """Return `endpoint` if a client can connect to it.
+
+    Raises:
+        InvalidRequest: the endpoint is neither HOST:PORT with a port of 1 to 65535 nor a gRPC target.
     """
     if not isinstance(endpoint, str):
         raise InvalidRequest(f"endpoint must be HOST:PORT, got {type(endpoint).__name__}", field="endpoint")
@@ -30,17 +52,17 @@ def check_endpoint(endpoint: str) -> str:
         return endpoint
     if url := _URL.match(endpoint):
         meant = url["rest"] if ":" in url["rest"] else f"{url['rest']}:{DEFAULT_PORT}"
-        raise _refused(endpoint, f"without {url['scheme']}://", meant)
+        raise _refusal(endpoint, f"without {url['scheme']}://", meant)
     host, colon, port = endpoint.rpartition(":")
     if not colon and _HOST.fullmatch(endpoint):
-        raise _refused(endpoint, "with a port", f"{endpoint}:{DEFAULT_PORT}")
+        raise _refusal(endpoint, "with a port", f"{endpoint}:{DEFAULT_PORT}")
     if not _HOST.fullmatch(host) or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 65536:
-        raise _refused(endpoint, "with a port of 1 to 65535", "")
+        raise _refusal(endpoint, "with a port of 1 to 65535", "")
     return endpoint
 
 
-def _refused(endpoint: str, how: str, instead: str) -> InvalidRequest:
-    meant = f"; did you mean {instead}?" if instead else ""
+def _refusal(endpoint: str, condition: str, suggestion: str) -> InvalidRequest:
+    hint = f"; did you mean {suggestion}?" if suggestion else ""
     return InvalidRequest(
-        f"endpoint must be HOST:PORT, {how}, got {endpoint[:_MAX_SHOWN_CHARACTERS]!r}{meant}", field="endpoint"
+        f"endpoint must be HOST:PORT, {condition}, got {endpoint[:_MAX_SHOWN_CHARACTERS]!r}{hint}", field="endpoint"
     )

@@ -1,8 +1,8 @@
-"""Keyword arguments of `generate` turned into one `GenerateRequest`.
+"""Builds a `GenerateRequest` from the keyword arguments of `generate`.
 
-Not here: checks of value ranges; the server names the field and the limit. Only what protobuf would silently change or
-refuse with a traceback is caught here: two inputs at once, text that is not valid Unicode, numbers of the wrong type,
-and what other SDKs spell otherwise.
+The server checks the ranges of values, and its errors name the field and the limit. This module refuses what protobuf
+would change silently or refuse with a traceback: two inputs at once, text that is not valid Unicode, numbers of the
+wrong type, and names of options that other SDKs use.
 """
 
 from __future__ import annotations
@@ -39,42 +39,42 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 class TextPart(TypedDict):
-    """A part of a message in OpenAI's form; text is the only kind that is understood."""
+    """Part of a message in OpenAI's form. Text is the only supported type."""
 
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(TypedDict):
-    """One message of a conversation, as chat templates know it."""
+    """One message of a conversation, in the form that chat templates take."""
 
     role: str
     content: str | Sequence[TextPart]
-    """Several parts are joined by line breaks."""
+    """Text of the message. Parts are joined by line breaks."""
 
 
 Input = str | Sequence[ChatMessage] | None
-"""What `generate` takes by position: a prompt, or messages. None: the input is among the options."""
+"""First argument of `generate`: a prompt, or messages. None: the input is among the options."""
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Everything `generate` takes besides the prompt text. An absent or None entry means the server's default."""
+    """Options of `generate`. An entry that is absent or None means the server's default."""
 
     prompt_token_ids: Sequence[int] | None
     """Input as token ids, instead of text."""
     messages: Sequence[ChatMessage] | None
-    """Input as the whole conversation, oldest first, instead of text."""
+    """Input as the whole conversation, oldest message first, instead of text."""
     session_id: str | None
-    """Continues this session; a new one otherwise."""
+    """Session to continue. None: a new session."""
     expected_session_tokens: int | None
-    """Tokens the session should hold before this turn, else SessionLost; 0: it should be new. A client that had the
-    session's last answer says it by itself."""
+    """Number of tokens that the session must hold before this turn, else SessionLost; 0: the session must be new. A
+    client that received the session's last answer sets it by itself."""
     request_id: str | None
-    """Idempotency key within the session; made by the client otherwise."""
+    """Idempotency key within the session. None: the client makes one."""
     max_new_tokens: int | None
     min_new_tokens: int | None
     temperature: float | None
-    """0 is greedy."""
+    """0 selects greedy decoding."""
     top_p: float | None
     top_k: int | None
     min_p: float | None
@@ -82,40 +82,42 @@ class GenerateOptions(TypedDict, total=False):
     presence_penalty: float | None
     frequency_penalty: float | None
     logit_bias: Mapping[int, float] | None
-    """Token id to added logit."""
+    """Value to add to the logit of each token id."""
     seed: int | None
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None
     logprobs: int | None
-    """0: the emitted token's alone; n: and the n likeliest. They are in `Chunk.details` and `Completion.details`, as
-    `logprob` and `top_logprobs` of each token; asking for them fills the other details too."""
+    """Number n of top tokens whose log-probability is returned beside that of the emitted token. They are `logprob`
+    and `top_logprobs` in `Chunk.details` and `Completion.details`, whose other fields are then filled as well."""
     mode: Mode | str | None
-    """off | rejection | block | coupled."""
+    """Verification mode: off | rejection | block | coupled."""
     gamma: int | None
-    """Draft tokens a round; chosen by the server otherwise."""
+    """Number of draft tokens per round. None: the server chooses."""
     draft_pool: str | None
     task: str | None
-    """A label of the kind of request, for statistics and routing; at most 64 characters."""
+    """Label of the kind of request, for statistics and routing; at most 64 characters."""
     provenance: bool | None
-    """Fills `Chunk.details`: source, p, q, draft pool and text of each token."""
+    """True fills `Chunk.details`: source, p, q, draft pool and text of each token."""
     timeout: float | None
-    """Seconds the whole call may take, from here until its last token, all retries included; else DeadlineExceeded.
-    What came until then is in the stream's `result()` once it is closed. None: the client's own `timeout`."""
+    """Seconds that the call may take until its last token, retries included; then DeadlineExceeded is raised, whose
+    `partial` has the tokens received so far. None: the client's `timeout`."""
 
 
 def build_request(prompt: Input, options: GenerateOptions) -> pb.GenerateRequest:
-    """Builds the request of one `generate` call.
+    """Build the request of one `generate` call.
 
-    The session and request ids are always set, so that sending the same message again is idempotent.
+    The session and request ids are always set, so that a retry with the same message is idempotent.
 
     Raises:
-        InvalidRequest: no input or more than one; a value that does not fit its field.
-        TypeError: an option that does not exist.
+        InvalidRequest: there is not exactly one input, or a value does not fit its field.
+        TypeError: an option does not exist.
     """
     unknown = options.keys() - GenerateOptions.__annotations__.keys()
     if unknown:
-        raise TypeError(f"generate() got unexpected keyword arguments: {', '.join(map(_guessed, sorted(unknown)))}")
+        raise TypeError(
+            f"generate() got unexpected keyword arguments: {', '.join(map(_with_suggestion, sorted(unknown)))}"
+        )
     request = pb.GenerateRequest(return_provenance=bool(options.get("provenance")))
     _assign(request, "session_id", options.get("session_id") or uuid.uuid4().hex, "")
     _assign(request, "request_id", options.get("request_id") or uuid.uuid4().hex, "")
@@ -128,10 +130,10 @@ def build_request(prompt: Input, options: GenerateOptions) -> pb.GenerateRequest
 
 
 def build_tokenize_request(text: str | None, messages: Sequence[ChatMessage] | None) -> pb.TokenizeRequest:
-    """Builds a `TokenizeRequest` of exactly one of text and messages.
+    """Build a `TokenizeRequest` from exactly one of text and messages.
 
     Raises:
-        InvalidRequest: none or both of them.
+        InvalidRequest: both are given or none is.
     """
     if (text is None) == (messages is None):
         raise InvalidRequest("give exactly one of text and messages", field="input")
@@ -143,8 +145,8 @@ def build_tokenize_request(text: str | None, messages: Sequence[ChatMessage] | N
     return request
 
 
-def _guessed(name: str) -> str:
-    """An option that does not exist, with the one that was probably meant."""
+def _with_suggestion(name: str) -> str:
+    """Return the name of an unknown option, with the nearest known one in brackets."""
     alike = difflib.get_close_matches(name, GenerateOptions.__annotations__, n=1)
     return f"{name} (did you mean {alike[0]}?)" if alike else name
 
@@ -174,7 +176,7 @@ def _set_input(request: pb.GenerateRequest, prompt: Input, options: GenerateOpti
 
 
 def _as_messages(prompt: Any) -> Sequence[ChatMessage]:
-    """What stands where a prompt does and is none."""
+    """Return a first argument that is not a text as messages. Raises InvalidRequest if it is something else."""
     if isinstance(prompt, Sequence) and all(isinstance(item, Mapping) for item in prompt):
         return prompt
     raise InvalidRequest(
@@ -196,7 +198,7 @@ def _fill_messages(target: pb.ChatMessages, messages: Sequence[ChatMessage]) -> 
 
 
 def _joined(content: Any, where: str) -> Any:
-    """The text of a message's parts; what has no parts is left as it is."""
+    """Return the text of a message's parts. Content that is not a list of parts is returned unchanged."""
     if isinstance(content, str | bytes) or not isinstance(content, Sequence):
         return content
     texts = []
@@ -243,7 +245,7 @@ def _set_speculation(speculation: pb.SpeculationParams, options: GenerateOptions
 
 
 def build_message(kind: type[MessageT], **fields: Any) -> MessageT:
-    """Builds a message of plain fields. Raises InvalidRequest, which names the field: a value that does not fit it."""
+    """Build a message from plain fields. Raises InvalidRequest, which names a field whose value does not fit."""
     message = kind()
     for name, value in fields.items():
         _assign(message, name, value, "")
@@ -253,7 +255,7 @@ def build_message(kind: type[MessageT], **fields: Any) -> MessageT:
 def _assign(message: Any, name: str, value: Any, prefix: str) -> None:
     try:
         setattr(message, name, value)
-    except TypeError:  # in words of protobuf's inside
+    except TypeError:  # protobuf's own message speaks of its internals
         wanted = _KINDS[type(getattr(message, name))]
         got = "None" if value is None else type(value).__name__
         raise InvalidRequest(f"{prefix}{name} must be {wanted}, got {got}", field=f"{prefix}{name}") from None

@@ -1,6 +1,6 @@
-"""What the SDK returns: frozen dataclasses with the proto's field names, and how they are read from its messages.
+"""Results of the SDK: frozen dataclasses with the proto's field names, and functions that read them from messages.
 
-Not here: any call. Protobuf stops at this package, so programs see only these.
+Programs see these classes only, because protobuf types stop at this package.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from typing import Any, Self
 from specdec.types import FinishReason, TokenSource
 from specdec.v1 import coordinator_pb2 as pb
 
-#: Of an output that its caller left before its end.
+#: Finish reason of an output whose stream was closed before its end.
 CANCELLED = "cancelled"
 
 _FINISH_REASONS = {int(reason): reason.name.lower() for reason in FinishReason}
-#: A source that a newer server knows and this version does not is shown as the target's own.
+#: A source that this version does not know, from a newer server, is read as TARGET.
 _SOURCES = {int(source): source for source in TokenSource}
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDetail:
-    """Where one token came from, and its logprobs; present when provenance or logprobs were asked for."""
+    """Source and probabilities of one token, for requests with provenance or logprobs."""
 
     source: TokenSource
     p: float
-    """Target probability after filters."""
+    """Target probability after the sampling filters."""
     q: float
-    """Draft probability it was drawn with; 0 where there was no draft token."""
+    """Draft probability of the draft token at this position; 0 without a draft token."""
     draft_pool: str
     logprob: float | None
-    """The model's, before filters; None unless logprobs were asked for."""
+    """Log-probability before the filters; None unless the request asked for logprobs."""
     top_logprobs: tuple[tuple[int, float], ...]
-    """(token id, logprob), likeliest first."""
+    """Pairs of (token id, logprob), highest first."""
     text: str
-    """The text this token completed; joined over a chunk they are `Chunk.text`."""
+    """Text that this token completed. The texts of a chunk's tokens join to `Chunk.text`."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The proto's field names; `logprob` and `top_logprobs` where they were asked for."""
+        """Return a dictionary with the proto's field names; `logprob` and `top_logprobs` only if requested."""
         fields = asdict(self) | {"source": self.source.name.lower()}
         fields["top_logprobs"] = [{"token_id": token_id, "logprob": value} for token_id, value in self.top_logprobs]
         if self.logprob is None:
@@ -48,17 +48,17 @@ class TokenDetail:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The tokens of one committed round."""
+    """Tokens of one committed round."""
 
     index: int
-    """Index of its first token in the output."""
+    """Index in the output of the chunk's first token."""
     token_ids: tuple[int, ...]
     text: str
     details: tuple[TokenDetail, ...]
-    """One per token when provenance or logprobs were asked for, else empty."""
+    """One entry per token if the request asked for provenance or logprobs, else empty."""
 
     def to_dict(self, *, with_details: bool = False) -> dict[str, Any]:
-        """A line of `specdec generate --json-lines`: the proto's field names."""
+        """Return the object that `specdec generate --json-lines` prints, with the proto's field names."""
         fields = {"index": self.index, "token_ids": list(self.token_ids), "text": self.text}
         return fields | ({"details": [detail.to_dict() for detail in self.details]} if with_details else {})
 
@@ -67,13 +67,13 @@ class Chunk:
 class Usage:
     num_prompt_tokens: int
     num_output_tokens: int
-    """The EOS or stop token included."""
+    """Number of output tokens, the EOS or stop token included."""
     num_cached_prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationStats:
-    """Counters and times of one request, as the server measured them."""
+    """Counters and times of one request, measured by the server."""
 
     num_rounds: int
     num_draft_tokens: int
@@ -88,7 +88,7 @@ class GenerationStats:
 
     @classmethod
     def nothing(cls) -> Self:
-        """Of a request whose end, with its figures, was not waited for."""
+        """Return the statistics of a request whose stream was closed before the server sent them."""
         return cls(0, 0, 0, (), 0, 0.0, 0.0, 0.0, 0.0, 0)
 
 
@@ -101,19 +101,19 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
-    """stop | length | stop_string; cancelled where the caller closed the stream before its end: text, token ids and
-    details are those that came, usage counts them, and every figure of `stats` is 0."""
+    """Reason for the end: stop | length | stop_string, or cancelled if the stream was closed before its end. Then text,
+    token ids and details are those received, usage counts them, and every field of `stats` is 0."""
     usage: Usage
     stats: GenerationStats
     details: tuple[TokenDetail, ...] = ()
-    """One per token when provenance or logprobs were asked for, else empty."""
+    """One entry per token if the request asked for provenance or logprobs, else empty."""
     target_fingerprint: str = ""
-    """Of the model that decided every token."""
+    """Fingerprint of the target model that decided every token."""
     target_changed: bool = False
-    """The session's turn before was another target model's."""
+    """True if another target model decided the session's previous turn."""
 
     def to_dict(self, *, with_details: bool = False) -> dict[str, Any]:
-        """The object that `specdec generate --json` prints: the proto's field names, without the target's."""
+        """Return the object that `specdec generate --json` prints: the proto's field names, without the target's."""
         fields = asdict(self)
         for name in ("details", "target_fingerprint", "target_changed"):
             del fields[name]
@@ -126,11 +126,11 @@ class Completion:
 class Session:
     session_id: str
     status: str
-    """running | idle."""
+    """State of the session: running | idle."""
     num_tokens: int
-    """Committed, prompt included."""
+    """Number of committed tokens, prompt included."""
     token_ids: tuple[int, ...]
-    """When asked for, else empty."""
+    """Committed tokens if requested, else empty."""
     turn: int
     expires_in_s: float
     stats: GenerationStats
@@ -143,56 +143,60 @@ class Replica:
     draining: bool
     num_sessions: int
     kv_usage: float
-    """0..1."""
+    """Used share of the KV cache, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How a draft pool does for a class of requests."""
+    """Statistics of a draft pool for one class of requests."""
 
     request_class: str
-    """Task label or kind of prompt, mode, temperature: `code/rejection/greedy`."""
+    """Task label or kind of prompt, mode and temperature: `code/rejection/greedy`."""
     alpha: float | None
-    """That it has or would have had, of tokens committed lately; None before the first."""
+    """Acceptance that the pool has, or would have had, on recently committed tokens; None before the first."""
     goodput: float | None
-    """Tokens a second of a stream, as predicted; None before it can be."""
+    """Predicted tokens per second of a stream; None until there is enough data."""
     weight: float
-    """Of the class's pools, 0..1."""
+    """Routing weight among the pools of the class, 0 to 1."""
     share: float
-    """Of the class's rounds lately, 0..1."""
+    """Share of the class's recent rounds, 0 to 1."""
     is_chosen: bool
-    """Whether new requests of the class are drafted for here."""
+    """True if new requests of the class get their drafts from this pool."""
     num_tested: float = 0.0
-    """Draft tokens that alpha is of, old ones fading."""
+    """Number of draft tokens that alpha was measured on, older ones weighted less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
     name: str
     role: str
-    """draft | target."""
+    """Role of the replicas: draft | target."""
     model: str
     replicas: tuple[Replica, ...]
     alpha: float | None = None
-    """Of a draft pool: accepted share of the draft tokens tested lately; None before the first."""
+    """Draft pools: accepted share of the draft tokens tested recently; None before the first."""
     gamma: float | None = None
-    """Of a draft pool: draft tokens asked for a round lately, near 0 while drafting does not pay; None before the first
-    round whose gamma the server chose."""
+    """Draft pools: draft tokens requested per round recently, near 0 while drafting gives no speedup; None before the
+    first round whose gamma the server chose."""
     routes: tuple[Route, ...] = ()
-    """Of a draft pool, where requests are routed: by class of requests."""
+    """Draft pools of a system with request routing: statistics by class of requests."""
+    dtype: str = ""
+    """Type of the weights: float32 | bfloat16 | float16 | int8; "" for drafts found in the text."""
+    shadow: bool = False
+    """Draft pools: True if the pool is scored, and used only by requests that name it or by promotion."""
 
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """A draft pool that sessions get instead of the one they would have had."""
+    """Draft pool that a share of the sessions gets instead of its own."""
 
     draft_pool: str
     share: float
-    """Of the sessions, now."""
+    """Share of the sessions now, 0 to 1."""
     most: float
-    """That was asked for."""
+    """Largest share, as requested."""
     status: str
-    """running | done | rolled_back: it made fewer tokens a second."""
+    """State: running | done | rolled_back, because the pool gave fewer tokens per second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +240,7 @@ def read_stats(message: pb.GenerationStats) -> GenerationStats:
 
 
 def read_finish_reason(value: int) -> str:
-    """The lower-case name of a finish reason; "unspecified" for one this version does not know."""
+    """Return the lower-case name of a finish reason; "unspecified" for one that this version does not know."""
     return _FINISH_REASONS.get(value, "unspecified")
 
 
@@ -278,6 +282,8 @@ def _read_pool(message: pb.PoolInfo) -> Pool:
         alpha=message.alpha if message.HasField("alpha") else None,
         gamma=message.gamma if message.HasField("gamma") else None,
         routes=tuple(map(_read_route, message.routes)),
+        dtype=message.dtype,
+        shadow=message.shadow,
     )
 
 

@@ -1,7 +1,7 @@
-"""How many tokens this client believes each of its sessions holds, so that none that was lost goes on unseen.
+"""Number of tokens that this client knows each of its sessions to hold.
 
-Not here: what a session really holds; the server compares. Called by both clients and by `transcript`; safe to use from
-several threads.
+A client sends the number with the next turn and the server compares it with its own, so that a lost session is
+reported instead of continued from nothing. Both clients and `transcript` use it, from any thread.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from dataclasses import dataclass
 
 from specdec.v1 import coordinator_pb2 as pb
 
-#: Sessions remembered; of an older one the server is told nothing.
+#: Number of sessions remembered. The next turn of a forgotten one is sent without a number.
 _MAX_SESSIONS = 65536
 
 
 @dataclass(slots=True)
 class _Turn:
-    """The last one of a session that began here."""
+    """The latest turn of a session that this client began."""
 
     request_id: str
     num_tokens: int | None = None
-    """What its end said that the session holds."""
+    """Number of tokens in the session after the turn; None until the turn has ended."""
 
 
 class SessionSizes:
-    """By session id; what is not known is left out of requests."""
+    """Token counts by session id."""
 
     def __init__(self) -> None:
         self._turns: OrderedDict[str, _Turn] = OrderedDict()
         self._lock = threading.Lock()
 
-    def state(self, request: pb.GenerateRequest) -> pb.GenerateRequest:
-        """Says in a new turn's request what its session should hold, unless the caller said so; returns the request."""
+    def add_expected_tokens(self, request: pb.GenerateRequest) -> pb.GenerateRequest:
+        """Set the request's expected session tokens if they are known and the caller set none; return the request."""
         with self._lock:
             turn = self._turns.get(request.session_id)
         if turn is not None and turn.num_tokens is not None and not request.HasField("expected_session_tokens"):
@@ -41,7 +41,7 @@ class SessionSizes:
         return request
 
     def begin(self, session_id: str, request_id: str) -> None:
-        """A turn has begun, and may be left before its end."""
+        """Note that a turn has begun. Its size stays unknown until `learn`, because its stream may be closed early."""
         with self._lock:
             self._turns[session_id] = _Turn(request_id)
             self._turns.move_to_end(session_id)
@@ -49,14 +49,16 @@ class SessionSizes:
                 self._turns.popitem(last=False)
 
     def learn(self, session_id: str, request_id: str, num_tokens: int) -> None:
-        """An answer has ended, and said how many tokens the session holds; of a turn that is not the last one here, or
-        of a session that has been deleted since, nothing is learnt."""
+        """Note how many tokens the session holds after a turn.
+
+        The number is dropped if a later turn has begun here or the session has been deleted since.
+        """
         with self._lock:
             turn = self._turns.get(session_id)
             if turn is not None and turn.request_id == request_id:
                 turn.num_tokens = num_tokens
 
     def forget(self, session_id: str) -> None:
-        """The session is deleted."""
+        """Forget a deleted session."""
         with self._lock:
             self._turns.pop(session_id, None)

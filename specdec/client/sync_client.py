@@ -1,10 +1,11 @@
-"""The blocking client: the same calls as `AsyncClient` over gRPC's blocking API. Safe to use from several threads.
+"""The blocking client: the calls of `AsyncClient` over gRPC's blocking API. Several threads may share one client.
 
-Not here: what a message means (`transcript`, `results`, `request`) and when to retry (`recovery`).
+`request` builds its messages, `results` and `transcript` read the answers, `recovery` decides on retries.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
@@ -35,14 +36,16 @@ from specdec.client.results import (
 )
 from specdec.client.sessions import SessionSizes
 from specdec.client.transcript import Transcript
+from specdec.errors import SpecdecError
 from specdec.v1 import coordinator_pb2 as pb
 
 
 class Stream(Iterator[Chunk]):
-    """One output as it is made. Iterate it, or call `result()`; leave it by `with`, `close()` or the end.
+    """One output, streamed. Iterate it or call `result()`, and end it by `with`, `close()` or its last chunk.
 
-    On a lost connection, coordinator or lease it reconnects and resumes after the last token it handed over, so that
-    no token is lost or doubled. For one thread at a time, but `close()` may come from any.
+    After a lost connection, coordinator or lease the stream reconnects and resumes after the last token it returned, so
+    that no token is lost or repeated. A failure ends it: the error has the output so far in `error.partial`. One thread
+    at a time may read a stream; any thread may close it.
     """
 
     def __init__(self, attempts: Attempts, transcript: Transcript, recovery: Recovery) -> None:
@@ -52,6 +55,8 @@ class Stream(Iterator[Chunk]):
         self._retrying = tenacity.Retrying(**self._recovery.tenacity_options())
         self._call: Any = None
         self._closed = False
+        self._failure: SpecdecError | None = None
+        """The error that ended the stream, until `result()` has raised it."""
 
     @property
     def session_id(self) -> str:
@@ -63,46 +68,51 @@ class Stream(Iterator[Chunk]):
 
     @property
     def target_fingerprint(self) -> str:
-        """Of the model that decides every token; "" before the first chunk."""
+        """Fingerprint of the model that decides every token; "" before the first chunk."""
         return self._transcript.target_fingerprint
 
     @property
     def target_changed(self) -> bool:
-        """Whether the session's turn before was another target model's; False before the first chunk."""
+        """True if another target model decided the session's previous turn; False before the first chunk."""
         return self._transcript.target_changed
 
     def __next__(self) -> Chunk:
-        """The next chunk.
+        """Return the next chunk.
 
         Raises:
-            SpecdecError: the server refused, or the interruption outlasted its budget.
+            SpecdecError: the server refused, or the interruption outlasted its budget. The stream is over then.
         """
-        while not (self._transcript.finished or self._closed):
-            response = self._retrying(self._read)
-            if response is None:
-                break
-            chunk = self._transcript.accept(response)
-            self._recovery.answered(with_news=chunk is not None)
-            if chunk is not None:
-                return chunk
-        self.close()
-        raise StopIteration
+        try:
+            chunk = self._next_chunk()
+        except SpecdecError as error:
+            self._end()
+            error.partial = self._transcript.partial()
+            self._failure = error
+            raise error.with_traceback(None) from None  # without the frames of the retries
+        if chunk is None:
+            self._end()
+            raise StopIteration
+        return chunk
 
     def result(self) -> Completion:
-        """Reads what is left and returns the whole output; once closed, what came until then ("cancelled").
+        """Read to the end and return the whole output; after `close()`, the part received ("cancelled").
 
-        Raises as iteration does.
+        Raises:
+            SpecdecError: the stream failed. The same error is raised once, also if iteration has raised it before; a
+                further call returns the part received.
         """
-        for _ in self:
-            pass
+        with contextlib.suppress(SpecdecError):  # kept in _failure
+            for _ in self:
+                pass
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure.with_traceback(None) from None
         return self._transcript.completion()
 
     def close(self) -> None:
-        """Cancels the call where it has not ended; a thread that iterates sees the end. Idempotent."""
-        self._closed = True
-        call, self._call = self._call, None
-        if call is not None:
-            call.cancel()
+        """Cancel the call unless it has ended. A thread that iterates sees the end of the stream. Idempotent."""
+        self._failure = None
+        self._end()
 
     def __enter__(self) -> Self:
         return self
@@ -112,14 +122,32 @@ class Stream(Iterator[Chunk]):
     ) -> None:
         self.close()
 
+    def _next_chunk(self) -> Chunk | None:
+        """Return the next chunk; None at the end. Raises SpecdecError."""
+        while not (self._transcript.finished or self._closed):
+            response = self._retrying(self._read)
+            if response is None:
+                break
+            chunk = self._transcript.accept(response)
+            self._recovery.answered(with_new_tokens=chunk is not None)
+            if chunk is not None:
+                return chunk
+        return None
+
+    def _end(self) -> None:
+        self._closed = True
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
+
     def _read(self) -> pb.GenerateResponse | None:
-        """The next message; None once closed."""
+        """Return the next message; None once the stream is closed."""
         if self._closed:
-            return None  # while it waited to try again
+            return None  # closed during the wait for a retry
         call = self._call
         if call is None:
             call = self._attempts.begin("Generate", self._transcript.next_request(), self._recovery)
-            if self._closed:  # while it looked for a coordinator
+            if self._closed:  # closed while a coordinator was chosen
                 call.cancel()
                 return None
             self._call = call
@@ -135,23 +163,26 @@ class Stream(Iterator[Chunk]):
                 return None
             raise self._attempts.failed(error) from error
         except BaseException:
-            self.close()
+            self._end()
             raise
 
 
 class Client:
-    """Speaks to a coordinator. Close it, or use it by `with`; afterwards every call raises ClientClosed."""
+    """Client of a coordinator. Close it or use it by `with`; afterwards every call raises ClientClosed."""
 
-    def __init__(self, endpoint: str, *, budgets: Budgets | None = None, timeout: float | None = None) -> None:
-        """Connects on the first call.
+    def __init__(
+        self, endpoint: str | None = None, *, budgets: Budgets | None = None, timeout: float | None = None
+    ) -> None:
+        """Make a client that connects at its first call.
 
         Args:
-            endpoint: HOST:PORT, or any gRPC target; `ipv4:A:1,B:2` names several coordinators.
-            budgets: how long to keep trying; the defaults of `Budgets` otherwise.
-            timeout: seconds that each call may take as a whole, unless it has a timeout of its own; None: no limit.
+            endpoint: HOST:PORT, or any gRPC target; `ipv4:A:1,B:2` names several coordinators. None: the environment
+                variable SPECDEC_ENDPOINT, or 127.0.0.1:50051.
+            budgets: limits on the time for which calls are retried. None: the defaults of `Budgets`.
+            timeout: seconds that each call without a timeout of its own may take as a whole; None: no limit.
 
         Raises:
-            InvalidRequest: an endpoint that cannot be one.
+            InvalidRequest: the endpoint is neither HOST:PORT nor a gRPC target.
         """
         self._timeout = timeout
         self._closed = False
@@ -172,34 +203,35 @@ class Client:
     def generate(
         self, prompt: Input = None, *, stream: bool = False, **options: Unpack[GenerateOptions]
     ) -> Stream | Completion:
-        """Generates from a prompt, token ids or messages (exactly one), in a new session or the next turn of one.
+        """Generate from a prompt, token ids or messages (exactly one), in a new session or the next turn of one.
 
-        Idempotent: the client sends session and request ids of its own, so retries join what they began. The next turn
-        of a session says how many tokens the last answer left in it, so that a session that was lost meanwhile is
-        SessionLost; `delete_session`, or `expected_session_tokens=0`, begins it anew.
+        The call is idempotent: the client makes the session and request ids, so a retry joins what it began. The next
+        turn of a session states how many tokens the session should hold, so that a session lost meanwhile raises
+        SessionLost; `delete_session`, or `expected_session_tokens=0`, starts it anew.
 
         Args:
-            prompt: text, appended to what the session holds; or messages, as the option of that name.
-            stream: True returns a `Stream` to iterate; False waits for the `Completion`.
+            prompt: text to append to the session, or messages, as in the option of that name.
+            stream: True returns a `Stream` to iterate, False waits for the `Completion`.
             options: see `GenerateOptions`.
 
         Raises:
-            SpecdecError: InvalidRequest here and now for what does not fit a message; a stream raises the rest when
-                it is iterated: DeadlineExceeded where it takes longer than its timeout.
+            InvalidRequest: an option does not fit the request message. The call itself raises this one.
+            SpecdecError: the request failed, or took longer than its timeout; a stream raises it when it is read.
         """
-        made = self._stream(self._sizes.state(build_request(prompt, options)), options.get("timeout"))
+        output = self._stream(self._sizes.add_expected_tokens(build_request(prompt, options)), options.get("timeout"))
         if stream:
-            return made
-        with made:
-            return made.result()
+            return output
+        with output:
+            return output.result()
 
     def resume(
         self, session_id: str, resume_from: int, *, provenance: bool = False, timeout: float | None = None
     ) -> Stream:
-        """Streams the session's last request from output token `resume_from` on.
+        """Stream the session's last request from output token `resume_from` on.
 
-        The stream raises InvalidRequest where the request has ended with fewer tokens, SessionLost where the server
-        has fewer of one that has not. Raises InvalidRequest here and now for what does not fit a message.
+        The stream raises InvalidRequest if the request has ended with fewer tokens, and SessionLost if the server holds
+        fewer tokens of a request that has not ended. The call itself raises InvalidRequest for an argument that does
+        not fit the request message.
         """
         request = build_message(
             pb.GenerateRequest, session_id=session_id, resume_from=resume_from, return_provenance=provenance
@@ -207,40 +239,40 @@ class Client:
         return self._stream(request, timeout)
 
     def get_session(self, session_id: str, *, include_token_ids: bool = False) -> Session:
-        """Reads a session's record. Raises NotFound for an unknown one."""
+        """Return a session's record. Raises NotFound for an unknown session."""
         request = build_message(pb.GetSessionRequest, session_id=session_id, include_token_ids=include_token_ids)
-        return read_session(self._ask("GetSession", request))
+        return read_session(self._call("GetSession", request))
 
     def delete_session(self, session_id: str) -> None:
-        """Frees the session everywhere. Idempotent; an unknown id is fine.
+        """Free the session everywhere. Idempotent; an unknown id is accepted.
 
-        A request that runs on it ends with `NotFound`: at this coordinator at once, at another one when its next round
-        is done.
+        A request that runs in the session ends with `NotFound`: at once in this coordinator, after its next round in
+        another one.
         """
         request = build_message(pb.DeleteSessionRequest, session_id=session_id)
         self._sizes.forget(session_id)
-        self._ask("DeleteSession", request)
-        self._sizes.forget(session_id)  # once more: an answer may have begun before the deletion
+        self._call("DeleteSession", request)
+        self._sizes.forget(session_id)  # again: a turn may have begun before the deletion
 
     def tokenize(self, text: str | None = None, *, messages: Sequence[ChatMessage] | None = None) -> tuple[int, ...]:
-        """Token ids of a text or a conversation, as `generate` would see them in a new session."""
-        return tuple(self._ask("Tokenize", build_tokenize_request(text, messages)).token_ids)
+        """Return the token ids of a text or conversation as a new session would hold them."""
+        return tuple(self._call("Tokenize", build_tokenize_request(text, messages)).token_ids)
 
     def promote(self, draft_pool: str, share: float = 1.0) -> Promotion | None:
-        """Gives sessions a draft pool, share by share up to `share` of them; 0 ends what is being promoted.
+        """Move sessions to a draft pool in steps, up to the share `share` of them; 0 ends the current promotion.
 
-        It goes back by itself where it makes fewer tokens a second. Raises NotFound where there is no such pool,
-        Unsupported where requests are not routed.
+        The server rolls the promotion back if the pool gives fewer tokens per second. Raises NotFound for an unknown
+        pool and Unsupported if the system does not route requests.
         """
-        answer = self._ask("Promote", build_message(pb.PromoteRequest, draft_pool=draft_pool, share=share))
+        answer = self._call("Promote", build_message(pb.PromoteRequest, draft_pool=draft_pool, share=share))
         return read_promotion(answer.promotion) if answer.HasField("promotion") else None
 
     def info(self) -> ServerInfo:
-        """What is being served, and by which replicas."""
-        return read_server_info(self._ask("GetInfo", pb.GetInfoRequest()))
+        """Return the served model, the pools and their replicas."""
+        return read_server_info(self._call("GetInfo", pb.GetInfoRequest()))
 
     def close(self) -> None:
-        """Ends every call and the connection. Idempotent."""
+        """End every call and close the connection. Idempotent."""
         self._closed = True
         self._coordinators.close()
 
@@ -258,7 +290,7 @@ class Client:
         recovery = Recovery(self._budgets, self._timeout if timeout is None else timeout, needs_target=True)
         return Stream(Attempts(self._coordinators), Transcript(request, self._sizes), recovery)
 
-    def _ask(self, method: str, request: Any) -> Any:
+    def _call(self, method: str, request: Any) -> Any:
         recovery = Recovery(self._budgets, self._timeout)
         attempts = Attempts(self._coordinators)
 
@@ -268,4 +300,7 @@ class Client:
             except grpc.RpcError as error:
                 raise attempts.failed(error) from error
 
-        return tenacity.Retrying(**recovery.tenacity_options())(once)
+        try:
+            return tenacity.Retrying(**recovery.tenacity_options())(once)
+        except SpecdecError as error:
+            raise error.with_traceback(None) from None  # without the frames of the retries

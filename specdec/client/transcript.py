@@ -1,7 +1,6 @@
-"""What one stream has received so far, and how to ask for the rest: the pure half of a stream that resumes itself.
+"""Tokens that one stream has received, and the request that continues it: the state of a stream without its calls.
 
-Not here: calls, clocks, retries (`async_client`, `sync_client` and `recovery`), so that both clients share one
-account of which tokens are whose.
+Both clients share it. They make the calls, and `recovery` decides on retries.
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ from specdec.client.results import (
     read_usage,
 )
 from specdec.client.sessions import SessionSizes
-from specdec.errors import Internal
+from specdec.errors import Internal, PartialOutput
 from specdec.v1 import coordinator_pb2 as pb
 
 
 class Transcript:
-    """The output of one request, chunk by chunk.
+    """Output of one request, chunk by chunk.
 
-    Invariant: tokens [first, num_tokens) were handed to the caller exactly once each, in order; `first` is 0 unless
+    Invariant: each of the tokens [first, num_tokens) was returned to the caller once, in order. `first` is 0 unless
     the request itself resumes an earlier one.
     """
 
     def __init__(self, request: pb.GenerateRequest, sizes: SessionSizes) -> None:
         """
         Args:
-            request: carries a session id and, unless it resumes, a request id of the client's own.
-            sizes: told what the session holds.
+            request: request with a session id and, unless it resumes, a request id that the client made.
+            sizes: record that gets the session's token count.
         """
         self.request = request
         self.request_id = request.request_id
         self.target_fingerprint = ""
-        """Of the target model, once the server has begun."""
+        """Fingerprint of the target model; "" until the server has begun."""
         self.target_changed = False
         self._sizes = sizes
         self._first = request.resume_from
@@ -51,7 +50,7 @@ class Transcript:
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens the caller holds, those before a resumption included."""
+        """Number of output tokens that the caller holds, including those before a resumption."""
         return self._first + len(self._token_ids)
 
     @property
@@ -59,11 +58,10 @@ class Transcript:
         return self._finished is not None
 
     def next_request(self) -> pb.GenerateRequest:
-        """The message to send now: the original until a token has arrived, then one that resumes after the last.
+        """Return the message of the next attempt: the original one until a token has arrived, then a resumption.
 
-        The original again is safe, because its request id makes it join or repeat what it began. Resuming before the
-        first token would not be: the server may not have stored this request yet, and "the last request" of the
-        session would be an earlier one.
+        Sending the original again is safe, because its request id joins what it began. Resuming before the first token
+        is not: the server may not have stored this request yet, and would resume the session's previous one.
         """
         if not self._token_ids:
             return self.request
@@ -75,14 +73,13 @@ class Transcript:
         )
 
     def accept(self, response: pb.GenerateResponse) -> Chunk | None:
-        """Takes the next message of the server.
+        """Record the next message of the server.
 
         Returns:
-            A chunk to hand to the caller, or None where there is nothing new to hand over.
+            The chunk to return to the caller, or None if the message has no new tokens.
 
         Raises:
-            Internal: the server answered another request, skipped tokens, or answered with half of a chunk that the
-                caller already has.
+            Internal: the message belongs to another request, skips tokens, or splits a chunk that the caller has.
         """
         event = response.WhichOneof("event")
         if event == "finished":
@@ -113,8 +110,12 @@ class Transcript:
         self._details.extend(chunk.details)
         return chunk
 
+    def partial(self) -> PartialOutput:
+        """Return the tokens received so far, for the error that ended the stream."""
+        return PartialOutput(self.request.session_id, self.num_tokens, "".join(self._texts), tuple(self._token_ids))
+
     def completion(self) -> Completion:
-        """The whole output; of a stream that was left before its end, what came of it, without the server's figures."""
+        """Return the output. If the stream was closed before its end, the part received, without the server's stats."""
         finished = self._finished
         return Completion(
             session_id=self.request.session_id,

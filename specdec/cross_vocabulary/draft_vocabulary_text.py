@@ -1,13 +1,13 @@
-"""A session's committed tokens in a draft's own tokens, kept up as tokens come and go.
+"""Keep a session's committed target tokens as draft-vocabulary tokens, updated as tokens are appended and removed.
 
-    target   | segment | segment | special | open segment |     a closed segment is tokenised once
-    own      | own ids | own ids | own id  | own ids      |     the open one again with whatever is added
+    target            | segment | segment | special | open segment |     a closed segment is tokenised once
+    draft vocabulary  | ids     | ids     | id      | ids          |     the open segment after every append
 
-Own tokens are a function of the committed ones alone, in whatever portions those came: a text is cut where hardly any
-tokenizer has a token across, before a blank or a line's end, and every segment is tokenised by itself. What following
-text may still change lies within the open segment, and that is bounded.
+The text is cut into segments before a space or a newline, where few tokenizers have a token that spans the cut, and
+each segment is tokenised separately. Draft-vocabulary tokens therefore depend on the committed tokens only, not on the
+portions in which these were appended. Further text can change only the open segment, whose length is bounded.
 
-Not here: which tokens are committed (`draft_service.cross_vocabulary_sessions`). Not safe to share. Loads no torch.
+Not thread-safe. Loads no torch. Used by `draft_service.cross_vocabulary_sessions`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 
 from specdec.cross_vocabulary.pair import TokenizerPair
 
-#: A segment is closed at the next good place from here on, in bytes...
+#: From this length on, a segment is closed before the next space or newline.
 _MIN_SEGMENT_BYTES = 48
-#: ... before any character from here on...
+#: From this length on, it is closed before the next character.
 _LONG_SEGMENT_BYTES = 256
-#: ... and anywhere from here on: bytes that are no characters are nobody's text.
+#: From this length on, it is closed before the next token, even within a character: such bytes are not valid text.
 _MAX_SEGMENT_BYTES = 512
 
 _BLANKS = b" \t\r\n"
@@ -30,25 +30,25 @@ _BLANKS = b" \t\r\n"
 
 @dataclass(slots=True)
 class _Segment:
-    """Tokens of a session from one cut to the next."""
+    """Tokens of a session between two cuts."""
 
     first: int
-    """Position of its first committed token."""
+    """Position of the first committed token."""
     own_first: int
-    """Position of its first own token."""
+    """Position of the first draft-vocabulary token."""
     piece: bytearray = field(default_factory=bytearray)
-    """Its text; empty for a special token."""
+    """Text of the segment as bytes; empty for a special token."""
 
 
 class DraftVocabularyText:
-    """One session's."""
+    """The committed tokens of one session and the draft-vocabulary tokens of the same text."""
 
     def __init__(self, pair: TokenizerPair) -> None:
         self._pair = pair
-        # Four bytes a token: sessions may be long and many.
+        # Arrays of four bytes per token, because there may be many long sessions.
         self._own = array("I", pair.draft.opening_ids)
         self._committed = array("I")
-        self._closed: list[tuple[int, int]] = []  # first committed and first own token of each
+        self._closed: list[tuple[int, int]] = []  # (first, own_first) of each
         self._open = _Segment(0, len(self._own))
 
     def __len__(self) -> int:
@@ -56,36 +56,36 @@ class DraftVocabularyText:
 
     @property
     def draft_vocab_ids(self) -> Sequence[int]:
-        """The session in own tokens."""
+        """The session's text as draft-vocabulary token ids."""
         return self._own
 
     def unmapped_share(self, num_latest: int, num_least: int) -> float:
-        """Of the latest committed tokens that are text, the share that no own token stands for, 0..1.
+        """Return the share (0..1) of recent committed text tokens that have no draft-vocabulary counterpart.
 
         Args:
-            num_latest: how many of them are looked at.
-            num_least: fewer count as so many.
+            num_latest: number of most recent committed tokens to consider. Special tokens among them are skipped.
+            num_least: least divisor, so that a few tokens cannot give a high share.
         """
         latest = [token_id for token_id in self._committed[-num_latest:] if self._pair.target.token_bytes[token_id]]
         return int((self._pair.tokens.draft_vocab_of[latest] < 0).sum()) / max(len(latest), num_least)
 
     @property
     def open_piece(self) -> bytes:
-        """The last bytes of the text: those that what follows may share a token with."""
+        """Bytes of the open segment: the end of the text, which may share a token with the text that follows."""
         return bytes(self._open.piece)
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Adds committed tokens."""
+        """Append committed target tokens."""
         for token_id in token_ids:
             self._add(token_id)
         self._tokenise()
 
     def truncate(self, length: int) -> None:
-        """Forgets the committed tokens from `length` on."""
+        """Remove the committed target tokens from position `length` on."""
         if length >= len(self._committed):
             return
         first, own_first = self._open.first, self._open.own_first
-        # Where a segment begins, its first token has shown that the one before ends.
+        # The first token of a segment closed the segment before it. If that token goes, the earlier one is open again.
         while first >= length and self._closed:
             first, own_first = self._closed.pop()
         kept = self._committed[first:length]
@@ -106,7 +106,7 @@ class DraftVocabularyText:
         self._committed.append(token_id)
 
     def _tokenise(self) -> None:
-        """Makes the open segment's own tokens anew."""
+        """Tokenise the open segment again."""
         if piece := bytes(self._open.piece):
             is_first = self._open.own_first == len(self._pair.draft.opening_ids)
             own_piece = self._pair.opening(piece) if is_first else piece
@@ -115,7 +115,7 @@ class DraftVocabularyText:
 
 
 def _parts(before: bytearray, piece: bytes) -> bool:
-    """Whether text is cut between a segment so far and a token's bytes."""
+    """Return whether to cut the text between the open segment and the bytes of the next token."""
     if len(before) < _MIN_SEGMENT_BYTES:
         return False
     if len(before) >= _LONG_SEGMENT_BYTES:

@@ -1,10 +1,8 @@
-"""Bytes of a text to tokens, wherever in the text they stand: a tokenizer without what it does to whole texts only.
+"""Tokenise a piece of a text, given as bytes, independently of its place in the text.
 
-A tokenizer opens a text: it puts a blank before it, and perhaps a token that begins sequences. Pieces of a running text
-get neither. Bytes that are no UTF-8, as of a character that has only begun, become tokens of bytes.
-
-Not here: which pieces (`draft_vocabulary_text`, `retokenizer`), conversations. Safe to share between threads. Loads no
-torch.
+At the start of a text a tokenizer may add a space and a begin-of-sequence token. This encoder adds neither. Bytes that
+are not UTF-8, such as an incomplete character at the end of a piece, become tokens of single bytes. Thread-safe. Loads
+no torch. Used by `draft_vocabulary_text`, `retokenizer` and `token_map`.
 """
 
 from __future__ import annotations
@@ -21,47 +19,49 @@ from specdec.checkpoints.token_bytes import byte_level_spelling, bytes_of_tokens
 from specdec.checkpoints.vocabulary import is_tokenizer_fault
 from specdec.errors import Internal, InvalidRequest
 
-#: Bytes that are no UTF-8, once they are decoded with surrogates for them.
+#: Bytes that are not UTF-8, after decoding with `surrogateescape`.
 _FOREIGN = re.compile("([\udc80-\udcff]+)")
 
 
 class PieceEncoder:
-    """One tokenizer."""
+    """Encodes pieces of text with one tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        """Takes `tokenizer` over: it opens no text any more.
+        """Take over `tokenizer` and change it: it no longer adds anything at the start of a text.
 
         Raises:
-            Unsupported: its tokens have no bytes of their own.
-            InvalidRequest: it breaks on the simplest text.
+            Unsupported: the bytes of its tokens are unknown (`bytes_of_tokens`).
+            InvalidRequest: it fails on a one-letter text.
         """
         self.token_bytes = bytes_of_tokens(tokenizer)
-        """Of every id; b"" for special tokens and for ids without a token."""
+        """Bytes of every token, by id; b"" for special tokens and for ids without a token."""
         self._is_byte_level = decoder_parts(tokenizer)[0]["type"] == "ByteLevel"
         try:
             self.opens_with_blank = self._bytes(tokenizer.encode("a", add_special_tokens=False)) == b" a"
-            """Whether it puts a blank before a text."""
+            """True if the tokenizer, as it was given, adds a space at the start of a text."""
             opened = tokenizer.encode("a")
             self._backend = tokenizer.backend_tokenizer
             _leave_out_openings(self._backend)
         except BaseException as error:
             if not is_tokenizer_fault(error):
                 raise
-            raise InvalidRequest(f"a tokenizer fails on a text: {ascii(str(error))[:200]}", field="model") from error
+            raise InvalidRequest(
+                f"the tokenizer fails on a test text: {ascii(str(error))[:200]}", field="model"
+            ) from error
         begins = bool(opened) and opened[0] == tokenizer.bos_token_id
         self.opening_ids: tuple[int, ...] = (opened[0],) if begins else ()
-        """What it begins a sequence with."""
+        """Begin-of-sequence token that the tokenizer, as it was given, adds; () if it adds none."""
         self._byte_ids = self._single_bytes()
 
     def encode(self, piece: bytes) -> list[int]:
-        """Tokens of a piece of a text. Bytes that no token stands for are left out.
+        """Return the tokens of a piece of a text. Bytes for which the vocabulary has no token are left out.
 
         Raises:
-            Internal: the tokenizer fails on it.
+            Internal: the tokenizer fails on the piece.
         """
         try:
             return self._encode(piece)
-        except BaseException as error:  # its panics are no Exceptions
+        except BaseException as error:  # panics of the Rust tokenizer do not derive from Exception
             if not is_tokenizer_fault(error):
                 raise
             raise Internal(f"the tokenizer fails on a text: {ascii(str(error))[:200]}") from error
@@ -79,12 +79,12 @@ class PieceEncoder:
         if self._is_byte_level:
             try:
                 return [token.id for token in self._backend.model.tokenize(byte_level_spelling(piece))]
-            except Exception:  # a vocabulary that lacks bytes; the others are told one by one
+            except Exception:  # the vocabulary lacks some bytes; encode the others one by one
                 pass
         return [self._byte_ids[byte] for byte in piece if byte in self._byte_ids]
 
     def _single_bytes(self) -> dict[int, int]:
-        """A token for each byte that has one."""
+        """Return the token of each byte that has one."""
         return {piece[0]: token_id for token_id, piece in enumerate(self.token_bytes) if len(piece) == 1}
 
     def _bytes(self, token_ids: list[int]) -> bytes:
@@ -92,7 +92,7 @@ class PieceEncoder:
 
 
 def _leave_out_openings(backend: Tokenizer) -> None:
-    """Makes every text one that goes on, and special tokens' names in it text."""
+    """Remove what the tokenizer adds at the start of a text, and let it read names of special tokens as plain text."""
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
@@ -107,7 +107,7 @@ def _leave_out_openings(backend: Tokenizer) -> None:
 
 
 def _without_opening(step: Any) -> Any:
-    """A step of a tokenizer without what it puts before a text; None where it does nothing else."""
+    """Return a tokenizer's step without what it adds at the start of a text; None if nothing is left of the step."""
     if step["type"] == "Prepend":
         return None
     for name in ("normalizers", "pretokenizers"):

@@ -1,7 +1,7 @@
-"""A draft's tokenizer beside its target's: what is needed to draft for a target that speaks other tokens.
+"""Pair a draft's tokenizer with a target's that has a different vocabulary.
 
-Not here: a session's text (`draft_vocabulary_text`), text back to the target's tokens (`retokenizer`). Loads no torch.
-Made where a draft replica starts, and by `specdec.checkpoints.preflight`.
+`draft_vocabulary_text` and `retokenizer` use the pair to translate text in each direction. A draft replica makes it at
+start, and `specdec.cross_vocabulary.pair_preflight` makes it to check a pair of models. Loads no torch.
 """
 
 from __future__ import annotations
@@ -18,55 +18,62 @@ from specdec.errors import SpecdecError
 
 @dataclass(frozen=True, slots=True)
 class TokenizerPair:
-    """Immutable; safe to share between threads."""
+    """The two tokenizers and the map between their tokens. Immutable and thread-safe."""
 
     draft: PieceEncoder
     target: PieceEncoder
     tokens: TokenMap
     target_fingerprint: str
-    """Of the target's vocabulary."""
+    """Fingerprint of the target's vocabulary."""
     target_begin_id: int | None
-    """Which of the target's tokens begins a sequence; None where none does."""
+    """The target's begin-of-sequence token; None if it has none."""
     target_end_id: int | None
-    """Which one ends a text, by its tokenizer."""
+    """The target's end-of-sequence token, by its tokenizer; None if it has none."""
     special_names: dict[int, bytes]
-    """The target's special tokens that a draft without them reads as text; all others it does not see."""
+    """Spelling of each added target token that a draft without a counterpart reads as text. It reads the others (begin
+    and end of sequence, padding, unknown) as nothing."""
 
     @property
     def target_size(self) -> int:
-        """Rows of the target's id-to-token map."""
+        """Largest token id of the target plus one."""
         return len(self.target.token_bytes)
 
     @property
     def told(self) -> str:
-        """How much is in common, in words."""
+        """Number and share of the draft's tokens that the target has too, as text for messages."""
         num_own = len(self.tokens.target_of)
         return f"{self.tokens.num_shared:,} of its {num_own:,} tokens ({self.tokens.num_shared / num_own:.0%})"
 
     def special_ids(self, token_id: int, *, is_first: bool) -> list[int]:
-        """Own tokens that a special token of the target is read as; a sequence begins once."""
+        """Return the draft-vocabulary tokens for a special token of the target.
+
+        Args:
+            token_id: the special token.
+            is_first: it is the first token of the session. A begin-of-sequence token there gives no tokens if the
+                draft's sequence already has its own.
+        """
         if is_first and token_id == self.target_begin_id and self.draft.opening_ids:
             return []
         draft_vocab_id = int(self.tokens.draft_vocab_of[token_id])
         return [draft_vocab_id] if draft_vocab_id >= 0 else self.draft.encode(self.special_names.get(token_id, b""))
 
     def opening(self, piece: bytes) -> bytes:
-        """The first bytes of a session's text as the draft's tokenizer would have opened it."""
+        """Return the first bytes of a session's text with the leading space that the draft's tokenizer would add."""
         text = piece.removeprefix(b" ") if self.target.opens_with_blank else piece
         return b" " + text if self.draft.opens_with_blank else text
 
 
 def make_pair(draft: tuple[str, PreTrainedTokenizerFast], target: tuple[str, PreTrainedTokenizerFast]) -> TokenizerPair:
-    """Maps a draft's tokens to its target's.
+    """Return the pair of a draft's and a target's tokenizer.
 
     Args:
-        draft: what it is called, and its tokenizer, which is of no other use any more.
-        target: the same.
+        draft: name of the model for messages, and its tokenizer. The tokenizer is changed; do not use it afterwards.
+        target: the same for the target.
 
     Raises:
-        InvalidRequest: a tokenizer cannot be used.
-        Unsupported: the tokens of one have no bytes of their own.
-        VocabularyMismatch: not one token is in common.
+        InvalidRequest: a tokenizer fails on a test text.
+        Unsupported: the bytes of a tokenizer's tokens are unknown.
+        VocabularyMismatch: the vocabularies share no token.
     """
     encoders = []
     for name, tokenizer in (draft, target):

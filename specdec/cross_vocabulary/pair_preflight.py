@@ -17,22 +17,23 @@ from specdec.errors import Unsupported, VocabularyMismatch
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-#: Files that say what kind of tokens a checkpoint speaks; where they are the same bytes, so is the vocabulary.
+#: Files that define a checkpoint's vocabulary. If they are equal byte for byte, so are the vocabularies.
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json")
 
 
 def require_servable_pair(models: Mapping[str, str]) -> str:
-    """Looks at a target, and at a draft that is to speak the same tokens or to have some in common.
+    """Check that a target and a draft can be served, and that their vocabularies are equal or share tokens.
 
     Args:
-        models: by the flags that they were given by, the target first; one alone is looked at, too.
+        models: model names by the command-line flags that named them, the target first. A target alone is allowed.
 
     Returns:
-        What a draft with another tokenizer has in common with its target, in words; "" for one with the same.
+        Text for messages on how many tokens the draft shares with the target; "" if the vocabularies are equal.
 
     Raises:
-        InvalidRequest, Unsupported: as `require_servable`, or a tokenizer is unreadable.
-        VocabularyMismatch: nothing is in common; the message holds both fingerprints.
+        InvalidRequest: see `require_servable`; or a tokenizer is unreadable.
+        Unsupported: see `require_servable`.
+        VocabularyMismatch: the vocabularies share no token. The message has both fingerprints.
     """
     for flag, model in models.items():
         require_servable(model, flag=flag)
@@ -47,7 +48,7 @@ def require_servable_pair(models: Mapping[str, str]) -> str:
             described.append((vocabulary_fingerprint(vocabulary), len(vocabulary)))
     if len(set(described)) <= 1:
         return ""
-    from specdec.cross_vocabulary.pair import make_pair  # late: it imports transformers, which takes a second
+    from specdec.cross_vocabulary.pair import make_pair  # imported here: it loads transformers, which takes 1 s
 
     target, draft = zip(models.values(), seen.values(), strict=True)
     try:

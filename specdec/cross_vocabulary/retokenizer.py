@@ -1,6 +1,6 @@
-"""Drafted text to the target's tokens, as the target's tokenizer would go on from what is committed.
+"""Tokenise drafted text with the target's tokenizer, as a continuation of the committed text.
 
-Not here: what is drafted (`draft_service.cross_vocabulary_drafting`). Loads no torch.
+Called by `draft_service.cross_vocabulary_drafting`. Loads no torch.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from specdec.errors import Internal
 
 
 def retokenise(target: PieceEncoder, before: bytes, drafted: bytes) -> list[int]:
-    """Target tokens whose bytes are exactly those drafted, but for a character that has only begun.
+    """Return target tokens whose bytes are exactly `drafted`, without an incomplete character at its end.
+
+    The text is tokenised after `before` first. If that gives no result, it is tokenised by itself.
 
     Args:
-        target: its tokenizer.
-        before: the text's last bytes, which the tokenizer should see.
-        drafted: what follows them.
+        target: encoder of the target's tokenizer.
+        before: last bytes of the committed text, given to the tokenizer as context.
+        drafted: bytes that follow `before`.
 
     Returns:
-        No tokens where the tokenizer fails, changes the text or has a token across the end of `before`, and makes none
-        of those bytes alone either.
+        [] if both attempts fail: the tokenizer raised an error, changed the text, or made a token that spans the end of
+        `before`.
     """
     drafted = drafted[: len(drafted) - _num_unfinished(drafted)]
     for context in dict.fromkeys((before, b"")):
@@ -40,7 +42,7 @@ def retokenise(target: PieceEncoder, before: bytes, drafted: bytes) -> list[int]
 
 
 def _num_unfinished(text: bytes) -> int:
-    """Bytes at the end that begin a character."""
+    """Return the number of bytes of an incomplete UTF-8 character at the end of `text`."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(text)
     return len(decoder.getstate()[0])

@@ -1,10 +1,10 @@
-"""Which tokens a draft and a target have in common: those of the same bytes, and special tokens of the same role.
+"""Map a draft's tokens to a target's: tokens with the same bytes, and special tokens with the same role.
 
     draft token ── bytes ──▶ target token        " the": `Ġthe` 273 ──▶ `▁the` 506
 
-Several draft tokens of the same bytes are one target token, whose probability is their sum. Of several target tokens of
-the same bytes the target's own tokenizer takes one; it alone is drafted. Not here: distributions
-(`draft_service.cross_vocabulary_drafting`), text whose tokens are not in common (`retokenizer`). Loads no torch.
+Several draft tokens with the same bytes map to one target token, whose probability is their sum. Of several target
+tokens with the same bytes, only the one that the target's tokenizer produces is drafted. `retokenizer` translates text
+whose tokens have no counterpart. Used by `draft_service.cross_vocabulary_drafting`. Loads no torch.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from specdec.errors import VocabularyMismatch
 
 @dataclass(frozen=True, slots=True)
 class TokenMap:
-    """From a draft's tokens to a target's. Ids without a counterpart are -1."""
+    """Map between a draft's tokens and a target's, in both directions. -1 stands for "no counterpart"."""
 
     target_of: NDArray[np.int64]
-    """int64 [draft vocabulary]."""
+    """int64 [draft vocabulary]: target token of each draft token."""
     draft_vocab_of: NDArray[np.int64]
-    """int64 [target vocabulary]: the draft token that stands for a target token."""
+    """int64 [target vocabulary]: draft token of each target token."""
 
     def of_model(self, num_tokens: int, own_end_ids: Collection[int], target_end_id: int | None) -> TokenMap:
-        """The map for a model that its tokenizer does not tell everything of.
+        """Return the map restricted to a draft model's vocabulary, with the model's end tokens added.
 
         Args:
-            num_tokens: that the model has.
-            own_end_ids: with which it ends a text; without a counterpart of their own they are the target's end.
-            target_end_id: that one; None where there is none.
+            num_tokens: vocabulary size of the draft model, which may be smaller than its tokenizer's.
+            own_end_ids: end tokens of the draft model. Those without a counterpart are mapped to `target_end_id`.
+            target_end_id: end token of the target; None if it has none.
         """
         target_of = self.target_of[:num_tokens].copy()
         draft_vocab_of = np.where(self.draft_vocab_of < num_tokens, self.draft_vocab_of, -1)
@@ -50,12 +50,12 @@ class TokenMap:
             target_of[ends] = target_end_id
             if draft_vocab_of[target_end_id] < 0:
                 draft_vocab_of[target_end_id] = ends[0]
-        target_of[(target_of >= 0) & (draft_vocab_of[target_of] < 0)] = -1  # what is drafted must be read next
+        target_of[(target_of >= 0) & (draft_vocab_of[target_of] < 0)] = -1  # a drafted token must be readable as input
         return TokenMap(target_of, draft_vocab_of)
 
     @property
     def num_shared(self) -> int:
-        """Draft tokens with a counterpart."""
+        """Number of draft tokens that have a counterpart."""
         return int(np.count_nonzero(self.target_of >= 0))
 
 
@@ -65,16 +65,16 @@ def map_tokens(
     target: PreTrainedTokenizerFast,
     target_pieces: PieceEncoder,
 ) -> TokenMap:
-    """Maps a draft's tokens to a target's.
+    """Return the map from a draft's tokens to a target's.
 
     Args:
-        draft: its tokenizer.
-        draft_pieces: of that.
-        target: its tokenizer.
-        target_pieces: of that.
+        draft: the draft's tokenizer.
+        draft_pieces: its encoder.
+        target: the target's tokenizer.
+        target_pieces: its encoder.
 
     Raises:
-        VocabularyMismatch: not one token is in common.
+        VocabularyMismatch: no token has the same bytes in both vocabularies.
     """
     target_of = np.full(len(draft_pieces.token_bytes), -1, dtype=np.int64)
     draft_vocab_of = np.full(len(target_pieces.token_bytes), -1, dtype=np.int64)
@@ -95,7 +95,7 @@ def map_tokens(
 
 
 def _by_bytes(pieces: PieceEncoder) -> dict[bytes, list[int]]:
-    """Ids of each string of bytes, ascending."""
+    """Return the token ids of each byte string, in ascending order."""
     by_bytes: dict[bytes, list[int]] = defaultdict(list)
     for token_id, piece in enumerate(pieces.token_bytes):
         if piece:
@@ -104,7 +104,7 @@ def _by_bytes(pieces: PieceEncoder) -> dict[bytes, list[int]]:
 
 
 def _preferred(token_ids: list[int], piece: bytes, pieces: PieceEncoder) -> int:
-    """Of tokens of the same bytes, the one that the tokenizer makes of these; else the first."""
+    """Return which of several tokens with the same bytes the tokenizer produces for them; the first if none."""
     if len(token_ids) == 1:
         return token_ids[0]
     encoded = pieces.encode(piece)
@@ -117,7 +117,10 @@ def _map_roles(
     target_of: NDArray[np.int64],
     draft_vocab_of: NDArray[np.int64],
 ) -> None:
-    """Maps special tokens that both have by name, and what ends a text; what begins or fills one is never drafted."""
+    """Map special tokens with equal names, and the end-of-sequence tokens to each other.
+
+    Begin-of-sequence and padding tokens are mapped from target to draft only, so that they are never drafted.
+    """
     never = {token for tokenizer in (draft, target) for token in (tokenizer.bos_token, tokenizer.pad_token)}
     named = _special_tokens(draft)
     for token, target_id in _special_tokens(target).items():

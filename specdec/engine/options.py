@@ -49,7 +49,7 @@ Agreement = Callable[[bool], bool]
 
 @dataclass(frozen=True, slots=True)
 class CompileOptions:
-    """Ways of running a service's steps."""
+    """Options of the way in which a service runs its steps."""
 
     backend: str = AUTO
     """A name that `require_backend` accepts."""

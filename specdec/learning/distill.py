@@ -1,6 +1,6 @@
-"""From a learning log and a draft to a new version of the draft, or to none where it learned nothing.
+"""Train a draft on a learning log and write the new version, unless the draft learned nothing.
 
-Not here: the command line (`specdec.cli.distill`), how the new version gets requests. torch is imported with it.
+Called by `specdec.cli.distill`; importing this module imports torch.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ _MAX_STEP_LOGITS = 1 << 27
 
 @dataclass(frozen=True, slots=True)
 class Distillation:
-    """What is to become of what."""
+    """Inputs and output of one distillation."""
 
     log: Path
     """Folder of the logs of all tenants."""
     tenant: str
     draft: str
-    """What to begin with: directory or hub id of a draft model, or a local draft as `--local-draft` names it."""
+    """Draft to begin with: directory or hub id of a draft model, or a local draft as `--local-draft` names it."""
     out: Path
     """Directory of the new version."""
     target_fingerprint: str
-    """Of the model whose words count; "": of the only one in the log."""
+    """Fingerprint of the target whose text is learned; "" for the only one in the log."""
     plan: TrainingPlan
     target_model: str = ""
     """Directory or hub id of the target, for a local draft; "" for a draft model."""
 
 
 class _Draft(Protocol):
-    """What is trained, and how it is stored."""
+    """A draft that is trained, with the way to store it."""
 
     fingerprint: str
-    """Of what it begins with."""
+    """Fingerprint of the draft to begin with."""
 
     @property
     def learner(self) -> Learner: ...
@@ -120,7 +120,7 @@ class _Model:
 
 
 class _LocalDraft:
-    """What a target drafts with by itself."""
+    """A local draft of a target."""
 
     def __init__(self, spec: LocalDraftSpec, target_model: str, num_tokens: int) -> None:
         self._spec = spec

@@ -1,10 +1,12 @@
-"""A head that learns: Medusa or EAGLE-3, through the code that serves it (`specdec.engine.heads`).
+"""Train a Medusa or EAGLE-3 head through the code that serves it (`specdec.engine.heads`).
 
-All positions of a row draft at once. At depth 0 each runs its token with the feature of the position before, as the
-first draft step of a round would; at depth i with what depth i - 1 gave for the position before, and sees keys of the
-target's features up to i positions back, and of its own from there on: what the i-th draft token of a round begun there
-would see. (EAGLE-3's "training-time test", arXiv:2503.01840.) So formats, vocabularies and arithmetic are served as
-they were trained. Not here: the paged cache of a service (`engine.heads.paged_head`). Called by `distill`.
+Formats, vocabularies and arithmetic are therefore the same in training and in service. All positions of a row draft at
+once. At depth 0 each position runs its token with the target's feature of the previous position, as the first draft
+step of a round does. At depth i it runs with what depth i - 1 computed for the previous position. It attends to keys
+made from the target's features up to i positions back and, after those, to the keys of earlier depths, which is what
+draft token i of a round that starts there would see. (EAGLE-3's "training-time test", arXiv:2503.01840.)
+
+In service, `engine.heads.paged_head` provides the attention over a paged cache instead. Called by `distill`.
 """
 
 from __future__ import annotations
@@ -28,36 +30,36 @@ from specdec.engine.model.early_exit import decoder_layers
 from specdec.learning.learner import Learner, width_of
 from specdec.learning.samples import ROW_TOKENS, Batch
 
-#: Depths that a head learns which attends; one that does not learns all that it has heads for.
+#: Number of draft depths that a head with attention is trained for. A head without attention trains every depth it has.
 MAX_DEPTHS = 3
 
-#: Nobody sees this score beside another.
+#: Score of a masked key: its weight is 0 in a softmax with any other key.
 _HIDDEN = -1e9
 
 
 class Head(Learner):
-    """Implements `learner.Learner`."""
+    """A head in training. Implements `learner.Learner`."""
 
     def __init__(self, kind: str, file: HeadFile, target: PreTrainedModel, vocabulary_size: int) -> None:
-        """Begins with the head of a file.
+        """Start from the head that a file holds.
 
         Args:
             kind: medusa or eagle3.
-            file: with it.
-            target: in float32; it does not move.
-            vocabulary_size: of its tokens.
+            file: file with the head.
+            target: target model in float32; it is not trained.
+            vocabulary_size: vocabulary size of the target.
 
         Raises:
-            InvalidRequest: it does not fit the target.
+            InvalidRequest: the head does not fit the target.
         """
         self._kind, self._target, self._path = kind, target, file.path
         self.fingerprint = file.fingerprint()
-        """Of what it begins with."""
+        """Fingerprint of the head before training."""
         self.config = file.config
-        """What stands beside its tensors; {} where nothing does."""
+        """Configuration that is stored beside the tensors; {} if there is none."""
         self.width = width_of(target)
         self._parts = replace(target_parts(target, vocabulary_size, ROW_TOKENS), project=_LearnedProjection)
-        # Whether it is one, and of finite numbers: once, before they move.
+        # Building the head once from the file's tensors checks that they form a valid head with finite values.
         head = head_of_file(kind, HeadFile(file.path, file.config, dict(file.tensors)), self._parts)
         self._num_depths = MAX_DEPTHS if head.kv_layers else head.max_draft_tokens
         self._tensors = {name: _learned(name, tensor) for name, tensor in file.tensors.items()}
@@ -69,14 +71,14 @@ class Head(Learner):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """As it is stored: by name, in the numbers that each came in."""
+        """Tensors of the head by name, each in the dtype it was stored in."""
         return {name: tensor.detach().to(self._stored_as[name]) for name, tensor in self._tensors.items()}
 
     def depths(self, batch: Batch) -> Iterator[tuple[torch.Tensor, Batch]]:
         """See `Learner.depths`."""
         token_ids = torch.from_numpy(batch.token_ids)  # [B, T]
         head, rows = self._made(), _Rows(*token_ids.shape)
-        if self._seen[0] is not batch.token_ids:  # what the target makes of them does not change
+        if self._seen[0] is not batch.token_ids:  # the target's outputs are cached: they do not change in training
             self._seen = batch.token_ids, self._hidden(token_ids, head.feature_layers)
         features = head.features(self._seen[1])  # [B * T, F]
         attention = _Attention(head, rows)
@@ -91,12 +93,12 @@ class Head(Learner):
                 previous = rows.moved(draft.features, 1)
 
     def _made(self) -> DraftHead:
-        """The head of the numbers as they are now."""
+        """Build the head from the current values of the parameters."""
         return head_of_file(self._kind, _LearnedFile(self._path, self.config, dict(self._tensors)), self._parts)
 
     @torch.no_grad()
     def _hidden(self, token_ids: torch.Tensor, layers: Sequence[int]) -> list[torch.Tensor]:
-        """The outputs of the target's layers, [B * T, H] each."""
+        """Return the outputs of the given target layers, [B * T, H] each."""
         outputs: list[torch.Tensor] = []
 
         def note(_module: nn.Module, _inputs: object, output: Any) -> None:
@@ -110,7 +112,7 @@ class Head(Learner):
 
 
 class _LearnedFile(HeadFile):
-    """Tensors that move; whether they are finite was looked at before they did."""
+    """The tensors of a head in training. They are not checked for finite values again, unlike those of a file."""
 
     def weight(self, target: TargetParts, name: str, *shape: int | None) -> torch.Tensor:
         return self.take(name, *shape)
@@ -120,20 +122,20 @@ class _LearnedFile(HeadFile):
 
 
 class _Rows:
-    """B rows of T positions, one after the other."""
+    """Shape of B rows of T positions that are stored one after the other."""
 
     def __init__(self, num_rows: int, width: int) -> None:
         self.shape = num_rows, width
         self.positions = torch.arange(width).repeat(num_rows)  # [B * T]
 
     def moved(self, numbers: torch.Tensor, count: int) -> torch.Tensor:
-        """[B * T, F]: those of the position so many places before; zeros where there is none."""
+        """Shift values by `count` positions within each row and fill the start with zeros.  [B * T, F] -> [B * T, F]"""
         apart = numbers.unflatten(0, self.shape)
         return torch.cat((torch.zeros_like(apart[:, :count]), apart[:, :-count]), dim=1).flatten(0, 1)
 
 
 class _Attention:
-    """What all positions see, depth after depth. Keys and values of earlier depths are kept."""
+    """Attention of all positions at each depth. Keys and values of earlier depths are kept."""
 
     def __init__(self, head: DraftHead, rows: _Rows) -> None:
         self._shapes = [shape for shape, _ in head.kv_layers]
@@ -141,7 +143,7 @@ class _Attention:
         self._kept: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self._shapes]
 
     def at(self, depth: int) -> Attend:
-        """See `engine.heads.base.Attend`."""
+        """Return the attention function of one depth; see `engine.heads.base.Attend`."""
 
         def attend(layer: int, query: torch.Tensor, kv_rows: torch.Tensor, scale: float) -> torch.Tensor:
             shape, kept = self._shapes[layer], self._kept[layer]
@@ -159,14 +161,18 @@ class _Attention:
         return attend
 
     def _by_head(self, part: torch.Tensor) -> torch.Tensor:
-        """[B * T, heads, dim] -> [B, heads, T, dim]"""
+        """Rearrange by rows and heads: [B * T, heads, dim] -> [B, heads, T, dim]."""
         apart: torch.Tensor = part.unflatten(0, self._rows.shape).transpose(1, 2)
         return apart
 
     def _attended(
         self, query: torch.Tensor, kept: Sequence[tuple[torch.Tensor, torch.Tensor]], depth: int, scale: float
     ) -> torch.Tensor:
-        """Position t sees what depth 0 left up to t - `depth`, and of each later depth d that of t - `depth` + d."""
+        """Attend from every position.  -> [B, heads, T, dim]
+
+        Position t sees the depth-0 keys up to position t - `depth`, and of each later depth d the key of position
+        t - `depth` + d.
+        """
         keys, values = kept[0]
         if depth == 0:
             first: torch.Tensor = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
@@ -183,7 +189,7 @@ class _Attention:
 
 
 class _LearnedProjection(Projection):
-    """A product that gradients go through: the weight as it is, laid out for nothing."""
+    """A projection that gradients pass through. It uses the weight as it is, without a layout for fast kernels."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         nn.Module.__init__(self)
@@ -202,7 +208,11 @@ class _LearnedProjection(Projection):
 
 
 def _learned(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that may move. Maps of tokens are no numbers, and a table of embeddings stays what the target reads."""
+    """Return a trainable float32 copy of a tensor.
+
+    Integer tensors (token maps) are returned unchanged. The embedding table is copied without gradients, because it
+    must stay equal to the target's.
+    """
     if not tensor.is_floating_point():
         return tensor
     return tensor.float().clone().requires_grad_(not name.endswith("embed_tokens.weight"))

@@ -1,11 +1,11 @@
-"""What is trained: the numbers that may move, and the logits that they give.
+"""The kinds of drafts that can be trained: each has trainable parameters and computes logits from them.
 
     a draft model              its own forward pass
-    an early exit's adapter    behind the target's first layers
+    an early-exit adapter      after the target's first layers
     a head                     `heads`
 
-What drafts in the target learns from what the target's layers compute; the target is beside it and does not move. Not
-here: the loss (`distillation`), the steps (`training`), files (`version`).
+Adapters and heads draft inside the target and learn from the outputs of its layers. The target itself is not trained.
+`training` runs the steps with the loss of `distillation`; `version` stores the result.
 """
 
 from __future__ import annotations
@@ -25,29 +25,35 @@ from specdec.settings.draft_specs import LocalDraftSpec
 
 
 class Learner(Protocol):
-    """One draft that is being trained."""
+    """A draft in training."""
 
     parameters: Sequence[torch.Tensor]
-    """What moves, in float32."""
+    """Trainable tensors, in float32."""
     dtypes: Sequence[torch.dtype]
-    """That each of them is stored in."""
+    """Dtype in which each parameter is stored."""
     width: int
-    """Of its hidden state."""
+    """Size of the hidden state."""
 
     def depths(self, batch: Batch) -> Iterator[tuple[torch.Tensor, Batch]]:
-        """What it says at the places of a batch, by how many draft tokens stand before: none, one, ...
+        """Compute the draft's logits at the places of a batch, for one draft depth after the other.
+
+        The depth is the number of draft tokens of the same round before the place: 0, 1, ...
 
         Yields:
-            float32 [M, V] logits, and the part of the batch with the M places that they are of.
+            Logits, float32 [M, V], and the part of the batch that has these M places.
         """
         ...
 
 
 class DraftModel(Learner):
-    """A causal language model of Transformers. A draft token is a token like any other, so there is one depth."""
+    """A causal language model of transformers. It treats draft tokens like all others, so it has one depth."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        """`model`: in float32, without dropout. `dtype`: that it is stored in."""
+        """
+        Args:
+            model: the draft model in float32, without dropout.
+            dtype: dtype in which it is stored.
+        """
         self.model = model
         self.parameters = list(model.parameters())
         self.dtypes = [dtype] * len(self.parameters)
@@ -59,18 +65,18 @@ class DraftModel(Learner):
 
 
 class ExitAdapter(Learner):
-    """The map between a target's norm and head, after its first layers; every draft token is made in the same way."""
+    """A linear map after the target's first layers, between its final norm and its head. It has one draft depth."""
 
     def __init__(self, spec: LocalDraftSpec, target: PreTrainedModel, vocabulary_size: int) -> None:
-        """Begins with the adapter that `spec` names, or with one that changes nothing.
+        """Start from the adapter that `spec` names, or from the identity.
 
         Args:
-            spec: of an early exit.
-            target: in float32.
-            vocabulary_size: of its tokens.
+            spec: specification of an early exit.
+            target: target model in float32.
+            vocabulary_size: vocabulary size of the target.
 
         Raises:
-            InvalidRequest: as `load_early_exit`.
+            InvalidRequest: see `load_early_exit`.
             Unsupported: the target's layers are not one list of modules.
         """
         stored = load_early_exit(spec, target).adapter
@@ -78,11 +84,11 @@ class ExitAdapter(Learner):
         weight = torch.eye(self.width) if stored is None else stored.weight.clone()
         bias = torch.zeros(self.width) if stored is None else stored.bias.clone()
         self.tensors = {"weight": weight.requires_grad_(), "bias": bias.requires_grad_()}
-        """By the names that they are stored under."""
+        """The adapter's tensors, by the names they are stored under."""
         self.parameters = list(self.tensors.values())
         self.dtypes = [torch.float32] * len(self.parameters)
         self.fingerprint = HeadFile(Path(spec.path), {}, self.tensors).fingerprint()
-        """Of what it begins with."""
+        """Fingerprint of the adapter before training."""
         self._model = shortened(target, EarlyExit(spec.num_layers, Adapter(weight, bias)))
         self._vocabulary_size = vocabulary_size
 
@@ -92,11 +98,11 @@ class ExitAdapter(Learner):
 
 
 def width_of(model: PreTrainedModel) -> int:
-    """Of a model's embeddings."""
+    """Return the size of a model's token embeddings."""
     return cast(nn.Embedding, model.get_input_embeddings()).weight.shape[1]
 
 
 def _at_places(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    """One forward pass: [M, rows of the head] float32."""
+    """Run one forward pass and return the logits at the places of a batch.  -> float32 [M, rows of the LM head]"""
     logits: torch.Tensor = model(input_ids=torch.from_numpy(batch.token_ids), use_cache=False).logits  # [B, T, V]
     return logits.flatten(0, 1)[torch.from_numpy(batch.places)].float()

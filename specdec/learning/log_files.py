@@ -1,11 +1,11 @@
-"""The learning log's files: what the target said of users' text, for drafts to be trained on.
+"""Read and write the files of the learning log: the target's distributions on users' text, used to train drafts.
 
-A segment is one safetensors file: the tokens of some turns, one after the other, and of each output token the target's
-distribution as its round learned it: the likeliest entries, as shares of 2^31; what is missing to 2^31 is the rest. No
-segment is a pickle, and none is believed before all of it is checked: whoever can write here could train a draft.
+A segment is one safetensors file. It holds the tokens of several turns, one after the other, and for each output token
+the target's distribution as its round recorded it: the top entries, with integer weights out of 2^31. The weight
+missing to 2^31 is the tail mass. A process that can write to the log can influence a trained draft, so segments are
+never pickles, and the reader checks every value before it returns any.
 
-Not here: who writes them and how long they are kept (`coordinator.learning`), what is made of them
-(`specdec.learning`).
+`coordinator.learning` writes and deletes segments; `samples` reads them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from specdec.types import WEIGHT_TOTAL, TokenIds
 
 SUFFIX = ".safetensors"
 
-#: Entries of a distribution that are kept: what lies beyond the likeliest ones is the rest.
+#: Maximum number of top entries that are kept of a distribution. Other tokens go into the tail mass.
 MAX_ENTRIES = 64
 
-#: A segment is no longer than this, whoever wrote it.
+#: Maximum size of a segment. Larger files are refused without being read.
 MAX_SEGMENT_BYTES = 64 << 20
 
 _FORMAT = "specdec-learning-log"
@@ -44,46 +44,46 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class LogFacts:
-    """Whose words a segment holds."""
+    """The target model and the vocabulary of a segment."""
 
     target_fingerprint: str
-    """Of the model that said them."""
+    """Fingerprint of the target that computed the distributions."""
     vocabulary_fingerprint: str
     vocabulary_size: int
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedTurn:
-    """A part of a session, of whose end the target's distributions are known."""
+    """A part of a session with the target's distributions of the tokens at its end."""
 
     session: int
-    """A hash of the session's id: turns of one session have the same."""
+    """Hash of the session's id; equal for all turns of a session."""
     temperature: float
-    """That the distributions were made with; 0: greedy."""
+    """Temperature of the distributions; 0: greedy."""
     token_ids: TokenIds
-    """uint32 [N], what came before included."""
+    """uint32 [N]: tokens of the turn, with the context before it."""
     start: int
-    """Index of the first token whose distribution is known; below N."""
+    """Index of the first token whose distribution is known; less than N."""
     num_entries: NDArray[np.uint8]
-    """uint8 [N - start], at most `MAX_ENTRIES`."""
+    """uint8 [N - start]: number of entries of each distribution, at most `MAX_ENTRIES`."""
     entry_ids: TokenIds
-    """uint32 [sum of num_entries], those of one token different."""
+    """uint32 [sum of num_entries]: token ids of the entries, distinct within a distribution."""
     entry_weights: NDArray[np.uint32]
-    """uint32 beside the ids, above 0; those of one token sum to 2^31 at most."""
+    """uint32 [sum of num_entries]: weights of the entries, above 0 and at most 2^31 in total per distribution."""
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes in memory and in a file."""
+        """Approximate size in memory and in a file."""
         return 4 * len(self.token_ids) + 8 * len(self.entry_ids) + len(self.num_entries)
 
 
 def tenant_folder(log: Path, tenant: str) -> Path:
-    """Where a tenant's segments lie: a folder for each, whose name no tenant can turn into another place."""
+    """Return the folder of a tenant's segments. The tenant's name is checked, so it cannot lead to another folder."""
     return log / f"tenant-{check_tenant(tenant)}"
 
 
 def encode_segment(facts: LogFacts, turns: Sequence[LoggedTurn]) -> bytes:
-    """A segment's file; `turns` are one at least."""
+    """Return the content of a segment's file; `turns` must not be empty."""
     tensors = {
         "token_ids": np.concatenate([turn.token_ids for turn in turns]),
         "num_tokens": [len(turn.token_ids) for turn in turns],
@@ -105,24 +105,24 @@ def encode_segment(facts: LogFacts, turns: Sequence[LoggedTurn]) -> bytes:
 
 
 def read_segment(path: Path) -> tuple[LogFacts, list[LoggedTurn]]:
-    """Reads one segment.
+    """Read one segment.
 
     Raises:
-        InvalidRequest: it is none, is damaged, or says what cannot be; the message names the file.
-        FileNotFoundError: it is gone: its time was over.
+        InvalidRequest: the file is not a segment, is damaged or has impossible values. The message names the file.
+        FileNotFoundError: the segment was deleted because it expired.
     """
     if path.stat().st_size > MAX_SEGMENT_BYTES:
-        raise InvalidRequest(f"{path} is no segment of a learning log: it has more than {MAX_SEGMENT_BYTES} bytes")
+        raise InvalidRequest(f"{path} is not a learning log segment: it has more than {MAX_SEGMENT_BYTES} bytes")
     try:
         metadata, tensors = _read_tensors(path)
         facts = _facts(metadata)
         return facts, _turns(tensors, facts.vocabulary_size)
     except _Refused as refused:
-        raise InvalidRequest(f"{path} is no segment of a learning log: {refused}") from None
+        raise InvalidRequest(f"{path} is not a learning log segment: {refused}") from None
 
 
 class _Refused(Exception):
-    """Why a file is not believed."""
+    """Reason for which a file is refused."""
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
@@ -132,7 +132,7 @@ def _read_tensors(path: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
             if set(file.keys()) != set(_DTYPES):
-                raise _Refused("other arrays are in it")
+                raise _Refused("its arrays are not those of the format")
             tensors = {name: file.get_tensor(name) for name in _DTYPES}
     except FileNotFoundError:
         raise
@@ -140,7 +140,7 @@ def _read_tensors(path: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
         raise _Refused(str(error).splitlines()[0][:200] if str(error) else type(error).__name__) from None
     for name, tensor in tensors.items():
         if tensor.ndim != 1 or tensor.dtype != _DTYPES[name]:
-            raise _Refused(f"{name} is not one row of {_DTYPES[name]}")
+            raise _Refused(f"{name} is not a one-dimensional array of {_DTYPES[name]}")
     return metadata, tensors
 
 
@@ -149,7 +149,7 @@ def _facts(metadata: dict[str, str]) -> LogFacts:
         raise _Refused(f"it is not of format {_FORMAT} {_VERSION}")
     size = metadata.get("vocabulary_size", "")
     if not (size.isascii() and size.isdigit() and len(size) < 10 and int(size)):
-        raise _Refused("it names no vocabulary size")
+        raise _Refused("its vocabulary size is missing or invalid")
     return LogFacts(metadata.get("target_fingerprint", ""), metadata.get("vocabulary_fingerprint", ""), int(size))
 
 
@@ -159,24 +159,24 @@ def _turns(tensors: dict[str, NDArray[Any]], vocabulary_size: int) -> list[Logge
     num_entries = tensors["num_entries"].astype(np.int64)
     ids, weights = tensors["entry_ids"], tensors["entry_weights"].astype(np.int64)
     if not len(counts) or any(len(tensors[name]) != len(counts) for name in ("starts", "sessions", "temperatures")):
-        raise _Refused("its arrays do not fit together")
+        raise _Refused("its arrays of turns differ in length")
     if num_known.min() < 1 or starts.min() < 1 or counts.sum() != len(tensors["token_ids"]):
-        raise _Refused("its turns do not fit its tokens")
+        raise _Refused("its turns do not match its tokens")
     if num_known.sum() != len(num_entries) or num_entries.sum() != len(ids) or len(ids) != len(weights):
-        raise _Refused("its distributions do not fit its turns")
+        raise _Refused("its distributions do not match its turns")
     if max(int(np.max(tensors[name], initial=0)) for name in ("token_ids", "entry_ids")) >= vocabulary_size:
-        raise _Refused(f"a token is beyond its vocabulary of {vocabulary_size}")
+        raise _Refused(f"a token id is outside its vocabulary of {vocabulary_size}")
     if num_entries.max() > MAX_ENTRIES or (weights < 1).any():
-        raise _Refused("a distribution is none")
+        raise _Refused("a distribution has too many entries or an entry of weight 0")
     ends = np.concatenate([[0], np.cumsum(num_entries)])
     totals = np.concatenate([[0], np.cumsum(weights)])
     if (totals[ends[1:]] - totals[ends[:-1]]).max() > WEIGHT_TOTAL:
-        raise _Refused("a distribution is more than 1")
+        raise _Refused("a distribution sums to more than 1")
     position_of = np.repeat(np.arange(len(num_entries)), num_entries)
     if len(np.unique(position_of * vocabulary_size + ids.astype(np.int64))) != len(ids):
         raise _Refused("a distribution names a token twice")
     if not all(math.isfinite(value) and 0.0 <= value <= 100.0 for value in tensors["temperatures"].tolist()):
-        raise _Refused("a temperature is none")
+        raise _Refused("a temperature is not a number from 0 to 100")
     return _divide(tensors, counts, starts, ends)
 
 

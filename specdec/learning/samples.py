@@ -1,7 +1,7 @@
-"""What a draft is trained on: a tenant's learning log as rows of tokens with the target's distributions, in batches.
+"""Turn a tenant's learning log into batches of token rows with the target's distributions, to train a draft on.
 
-Some sessions are held out, all turns of one or none; which they are stays as the log grows. Not here: files
-(`specdec.learning.log_files`), the loss (`distillation`). numpy alone.
+Some sessions are held out for evaluation, always with all of their turns. The choice of a session does not change as
+the log grows. `log_files` reads the files; `training` and `distillation` use the batches. Uses numpy only.
 """
 
 from __future__ import annotations
@@ -18,58 +18,58 @@ from specdec.errors import InvalidRequest, VocabularyMismatch
 from specdec.learning.log_files import SUFFIX, LogFacts, LoggedTurn, read_segment, tenant_folder
 from specdec.types import WEIGHT_TOTAL, TokenIds
 
-#: Tokens of a row, and of those at its end whose distributions are learned: the others are what came before.
+#: Maximum number of tokens in a row, and of those at its end whose distributions are learned. The others are context.
 ROW_TOKENS = 512
 LEARNED_TOKENS = 384
 
-#: One session in so many is held out.
+#: About one session in this number is held out.
 HELD_OUT_OF = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Tokens and, of the last M of them, the target's distributions, as they were logged."""
+    """N tokens and the target's logged distributions of the last M of them."""
 
     token_ids: TokenIds
     """[N], N at most `ROW_TOKENS`."""
     temperature: float
     num_entries: NDArray[np.uint8]
-    """[M]"""
+    """[M]: number of entries of each distribution."""
     entry_ids: TokenIds
-    """[sum of num_entries]"""
+    """[sum of num_entries]: token ids of the entries."""
     entry_weights: NDArray[np.uint32]
-    """Beside the ids."""
+    """[sum of num_entries]: weights of the entries."""
 
     @property
     def num_learned(self) -> int:
-        """M"""
+        """Number M of tokens with a distribution."""
         return len(self.num_entries)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows side by side."""
+    """B rows of T tokens, and the M distributions that are learned from them."""
 
     token_ids: NDArray[np.int64]
-    """[B, T], filled up with 0 at the end."""
+    """[B, T], padded with 0 at the end of a row."""
     places: NDArray[np.int64]
-    """[M]: index in [B * T] of the token before each one that is learned."""
+    """[M]: index in [B * T] of the token before each learned one."""
     temperatures: NDArray[np.float32]
     """[M]; 0: greedy."""
     entry_ids: NDArray[np.int64]
-    """[M, K]"""
+    """[M, K]: token ids of the entries, padded with 0."""
     shares: NDArray[np.float32]
-    """[M, K]"""
+    """[M, K]: probabilities of the entries, padded with 0."""
 
     def beyond(self, position: int) -> Batch:
-        """The same tokens, and of the places those further on in their rows than `position`."""
+        """Return a batch with the same tokens and only the places that are after `position` in their rows."""
         kept = self.places % self.token_ids.shape[1] > position
         columns = (self.places, self.temperatures, self.entry_ids, self.shares)
         return Batch(self.token_ids, *(column[kept] for column in columns))
 
 
 class Samples:
-    """The rows of a tenant's log, as far as it has been read."""
+    """The rows of a tenant's log that have been read so far."""
 
     def __init__(
         self, log: Path, tenant: str, vocabulary_fingerprint: str, num_tokens: int, target_fingerprint: str = ""
@@ -77,15 +77,15 @@ class Samples:
         """
         Args:
             log: folder of the logs of all tenants.
-            tenant: whose log is read.
-            vocabulary_fingerprint: of what is to learn.
-            num_tokens: that it has words for.
-            target_fingerprint: of the model whose words count; "" for the only one there is.
+            tenant: tenant whose log is read.
+            vocabulary_fingerprint: fingerprint of the draft's vocabulary.
+            num_tokens: vocabulary size of the draft.
+            target_fingerprint: target whose turns are used; "" if the log has turns of one target only.
 
         Raises:
-            InvalidRequest: there is no log; or nothing of that model in it; or words of several models, and none is
-                named; or of one session alone; or a segment is damaged.
-            VocabularyMismatch: the log's tokens are others.
+            InvalidRequest: the log does not exist or has no turns of that target; it has turns of several targets and
+                none is named; it has turns of one session only; or a segment is damaged.
+            VocabularyMismatch: the log has another vocabulary than the draft.
         """
         self._folder = tenant_folder(log, tenant)
         self._vocabulary, self._num_tokens = vocabulary_fingerprint, num_tokens
@@ -94,22 +94,25 @@ class Samples:
         self.learned: list[Row] = []
         self.held_out: list[Row] = []
         if not self._folder.is_dir():
-            raise InvalidRequest(f"--log: there is no learning log in {self._folder}", field="log")
+            raise InvalidRequest(f"--log: found no learning log in {self._folder}", field="log")
         found = self._read_new()
         self.target_fingerprint = self._target_of({facts.target_fingerprint for facts, _ in found})
         turns = self._of_target(found)
         sessions = sorted({turn.session for turn in turns})
         if len(sessions) < 2:
-            raise InvalidRequest(f"--log: {self._folder} holds one session alone: none can be held out", field="log")
+            raise InvalidRequest(
+                f"--log: {self._folder} has turns of only one session; at least two are needed, to hold one out",
+                field="log",
+            )
         self._held_out_up_to = sessions[(len(sessions) - 1) // HELD_OUT_OF]
         self._add(turns)
 
     def read_on(self) -> None:
-        """Takes in what the target has said since. Raises as the constructor where a segment is no good."""
+        """Add the segments that were written since the last call. Raise as the constructor for an unusable segment."""
         self._add(self._of_target(self._read_new()))
 
     def batches(self, batch_tokens: int, dice: np.random.Generator) -> Iterator[Batch]:
-        """One pass over what is learned, in another order each time."""
+        """Yield one pass over the training rows in batches, in a new random order each time."""
         return batches_of([self.learned[index] for index in dice.permutation(len(self.learned))], batch_tokens)
 
     def _add(self, turns: Sequence[LoggedTurn]) -> None:
@@ -121,21 +124,23 @@ class Samples:
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):
             if path.name not in self._seen:
                 self._seen.add(path.name)
-                with contextlib.suppress(FileNotFoundError):  # its time was over
+                with contextlib.suppress(FileNotFoundError):  # the segment expired
                     found.append(read_segment(path))
         return found
 
     def _target_of(self, there_are: Collection[str]) -> str:
-        """The target whose words count, of those that are in the log."""
+        """Return the target whose turns are used, from the targets that are in the log."""
         named, told = self.target_fingerprint, " and ".join(sorted(there_are))
         if not there_are:
             raise InvalidRequest(f"--log: the learning log in {self._folder} is empty", field="log")
         if named and named not in there_are:
             raise InvalidRequest(
-                f"--target: {self._folder} holds nothing of target {named}, but of {told}", field="target"
+                f"--target: {self._folder} has no turns of target {named}, only of {told}", field="target"
             )
         if not named and len(there_are) > 1:
-            raise InvalidRequest(f"--log: {self._folder} holds words of {told}: name one by --target", field="target")
+            raise InvalidRequest(
+                f"--log: {self._folder} has turns of several targets, {told}: choose one with --target", field="target"
+            )
         return named or next(iter(there_are))
 
     def _of_target(self, found: Sequence[tuple[LogFacts, list[LoggedTurn]]]) -> list[LoggedTurn]:
@@ -143,12 +148,12 @@ class Samples:
         for facts, _ in own:
             if facts.vocabulary_fingerprint != self._vocabulary:
                 raise VocabularyMismatch(
-                    f"--log: its tokens are of vocabulary {facts.vocabulary_fingerprint}, those of what is to learn "
-                    f"from it of {self._vocabulary}"
+                    f"--log: its vocabulary has fingerprint {facts.vocabulary_fingerprint}, that of the draft to "
+                    f"train {self._vocabulary}"
                 )
             if facts.vocabulary_size > self._num_tokens:
                 raise InvalidRequest(
-                    f"--log: {self._folder} speaks of {facts.vocabulary_size} tokens, and its vocabulary has "
+                    f"--log: {self._folder} has a vocabulary of {facts.vocabulary_size} tokens, that of the draft has "
                     f"{self._num_tokens}",
                     field="log",
                 )
@@ -156,7 +161,7 @@ class Samples:
 
 
 def batches_of(rows: Sequence[Row], batch_tokens: int) -> Iterator[Batch]:
-    """The rows in their order, in batches of so many tokens at most, what fills them up included; one row at least."""
+    """Yield the rows in order, in batches of at most `batch_tokens` tokens with padding, but at least one row."""
     waiting: list[Row] = []
     for row in rows:
         longest = max(len(each.token_ids) for each in (*waiting, row))

@@ -1,7 +1,7 @@
-"""What is trained on, as it is stored, and the new version that becomes of it.
+"""Load a model for training and store the trained one as a new version.
 
-A new version appears whole or not at all, beside the old one, with a file that says where it comes from. Not here: the
-training. Called by `distill`.
+A new version appears whole or not at all, in a directory of its own, with a file that records its provenance. Called
+by `distill`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from transformers.utils import logging as transformers_logging
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.errors import InvalidRequest, Unsupported
 
-#: Beside the new version's weights.
+#: Name of the provenance file beside the new version's weights.
 PROVENANCE = "distilled.json"
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "config.json", "generation_config.json")
 
 
 def load_model(model: str, flag: str = "--draft") -> PreTrainedModel:
-    """A model in float32, on the CPU; `flag` is what it was given by.
+    """Return a model in float32 on the CPU; error messages begin with `flag`.
 
     Raises:
-        InvalidRequest: it is no checkpoint.
-        Unsupported: Transformers cannot load it as a causal language model.
+        InvalidRequest: `model` is not a checkpoint.
+        Unsupported: transformers cannot load it as a causal language model.
     """
     transformers_logging.disable_progress_bar()
     directory = locate_checkpoint(model)
@@ -42,24 +42,24 @@ def load_model(model: str, flag: str = "--draft") -> PreTrainedModel:
         loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, trust_remote_code=False, local_files_only=True, use_safetensors=True
         )
-    # Whatever a damaged checkpoint makes Transformers raise means the same to the caller.
+    # A damaged checkpoint makes transformers raise errors of many types, which mean the same to the caller.
     except Exception as error:
         first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise Unsupported(f"{flag}: {model} cannot be loaded to train with: {first}") from error
+        raise Unsupported(f"{flag}: {model} cannot be loaded for training: {first}") from error
     return loaded
 
 
 def stored_dtype(model: str) -> torch.dtype:
-    """That a checkpoint's weights are stored in."""
+    """Return the dtype in which a checkpoint's weights are stored."""
     config = json.loads((locate_checkpoint(model) / "config.json").read_text())
     stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
     return stored if isinstance(stored, torch.dtype) else torch.float32
 
 
 def require_new(out: Path) -> None:
-    """Raises InvalidRequest where there is something already, or nothing can be."""
+    """Raise InvalidRequest if `out` exists already or its parent folder is not writable."""
     if out.exists():
-        raise InvalidRequest(f"--out: {out} is there already: a version is never overwritten", field="out")
+        raise InvalidRequest(f"--out: {out} already exists; a version is never overwritten", field="out")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out.parent).close()
@@ -68,10 +68,10 @@ def require_new(out: Path) -> None:
 
 
 def write_model(model: PreTrainedModel, parent: str, out: Path, provenance: Mapping[str, Any]) -> None:
-    """Writes a checkpoint in its parent's dtype, with the parent's tokenizer.
+    """Write a checkpoint in its parent's dtype, with the parent's tokenizer.
 
     Raises:
-        InvalidRequest: it cannot be written; nothing is left of it.
+        InvalidRequest: the checkpoint cannot be written. No part of it is left behind.
     """
     source = locate_checkpoint(parent)
     with _made_whole(out, provenance) as made:
@@ -91,21 +91,21 @@ def write_tensors(
     metadata: Mapping[str, str],
     config: Mapping[str, Any],
 ) -> None:
-    """Writes what a target drafts with by itself.
+    """Write the tensors of a local draft (a head or an early-exit adapter).
 
     Args:
-        tensors: by name, in the numbers that they are stored in.
-        out: the directory.
-        provenance: stored beside them.
-        file: their name there.
-        metadata: of the file.
-        config: of `config.json`; {}: there is none.
+        tensors: tensors by name, in the dtypes in which they are stored.
+        out: new directory.
+        provenance: content of the provenance file.
+        file: name of the tensors' file in `out`.
+        metadata: metadata of that file.
+        config: content of `config.json`; {}: no such file.
 
     Raises:
-        InvalidRequest: it cannot be written; nothing is left of it.
+        InvalidRequest: the directory cannot be written. No part of it is left behind.
     """
     with _made_whole(out, provenance) as made:
-        # Copies: two names may be of one tensor, which safetensors refuses.
+        # Copy the tensors: safetensors refuses two names that share a tensor's memory.
         stored = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
         save_file(stored, made / file, dict(metadata))
         if config:
@@ -114,13 +114,13 @@ def write_tensors(
 
 @contextlib.contextmanager
 def _made_whole(out: Path, provenance: Mapping[str, Any]) -> Iterator[Path]:
-    """A directory to write into, which becomes `out` in the end, or nothing."""
+    """Yield a temporary directory that is renamed to `out` at the end, or removed after an error."""
     made = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         yield made
         (made / PROVENANCE).write_text(json.dumps(provenance, indent=1) + "\n")
         for file in made.iterdir():
-            file.chmod(0o644)  # safetensors writes for the owner alone, and a service is often another user
+            file.chmod(0o644)  # a service often runs as another user, and safetensors lets only the owner read
         made.chmod(0o755)
         made.rename(out)
     except (OSError, SafetensorError) as error:

@@ -324,7 +324,7 @@ class GetInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., target_model: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_gamma: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolInfo, _Mapping]]] = ..., promotion: _Optional[_Union[PromotionInfo, _Mapping]] = ...) -> None: ...
 
 class PoolInfo(_message.Message):
-    __slots__ = ("name", "role", "model", "replicas", "alpha", "gamma", "routes")
+    __slots__ = ("name", "role", "model", "replicas", "alpha", "gamma", "routes", "dtype", "shadow")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -332,6 +332,8 @@ class PoolInfo(_message.Message):
     ALPHA_FIELD_NUMBER: _ClassVar[int]
     GAMMA_FIELD_NUMBER: _ClassVar[int]
     ROUTES_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     model: str
@@ -339,7 +341,9 @@ class PoolInfo(_message.Message):
     alpha: float
     gamma: float
     routes: _containers.RepeatedCompositeFieldContainer[RouteInfo]
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaInfo, _Mapping]]] = ..., alpha: _Optional[float] = ..., gamma: _Optional[float] = ..., routes: _Optional[_Iterable[_Union[RouteInfo, _Mapping]]] = ...) -> None: ...
+    dtype: str
+    shadow: bool
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaInfo, _Mapping]]] = ..., alpha: _Optional[float] = ..., gamma: _Optional[float] = ..., routes: _Optional[_Iterable[_Union[RouteInfo, _Mapping]]] = ..., dtype: _Optional[str] = ..., shadow: bool = ...) -> None: ...
 
 class RouteInfo(_message.Message):
     __slots__ = ("request_class", "alpha", "goodput", "weight", "share", "is_chosen", "num_tested")

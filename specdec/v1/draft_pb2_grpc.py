@@ -64,16 +64,16 @@ class DraftServiceServicer(object):
 
     def Propose(self, request_iterator, context):
         """One long-lived stream per coordinator. Each frame carries items of many sessions; replies come back in any
-        order, matched by call_id. Cancelling the stream abandons what is in flight; nothing else is lost.
-        Its metadata names the model that is meant: another one refuses the stream unread (docs/protocol.md section 5).
+        order, matched by call_id. Cancelling the stream abandons the calls in flight and nothing else. The stream's
+        metadata names a model; a replica of another model refuses the stream unread (docs/protocol.md section 5).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """What this draft would have made of committed tokens that another one drafted (docs/protocol.md section 9). In the
-        background: RESOURCE_EXHAUSTED (REPLICA_BUSY) while anybody is drafted for. Read-only: no session's KV changes.
+        """Returns the distributions in which this draft would have sampled committed tokens (docs/protocol.md section 9).
+        Runs in the background: RESOURCE_EXHAUSTED (REPLICA_BUSY) while other calls run. No session's KV changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -30,7 +30,7 @@ def forbidden_rooms(module: str, source: str) -> set[str]:
     room = room_of(module)
     imported = rooms_of(imported_modules(source, module.rpartition(".")[0]), besides=room)
     started = rooms_of(started_modules(source), besides=room)
-    allowed = LAYERS["imports"].get(room, ())
+    allowed = LAYERS["offered_by_the_root"] if room == "specdec" else LAYERS["imports"].get(room, ())
     return {
         *(other for other in imported if not {other, house_room_of(other)} & set(allowed)),
         *(started - set(LAYERS["starts"].get(room, ()))),

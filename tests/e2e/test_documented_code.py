@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import pytest
 
-import specdec as specdec_package
 from specdec.cli import up_flags
 from specdec.cli.__main__ import build_parser
 from tests.support.up_rig import ENVIRON, SPECDEC, specdec, start_up
@@ -50,24 +49,6 @@ EXCUSES = {
     r"python -m bench ": "is measured by `make bench`",
     r"specdec timeline ": "reads the file of a system of its own; test_up has one",
 }
-
-
-#: Interface that the documentation describes and that is not there yet. Each entry fails once it is, and then goes.
-NOT_YET = {
-    r"specdec up .*--detach": "--detach",
-    r"specdec serve ": "serve",
-    r"specdec advise ": "advise",
-    r"specdec up .*--set ": "--set",
-}
-
-#: The same of the Python package.
-NOT_YET_IN_PYTHON = {"from specdec import Client": "Client"}
-
-
-def is_not_there_yet(words: list[str]) -> bool:
-    """Return whether the command line is announced by the documentation and not taken yet."""
-    shown = f"specdec {' '.join(words)}"
-    return any(re.match(pattern, shown) for pattern in NOT_YET)
 
 
 class Block(NamedTuple):
@@ -170,10 +151,6 @@ def test_every_block_has_a_language_that_is_known() -> None:
 def test_a_python_block_runs(block: Block, endpoint: str) -> None:
     assert ADDRESS in block.code or "Client(" in block.code  # otherwise it calls no system, or another one
     code = block.code.replace(ADDRESS, endpoint)
-    for line, name in NOT_YET_IN_PYTHON.items():
-        if line in code:
-            assert not hasattr(specdec_package, name), f"take {line!r} out of NOT_YET_IN_PYTHON"
-            pytest.skip(f"{line}: not there yet")
     environ = ENVIRON | {"SPECDEC_ENDPOINT": endpoint}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
     assert result.returncode == 0, result.stderr
@@ -186,8 +163,7 @@ def test_a_command_runs_or_says_why_not(name: str, command: str, endpoint: str) 
         if re.match(pattern, command):
             pytest.skip(f"{name}: {reason}")
     assert command.startswith(("specdec ", "printf ")), f"{name}: {command} is neither run nor excused"
-    assert not is_not_there_yet(command.split()[1:])
-    shown = command.replace("specdec", shlex.join(SPECDEC))
+    shown = command.replace(ADDRESS, endpoint).replace("specdec", shlex.join(SPECDEC))
     result = subprocess.run(
         shown, shell=True, stdin=subprocess.DEVNULL, capture_output=True, text=True,
         env=ENVIRON | {"SPECDEC_ENDPOINT": endpoint},
@@ -198,17 +174,11 @@ def test_a_command_runs_or_says_why_not(name: str, command: str, endpoint: str) 
 
 @pytest.mark.parametrize(("name", "arguments"), written_command_lines(), ids=lambda value: str(value))
 def test_a_written_command_line_is_one_that_specdec_takes(name: str, arguments: list[str]) -> None:
-    if is_not_there_yet(arguments):
-        with pytest.raises((SystemExit, up_flags.Usage)):
-            require_taken(arguments)
-        pytest.skip(f"{name}: not there yet")
     require_taken(arguments)
 
 
 @pytest.mark.parametrize(("name", "arguments"), mentions(), ids=lambda value: str(value))
 def test_a_command_in_the_prose_has_flags_that_exist(name: str, arguments: list[str]) -> None:
-    if is_not_there_yet(arguments):
-        pytest.skip(f"{name}: not there yet")
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), pytest.raises(SystemExit) as ended:
         build_parser({}).parse_args([arguments[0], "--help"])
@@ -221,7 +191,6 @@ def test_the_command_lines_beside_their_output_are_looked_at() -> None:
     written = [arguments for _, arguments in written_command_lines()]
     assert ["up", "--tensor-parallel", "2"] in written
     assert ["generate", "-", "--json-lines", "--stop", "class"] in written
-    assert not any(is_not_there_yet(arguments) for arguments in written if arguments[0] == "generate")
     assert any(arguments[0] == "scale" for arguments in written)
 
 

@@ -94,7 +94,7 @@ def test_a_draft_is_distilled_joins_as_a_shadow_and_is_promoted_on_its_score(end
     [
         ("old={folder}/draft", "there is already a draft pool called old"),
         ("suffix={folder}/draft", "a draft model cannot be called 'suffix'"),
-        ("other={folder}/none", "is no directory on this machine"),
+        ("other={folder}/none", "is not a directory on this machine"),
     ],
 )
 def test_a_draft_that_cannot_join_is_one_line(

@@ -167,8 +167,8 @@ def test_a_terminated_replica_leaves_no_process(stack: Stack) -> None:
             ("--tensor-parallel", "2", "--compile-backend", "native"),
             "auto, eager or cuda-graphs, not native",
         ),
-        (("--tensor-parallel", "2", "--dtype", "int8"), "--tensor-parallel divides int8 weights among GPUs"),
-        (("--tensor-parallel", "2", "--device", "cuda:0"), "gives each rank a device of its own: --device cuda, not"),
+        (("--tensor-parallel", "2", "--dtype", "int8"), "--tensor-parallel supports int8 weights on GPUs only"),
+        (("--tensor-parallel", "2", "--device", "cuda:0"), "gives each rank its own device: use --device cuda, not"),
     ],
 )
 def test_a_wrong_number_of_ranks_is_refused_in_one_line(tmp_path: Path, flags: tuple[str, ...], words: str) -> None:
@@ -206,4 +206,4 @@ def test_a_failure_of_one_rank_is_the_first_ranks_error_line(tmp_path: Path) -> 
     second.communicate()
     assert (first.returncode, second.returncode) == (1, 1)
     (error,) = (line for line in stderr.splitlines() if not line.startswith("{"))  # log records aside
-    assert error.startswith("error: --tensor-parallel divides int8 weights among GPUs")
+    assert error.startswith("error: --tensor-parallel supports int8 weights on GPUs only")

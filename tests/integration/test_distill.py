@@ -1,9 +1,11 @@
-"""Distilling a draft from a log that running services wrote; tiny random models."""
+"""Distilling a draft from a log that running services wrote, with tiny random models."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ PLAN = TrainingPlan(seconds=600.0, max_steps=40, learning_rate=2e-3)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pair, and the log of what the target said at T = 1."""
+    """Build a pair of models and a log of the target's output at temperature 1."""
     folder = tmp_path_factory.mktemp("distill")
     pair = build_tiny_pair("llama", folder, vocabulary_size=64, num_layers=2)
     asyncio.run(_serve(folder, *pair))
@@ -48,7 +50,7 @@ async def _serve(folder: Path, target: Path, draft: Path) -> None:
     async with ModelStack(target, workers[0], {"default": workers[1]}, learning_log=log) as stack:
         asked = {"max_new_tokens": 48, "temperature": 1.0, "ignore_eos": True, "gamma": 3}
         for seed in range(NUM_SESSIONS):
-            # By the id it is decided which sessions are held out.
+            # A hash of the session id decides which sessions are held out.
             await stack.generate([5 + seed, 9, 17], seed=seed, session_id=f"s{seed}", **asked)
 
 
@@ -59,7 +61,7 @@ def asked(folder: Path, out: Path, **options: object) -> Distillation:
     )
 
 
-async def test_a_new_version_is_nearer_to_its_target_and_serves_the_same_text(folder: Path, tmp_path: Path) -> None:
+async def test_a_new_version_is_closer_to_its_target_and_serves_the_same_text(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "new"
     learned = await asyncio.to_thread(distill, asked(folder, out))
     assert learned.after.kl_nats < 0.95 * learned.before.kl_nats
@@ -88,15 +90,39 @@ def test_a_draft_does_not_gain_from_distributions_of_other_contexts(folder: Path
     assert not train(DraftModel(load_model(str(folder / "draft")), torch.float32), samples, PLAN).is_better
 
 
-def test_a_draft_that_did_not_get_better_is_not_written(folder: Path, tmp_path: Path) -> None:
+def test_a_draft_that_did_not_improve_is_not_written(folder: Path, tmp_path: Path) -> None:
     learned = distill(asked(folder, tmp_path / "new", plan=replace(PLAN, max_steps=3, learning_rate=0.9)))
     assert not learned.is_better
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_version_is_never_overwritten_and_nothing_is_left_of_one_that_fails(folder: Path, tmp_path: Path) -> None:
+def test_training_on_little_data_stops_before_its_limits_and_keeps_the_best_parameters(folder: Path) -> None:
+    samples = Samples(folder / "log", "default", vocabulary_fingerprint(load_vocabulary(folder / "draft")), 64)
+    samples.learned = samples.learned[:2]
+    torch.manual_seed(0)
+    learner = DraftModel(load_model(str(folder / "draft")), torch.float32)
+    learned = train(learner, samples, replace(PLAN, max_steps=5000))
+    assert learned.stopped_early
+    assert learned.num_steps < 500
+    assert learned.after.kl_nats <= 1.05 * learned.before.kl_nats  # without the best ones it has overfitted by far
+
+
+def test_the_command_says_how_much_more_to_log_when_the_draft_did_not_improve(folder: Path, tmp_path: Path) -> None:
+    words = ["distill", "--log", str(folder / "log"), "--draft", str(folder / "draft"), "--out", str(tmp_path / "new"),
+             "--max-steps", "3", "--learning-rate", "0.9", "--share", "1"]  # fmt: skip
+    told = subprocess.run([sys.executable, "-m", "specdec.cli", *words], capture_output=True, text=True, check=False)
+    assert told.returncode == 1
+    assert told.stdout == ""
+    last = told.stderr.splitlines()[-1]
+    assert last.startswith("error: the draft did not improve on held-out text, so nothing was written (")
+    assert last.endswith("; log about 48320 more tokens and try again")
+    assert "INVALID" not in told.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_version_is_never_overwritten_and_a_failed_one_leaves_no_files(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
-    with pytest.raises(InvalidRequest, match=r"--out: .*new is there already"):
+    with pytest.raises(InvalidRequest, match=r"--out: .*new already exists"):
         distill(asked(folder, tmp_path / "new"))
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequest, match=r"--out: .*file cannot be written"):
@@ -104,10 +130,10 @@ def test_a_version_is_never_overwritten_and_nothing_is_left_of_one_that_fails(fo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "new"]
 
 
-def test_a_training_that_stood_still_rests_for_what_it_computed_alone(
+def test_a_stopped_process_rests_only_for_the_time_that_it_computed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped in the middle of a step, or starved by others: an hour of the clock's, and next to nothing computed."""
+    """The process is stopped for an hour in the middle of each step, in which it computes next to nothing."""
     samples = Samples(folder / "log", "default", vocabulary_fingerprint(load_vocabulary(folder / "draft")), 64)
     now_s, rests = [1000.0], list[float]()
     step = training._step
@@ -124,5 +150,5 @@ def test_a_training_that_stood_still_rests_for_what_it_computed_alone(
         samples,
         replace(PLAN, seconds=1e9, max_steps=4, share=0.25),
     )
-    assert len(rests) > 4  # what it is compared by on held-out sessions, too
+    assert len(rests) > 4  # steps, checks and the verdict all rest
     assert 0.0 < sum(rests) < 3600.0

@@ -168,8 +168,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_did_not_get_better_is_not_written(folder: Path, tmp_path: Path) -> None:
-    plan = replace(PLAN, max_steps=2, learning_rate=0.9)
+def test_a_local_draft_that_did_not_improve_is_not_written(folder: Path, tmp_path: Path) -> None:
+    plan = replace(PLAN, max_steps=2, learning_rate=1e-9)
     assert not distill(asked(folder, "early-exit:2", tmp_path / "new", plan=plan)).is_better
     assert list(tmp_path.iterdir()) == []
 

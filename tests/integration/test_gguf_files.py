@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from bench.gguf_writing import write_gguf
 from bench.models import DEMO
 from specdec.checkpoints.locate import checkpoint_fingerprint, locate_checkpoint
 from specdec.checkpoints.vocabulary import load_vocabulary
 from specdec.errors import InvalidRequest, SpecdecError
-from tests.support.gguf_writing import write_gguf
 
 TARGET = DEMO / "target"
 ODD_TEXTS = [
@@ -127,12 +127,12 @@ def test_without_the_packages_that_read_it_the_command_is_told_that_installs_the
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ({"extra_tensors": {"rope_freqs.weight": np.arange(1, 17, dtype=np.float32)}}, "scales its positions"),
-        ({"metadata": {"llama.rope.scaling.type": "linear"}}, "scales its positions"),
+        ({"extra_tensors": {"rope_freqs.weight": np.arange(1, 17, dtype=np.float32)}}, "unsupported RoPE scaling"),
+        ({"metadata": {"llama.rope.scaling.type": "linear"}}, "unsupported RoPE scaling"),
         ({"extra_tensors": {"blk.0.attn_q.bias": np.ones(256, np.float32)}}, "of which transformers reads"),
         ({"left_out": "blk.5.ffn_up.weight"}, "lacks the weight model.layers.5.mlp.up_proj.weight (1 in all)"),
         ({"metadata": {"split.count": 3}}, "join them with llama-gguf-split"),
-        ({"metadata": {"general.architecture": "rwkv6"}}, "of a kind that is not read: rwkv6"),
+        ({"metadata": {"general.architecture": "rwkv6"}}, "of an unsupported type: rwkv6"),
     ],
 )
 def test_a_file_that_would_be_read_wrongly_is_refused_by_name(
@@ -176,7 +176,7 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path) -> None:
             locate_checkpoint(path)
         assert "\n" not in refusal.value.message
     path.write_bytes(b"GG")
-    with pytest.raises(InvalidRequest, match="no GGUF file"):
+    with pytest.raises(InvalidRequest, match="not a GGUF file"):
         locate_checkpoint(path)
 
 

@@ -153,7 +153,7 @@ def test_sessions_in_one_step_draft_as_they_would_alone(rig: Rig) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[Path], str], str]] = {
-    "nothing there": (lambda folder: "eagle3:/nothing/there", "is no directory on this machine"),
+    "nothing there": (lambda folder: "eagle3:/nothing/there", "is not a directory on this machine"),
     "another width": (
         lambda folder: f"medusa:{write_medusa(folder, medusa_tensors(32, VOCABULARY_SIZE))}",
         "the tensor 0.0.linear.weight has shape [32, 32], and this target and configuration need [64, 64]",

@@ -218,9 +218,9 @@ def test_all_ranks_refuse_a_model_that_cannot_be_divided(rig: RankRig, tmp_path:
     assert error.message == "--tensor-parallel 2 does not divide the model's 1 attention heads"
     for options, words in (
         ({"backend": "native"}, "--compile-backend auto, eager or cuda-graphs, not native"),
-        ({"backend": "cuda-graphs"}, "--tensor-parallel records CUDA graphs on GPUs, not on a CPU"),
-        ({"is_deterministic": True}, "--tensor-parallel keeps --deterministic in CUDA graphs, on GPUs"),
+        ({"backend": "cuda-graphs"}, "--tensor-parallel with --compile-backend cuda-graphs needs GPUs"),
+        ({"is_deterministic": True}, "--tensor-parallel supports --deterministic on GPUs only"),
     ):
         assert words in refusal("llama", compiling=options).message
-    assert "--tensor-parallel divides int8 weights among GPUs" in refusal("llama", dtype="int8").message
+    assert "--tensor-parallel supports int8 weights on GPUs only" in refusal("llama", dtype="int8").message
     assert "no room for one block" in refusal("llama", kv_cache_bytes=1).message

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from bench.real_models import gemma3, smollm2
-from specdec.artifact_cache import cache_directory
+from bench.real_models import GEMMA3, SMOLLM2
 from tests.support.served_files import Served, serve
 
 
@@ -21,11 +19,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def smol() -> Iterator[Served]:
-    with serve(smollm2()) as served:
+    with serve(SMOLLM2.path()) as served:
         yield served
 
 
 @pytest.fixture(scope="session")
 def gemma() -> Iterator[Served]:
-    with serve(gemma3(cache_directory(os.environ) / "models")) as served:
+    with serve(GEMMA3.path()) as served:
         yield served

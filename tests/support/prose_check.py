@@ -35,7 +35,8 @@ FORMS = {
     ),
     "so many": re.compile(r"\bso (many|much|long|few) (?!that|as)", re.I),
     "is no": re.compile(
-        r"\b(is|are|was|were) no (?!longer\b|more than\b|less than\b|fewer than\b|later than\b|way to\b)", re.I
+        r"(?<!there )\b(is|are|was|were) no (?!longer\b|more than\b|less than\b|fewer than\b|later than\b|way to\b)",
+        re.I,
     ),
     "as good as": re.compile(r"\bas good as\b", re.I),
     "aside": re.compile(r"\bNot here\b"),

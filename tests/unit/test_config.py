@@ -1,4 +1,4 @@
-"""Settings: where each value may come from, which one wins, and how a mistake is reported."""
+"""Settings: sources of values, their precedence, and the reports of mistakes."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def test_a_flag_beats_the_environment_which_beats_the_file_which_beats_the_defau
     )
 
 
-def test_the_file_may_be_named_by_the_environment(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_variable_can_name_the_configuration_file(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECDEC_DRAFT__CONFIG", str(toml))
     assert parse().pool == "file"
 
 
-def test_lists_come_as_repeated_flags_comma_separated_values_or_toml_arrays(
+def test_lists_are_repeated_flags_comma_separated_values_or_toml_arrays(
     toml: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert parse("--endpoint", "a:1", "--endpoint", "b:2").endpoint == ("a:1", "b:2")
@@ -74,7 +74,7 @@ def test_switches_and_absent_values_have_flags() -> None:
     assert parse("--no-eager", "--num-threads", "none").num_threads is None
 
 
-def test_a_model_that_is_built_directly_does_not_look_at_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_are_built_directly_ignore_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECDEC_TARGET__POOL", "environment")
     assert TargetSettings(model="m").pool == "default"
 
@@ -92,7 +92,7 @@ def test_settings_cannot_be_changed() -> None:
     ("argv", "words"),
     [
         (["--nonsense", "1"], "--nonsense"),
-        (["--mod", "m"], "--mod"),  # no abbreviations: a flag added later would change their meaning
+        (["--mod", "m"], "--mod"),  # abbreviations are refused: a flag added later could change their meaning
         (["--listen", "nowhere"], "--listen: must be HOST:PORT"),
         (["--health", "h:99999"], "--health: must be HOST:PORT"),
         (["--redis-url", "http://x"], "--redis-url: must begin with redis://"),
@@ -143,7 +143,7 @@ def test_a_tenant_is_a_short_plain_name(tenant: str, capsys: pytest.CaptureFixtu
         (TargetSettings, "--num-threads", "100000"),
     ],
 )
-def test_a_value_beyond_what_store_or_transport_support_is_refused_with_its_flag(
+def test_a_value_that_store_or_transport_cannot_support_is_refused_with_its_flag(
     settings_type: type[ServiceSettings], flag: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = ["--model" if settings_type is TargetSettings else "--tokenizer", "m"]
@@ -204,7 +204,7 @@ def test_a_malformed_host_and_port_is_refused(address: str) -> None:
         split_address(address)
 
 
-def test_the_advertised_address_has_the_bound_port_and_a_host_that_can_be_dialled() -> None:
+def test_the_advertised_address_has_the_bound_port_and_a_reachable_host() -> None:
     assert advertised_address("", "127.0.0.1:0", 4711) == "127.0.0.1:4711"
     assert advertised_address("draft.internal:50061", "0.0.0.0:0", 4711) == "draft.internal:50061"
     host, port = split_address(advertised_address("", "0.0.0.0:0", 4711))
@@ -213,7 +213,7 @@ def test_the_advertised_address_has_the_bound_port_and_a_host_that_can_be_dialle
 
 
 @pytest.mark.parametrize("settings_type", [DraftSettings, TargetSettings, CoordinatorSettings])
-def test_help_speaks_in_words_and_shows_no_flag_that_only_refuses(
+def test_help_shows_no_python_types_and_no_flag_that_is_always_refused(
     settings_type: type[ServiceSettings], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

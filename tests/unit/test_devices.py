@@ -1,4 +1,4 @@
-"""Devices that are not here are refused before torch is loaded."""
+"""Missing devices are refused before torch is loaded."""
 
 from __future__ import annotations
 

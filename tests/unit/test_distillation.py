@@ -1,4 +1,4 @@
-"""The loss and the figures of distilling, against the sums they stand for; and what a log is read as."""
+"""The loss and the metrics of distillation against direct sums, and the reading of a learning log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FACTS = LogFacts("target", "words", 50)
 
 
 def batch_of(p: np.ndarray, num_entries: int, temperature: float) -> Batch:
-    """The likeliest entries of each row of p, and the rest left out."""
+    """Return a batch with the top entries of each row of p; the other tokens are in the tail mass."""
     likeliest = np.argsort(-p, axis=-1)[:, :num_entries]
     count = len(p)
     return Batch(
@@ -37,7 +37,7 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("num_entries", [1, 5, 20])
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_the_loss_is_the_divergence_of_the_entries_and_the_rest_as_one(num_entries: int, temperature: float) -> None:
+def test_the_loss_is_the_divergence_of_the_entries_and_the_tail_mass(num_entries: int, temperature: float) -> None:
     dice = np.random.default_rng(num_entries)
     p, logits = softmax(dice.normal(size=(7, 20))), dice.normal(size=(7, 20))
     q = softmax(logits / temperature)
@@ -53,7 +53,7 @@ def test_the_loss_is_the_divergence_of_the_entries_and_the_rest_as_one(num_entri
     assert acceptance(told, batch).numpy() == pytest.approx(overlap, abs=1e-5)
 
 
-def test_the_draft_that_agrees_has_no_divergence_and_no_gradient() -> None:
+def test_a_draft_equal_to_the_target_has_no_divergence_and_no_gradient() -> None:
     logits = torch.randn(5, 20, requires_grad=True, generator=torch.Generator().manual_seed(0))
     batch = batch_of(logits.detach().softmax(-1).numpy(), 8, 1.0)
     loss = divergence(logits, batch).sum()
@@ -63,14 +63,14 @@ def test_the_draft_that_agrees_has_no_divergence_and_no_gradient() -> None:
     assert logits.grad.abs().max() < 1e-5
 
 
-def test_what_a_draft_has_no_word_for_counts_as_the_rest() -> None:
+def test_a_token_outside_the_drafts_vocabulary_counts_towards_the_tail_mass() -> None:
     p = np.array([[0.5, 0.3, 0.15, 0.05]])
     batch = replace(
         batch_of(p, 3, 1.0), entry_ids=np.array([[0, 1, 2, 0]]), shares=np.array([[0.5, 0.3, 0.15, 0.0]], np.float32)
     )
     logits = torch.tensor([[1.0, -torch.inf, 0.0, 2.0]], requires_grad=True)
     q = logits.detach().softmax(-1)[0].numpy()
-    of_p, of_q = np.array([0.5, 0.15, 0.35]), np.array([q[0], q[2], q[3]])  # the entry of no share is none
+    of_p, of_q = np.array([0.5, 0.15, 0.35]), np.array([q[0], q[2], q[3]])  # the entry with share 0 is padding
     told = divergence(logits, batch)
     assert told.item() == pytest.approx(float((of_p * np.log(of_p / of_q)).sum()), abs=1e-5)
     told.sum().backward()
@@ -80,7 +80,7 @@ def test_what_a_draft_has_no_word_for_counts_as_the_rest() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-38, 1e-3])
-def test_a_request_that_is_all_but_greedy_outweighs_no_other(temperature: float) -> None:
+def test_a_request_with_a_tiny_temperature_does_not_outweigh_others(temperature: float) -> None:
     p = softmax(np.random.default_rng(0).normal(size=(7, 20)) / 0.1)
     logits = torch.randn(7, 20, generator=torch.Generator().manual_seed(1))
     assert divergence(logits, batch_of(p, 8, temperature)).numpy() == pytest.approx(
@@ -89,7 +89,7 @@ def test_a_request_that_is_all_but_greedy_outweighs_no_other(temperature: float)
 
 
 class Two(Learner):
-    """Two depths, each with its own logits at every place."""
+    """A learner with two depths, each with the same logits at every place."""
 
     width = 8
 
@@ -104,7 +104,7 @@ class Two(Learner):
             yield parameter.expand(len(drafted.places), -1), drafted
 
 
-def test_every_depth_is_learned_and_judged_as_it_will_be_stored(tmp_path: Path) -> None:
+def test_every_depth_is_trained_and_evaluated_in_the_dtype_it_is_stored_in(tmp_path: Path) -> None:
     write(tmp_path, "a", *(turn(session) for session in range(16)))
     samples = Samples(tmp_path, "default", "words", 50)
     samples.learned = [replace(row, entry_ids=row.entry_ids % 20) for row in samples.learned]
@@ -125,7 +125,7 @@ def test_every_depth_is_learned_and_judged_as_it_will_be_stored(tmp_path: Path) 
         assert figures.kl_nats == pytest.approx(torch.cat(each).mean().item(), rel=1e-5)
 
 
-def test_of_a_greedy_target_the_choice_alone_counts() -> None:
+def test_a_greedy_target_is_compared_by_its_choice_only() -> None:
     p = np.eye(6)[[2, 3]]
     logits = torch.tensor([[0.0, 0, 5, 0, 0, 0], [0.0, 0, 5, 0, 0, 0]])
     batch = batch_of(p, 1, 0.0)
@@ -136,7 +136,7 @@ def test_of_a_greedy_target_the_choice_alone_counts() -> None:
 
 
 def turn(session: int, num_tokens: int = 6, start: int = 2) -> LoggedTurn:
-    """Of which every token was certain."""
+    """Return a turn whose distributions all give weight 1 to the token that follows."""
     token_ids = (np.arange(num_tokens) % 40).astype(np.uint32)
     count = num_tokens - start
     return LoggedTurn(session, 1.0, token_ids, start, np.ones(count, np.uint8), token_ids[start:],
@@ -149,7 +149,7 @@ def write(log: Path, name: str, *turns: LoggedTurn, facts: LogFacts = FACTS) -> 
     (folder / f"{name}.safetensors").write_bytes(encode_segment(facts, turns))
 
 
-def test_a_long_turn_becomes_rows_that_begin_where_the_one_before_ended(tmp_path: Path) -> None:
+def test_a_long_turn_becomes_consecutive_rows(tmp_path: Path) -> None:
     write(tmp_path, "a", turn(1), turn(2, num_tokens=1500, start=100))
     samples = Samples(tmp_path, "default", "words", 50)
     assert [row.token_ids.tolist() for row in samples.held_out] == [[0, 1, 2, 3, 4, 5]]
@@ -159,10 +159,10 @@ def test_a_long_turn_becomes_rows_that_begin_where_the_one_before_ended(tmp_path
     assert max(len(row.token_ids) for row in samples.learned) == 512
     for batch in samples.batches(1024, np.random.default_rng(0)):
         following = batch.token_ids.reshape(-1)[batch.places + 1]
-        assert following.tolist() == batch.entry_ids[:, 0].tolist()  # each place is the one before its token
+        assert following.tolist() == batch.entry_ids[:, 0].tolist()  # a place is one position before its token
 
 
-def test_what_is_logged_later_is_taken_in_and_held_out_sessions_stay_held_out(tmp_path: Path) -> None:
+def test_later_segments_are_read_and_held_out_sessions_stay_held_out(tmp_path: Path) -> None:
     write(tmp_path, "a", *(turn(session) for session in range(16)))
     samples = Samples(tmp_path, "default", "words", 50)
     assert (len(samples.held_out), len(samples.learned)) == (2, 14)
@@ -173,25 +173,25 @@ def test_what_is_logged_later_is_taken_in_and_held_out_sessions_stay_held_out(tm
     assert (len(samples.held_out), len(samples.learned)) == (3, 16)
 
 
-def test_a_log_that_says_nothing_for_the_draft_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_log_that_cannot_train_the_draft_is_refused_in_one_line(tmp_path: Path) -> None:
     def refused(words: str, target: str = "", vocabulary: str = "words") -> None:
         with pytest.raises((InvalidRequest, VocabularyMismatch), match=words) as caught:
             Samples(tmp_path, "default", vocabulary, 50, target)
         assert "\n" not in str(caught.value)
 
-    refused("there is no learning log in")
+    refused("found no learning log in")
     (tmp_path / "tenant-default").mkdir()
     refused("is empty")
     write(tmp_path, "a", turn(1), turn(1))
-    refused("one session alone")
+    refused("has turns of only one session")
     write(tmp_path, "b", turn(2))
-    refused("are of vocabulary words, those of what is to learn from it of others", vocabulary="others")
-    refused("holds nothing of target gone, but of target", target="gone")
+    refused("has fingerprint words, that of the draft to train others", vocabulary="others")
+    refused("has no turns of target gone, only of target", target="gone")
     write(tmp_path, "c", turn(3), facts=LogFacts("another", "words", 50))
-    refused("words of another and target: name one by --target")
+    refused("turns of several targets, another and target: choose one with --target")
     Samples(tmp_path, "default", "words", 50, "target")
     write(tmp_path, "c", turn(3), facts=LogFacts("target", "words", 51))
-    refused("speaks of 51 tokens, and its vocabulary has 50")
+    refused("has a vocabulary of 51 tokens, that of the draft has 50")
     write(tmp_path, "c", turn(3))
     (tmp_path / "tenant-default" / "d.safetensors").write_bytes(b"\x80\x04.")
-    refused(r"d\.safetensors is no segment of a learning log", target="target")
+    refused(r"d\.safetensors is not a learning log segment", target="target")

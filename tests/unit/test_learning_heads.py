@@ -1,4 +1,4 @@
-"""A head learns from what it would say in a round: at every draft depth, the logits of the code that serves it."""
+"""A head in training computes, at every draft depth, the logits that the serving code computes in a round."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VOCABULARY_SIZE, WIDTH = 256, 64
 NUM_MEDUSA = 4
 ROWS = [[(7 * i * i + 3 * i) % 251 + 2 for i in range(23)], [(5 * i * i + i) % 249 + 3 for i in range(17)]]
 
-#: Layer settings, draft vocabulary, hidden states, settings of speculators.
+#: (layer settings, draft vocabulary size, layers whose states are features, settings of the speculators format)
 EAGLE3_HEADS: dict[str, tuple[dict[str, Any], int, list[int], dict[str, bool]]] = {
     "all_tokens": ({}, VOCABULARY_SIZE, [1, 2, 4], {}),
     "some_tokens": ({}, 80, [1, 3, 4], {"norm_before_residual": True}),
@@ -70,7 +70,7 @@ def learning(spec: LocalDraftSpec, target: PreTrainedModel) -> Head:
 
 
 def batch() -> Batch:
-    """Every token of both rows is learned, as if the next had been certain."""
+    """Return a batch that learns every next token of both rows with probability 1."""
     width = max(map(len, ROWS))
     token_ids = np.array([[*row, *[0] * (width - len(row))] for row in ROWS])
     places = np.concatenate([index * width + np.arange(len(row) - 1) for index, row in enumerate(ROWS)])
@@ -81,7 +81,7 @@ def batch() -> Batch:
 
 
 def served(target: PreTrainedModel, spec: LocalDraftSpec, place: int, depth: int) -> torch.Tensor:
-    """What the head says behind `depth` draft tokens that are those of the text, in a round begun before them."""
+    """Return the serving head's logits after `depth` draft tokens of the text, in a round that starts before them."""
     width = max(map(len, ROWS))
     row, end = ROWS[place // width], place % width + 1
     committed = row[: end - depth]
@@ -92,7 +92,7 @@ def served(target: PreTrainedModel, spec: LocalDraftSpec, place: int, depth: int
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_learns_from_what_it_would_say_in_a_round_at_every_depth(
+def test_a_head_trains_on_the_logits_of_a_round_at_every_depth(
     kind: str, target: PreTrainedModel, tmp_path: Path
 ) -> None:
     spec = written(kind, tmp_path)
@@ -100,7 +100,7 @@ def test_a_head_learns_from_what_it_would_say_in_a_round_at_every_depth(
     assert len(depths) == (NUM_MEDUSA if spec.kind == "medusa" else 3)
     for depth, (logits, drafted) in enumerate(depths):
         width = drafted.token_ids.shape[1]
-        # A round knows a token before the one that it begins with.
+        # A round needs one committed token before the token that it starts with.
         assert [int(place) % width for place in drafted.places if place < width] == list(range(depth + 1, 22))
         for index in range(0, len(drafted.places), 4):
             expected = served(target, spec, int(drafted.places[index]), depth)
@@ -108,7 +108,7 @@ def test_a_head_learns_from_what_it_would_say_in_a_round_at_every_depth(
 
 
 @pytest.mark.parametrize("kind", ["eagle3-some_tokens", "medusa"])
-def test_all_of_a_head_learns_but_its_embeddings_and_its_map_of_tokens(
+def test_all_tensors_of_a_head_are_trained_except_embeddings_and_token_maps(
     kind: str, target: PreTrainedModel, tmp_path: Path
 ) -> None:
     head = learning(written(kind, tmp_path), target)
@@ -124,8 +124,13 @@ def test_all_of_a_head_learns_but_its_embeddings_and_its_map_of_tokens(
 
 
 @pytest.mark.parametrize("kind", ["eagle3-all_tokens", "medusa"])
-def test_gradients_go_through_all_that_a_draft_is_made_of(kind: str, target: PreTrainedModel, tmp_path: Path) -> None:
-    """Features, keys and values of the depths before among it: along a random direction, against the difference."""
+def test_gradients_pass_through_everything_that_a_draft_is_computed_from(
+    kind: str, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    """Compare the slope along a random direction with a finite difference.
+
+    The gradients must include those through features, keys and values of earlier depths.
+    """
     head = learning(written(kind, tmp_path), target)
     loss(head).backward()
     draw = torch.Generator().manual_seed(0)
@@ -148,7 +153,7 @@ def loss(head: Head) -> torch.Tensor:
     return torch.stack([divergence(logits, drafted).mean() for logits, drafted in head.depths(batch())]).sum()
 
 
-def test_rows_as_long_as_samples_are_can_be_learned(target: PreTrainedModel, tmp_path: Path) -> None:
+def test_rows_of_the_maximum_length_can_be_trained_on(target: PreTrainedModel, tmp_path: Path) -> None:
     token_ids = np.arange(ROW_TOKENS)[None] % 250 + 2
     places = np.arange(ROW_TOKENS - 20, ROW_TOKENS - 1)
     long = Batch(
@@ -159,7 +164,7 @@ def test_rows_as_long_as_samples_are_can_be_learned(target: PreTrainedModel, tmp
         assert not logits.isnan().any()
 
 
-def test_an_exit_of_a_padded_head_speaks_of_the_tokens_that_there_are(tmp_path: Path) -> None:
+def test_an_early_exit_of_a_padded_lm_head_has_logits_for_real_tokens_only(tmp_path: Path) -> None:
     directory = build_tiny_model("llama", tmp_path, vocabulary_size=VOCABULARY_SIZE, padded_rows=16)
     padded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().requires_grad_(False)
     adapter = ExitAdapter(LocalDraftSpec("early-exit", "early-exit", 2), padded, VOCABULARY_SIZE)
@@ -167,10 +172,10 @@ def test_an_exit_of_a_padded_head_speaks_of_the_tokens_that_there_are(tmp_path: 
     assert logits.shape == (len(drafted.places), VOCABULARY_SIZE)
 
 
-def test_a_round_begun_one_position_off_would_be_seen(
+def test_a_round_that_starts_one_position_off_would_be_detected(
     target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The negative control of the comparison above."""
+    """Negative control of the comparison with the serving code."""
     spec = written("eagle3-all_tokens", tmp_path)
     moved = heads._Rows.moved
     monkeypatch.setattr(heads._Rows, "moved", lambda rows, numbers, count: moved(rows, numbers, count + 1))

@@ -1,4 +1,4 @@
-"""What `--local-draft` and `specdec up --draft` may say."""
+"""Values of `--local-draft` and `specdec up --draft`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specdec.settings.draft_specs import LocalDraftSpec, is_local_draft, parse_l
         ("mtp", LocalDraftSpec("mtp", "mtp")),
     ],
 )
-def test_a_local_draft_is_a_name_a_kind_and_what_it_takes(text: str, spec: LocalDraftSpec) -> None:
+def test_a_local_draft_is_parsed_into_a_name_a_kind_and_its_parameters(text: str, spec: LocalDraftSpec) -> None:
     assert parse_local_draft(text) == spec
     assert is_local_draft(text)
 
@@ -27,12 +27,12 @@ def test_a_local_draft_is_a_name_a_kind_and_what_it_takes(text: str, spec: Local
     ["early-exit", "early-exit:", "early-exit:0", "early-exit:-1", "early-exit:three", "medusa", "mtp:PATH", "=mtp",
      "a b=mtp", "gpt2"],
 )  # fmt: skip
-def test_what_is_no_local_draft_is_refused_with_a_sentence(text: str) -> None:
-    with pytest.raises(ValueError, match=r"early-exit|takes|no name"):
+def test_an_invalid_local_draft_is_refused_with_a_reason(text: str) -> None:
+    with pytest.raises(ValueError, match=r"early-exit|takes|the name of a pool must be"):
         parse_local_draft(text)
 
 
-def test_two_of_one_kind_need_names() -> None:
+def test_two_local_drafts_of_one_kind_need_names() -> None:
     with pytest.raises(ValueError, match="two local drafts are called 'early-exit'"):
         parse_local_drafts(("early-exit:2", "early-exit:3"))
     assert [spec.name for spec in parse_local_drafts(("early-exit:2", "longer=early-exit:3"))] == [
@@ -42,5 +42,5 @@ def test_two_of_one_kind_need_names() -> None:
 
 
 @pytest.mark.parametrize("text", ["models/demo/draft", "hub/medusa", "ngram", "./early-exit"])
-def test_a_model_is_not_taken_for_a_local_draft(text: str) -> None:
+def test_a_model_name_is_not_read_as_a_local_draft(text: str) -> None:
     assert not is_local_draft(text)

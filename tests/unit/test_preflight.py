@@ -1,4 +1,4 @@
-"""What is found out about checkpoints before anything is loaded."""
+"""Checks of checkpoints before anything is loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copied(checkpoint: Path, directory: Path, **config: Any) -> Path:
-    """A copy with other values in its configuration."""
+    """Copy a checkpoint and change values of its configuration."""
     directory.mkdir(exist_ok=True)
     for file in checkpoint.iterdir():
         (directory / file.name).write_bytes(file.read_bytes())
@@ -58,22 +58,22 @@ def with_config(**values: Any) -> Callable[[Path], Path]:
 @pytest.mark.parametrize(
     ("damage", "error", "words"),
     [
-        (lambda folder: folder / "nowhere", InvalidRequest, "is no directory"),
+        (lambda folder: folder / "nowhere", InvalidRequest, "is not a directory"),
         (with_config(quantization_config={"quant_method": "awq"}), Unsupported, "is quantised with awq; only fp8"),
         (with_config(quantization_config=[4]), Unsupported, "is quantised with None"),
-        (lambda folder: folder / "model.safetensors", InvalidRequest, "is a file but no GGUF file"),
+        (lambda folder: folder / "model.safetensors", InvalidRequest, "is a file but not a GGUF file"),
         (without("config.json"), InvalidRequest, "has no config.json"),
         (without("tokenizer.json"), InvalidRequest, "has no tokenizer.json"),
         (without("model.safetensors"), InvalidRequest, "has no weights"),
         (with_text("config.json", "{"), InvalidRequest, "unreadable config.json"),
         (with_text("config.json", "[" * 100_000), InvalidRequest, "unreadable config.json"),
-        (with_text("config.json", "[]"), InvalidRequest, "names no model_type"),
-        (with_text("config.json", '{"model_type": ["llama"]}'), InvalidRequest, "names no model_type"),
-        (with_config(model_type="bert", architectures=["BertModel"]), Unsupported, "of type bert and an encoder"),
-        (with_config(model_type="t5", is_encoder_decoder=True), Unsupported, "of type t5, which is not a decoder-only"),
-        (with_config(model_type="bart", is_encoder_decoder=True), Unsupported, "of type bart and an encoder"),
-        (with_config(model_type="llama9"), Unsupported, "of type llama9, which is not a decoder-only"),
-        (with_config(model_type="own", auto_map={}), Unsupported, "needs code of its own, which is never run"),
+        (with_text("config.json", "[]"), InvalidRequest, "has no model_type"),
+        (with_text("config.json", '{"model_type": ["llama"]}'), InvalidRequest, "has no model_type"),
+        (with_config(model_type="bert", architectures=["BertModel"]), Unsupported, "of type bert, which is an encoder"),
+        (with_config(model_type="t5", is_encoder_decoder=True), Unsupported, "of type t5, which is not a supported"),
+        (with_config(model_type="bart", is_encoder_decoder=True), Unsupported, "of type bart, which is an encoder"),
+        (with_config(model_type="llama9"), Unsupported, "of type llama9, which is not a supported decoder-only"),
+        (with_config(model_type="own", auto_map={}), Unsupported, "needs custom code, which is never run"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_served_is_refused_in_one_line_that_names_the_flag(
@@ -97,7 +97,7 @@ def test_a_decoder_passes(checkpoint: Path, tmp_path: Path, config: dict[str, An
     require_servable(str(copied(checkpoint, tmp_path / "copy", **config)), flag="--model")
 
 
-def test_the_types_are_those_that_transformers_has_classes_for() -> None:
+def test_the_known_model_types_equal_those_of_transformers() -> None:
     assert preflight._known_types() == {
         name: frozenset(getattr(modeling_auto, name))
         for name in ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_MASKED_LM_MAPPING_NAMES")
@@ -112,7 +112,7 @@ def test_a_pair_of_two_vocabularies_is_refused_with_both_fingerprints(checkpoint
     assert f"--draft {str(other)!r} has 40 tokens, fingerprint " in refusal.value.message
 
 
-def test_a_special_token_of_tokenizer_config_alone_makes_another_vocabulary(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_special_token_only_in_tokenizer_config_changes_the_vocabulary(checkpoint: Path, tmp_path: Path) -> None:
     other = copied(checkpoint, tmp_path / "copy")
     settings = json.loads((other / "tokenizer_config.json").read_text())
     (other / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": "<pad>"}))
@@ -120,14 +120,16 @@ def test_a_special_token_of_tokenizer_config_alone_makes_another_vocabulary(chec
         require_servable_pair({"--target": str(checkpoint), "--draft": str(other)})
 
 
-def test_files_that_differ_without_another_token_make_no_other_vocabulary(checkpoint: Path, tmp_path: Path) -> None:
+def test_other_differences_between_tokenizer_files_do_not_change_the_vocabulary(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     other = copied(checkpoint, tmp_path / "copy")
     settings = json.loads((other / "tokenizer_config.json").read_text())
     (other / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 7}))
     require_servable_pair({"--target": str(checkpoint), "--draft": str(other)})
 
 
-def test_an_unreadable_tokenizer_is_told_with_its_flag(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_error_for_an_unreadable_tokenizer_names_the_flag(checkpoint: Path, tmp_path: Path) -> None:
     other = with_text("tokenizer.json", "{")(copied(checkpoint, tmp_path / "copy"))
     with pytest.raises(InvalidRequest, match=r"--draft: model .* has an unreadable tokenizer"):
         require_servable_pair({"--target": str(checkpoint), "--draft": str(other)})
@@ -148,7 +150,7 @@ def test_a_service_refuses_an_encoder_before_it_loads_torch(checkpoint: Path, tm
     assert line.startswith("error: --model: model ")
 
 
-def test_looking_at_a_pair_loads_no_torch(checkpoint: Path) -> None:
+def test_checking_a_pair_does_not_load_torch(checkpoint: Path) -> None:
     program = f"""
         import sys
         from specdec.cross_vocabulary.pair_preflight import require_servable_pair

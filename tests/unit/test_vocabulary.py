@@ -1,4 +1,4 @@
-"""The vocabulary of a checkpoint, its fingerprint, and what a wrong path is told."""
+"""The vocabulary of a checkpoint, its fingerprint, and the errors for wrong paths."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model("llama", tmp_path_factory.mktemp("llama"), vocabulary_size=50)
 
 
-def test_the_map_of_a_checkpoint_is_its_tokenizers(checkpoint: Path) -> None:
+def test_the_vocabulary_of_a_checkpoint_is_that_of_its_tokenizer(checkpoint: Path) -> None:
     token_to_id = load_vocabulary(checkpoint)
     assert token_to_id["</s>"] == 1
     assert token_to_id["w49"] == 49
     assert vocabulary_size(token_to_id) == 50
 
 
-def test_the_fingerprint_ignores_order_and_sees_every_entry() -> None:
+def test_the_fingerprint_ignores_order_and_depends_on_every_entry() -> None:
     vocabulary = {"a": 0, "b": 1, "ü": 2}
     assert vocabulary_fingerprint(vocabulary) == vocabulary_fingerprint(dict(reversed(vocabulary.items())))
     others = [{"a": 0, "b": 1}, {"a": 1, "b": 0, "ü": 2}, {"a": 0, "b": 1, "u": 2}, {"ab": 0, "": 1, "ü": 2}]
     assert len({vocabulary_fingerprint(other) for other in [vocabulary, *others]}) == 5
 
 
-def test_a_vocabulary_with_holes_has_the_size_of_its_largest_id() -> None:
+def test_the_size_of_a_vocabulary_with_unused_ids_is_the_largest_id_plus_one() -> None:
     assert vocabulary_size({"a": 0, "b": 7}) == 8
 
 
-def test_a_special_token_of_tokenizer_config_alone_counts(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_vocabulary_includes_special_tokens_only_in_tokenizer_config(checkpoint: Path, tmp_path: Path) -> None:
     for file in checkpoint.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -47,7 +47,7 @@ def test_a_special_token_of_tokenizer_config_alone_counts(checkpoint: Path, tmp_
 
 
 @pytest.mark.parametrize("model", ["/nowhere/at/all", "./nowhere", "~/nowhere", "a/b/c", "", "../nowhere"])
-def test_a_path_that_is_not_there_is_refused_in_one_sentence_without_asking_the_hub(model: str) -> None:
+def test_a_missing_path_is_refused_in_one_sentence_without_a_request_to_the_hub(model: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         locate_checkpoint(model)
     assert repr(model) in raised.value.message
@@ -55,7 +55,7 @@ def test_a_path_that_is_not_there_is_refused_in_one_sentence_without_asking_the_
     assert raised.value.field == "model"
 
 
-def test_a_hub_id_is_refused_in_one_sentence_when_the_hub_may_not_be_asked() -> None:
+def test_a_hub_id_is_refused_in_one_sentence_when_the_hub_is_offline() -> None:
     program = (
         "from specdec.checkpoints.locate import locate_checkpoint\n"
         "from specdec.errors import InvalidRequest\n"
@@ -77,7 +77,7 @@ def test_a_directory_without_a_readable_tokenizer_is_refused(tmp_path: Path) -> 
     assert "\n" not in raised.value.message
 
 
-def test_the_model_fingerprint_follows_weights_and_configuration(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_model_fingerprint_depends_on_weights_and_configuration(checkpoint: Path, tmp_path: Path) -> None:
     same = build_tiny_model("llama", tmp_path / "same", vocabulary_size=50)
     other = build_tiny_model("llama", tmp_path / "other", vocabulary_size=50, seed=1)
     assert checkpoint_fingerprint(same) == checkpoint_fingerprint(checkpoint)
@@ -88,7 +88,7 @@ def test_the_model_fingerprint_follows_weights_and_configuration(checkpoint: Pat
     assert checkpoint_fingerprint(same) != checkpoint_fingerprint(checkpoint)
 
 
-def test_reading_a_vocabulary_loads_no_torch(checkpoint: Path) -> None:
+def test_reading_a_vocabulary_does_not_load_torch(checkpoint: Path) -> None:
     program = (
         "import sys\nfrom specdec.checkpoints.vocabulary import load_vocabulary\n"
         f"load_vocabulary({str(checkpoint)!r})\nprint('torch' in sys.modules)\n"

@@ -1,4 +1,4 @@
-"""Files of weights whose download was cut short are found out from their headers."""
+"""Detection of incomplete weight files from their headers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def refusal_of(directory: Path) -> str:
     return refusal.value.message
 
 
-def test_a_whole_file_passes_and_no_beginning_of_it_does(tmp_path: Path) -> None:
+def test_a_complete_file_passes_and_every_truncated_one_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file(TENSORS, path, metadata={"format": "pt"})
     require_whole_weights(MODEL, tmp_path)
@@ -40,7 +40,7 @@ def test_a_whole_file_passes_and_no_beginning_of_it_does(tmp_path: Path) -> None
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
         assert "a damaged model.safetensors" in refusal_of(tmp_path)
-    assert f"it has {len(whole) - 1} bytes of {len(whole)}" in refusal_of(tmp_path)
+    assert f"it has {len(whole) - 1} of {len(whole)} bytes" in refusal_of(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -48,13 +48,13 @@ def test_a_whole_file_passes_and_no_beginning_of_it_does(tmp_path: Path) -> None
     [b"", b"\xff" * 8, b"version https://git-lfs.github.com/spec/v1\n", (2).to_bytes(8, "little") + b"[]"],
     ids=["empty", "huge", "git-lfs", "list"],
 )
-def test_what_is_no_such_file_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_in_another_format_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     assert "a damaged model.safetensors" in refusal_of(tmp_path)
 
 
 @pytest.mark.parametrize("tensor", [{}, 7, {"data_offsets": 1}, {"data_offsets": [0]}, {"data_offsets": [0, "x"]}])
-def test_a_header_that_makes_no_sense_is_refused(tmp_path: Path, tensor: Any) -> None:
+def test_an_invalid_header_is_refused(tmp_path: Path, tensor: Any) -> None:
     header = json.dumps({"a": tensor}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     assert "its header is unreadable" in refusal_of(tmp_path)
@@ -67,7 +67,7 @@ def shards(directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def test_every_shard_is_looked_at_and_no_other_file(tmp_path: Path) -> None:
+def test_every_shard_is_checked_and_no_other_file(tmp_path: Path) -> None:
     shards(tmp_path)
     (tmp_path / "consolidated.safetensors").write_bytes(b"half")
     require_whole_weights(MODEL, tmp_path)
@@ -85,7 +85,9 @@ def test_an_unreadable_index_is_refused(tmp_path: Path, index: str) -> None:
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
 @pytest.mark.parametrize("alignment", [32, 64])
-def test_a_whole_gguf_file_passes_and_no_beginning_of_it_does(tmp_path: Path, kind: str, alignment: int) -> None:
+def test_a_complete_gguf_file_passes_and_every_truncated_one_is_refused(
+    tmp_path: Path, kind: str, alignment: int
+) -> None:
     path = tmp_path / "model.gguf"
     writer = GGUFWriter(path, "llama")
     writer.add_custom_alignment(alignment)
@@ -102,14 +104,16 @@ def test_a_whole_gguf_file_passes_and_no_beginning_of_it_does(tmp_path: Path, ki
     writer.close()
     require_whole_gguf(path)
     whole = path.read_bytes()
-    for length in range(4, len(whole) - alignment):  # the last tensor's padding holds nothing
+    for length in range(4, len(whole) - alignment):  # the padding after the last tensor is not needed
         path.write_bytes(whole[:length])
-        with pytest.raises(InvalidRequest, match=r"is damaged: it (has \d+ bytes of \d+|ends within its header)"):
+        with pytest.raises(InvalidRequest, match=r"is damaged: it (has \d+ of \d+ bytes|ends within its header)"):
             require_whole_gguf(path)
 
 
 @pytest.mark.parametrize("byte", range(4, 24))
-def test_a_gguf_header_with_an_absurd_number_is_refused_or_told_by_the_conversion(tmp_path: Path, byte: int) -> None:
+def test_a_gguf_header_with_an_absurd_number_is_refused_unless_its_version_is_unknown(
+    tmp_path: Path, byte: int
+) -> None:
     path = tmp_path / "model.gguf"
     writer = GGUFWriter(path, "llama")
     writer.add_tensor("first", np.ones((3, 64), np.float32))
@@ -120,7 +124,7 @@ def test_a_gguf_header_with_an_absurd_number_is_refused_or_told_by_the_conversio
     damaged = bytearray(path.read_bytes())
     damaged[byte] ^= 0xFF
     path.write_bytes(damaged)
-    if byte < 8:  # another version
+    if byte < 8:  # the version field
         require_whole_gguf(path)
         return
     with pytest.raises(InvalidRequest, match="is damaged: "):

@@ -161,7 +161,7 @@ def is_short(job: Schedulable) -> bool:
 
 
 def _prefill_chunk(job_index: int, job: Schedulable, share: int) -> StepChunk:
-    """Return all of the job, or the part of its share that leaves the logit rows in one piece."""
+    """Return all of the job, or the part of its share that keeps the logit rows together."""
     if share == job.num_pending:
         return StepChunk(job_index, share, job.num_logit_rows)
     return StepChunk(job_index, min(share, job.num_pending - job.num_logit_rows), 0)

@@ -77,7 +77,7 @@ TABLES: dict[str, Sequence[Comparison]] = {
     "throughput": tuple(
         Comparison(
             "throughput", f"deep(18, 0.02), {streams} streams", "specdec", "specdec_target_only",
-            f"{streams} streams", "draft model, gamma auto", "no draft",
+            "1 stream" if streams == 1 else f"{streams} streams", "draft model, gamma auto", "no draft",
         )
         for streams in (1, 2, 4, 8, 16, 32, 64)
     ),

@@ -15,7 +15,7 @@ from bench.models import DEMO
 def test_a_file_of_another_type_holds_the_same_model(tmp_path: Path, kind: str, digits: float) -> None:
     gguf = pytest.importorskip("gguf")
     from bench.gguf_files import rewrite
-    from tests.support.gguf_writing import write_gguf
+    from bench.gguf_writing import write_gguf
 
     source = write_gguf(DEMO / "draft", tmp_path / "source.gguf", "F32")
     before, after = (gguf.GGUFReader(path) for path in (source, rewrite(source, tmp_path / "made.gguf", kind)))

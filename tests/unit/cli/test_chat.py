@@ -1,4 +1,4 @@
-"""`specdec chat` against a scripted coordinator: what it keeps, sends, says and refuses."""
+"""`specdec chat` against a scripted coordinator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Talk = Callable[..., int]
 
 @pytest.fixture
 def at_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Makes the text what a user types."""
+    """Return a function that makes a text the input of a terminal."""
 
     def type_in(text: str) -> None:
         terminal = io.StringIO(text)
@@ -46,7 +46,7 @@ def test_a_line_that_is_not_unicode_is_refused_before_it_is_sent(
     assert servicer.requests == []
 
 
-def test_chat_keeps_one_session_and_sends_the_whole_conversation(
+def test_chat_uses_one_session_and_sends_the_whole_conversation(
     coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     servicer, environ = coordinator(answer)
@@ -63,7 +63,7 @@ def test_chat_keeps_one_session_and_sends_the_whole_conversation(
     assert capsys.readouterr().out == "<1><2>\n<1><2>\n"
 
 
-def test_chat_goes_on_with_its_messages_when_the_session_was_lost_and_says_so(
+def test_chat_sends_its_messages_again_when_the_session_was_lost_and_says_so(
     coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     servicer, environ = coordinator(answer, lambda r: [SessionLost("expected 5 tokens, it holds 0")], answer)
@@ -76,10 +76,10 @@ def test_chat_goes_on_with_its_messages_when_the_session_was_lost_and_says_so(
     assert servicer.deleted == [first.session_id] * 2
     shown = capsys.readouterr()
     assert shown.out == "<1><2>\n<1><2>\n"
-    assert "expected 5 tokens, it holds 0; asking again" in shown.err
+    assert "expected 5 tokens, it holds 0; sending the whole conversation again" in shown.err
 
 
-def test_a_model_without_template_is_told_before_the_first_message(
+def test_a_model_without_a_chat_template_is_refused_before_the_first_message(
     coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     servicer, environ = coordinator(answer)
@@ -96,7 +96,7 @@ class Unread(io.StringIO):
         raise AssertionError("a message was read")
 
 
-def test_the_demo_pair_is_called_a_completion_model(
+def test_a_chat_with_the_demo_pair_warns_that_it_is_a_completion_model(
     coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     servicer, environ = coordinator(answer)
@@ -108,7 +108,7 @@ def test_the_demo_pair_is_called_a_completion_model(
     assert "`specdec generate " in err
 
 
-def test_an_error_returns_to_the_prompt_with_the_conversation_as_it_was(
+def test_at_a_terminal_an_error_returns_to_the_prompt_with_the_conversation_unchanged(
     coordinator: Serve, at_terminal: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     servicer, environ = coordinator(answer, too_long, lambda r: [Unavailable("gone", retry_after_s=60)], answer)
@@ -121,7 +121,7 @@ def test_an_error_returns_to_the_prompt_with_the_conversation_as_it_was(
     assert "error: gone (REPLICA_UNAVAILABLE)\n" in err
 
 
-def test_without_a_terminal_an_error_is_the_end(
+def test_without_a_terminal_an_error_ends_the_chat(
     coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     servicer, environ = coordinator(too_long, answer)
@@ -142,7 +142,7 @@ def test_trim_drops_the_oldest_turns(coordinator: Serve, at_terminal: Callable[[
 
 
 def with_context(servicer: ScriptedCoordinator, num_characters: int) -> None:
-    """Count each character of a message as a token, and limit prompt and answer together to `num_characters`."""
+    """Count each character of a message as a token, with a context of this size, the answer included."""
     servicer.served = pb.GetInfoResponse(max_context_tokens=num_characters)
     servicer.num_tokens = lambda request: sum(len(message.content) for message in request.messages.messages)
 
@@ -151,7 +151,7 @@ def beyond(num_characters: int) -> Callable[[pb.GenerateRequest], list[object]]:
     return lambda request: too_long(request) if sum(map(len, said(request))) >= num_characters else answer(request)
 
 
-def test_with_trim_the_oldest_turns_make_room_by_themselves(
+def test_with_trim_the_oldest_turns_are_dropped_automatically(
     coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     servicer, environ = coordinator(beyond(20))
@@ -161,10 +161,10 @@ def test_with_trim_the_oldest_turns_make_room_by_themselves(
     assert said(servicer.requests[-1]) == ["two", "<1><2>", "three"]
     err = capsys.readouterr().err
     assert err.count("dropped") == 1
-    assert "dropped 1 of the oldest turns, 2 are left" in err
+    assert "dropped the 1 oldest turns, 2 are left" in err
 
 
-def test_with_trim_as_many_turns_as_needed_are_dropped_at_once(
+def test_with_trim_all_turns_that_must_go_are_dropped_at_once(
     coordinator: Serve, at_terminal: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     servicer, environ = coordinator(beyond(70))
@@ -174,10 +174,10 @@ def test_with_trim_as_many_turns_as_needed_are_dropped_at_once(
     *_, refused, long = map(said, servicer.requests)
     assert len(refused) == 11
     assert long == ["d", "<1><2>", "e", "<1><2>", "x" * 50]
-    assert "dropped 3 of the oldest turns, 3 are left" in capsys.readouterr().err
+    assert "dropped the 3 oldest turns, 3 are left" in capsys.readouterr().err
 
 
-def test_with_trim_a_message_too_long_by_itself_costs_no_turn(
+def test_with_trim_a_message_that_alone_is_too_long_drops_no_turn(
     coordinator: Serve, at_terminal: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     servicer, environ = coordinator(beyond(40))
@@ -186,12 +186,12 @@ def test_with_trim_a_message_too_long_by_itself_costs_no_turn(
     assert run(["chat", "--trim"], environ) == 0
     assert said(servicer.requests[-1]) == ["one", "<1><2>", "two", "<1><2>", "three"]
     err = capsys.readouterr().err
-    assert "the message is too long by itself: it makes 50 tokens, the context of 40 has room for 39 before" in err
-    assert "the conversation is as it was\n" in err
-    assert "dropped 1" not in err
+    assert "the message alone is too long: it has 50 tokens, and the context of 40 has room for 39 before" in err
+    assert "the conversation is unchanged\n" in err
+    assert "dropped the" not in err
 
 
-def test_turns_that_made_room_for_an_answer_that_never_came_are_there_again(
+def test_dropped_turns_return_when_their_request_fails(
     coordinator: Serve, at_terminal: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     gone = Unavailable("gone", retry_after_s=60)
@@ -204,7 +204,7 @@ def test_turns_that_made_room_for_an_answer_that_never_came_are_there_again(
     assert "dropped" not in capsys.readouterr().err
 
 
-def test_with_trim_a_message_that_is_too_long_alone_is_refused(
+def test_with_trim_a_first_message_that_is_too_long_is_refused(
     coordinator: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, environ = coordinator(too_long)
@@ -212,7 +212,7 @@ def test_with_trim_a_message_that_is_too_long_alone_is_refused(
     assert run(["chat", "--trim"], environ) == 1
 
 
-def test_commands_are_obeyed_and_not_sent(
+def test_commands_are_run_and_not_sent(
     coordinator: Serve, at_terminal: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     servicer, environ = coordinator(answer)
@@ -225,14 +225,14 @@ def test_commands_are_obeyed_and_not_sent(
         ["speak French", "three", "<1><2>", "/path"],
     ]
     assert [request.messages.messages[0].role for request in servicer.requests] == ["user"] + 3 * ["system"]
-    assert not servicer.requests[2].HasField("expected_session_tokens")  # it was deleted
+    assert not servicer.requests[2].HasField("expected_session_tokens")  # the session was deleted
     err = capsys.readouterr().err
     assert "/trim [N]" in err
-    assert "/nonsense 1 is no command" in err
+    assert "/nonsense 1 is not a command" in err
     assert "speak French\n" in err
 
 
-def test_triple_quotes_hold_one_message_of_several_lines(coordinator: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_between_triple_quotes_are_one_message(coordinator: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     servicer, environ = coordinator(answer)
     monkeypatch.setattr("sys.stdin", io.StringIO('"""\none\n\n two\n"""\n"""three"""\n'))
     assert run(["chat"], environ) == 0

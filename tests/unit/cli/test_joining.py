@@ -87,10 +87,13 @@ def test_promoting_an_unknown_pool_fails_at_once(coordinator: Serve, capsys: pyt
         (["--max-steps", "0"], "--max-steps must be at least 1"),
         (["--learning-rate", "nan"], "--learning-rate must be"),
         (["--tenant", "a/b"], "--tenant"),
-        (["--target-model", "t"], "--target-model is for what the target drafts with by itself"),
-        (["--draft", "eagle3:h"], "--draft eagle3:h learns beside its target: name that by --target-model"),
+        (["--target-model", "t"], "--target-model is for drafts inside the target"),
+        (["--draft", "eagle3:h"], "--draft eagle3:h is trained together with its target: name it by --target-model"),
         (["--draft", "early-exit:x", "--target-model", "t"], "--draft: 'early-exit:x': early-exit takes a number"),
-        (["--draft", "medusa:h", "--target-model", "t", "--join", "p"], "a target reads its medusa when it starts"),
+        (
+            ["--draft", "medusa:h", "--target-model", "t", "--join", "p"],
+            "a target loads its medusa draft when it starts",
+        ),
     ],
 )
 def test_impossible_training_flags_are_a_usage_error(

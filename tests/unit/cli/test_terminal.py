@@ -1,4 +1,4 @@
-"""Colours, legend and closing line."""
+"""Colours of tokens and the legend that names them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from specdec.cli.terminal import TokenWriter, closing_line, tokens_per_s, wants_colour
-from specdec.client import Chunk, Completion, GenerationStats, TokenDetail, Usage
+from specdec.cli.terminal import TokenWriter, wants_colour
+from specdec.client import Chunk, TokenDetail
 from specdec.types import TokenSource
 
 ANSI = re.compile("\x1b\\[([0-9;]*)m")
@@ -21,13 +21,6 @@ class Terminal(io.StringIO):
 
 def detail(source: TokenSource, text: str) -> TokenDetail:
     return TokenDetail(source=source, p=1, q=1, draft_pool="", logprob=None, top_logprobs=(), text=text)
-
-
-def completion(sources: str, num_rounds: int, e2el_s: float = 0.5) -> Completion:
-    details = tuple(detail(TokenSource("acbt".index(letter) + 1), "x") for letter in sources)
-    stats = GenerationStats(num_rounds, 0, 0, (), 0, 0.0, e2el_s, 0.0, 0.0, 0)
-    token_ids = tuple(range(len(sources)))
-    return Completion("s", "r", "x", token_ids, "stop", Usage(1, len(sources), 0), stats, details)
 
 
 TEXTS = ("a", " b", "", "\n c")
@@ -45,7 +38,9 @@ CHUNK = Chunk(0, (1, 2, 3, 4), "a b\n c", tuple(map(detail, TokenSource, TEXTS))
         (io.StringIO(), {"FORCE_COLOR": "1"}, False),
     ],
 )
-def test_colour_needs_a_terminal_and_no_refusal(stream: io.StringIO, environ: dict[str, str], coloured: bool) -> None:
+def test_colour_needs_a_terminal_and_no_variable_against_it(
+    stream: io.StringIO, environ: dict[str, str], coloured: bool
+) -> None:
     assert wants_colour(stream, environ) is coloured
 
 
@@ -69,29 +64,16 @@ def test_without_colour_the_text_is_plain_and_there_is_no_legend() -> None:
     assert writer.legend() == ""
 
 
-def test_text_that_details_do_not_add_up_to_is_shown_plainly() -> None:
+def test_a_text_that_differs_from_its_details_is_shown_without_colour() -> None:
     stream = Terminal()
     TokenWriter(stream, coloured=True).write(Chunk(0, (1,), "whole", (detail(TokenSource.BONUS, "half"),)))
     assert stream.getvalue() == "whole"
 
 
-def test_a_models_escape_sequences_do_not_reach_a_terminal_but_do_reach_a_pipe() -> None:
+def test_escape_sequences_of_a_model_reach_a_pipe_and_not_a_terminal() -> None:
     chunk = Chunk(0, (1,), "\x1b[2J\x9b2J", ())
     terminal, pipe = Terminal(), io.StringIO()
     TokenWriter(terminal, coloured=False).write(chunk)
     TokenWriter(pipe, coloured=False).write(chunk)
     assert not {"\x1b", "\x9b"} & set(terminal.getvalue())
     assert pipe.getvalue() == "\x1b[2J\x9b2J"
-
-
-def test_the_closing_line_has_rounds_alpha_of_tested_tokens_tau_and_speed() -> None:
-    assert closing_line(completion("aacaab", 2)) == "rounds 2  alpha 0.80  tau 3.00  12.0 tokens/s"
-
-
-def test_the_closing_line_of_a_target_only_output_has_no_alpha() -> None:
-    assert closing_line(completion("tt", 2)) == "rounds 2  alpha n/a  tau 1.00  4.0 tokens/s"
-
-
-def test_an_empty_output_has_no_speed() -> None:
-    assert tokens_per_s(completion("", 0, e2el_s=0.0)) == 0.0
-    assert closing_line(completion("", 0)) == "rounds 0  alpha n/a  tau n/a  0.0 tokens/s"

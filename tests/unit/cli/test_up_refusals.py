@@ -34,11 +34,11 @@ def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
         (["--device", "cuda", "--tensor-parallel", "2"], 0, "--device: device 'cuda' is not present on this machine"),
         (["--device", "cuda", "--tensor-parallel", "4"], 2, "--tensor-parallel 4 needs a GPU for each rank"),
         (["--tensor-parallel-draft", "2"], 1, "--tensor-parallel-draft 2 needs a GPU for each rank"),
-        (["--dtype", "int8", "--tensor-parallel", "2"], 0, "--tensor-parallel divides int8 weights among GPUs"),
+        (["--dtype", "int8", "--tensor-parallel", "2"], 0, "--tensor-parallel supports int8 weights on GPUs only"),
         (
             ["--deterministic", "--tensor-parallel", "2"],
             0,
-            "--tensor-parallel keeps --deterministic in CUDA graphs",
+            "--tensor-parallel supports --deterministic on GPUs only",
         ),
         (["--kv-cache-bytes-target", "12"], 0, "--kv-cache-bytes-target must be at least "),
         (["--kv-cache-bytes-draft", "12"], 0, "--kv-cache-bytes-draft must be at least "),
@@ -65,7 +65,7 @@ def test_a_truncated_model_is_refused_with_both_lengths(
     code, line = refused(capsys, "--target", str(tmp_path))
     assert code == 1
     assert (
-        f"--target: model {str(tmp_path)!r} has a damaged model.safetensors: it has {size // 2} bytes of {size}" in line
+        f"--target: model {str(tmp_path)!r} has a damaged model.safetensors: it has {size // 2} of {size} bytes" in line
     )
 
 

@@ -1,4 +1,4 @@
-"""Clients with two coordinators: which one they speak to, by what each says of itself."""
+"""Clients with two coordinators: which one they call, depending on the health that each reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import eventually
 from tests.support.scripted_coordinator import Event, Script, ScriptedCoordinator, finished, serve, started, tokens
 
-#: Attempts of a refused call go on for so long.
+#: A refused call is retried for 5 s.
 BUDGETS = Budgets(connect_s=5.0, target_s=5.0, resume_s=5.0)
 
 Ask = Callable[..., list[int]]
@@ -29,7 +29,7 @@ Ask = Callable[..., list[int]]
 
 @dataclass
 class Scripted:
-    """A coordinator that serves, by its health, unless told otherwise."""
+    """A coordinator whose health service reports SERVING unless a test changes it."""
 
     servicer: ScriptedCoordinator
     server: grpc.Server
@@ -40,7 +40,7 @@ class Scripted:
     def num_asked(self) -> int:
         return len(self.servicer.requests)
 
-    def says_serving(self, is_serving: bool) -> None:
+    def set_serving(self, is_serving: bool) -> None:
         status = health_pb2.HealthCheckResponse
         self.health.set("", status.SERVING if is_serving else status.NOT_SERVING)
 
@@ -63,17 +63,17 @@ def gives_once(released: threading.Event, token_id: int) -> Script:
 
 
 def scripted(token_id: int) -> Scripted:
-    """Gives this token to everybody."""
+    """Start a coordinator that answers every request with one token."""
     servicer, checked = ScriptedCoordinator([gives(token_id)]), health.HealthServicer()
     server, endpoint = serve(servicer, also=partial(health_pb2_grpc.add_HealthServicer_to_server, checked))
     coordinator = Scripted(servicer, server, endpoint, checked)
-    coordinator.says_serving(True)
+    coordinator.set_serving(True)
     return coordinator
 
 
 @pytest.fixture
 def coordinators() -> Iterator[tuple[Scripted, Scripted]]:
-    """Both give one token to everybody."""
+    """Two coordinators that answer every request with one token each."""
     both = scripted(1), scripted(2)
     yield both
     for coordinator in both:
@@ -96,7 +96,7 @@ def ask_async(coordinators: Sequence[Scripted], num_requests: int, **options: An
 
 
 async def token_id(client: Client | AsyncClient, **options: Any) -> int:
-    """What either client is answered."""
+    """Return the token that a client of either kind receives."""
     if isinstance(client, Client):
         return (await asyncio.to_thread(client.generate, "p", temperature=0, **options)).token_ids[0]
     return (await client.generate("p", temperature=0, **options)).token_ids[0]
@@ -122,31 +122,35 @@ def ask(request: pytest.FixtureRequest) -> Ask:
     return asking
 
 
-def test_who_is_answered_stays_with_the_first(coordinators: tuple[Scripted, Scripted], ask: Ask) -> None:
+def test_a_client_that_gets_answers_stays_with_the_first_coordinator(
+    coordinators: tuple[Scripted, Scripted], ask: Ask
+) -> None:
     assert ask(coordinators, 5) == [1] * 5
 
 
 @pytest.mark.parametrize("error", [Unavailable("no target"), ResourceExhausted("full")], ids=["unavailable", "full"])
-def test_who_is_refused_goes_to_one_that_says_it_serves_and_stays_there(
+def test_a_refused_client_moves_to_a_serving_coordinator_and_stays_there(
     coordinators: tuple[Scripted, Scripted], ask: Ask, error: SpecdecError
 ) -> None:
     first, _ = coordinators
     first.servicer.scripts = [refuses(error)]
-    first.says_serving(False)
+    first.set_serving(False)
     assert ask(coordinators, 5) == [2] * 5
     assert first.num_asked == 1
 
 
-def test_one_that_does_not_say_it_serves_is_no_way_out(coordinators: tuple[Scripted, Scripted], ask: Ask) -> None:
+def test_a_client_does_not_move_to_a_coordinator_that_does_not_report_serving(
+    coordinators: tuple[Scripted, Scripted], ask: Ask
+) -> None:
     first, second = coordinators
     first.servicer.scripts = [refuses(Unavailable("no target")), gives(1)]
-    first.says_serving(False)
-    second.says_serving(False)
+    first.set_serving(False)
+    second.set_serving(False)
     assert ask(coordinators, 2) == [1, 1]
     assert second.num_asked == 0
 
 
-def test_a_session_that_another_has_is_waited_for_where_it_is(
+def test_a_client_waits_for_a_busy_session_at_the_same_coordinator(
     coordinators: tuple[Scripted, Scripted], ask: Ask
 ) -> None:
     first, second = coordinators
@@ -155,7 +159,7 @@ def test_a_session_that_another_has_is_waited_for_where_it_is(
     assert second.num_asked == 0
 
 
-def test_of_two_that_say_they_serve_one_that_refuses_is_followed_by_the_other(
+def test_after_a_refusal_the_next_serving_coordinator_is_called(
     coordinators: tuple[Scripted, Scripted], ask: Ask
 ) -> None:
     first, second = coordinators
@@ -164,10 +168,10 @@ def test_of_two_that_say_they_serve_one_that_refuses_is_followed_by_the_other(
     assert ask(coordinators, 1) == [2]
 
 
-def test_when_the_others_are_gone_the_first_is_asked_again(coordinators: tuple[Scripted, Scripted]) -> None:
+def test_when_the_other_coordinators_stop_the_first_is_called_again(coordinators: tuple[Scripted, Scripted]) -> None:
     first, second = coordinators
     first.servicer.scripts = [refuses(Unavailable("no target")), gives(1)]
-    first.says_serving(False)
+    first.set_serving(False)
     with Client(endpoint_of(coordinators), budgets=BUDGETS) as client:
         assert client.generate("p", temperature=0).token_ids == (2,)
         second.server.stop(None).wait()
@@ -175,17 +179,17 @@ def test_when_the_others_are_gone_the_first_is_asked_again(coordinators: tuple[S
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-async def test_one_of_the_others_whose_connection_breaks_is_followed_by_the_next_of_them(
+async def test_after_a_broken_connection_the_next_of_the_other_coordinators_is_called(
     coordinators: tuple[Scripted, Scripted], kind: type[Client | AsyncClient]
 ) -> None:
-    """Not by the first: that one could not serve, and its connection may be dead without a word."""
+    """The first is not called: it could not serve, and its connection may have failed unnoticed."""
     (first, second), third = coordinators, scripted(3)
     first.servicer.scripts = [refuses(Unavailable("no target")), gives(1)]
-    first.says_serving(False)
+    first.set_serving(False)
     client = kind(endpoint_of((first, second, third)), budgets=BUDGETS)
 
     async with asyncio.timeout(20), using(client):
-        assert await token_id(client) in (2, 3)  # with the others from now on
+        assert await token_id(client) in (2, 3)  # connected to the others from now on
         while not (second.num_asked and third.num_asked):
             await token_id(client)
         goes_on = threading.Event()
@@ -203,13 +207,13 @@ async def test_one_of_the_others_whose_connection_breaks_is_followed_by_the_next
 
 @pytest.mark.parametrize("is_serving", [True, False])
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-async def test_one_that_lets_a_calls_time_run_out_is_left_unless_it_says_that_it_serves(
+async def test_after_a_missed_deadline_the_client_moves_unless_the_coordinator_reports_serving(
     coordinators: tuple[Scripted, Scripted], kind: type[Client | AsyncClient], is_serving: bool
 ) -> None:
     first, _ = coordinators
     goes_on = threading.Event()
     first.servicer.scripts = [gives_once(goes_on, 1), gives(1)]
-    first.says_serving(is_serving)
+    first.set_serving(is_serving)
     client = kind(endpoint_of(coordinators), budgets=BUDGETS)
 
     async with asyncio.timeout(20), using(client):
@@ -219,7 +223,7 @@ async def test_one_that_lets_a_calls_time_run_out_is_left_unless_it_says_that_it
         assert [await token_id(client) for _ in range(3)] == [1 if is_serving else 2] * 3
 
 
-def test_a_call_that_is_tried_once_waits_for_no_other_one(coordinators: tuple[Scripted, Scripted]) -> None:
+def test_a_call_without_retries_does_not_wait_for_another_coordinator(coordinators: tuple[Scripted, Scripted]) -> None:
     first, second = coordinators
     first.servicer.scripts = [refuses(Unavailable("no target"))]
     with Client(endpoint_of(coordinators), budgets=Budgets(connect_s=0.0)) as client, pytest.raises(Unavailable):
@@ -227,30 +231,30 @@ def test_a_call_that_is_tried_once_waits_for_no_other_one(coordinators: tuple[Sc
     assert (first.num_asked, second.num_asked) == (1, 0)
 
 
-def test_a_timeout_holds_for_the_look_at_the_others_too(coordinators: tuple[Scripted, Scripted]) -> None:
+def test_a_timeout_covers_the_health_checks_of_other_coordinators(coordinators: tuple[Scripted, Scripted]) -> None:
     first, second = coordinators
     first.servicer.scripts = [refuses(Unavailable("no target"))]
     for scripted in (first, second):
-        scripted.says_serving(False)
+        scripted.set_serving(False)
     began_s = time.monotonic()
     with Client(endpoint_of(coordinators), budgets=BUDGETS) as client, pytest.raises(DeadlineExceeded):
         client.generate("p", temperature=0, timeout=0.3)
-    assert time.monotonic() - began_s < 3.0  # it would try for 5 s
+    assert time.monotonic() - began_s < 3.0  # without the timeout it would retry for 5 s
 
 
-async def test_a_client_that_is_closed_while_it_looks_for_another_one_says_so(
+async def test_a_client_closed_while_it_checks_other_coordinators_raises_client_closed(
     coordinators: tuple[Scripted, Scripted],
 ) -> None:
     first, second = coordinators
     first.servicer.scripts = [refuses(Unavailable("no target"))]
     for scripted in (first, second):
-        scripted.says_serving(False)
+        scripted.set_serving(False)
     client = AsyncClient(endpoint_of(coordinators), budgets=BUDGETS)
     asked = asyncio.create_task(client.generate("p", temperature=0))
     blocking = Client(endpoint_of(coordinators), budgets=BUDGETS)
     generating = asyncio.create_task(asyncio.to_thread(blocking.generate, "p", temperature=0))
     async with asyncio.timeout(20):
-        await eventually(lambda: first.num_asked == 2)  # both were refused, and look round for half a second
+        await eventually(lambda: first.num_asked == 2)  # both were refused and check the others for half a second
         await asyncio.sleep(0.2)
         await client.close()
         blocking.close()

@@ -1,17 +1,25 @@
-"""How calls of both clients end before their time: a timeout, a stream closed, a client closed."""
+"""Early ends of calls of both clients: a failed stream, a timeout, a closed stream, a closed client."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from specdec.client import AsyncClient, Budgets, Client, Completion
-from specdec.errors import ClientClosed, DeadlineExceeded, InvalidRequest, Unavailable
+from specdec.errors import (
+    ClientClosed,
+    DeadlineExceeded,
+    InvalidRequest,
+    PartialOutput,
+    SessionLost,
+    Unavailable,
+)
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.scripted_coordinator import Event, ScriptedCoordinator, serve, started, tokens
 
@@ -19,7 +27,7 @@ Serve = Callable[[ScriptedCoordinator], str]
 
 
 class SilentAfter(ScriptedCoordinator):
-    """Plays its script, then says nothing until the call has ended."""
+    """Plays its script, then stays silent until the call has ended."""
 
     def __init__(self, *events: Callable[[pb.GenerateRequest], Event]) -> None:
         super().__init__([lambda request: [event(request) for event in events]])
@@ -70,7 +78,95 @@ def assert_two_tokens(partial: Completion) -> None:
     assert partial.stats.num_rounds == 0
 
 
-def test_what_came_before_a_stream_was_closed_is_its_result(serving: Serve) -> None:
+def broken_after_two_tokens() -> ScriptedCoordinator:
+    return ScriptedCoordinator([lambda r: [started(r), tokens(0, [5, 6]), SessionLost("the log is too short")]])
+
+
+def fail_in_mid_stream(endpoint: str) -> tuple[list[BaseException], Completion]:
+    """Return the errors of iteration and of the first `result()`, and what the second `result()` returns."""
+    with Client(endpoint) as client:
+        stream = client.generate("p", stream=True, session_id="s")
+        assert next(stream).token_ids == (5, 6)
+        errors: list[BaseException] = []
+        for read in (lambda: next(stream), stream.result):
+            with pytest.raises(SessionLost) as caught:
+                read()
+            errors.append(caught.value)
+        assert list(stream) == []
+        return errors, stream.result()
+
+
+def fail_in_mid_stream_async(endpoint: str) -> tuple[list[BaseException], Completion]:
+    async def read() -> tuple[list[BaseException], Completion]:
+        async with AsyncClient(endpoint) as client:
+            stream = client.generate("p", stream=True, session_id="s")
+            assert (await anext(stream)).token_ids == (5, 6)
+            errors: list[BaseException] = []
+            for read in (lambda: anext(stream), stream.result):
+                with pytest.raises(SessionLost) as caught:
+                    await read()
+                errors.append(caught.value)
+            assert [chunk async for chunk in stream] == []
+            return errors, await stream.result()
+
+    return asyncio.run(read())
+
+
+@pytest.mark.parametrize("fail", [fail_in_mid_stream, fail_in_mid_stream_async])
+def test_a_failed_stream_raises_its_error_once_more_from_result_and_then_returns_the_part_received(
+    serving: Serve, fail: Callable[[str], tuple[list[BaseException], Completion]]
+) -> None:
+    servicer = broken_after_two_tokens()
+    (first, second), partial = fail(serving(servicer))
+    assert first is second
+    assert len(servicer.requests) == 1
+    assert (partial.token_ids, partial.text, partial.finish_reason) == ((5, 6), "<5><6>", "cancelled")
+
+
+@pytest.mark.parametrize("fail", [fail_in_mid_stream, fail_in_mid_stream_async])
+def test_the_error_of_a_failed_stream_has_the_output_received_so_far(
+    serving: Serve, fail: Callable[[str], tuple[list[BaseException], Completion]]
+) -> None:
+    (error, _), _ = fail(serving(broken_after_two_tokens()))
+    assert isinstance(error, SessionLost)
+    assert error.partial == PartialOutput("s", resume_from=2, text="<5><6>", token_ids=(5, 6))
+
+
+def test_a_failed_generate_call_has_the_output_received_so_far_on_its_error(serving: Serve) -> None:
+    with Client(serving(broken_after_two_tokens())) as client, pytest.raises(SessionLost) as caught:
+        client.generate("p")
+    assert caught.value.partial is not None
+    assert caught.value.partial.text == "<5><6>"
+
+
+def test_an_error_of_a_call_without_a_stream_has_no_partial_output() -> None:
+    with Client("127.0.0.1:1", budgets=Budgets(connect_s=0)) as client, pytest.raises(Unavailable) as caught:
+        client.info()
+    assert caught.value.partial is None
+
+
+def assert_shows_only_our_frames(error: BaseException) -> None:
+    shown = "".join(traceback.format_exception(error))
+    assert "site-packages" not in shown
+    assert "direct cause" not in shown
+    assert "During handling" not in shown
+
+
+@pytest.mark.parametrize("fail", [fail_in_mid_stream, fail_in_mid_stream_async])
+def test_the_traceback_of_a_failed_stream_shows_neither_tenacity_nor_grpc(
+    serving: Serve, fail: Callable[[str], tuple[list[BaseException], Completion]]
+) -> None:
+    for error in fail(serving(broken_after_two_tokens()))[0]:
+        assert_shows_only_our_frames(error)
+
+
+def test_the_traceback_of_a_failed_call_shows_neither_tenacity_nor_grpc() -> None:
+    with Client("127.0.0.1:1", budgets=Budgets(connect_s=0.2)) as client, pytest.raises(Unavailable) as caught:
+        client.info()
+    assert_shows_only_our_frames(caught.value)
+
+
+def test_the_result_of_a_closed_stream_is_the_part_received(serving: Serve) -> None:
     with Client(serving(two_tokens())) as client:
         stream = client.generate("p", stream=True)
         next(stream)
@@ -79,13 +175,13 @@ def test_what_came_before_a_stream_was_closed_is_its_result(serving: Serve) -> N
         assert list(stream) == []
 
 
-def test_what_came_before_an_async_stream_was_closed_is_its_result(serving: Serve) -> None:
+def test_the_result_of_a_closed_async_stream_is_the_part_received(serving: Serve) -> None:
     async def leave() -> None:
         async with AsyncClient(serving(two_tokens())) as client:
             stream = client.generate("p", stream=True)
             await anext(stream)
             waiting = asyncio.ensure_future(anext(stream, None))
-            await asyncio.sleep(0.05)  # so that it does wait; were it not yet waiting, it should see the same
+            await asyncio.sleep(0.05)  # so that the task waits; the result is the same if it does not yet
             await stream.aclose()
             assert await waiting is None
             assert_two_tokens(await stream.result())
@@ -100,7 +196,7 @@ def test_a_stream_closed_before_its_first_token_has_an_empty_result() -> None:
         assert (stream.result().text, stream.result().finish_reason) == ("", "cancelled")
 
 
-def test_a_call_that_takes_longer_than_its_timeout_is_ended_and_what_came_is_kept(serving: Serve) -> None:
+def test_a_timeout_ends_the_call_and_keeps_the_part_received(serving: Serve) -> None:
     servicer = two_tokens()
     with Client(serving(servicer)) as client:
         stream = client.generate("p", stream=True, timeout=0.5)
@@ -110,10 +206,10 @@ def test_a_call_that_takes_longer_than_its_timeout_is_ended_and_what_came_is_kep
         assert (caught.value.code, caught.value.retryable) == ("DEADLINE_EXCEEDED", False)
         stream.close()
         assert_two_tokens(stream.result())
-    assert servicer.ended.wait(30)  # the server was told
+    assert servicer.ended.wait(30)  # the call was cancelled on the server
 
 
-def test_the_timeout_of_a_client_is_that_of_its_every_call(serving: Serve) -> None:
+def test_the_timeout_of_a_client_applies_to_each_of_its_calls(serving: Serve) -> None:
     endpoint = serving(two_tokens())
     with Client(endpoint, timeout=0.3) as client:
         for call in (client.info, lambda: client.generate("p"), lambda: client.resume("s", 0).result()):
@@ -129,7 +225,7 @@ def test_the_timeout_of_a_client_is_that_of_its_every_call(serving: Serve) -> No
     asyncio.run(ask())
 
 
-def test_a_timeout_ends_the_retries_too() -> None:
+def test_a_timeout_ends_retries() -> None:
     servicer = ScriptedCoordinator([lambda r: [Unavailable("no target replica", retry_after_s=0.05)]])
     server, endpoint = serve(servicer)
     began_s = time.monotonic()
@@ -144,13 +240,13 @@ def test_a_timeout_ends_the_retries_too() -> None:
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "5"])
-def test_a_timeout_that_is_no_time_is_refused_by_name(timeout: Any) -> None:
+def test_an_invalid_timeout_is_refused_by_name(timeout: Any) -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest) as caught:
         client.generate("p", stream=True, timeout=timeout)
     assert caught.value.field == "timeout"
 
 
-def test_a_closed_client_says_so_at_every_call() -> None:
+def test_every_call_of_a_closed_client_raises_client_closed() -> None:
     client = Client("127.0.0.1:1")
     left = client.generate("p", stream=True)
     client.close()
@@ -158,11 +254,11 @@ def test_a_closed_client_says_so_at_every_call() -> None:
     for call in (client.info, lambda: client.generate("p"), lambda: next(left), lambda: client.delete_session("s")):
         with pytest.raises(ClientClosed, match="closed"):
             call()
-    with pytest.raises(ClientClosed):  # here and now, not where it is read
+    with pytest.raises(ClientClosed):  # at the call, before the stream is read
         client.resume("s", 0)
 
 
-def test_a_closed_async_client_says_so_at_every_call() -> None:
+def test_every_call_of_a_closed_async_client_raises_client_closed() -> None:
     async def ask() -> None:
         client = AsyncClient("127.0.0.1:1")
         left = client.generate("p", stream=True)
@@ -179,8 +275,8 @@ def test_a_closed_async_client_says_so_at_every_call() -> None:
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-@pytest.mark.parametrize("endpoint", [None, 50051, b"127.0.0.1:50051"])
-def test_what_is_no_text_is_no_endpoint(kind: type[Client] | type[AsyncClient], endpoint: Any) -> None:
+@pytest.mark.parametrize("endpoint", [50051, b"127.0.0.1:50051"])
+def test_an_endpoint_that_is_not_text_is_refused(kind: type[Client] | type[AsyncClient], endpoint: Any) -> None:
     with pytest.raises(InvalidRequest, match=f"endpoint must be HOST:PORT, got {type(endpoint).__name__}") as refused:
         kind(endpoint)
     assert refused.value.field == "endpoint"
@@ -198,13 +294,13 @@ def test_what_is_no_text_is_no_endpoint(kind: type[Client] | type[AsyncClient], 
         (lambda client: client.promote("code", "all"), "share"),
     ],
 )
-def test_what_does_not_fit_a_message_is_refused_by_field_in_every_call(call: Any, field: str) -> None:
+def test_an_argument_that_does_not_fit_its_message_is_refused_by_field_name(call: Any, field: str) -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest, match=f"^{field}") as refused:
         call(client)
     assert refused.value.field == field
 
 
-def test_closing_a_client_ends_the_calls_that_wait(serving: Serve) -> None:
+def test_closing_a_client_ends_waiting_calls(serving: Serve) -> None:
     servicer = SilentAfter(started)
     client = Client(serving(servicer), budgets=Budgets(connect_s=60.0))
     errors: list[BaseException] = []
@@ -223,7 +319,7 @@ def test_closing_a_client_ends_the_calls_that_wait(serving: Serve) -> None:
     assert [type(error) for error in errors] == [ClientClosed]
 
 
-def test_closing_an_async_client_ends_the_calls_that_wait_and_cancels_no_task(serving: Serve) -> None:
+def test_closing_an_async_client_ends_waiting_calls_and_cancels_no_task(serving: Serve) -> None:
     servicer = SilentAfter(started)
 
     async def ask() -> None:

@@ -1,4 +1,4 @@
-"""`generate`'s arguments as one message of the proto."""
+"""Building a request message from the arguments of `generate`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_field_of_the_proto_has_an_option() -> None:
     assert names <= GenerateOptions.__annotations__.keys()
 
 
-def test_what_is_not_given_is_left_to_the_server() -> None:
+def test_an_absent_option_is_left_to_the_server() -> None:
     request = build_request("hello", GenerateOptions(temperature=None, mode=None))
     assert request.sampling == pb.SamplingParams()
     assert request.speculation == pb.SpeculationParams()
@@ -91,19 +91,19 @@ def test_empty_inputs_are_sent_for_the_server_to_refuse() -> None:
         (None, {"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     ],
 )
-def test_what_does_not_fit_a_message_is_refused_by_field(prompt: str | None, options: Any, field: str) -> None:
+def test_a_value_that_does_not_fit_is_refused_by_field_name(prompt: str | None, options: Any, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         build_request(prompt, options)
     assert caught.value.field == field
 
 
-def test_content_that_is_no_text_is_told_in_words() -> None:
+def test_the_error_about_content_that_is_not_text_is_plain() -> None:
     with pytest.raises(InvalidRequest) as caught:
         build_request(None, GenerateOptions(messages=[{"role": "user", "content": None}]))  # type: ignore[typeddict-item]
     assert caught.value.message == "messages[0].content must be a text, got None"
 
 
-def test_messages_may_stand_where_the_prompt_does() -> None:
+def test_messages_can_be_the_first_argument() -> None:
     messages: list[ChatMessage] = [{"role": "user", "content": "hello"}]
     by_position, by_name = build_request(messages, {}), build_request(None, GenerateOptions(messages=messages))
     assert by_position.WhichOneof("input") == "messages"
@@ -134,7 +134,7 @@ def test_text_parts_of_a_message_are_joined_by_line_breaks() -> None:
         ([{"role": "user", "content": [{"type": "text"}]}], {}, "messages[0].content", '"text": ...'),
     ],
 )
-def test_what_is_neither_prompt_nor_messages_is_refused_by_name(
+def test_an_input_that_is_neither_prompt_nor_messages_is_refused(
     prompt: Any, options: Any, field: str, words: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
@@ -144,7 +144,7 @@ def test_what_is_neither_prompt_nor_messages_is_refused_by_name(
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_new_token"])
-def test_the_names_of_other_sdks_ask_whether_ours_was_meant(name: str) -> None:
+def test_an_option_name_of_another_sdk_gets_a_suggestion(name: str) -> None:
     options: Any = {name: 7}
     with pytest.raises(TypeError, match=rf"{name} \(did you mean max_new_tokens\?\)"):
         build_request("p", options)

@@ -1,4 +1,4 @@
-"""Streams of both clients against a real gRPC server that breaks them off where the test says."""
+"""Streams of both clients against a real gRPC server that breaks them where the test says."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
         server.stop(None)
 
 
-def test_a_stream_hands_over_every_chunk_and_then_the_whole_output(run: Run) -> None:
+def test_a_stream_returns_every_chunk_and_then_the_whole_output(run: Run) -> None:
     servicer, chunks, completion = run([lambda r: [started(r), tokens(0, [5, 6]), tokens(2, [7]), finished(3)]])
     assert [chunk.token_ids for chunk in chunks] == [(5, 6), (7,)]
     assert completion.text == "<5><6><7>"
@@ -81,7 +81,7 @@ def test_a_stream_hands_over_every_chunk_and_then_the_whole_output(run: Run) -> 
 
 
 @pytest.mark.parametrize("error", [Unavailable("gone"), LeaseLost("taken"), StaleEpoch("taken")])
-def test_a_broken_stream_resumes_after_the_last_token_it_handed_over(run: Run, error: SpecdecError) -> None:
+def test_a_broken_stream_resumes_after_the_last_token_it_returned(run: Run, error: SpecdecError) -> None:
     servicer, chunks, completion = run(
         [
             lambda r: [started(r), tokens(0, [5, 6]), soon(error)],
@@ -111,7 +111,7 @@ def test_before_the_first_token_the_whole_request_is_sent_again_under_the_same_i
 
 
 @pytest.mark.parametrize("error", [LeaseLost("the lease of session s is not ours any more"), StaleEpoch("taken")])
-def test_a_lease_lost_while_the_request_was_admitted_is_asked_again_beyond_the_budget_of_a_beginning(
+def test_a_lease_lost_at_admission_is_retried_beyond_the_budget_of_a_new_call(
     error: SpecdecError,
 ) -> None:
     servicer = ScriptedCoordinator(
@@ -128,19 +128,19 @@ def test_a_lease_lost_while_the_request_was_admitted_is_asked_again_beyond_the_b
     assert servicer.requests[0] == servicer.requests[1] == servicer.requests[2]
 
 
-def test_attempts_that_begin_well_and_bring_nothing_end_with_the_budget(run: Run) -> None:
+def test_attempts_that_begin_and_bring_no_token_end_with_the_budget(run: Run) -> None:
     with pytest.raises(Unavailable, match="no target"):
         run([lambda r: [started(r), soon(Unavailable("no target"))]])
 
 
-def test_a_stream_closed_without_its_end_is_resumed(run: Run) -> None:
+def test_a_stream_that_the_server_closes_early_is_resumed(run: Run) -> None:
     _, _, completion = run(
         [lambda r: [started(r), tokens(0, [5])], lambda r: [started(r), tokens(1, [6]), finished(2)]]
     )
     assert completion.token_ids == (5, 6)
 
 
-def test_a_chunk_the_caller_holds_already_is_not_handed_over_twice(run: Run) -> None:
+def test_a_chunk_that_the_caller_holds_is_not_returned_twice(run: Run) -> None:
     _, chunks, completion = run(
         [
             lambda r: [started(r), tokens(0, [5, 6]), soon(Unavailable("gone"))],
@@ -151,7 +151,7 @@ def test_a_chunk_the_caller_holds_already_is_not_handed_over_twice(run: Run) -> 
     assert completion.text == "<5><6><7>"
 
 
-def test_a_busy_session_is_waited_for_within_the_budget(run: Run) -> None:
+def test_a_busy_session_is_retried_within_the_budget(run: Run) -> None:
     servicer, _, completion = run(
         [
             lambda r: [soon(SessionBusy("another request is running"))],
@@ -165,7 +165,7 @@ def test_a_busy_session_is_waited_for_within_the_budget(run: Run) -> None:
 
 
 @pytest.mark.parametrize("reason", ["QUEUE_FULL", "KV_EXHAUSTED"])
-def test_a_full_server_is_asked_again_under_the_same_request_id(run: Run, reason: str) -> None:
+def test_a_full_server_is_called_again_with_the_same_request_id(run: Run, reason: str) -> None:
     servicer, _, completion = run(
         [
             lambda r: [soon(ResourceExhausted("full", reason=reason))],
@@ -176,7 +176,7 @@ def test_a_full_server_is_asked_again_under_the_same_request_id(run: Run, reason
     assert servicer.requests[0] == servicer.requests[1]
 
 
-def test_a_stream_cut_off_because_it_was_not_read_is_resumed_after_the_last_token(run: Run) -> None:
+def test_a_stream_ended_because_it_was_not_read_is_resumed_after_the_last_token(run: Run) -> None:
     servicer, _, completion = run(
         [
             lambda r: [started(r), tokens(0, [5, 6]), soon(ResourceExhausted("not read"))],
@@ -188,29 +188,29 @@ def test_a_stream_cut_off_because_it_was_not_read_is_resumed_after_the_last_toke
 
 
 @pytest.mark.parametrize("error", [SessionBusy("busy", retry_after_s=60), ResourceExhausted("full", retry_after_s=60)])
-def test_a_wait_that_would_outlast_the_budget_is_not_begun(run: Run, error: SpecdecError) -> None:
+def test_a_wait_that_would_outlast_the_budget_is_skipped(run: Run, error: SpecdecError) -> None:
     began_s = time.monotonic()
     with pytest.raises(type(error)) as caught:
         run([lambda r: [started(r), error]])
     assert caught.value.retry_after_s == 60
-    assert time.monotonic() - began_s < 30  # not the minute that was asked for
+    assert time.monotonic() - began_s < 30  # not the minute that the server asked for
 
 
 @pytest.mark.parametrize(
     "error", [NotFound("no such session"), SessionLost("log too short"), InvalidRequest("bad", field="sampling.top_p")]
 )
-def test_an_error_no_retry_can_help_is_raised_at_once(run: Run, error: NotFound) -> None:
+def test_a_permanent_error_is_raised_at_once(run: Run, error: NotFound) -> None:
     with pytest.raises(type(error)) as caught:
         run([lambda r: [started(r), tokens(0, [5]), error]])
     assert (caught.value.message, caught.value.reason, caught.value.field) == (error.message, error.reason, error.field)
 
 
-def test_skipped_tokens_are_an_error_not_a_gap(run: Run) -> None:
+def test_skipped_tokens_raise_an_error(run: Run) -> None:
     with pytest.raises(Internal, match="where 1 was next"):
         run([lambda r: [started(r), tokens(0, [5]), tokens(2, [7]), finished(3)]])
 
 
-def test_a_server_killed_under_a_stream_and_started_again_is_found_again() -> None:
+def test_a_stream_resumes_after_its_server_was_stopped_and_started_again() -> None:
     first = ScriptedCoordinator([lambda r: [started(r), tokens(0, [5]), soon(Unavailable("going down"))]])
     server, endpoint = serve(first)
     second = ScriptedCoordinator([lambda r: [started(r), tokens(1, [6]), finished(2)]])
@@ -223,7 +223,7 @@ def test_a_server_killed_under_a_stream_and_started_again_is_found_again() -> No
     server.stop(None)
 
 
-def test_an_endpoint_that_accepts_and_says_nothing_is_given_up_soon() -> None:
+def test_a_silent_endpoint_fails_soon() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
         began = time.monotonic()
@@ -232,7 +232,7 @@ def test_an_endpoint_that_accepts_and_says_nothing_is_given_up_soon() -> None:
     assert time.monotonic() - began < 15.0
 
 
-def test_an_endpoint_where_nobody_listens_is_named_in_the_error() -> None:
+def test_the_error_names_an_endpoint_without_a_listener() -> None:
     with Client("127.0.0.1:1", budgets=Budgets(connect_s=0)) as client:
         for call in (partial(client.generate, "p"), client.info):
             with pytest.raises(
@@ -242,7 +242,7 @@ def test_an_endpoint_where_nobody_listens_is_named_in_the_error() -> None:
             assert caught.value.reason == "COORDINATOR_UNAVAILABLE"
 
 
-def test_a_host_that_does_not_exist_is_no_coordinator() -> None:
+def test_an_unknown_host_is_reported_as_a_missing_coordinator() -> None:
     endpoint = "no-such-host.invalid:50051"
     with Client(endpoint, budgets=Budgets(connect_s=0)) as client, pytest.raises(Unavailable) as caught:
         client.info()
@@ -257,7 +257,7 @@ def test_a_host_that_does_not_exist_is_no_coordinator() -> None:
     asyncio.run(ask())
 
 
-def test_a_coordinator_without_targets_is_not_called_missing(run: Run) -> None:
+def test_a_coordinator_without_targets_is_not_reported_as_missing(run: Run) -> None:
     with pytest.raises(Unavailable) as caught:
         run([lambda r: [Unavailable("target: failed to connect to all addresses", retry_after_s=60)]])
     assert (caught.value.reason, caught.value.message) == (
@@ -266,7 +266,7 @@ def test_a_coordinator_without_targets_is_not_called_missing(run: Run) -> None:
 
 
 class Recovering(ScriptedCoordinator):
-    """Has no target for four calls, of generations and of others."""
+    """Refuses four generations and four other calls because it has no target."""
 
     def __init__(self) -> None:
         super().__init__([*[without_target] * 4, lambda r: [started(r), finished(0)]])
@@ -282,7 +282,7 @@ def without_target(request: object) -> list[Unavailable]:
     return [Unavailable("no target replica", retry_after_s=0.1)]
 
 
-def test_a_generation_waits_longer_for_a_target_and_other_calls_do_not() -> None:
+def test_generations_wait_longer_for_a_target_and_other_calls_do_not() -> None:
     servicer = Recovering()
     server, endpoint = serve(servicer)
     with Client(endpoint, budgets=Budgets(connect_s=0.05, target_s=60.0)) as client:
@@ -301,9 +301,9 @@ def test_a_generation_waits_longer_for_a_target_and_other_calls_do_not() -> None
     assert len(servicer.requests) == 5
 
 
-def test_what_a_coordinator_did_not_say_itself_is_not_waited_for_as_a_target() -> None:
+def test_an_unavailable_error_that_grpc_made_does_not_get_the_wait_for_a_target() -> None:
     class Broken(ScriptedCoordinator):
-        """As behind a proxy that has nobody to pass a call on to, four times."""
+        """Fails four calls as a proxy without a healthy upstream does."""
 
         def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Any:  # noqa: N802
             if len(self.requests) < 4:
@@ -320,7 +320,7 @@ def test_what_a_coordinator_did_not_say_itself_is_not_waited_for_as_a_target() -
     server.stop(None)
 
 
-def test_leaving_a_stream_cancels_the_call_at_the_server() -> None:
+def test_leaving_a_stream_cancels_the_call_on_the_server() -> None:
     ended = asyncio.run(_leave_early())
     assert ended
 
@@ -336,7 +336,7 @@ async def _leave_early() -> bool:
     return bool(code.name == "CANCELLED")
 
 
-def test_a_stream_can_be_resumed_from_another_process_by_session_and_count() -> None:
+def test_a_stream_can_be_resumed_elsewhere_by_session_and_token_count() -> None:
     servicer = ScriptedCoordinator(
         [lambda r: [pb.GenerateResponse(started=pb.Started(request_id="r")), tokens(2, [7]), finished(3)]]
     )
@@ -360,7 +360,7 @@ def test_details_name_source_probabilities_and_text_of_each_token() -> None:
     assert all(detail.p == 0.5 and detail.q == 0 and detail.logprob is None for detail in details)
 
 
-def test_tokenize_and_delete_speak_for_text_and_for_messages() -> None:
+def test_tokenize_takes_text_or_messages_and_delete_names_the_session() -> None:
     servicer = ScriptedCoordinator([])
     server, endpoint = serve(servicer)
     with Client(endpoint) as client:

@@ -74,7 +74,7 @@ def test_a_damaged_segment_is_refused_by_name(tmp_path: Path) -> None:
     content = encode_segment(FACTS, [TURN])
     for length in range(0, len(content), 7):
         path.write_bytes(content[:length])
-        with pytest.raises(InvalidRequest, match=r"s\.safetensors is no segment of a learning log: [^\n]+$"):
+        with pytest.raises(InvalidRequest, match=r"s\.safetensors is not a learning log segment: [^\n]+$"):
             read_segment(path)
 
 
@@ -88,27 +88,27 @@ class Trap:
 def test_a_pickle_is_refused_without_loading_it(tmp_path: Path) -> None:
     path = tmp_path / "s.safetensors"
     path.write_bytes(pickle.dumps(Trap()))
-    with pytest.raises(InvalidRequest, match="no segment"):
+    with pytest.raises(InvalidRequest, match="is not a learning log segment"):
         read_segment(path)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("token_ids", np.array([4, 5, 6, 100], np.uint32), "beyond its vocabulary"),
-        ("entry_ids", np.array([6, 100, 7], np.uint32), "beyond its vocabulary"),
+        ("token_ids", np.array([4, 5, 6, 100], np.uint32), "outside its vocabulary"),
+        ("entry_ids", np.array([6, 100, 7], np.uint32), "outside its vocabulary"),
         ("entry_ids", np.array([6, 6, 7], np.uint32), "names a token twice"),
         ("entry_weights", np.array([1 << 31, 1 << 31, 1], np.uint32), "more than 1"),
-        ("entry_weights", np.array([1, 0, 1], np.uint32), "is none"),
-        ("num_entries", np.array([3, 1], np.uint8), "do not fit its turns"),
-        ("num_entries", np.array([0, 65], np.uint8), "do not fit its turns"),
-        ("starts", np.array([0], np.uint32), "do not fit its tokens"),
-        ("starts", np.array([4], np.uint32), "do not fit its tokens"),
-        ("num_tokens", np.array([2**32 - 1], np.uint32), "do not fit its tokens"),
-        ("sessions", np.array([1, 2], np.uint64), "do not fit together"),
+        ("entry_weights", np.array([1, 0, 1], np.uint32), "an entry of weight 0"),
+        ("num_entries", np.array([3, 1], np.uint8), "do not match its turns"),
+        ("num_entries", np.array([0, 65], np.uint8), "do not match its turns"),
+        ("starts", np.array([0], np.uint32), "do not match its tokens"),
+        ("starts", np.array([4], np.uint32), "do not match its tokens"),
+        ("num_tokens", np.array([2**32 - 1], np.uint32), "do not match its tokens"),
+        ("sessions", np.array([1, 2], np.uint64), "differ in length"),
         ("temperatures", np.array([np.nan], np.float32), "temperature"),
-        ("temperatures", np.array([1.0], np.float64), "is not one row of float32"),
-        ("more", np.array([1]), "other arrays"),
+        ("temperatures", np.array([1.0], np.float64), "is not a one-dimensional array of float32"),
+        ("more", np.array([1]), "not those of the format"),
     ],
 )
 def test_a_segment_with_impossible_values_is_refused(tmp_path: Path, name: str, value: np.ndarray, words: str) -> None:

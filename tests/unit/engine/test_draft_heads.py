@@ -341,5 +341,5 @@ def test_a_damaged_file_is_refused_in_one_line(target: TargetParts, tmp_path: Pa
 def test_a_path_without_a_head_is_refused_by_name(target: TargetParts, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="has no weight files"):
         load_head(spec("eagle3", tmp_path), target)
-    with pytest.raises(InvalidRequest, match="no directory on this machine"):
+    with pytest.raises(InvalidRequest, match="not a directory on this machine"):
         load_head(spec("eagle3", tmp_path / "nothing"), target)

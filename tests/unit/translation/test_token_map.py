@@ -1,4 +1,4 @@
-"""Tokens that two tokenizers have in common, by their bytes."""
+"""The map between the tokens of two tokenizers, by their bytes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_shared_tokens_have_the_same_bytes(pair: TokenizerPair) -> None:
     assert all(pair.draft.token_bytes[own] == pair.target.token_bytes[target] for own, target in text)
 
 
-def test_a_word_that_is_spelled_differently_is_shared(directories: tuple[Path, Path]) -> None:
+def test_tokens_with_different_spellings_and_equal_bytes_are_shared(directories: tuple[Path, Path]) -> None:
     pair = load_pair(*directories)
     byte_level, pieces = map(load_tokenizer, directories)
     for spelled_in_bytes, spelled_in_pieces in (("Ġthe", "▁the"), ("Ã©", "é"), ("ĠB", "▁B"), ("Ċ", "\n")):
@@ -48,7 +48,7 @@ def test_a_word_that_is_spelled_differently_is_shared(directories: tuple[Path, P
         assert pair.tokens.draft_vocab_of[target] == own
 
 
-def test_a_byte_token_beside_a_token_of_the_same_bytes_is_read_and_never_drafted(
+def test_a_byte_token_with_the_bytes_of_another_token_is_read_but_never_drafted(
     directories: tuple[Path, Path],
 ) -> None:
     pair = load_pair(*directories)
@@ -58,7 +58,7 @@ def test_a_byte_token_beside_a_token_of_the_same_bytes_is_read_and_never_drafted
     assert pieces["<0x61>"] not in pair.tokens.target_of
 
 
-def test_end_tokens_are_mapped_by_role_and_what_begins_or_fills_is_not(directories: tuple[Path, Path]) -> None:
+def test_end_tokens_are_mapped_by_role_but_begin_and_padding_tokens_are_not(directories: tuple[Path, Path]) -> None:
     pair = load_pair(*directories)
     byte_level, pieces = (load_tokenizer(directory).get_vocab() for directory in directories)
     assert pair.tokens.target_of[byte_level["<|end|>"]] == pieces["</s>"]
@@ -66,7 +66,7 @@ def test_end_tokens_are_mapped_by_role_and_what_begins_or_fills_is_not(directori
     assert not {pieces["<s>"], pieces["<unk>"]} & set(pair.tokens.target_of.tolist())
 
 
-def test_the_bytes_of_a_texts_tokens_are_the_text(directories: tuple[Path, Path]) -> None:
+def test_the_bytes_of_encoded_tokens_join_to_the_text(directories: tuple[Path, Path]) -> None:
     pair = load_pair(*directories)
     for encoder in (pair.draft, pair.target):
         for text in TEXTS:
@@ -74,8 +74,8 @@ def test_the_bytes_of_a_texts_tokens_are_the_text(directories: tuple[Path, Path]
             assert b"".join(pieces) == text.encode()
 
 
-def test_mapping_by_spelling_would_lose_what_is_not_ascii(directories: tuple[Path, Path]) -> None:
-    """Negative control of the bytes: this is what comparing spellings finds."""
+def test_a_map_by_spelling_would_miss_non_ascii_tokens(directories: tuple[Path, Path]) -> None:
+    """Negative control: comparing spellings finds fewer shared tokens than comparing bytes."""
     byte_level, pieces = (load_tokenizer(directory).get_vocab() for directory in directories)
     spelled = {byte_level[token] for token in set(byte_level) & set(pieces)}
     pair = load_pair(*directories)
@@ -94,14 +94,16 @@ def test_tokenizers_without_a_common_token_are_refused_with_both_fingerprints(tm
         load_pair(draft, target)
 
 
-def test_a_tokenizer_whose_tokens_have_no_bytes_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_tokenizer_without_fixed_token_bytes_is_refused_by_name(tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "words", 20)
     pieces = save_piece_vocabulary(tmp_path / "pieces", ["<unk>", "</s>", "c"], [])
-    with pytest.raises(Unsupported, match=r"model '.*words': tokens decoded by Fuse have no bytes of their own"):
+    with pytest.raises(Unsupported, match=r"model '.*words': tokens decoded by Fuse have no fixed bytes"):
         load_pair(tmp_path / "words", pieces)
 
 
-def test_ends_of_the_model_that_its_tokenizer_does_not_know_end_drafts_too(directories: tuple[Path, Path]) -> None:
+def test_end_tokens_of_the_model_that_its_tokenizer_lacks_are_mapped_to_the_targets_end(
+    directories: tuple[Path, Path],
+) -> None:
     pair = load_pair(*directories)
     pad = load_tokenizer(directories[0]).get_vocab()["<pad>"]
     tokens = pair.tokens.of_model(len(pair.tokens.target_of), [pad], pair.target_end_id)
@@ -109,7 +111,7 @@ def test_ends_of_the_model_that_its_tokenizer_does_not_know_end_drafts_too(direc
     assert pair.tokens.target_of[pad] == -1
 
 
-def test_tokens_that_the_model_has_not_are_neither_drafted_nor_read(directories: tuple[Path, Path]) -> None:
+def test_tokens_that_the_model_lacks_are_neither_drafted_nor_read(directories: tuple[Path, Path]) -> None:
     pair = load_pair(*directories)
     tokens = pair.tokens.of_model(300, [], pair.target_end_id)
     assert len(tokens.target_of) == 300

@@ -1,4 +1,4 @@
-"""A stream without tokens reports on stderr which part of the system it waits for."""
+"""Reports about the part of the system that a silent stream waits for."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 
 from specdec.cli.__main__ import run
-from specdec.cli.silence import SilenceWatch
+from specdec.cli.answer import SilenceWatch
 from specdec.client import Budgets, Client
 from specdec.errors import Unavailable
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.scripted_coordinator import ScriptedCoordinator, pool, serve
 from tests.unit.cli.conftest import answer
 
-PATIENCE_S = 0.02
+SILENCE_S = 0.02
 
 
-class Asked(ScriptedCoordinator):
-    """Counts the calls of GetInfo."""
+class CountingCoordinator(ScriptedCoordinator):
+    """Counts the GetInfo calls."""
 
     def __init__(self, *pools: pb.PoolInfo) -> None:
         super().__init__([], served=pb.GetInfoResponse(pools=pools))
@@ -53,62 +53,62 @@ def clients() -> Iterator[Any]:
         server.stop(None)
 
 
-def own_stderr() -> contextlib.redirect_stderr[io.StringIO]:
-    """Redirect stderr to a buffer that can be read while another thread writes, which capsys does not allow."""
+def redirected_stderr() -> contextlib.redirect_stderr[io.StringIO]:
+    """Return a standard error that can be read while another thread writes to it, which pytest's cannot."""
     return contextlib.redirect_stderr(io.StringIO())
 
 
-def said(stderr: io.StringIO, num_lines: int) -> list[str]:
-    """Return the lines on stderr once there are `num_lines`."""
+def reported(stderr: io.StringIO, num_lines: int) -> list[str]:
+    """Wait for this number of lines and return them."""
     while stderr.getvalue().count("\n") < num_lines:
         time.sleep(0.005)
     return stderr.getvalue().splitlines()
 
 
 def test_a_lost_target_is_reported_once_per_silence(clients: Any) -> None:
-    servicer = Asked(pool("draft"))
-    with own_stderr() as stderr, SilenceWatch(clients(servicer), patience_s=PATIENCE_S) as watch:
-        assert said(stderr, 1) == ["target lost, waiting"]
+    servicer = CountingCoordinator(pool("draft"))
+    with redirected_stderr() as stderr, SilenceWatch(clients(servicer), silence_s=SILENCE_S) as watch:
+        assert reported(stderr, 1) == ["target lost, waiting"]
         servicer.wait_asked(1)
         watch.heard()
-        assert said(stderr, 2) == ["target lost, waiting"] * 2
+        assert reported(stderr, 2) == ["target lost, waiting"] * 2
         servicer.wait_asked(1)
-    assert not servicer._asked.acquire(blocking=False)  # once for each silence
+    assert not servicer._asked.acquire(blocking=False)  # one report per silence
 
 
-def test_a_long_prompt_is_no_loss(clients: Any) -> None:
-    servicer = Asked(pool("draft"), pool("target"))
-    with own_stderr() as stderr, SilenceWatch(clients(servicer), patience_s=PATIENCE_S):
+def test_a_long_silence_with_a_live_target_reports_nothing(clients: Any) -> None:
+    servicer = CountingCoordinator(pool("draft"), pool("target"))
+    with redirected_stderr() as stderr, SilenceWatch(clients(servicer), silence_s=SILENCE_S):
         servicer.wait_asked(3)
     assert stderr.getvalue() == ""
 
 
-def test_a_stream_that_speaks_is_not_asked_about(clients: Any) -> None:
-    servicer = Asked()
+def test_nothing_is_asked_while_chunks_arrive(clients: Any) -> None:
+    servicer = CountingCoordinator()
     now_s = iter(range(10**9))
     clock = threading.Lock()
 
-    def still() -> float:
+    def frozen_clock() -> float:
         with clock:
             next(now_s)
-        return 0.0  # always just heard
+        return 0.0  # the last chunk is always new
 
-    with SilenceWatch(clients(servicer), patience_s=PATIENCE_S, clock=still):
+    with SilenceWatch(clients(servicer), silence_s=SILENCE_S, clock=frozen_clock):
         while next(now_s) < 5:
-            threading.Event().wait(PATIENCE_S)
+            threading.Event().wait(SILENCE_S)
     assert not servicer._asked.acquire(blocking=False)
 
 
 def test_a_lost_coordinator_is_reported() -> None:
     with (
-        own_stderr() as stderr,
+        redirected_stderr() as stderr,
         Client("127.0.0.1:1", budgets=Budgets(connect_s=0)) as client,
-        SilenceWatch(client, patience_s=PATIENCE_S),
+        SilenceWatch(client, silence_s=SILENCE_S),
     ):
-        assert said(stderr, 1) == ["coordinator lost, waiting"]
+        assert reported(stderr, 1) == ["coordinator lost, waiting"]
 
 
-def test_a_request_while_the_target_restarts_waits_and_says_so(
+def test_generate_waits_for_a_target_that_restarts_and_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     gone = Unavailable("no target replica can be reached", retry_after_s=0.7)

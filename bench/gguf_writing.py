@@ -1,7 +1,8 @@
 """Writes a Llama checkpoint with a byte-level tokenizer as a GGUF file, the way llama.cpp's converter does.
 
-Query and key rows are stored in the order of llama.cpp's rotary embedding, undone by whoever reads the file. Not a
-converter: the demo pair's kind of checkpoint only. Called by the tests of GGUF files.
+Query and key rows are stored in the order of llama.cpp's rotary embedding, which every reader of the file undoes. It is
+not a general converter: it takes the demo pair's kind of checkpoint only. Called by `bench.servers` and by the tests of
+GGUF files.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def write_gguf(
         path: the file.
         kind: how matrices are stored, as `GGMLQuantizationType` names it; rows that do not fill its blocks, and
             vectors, stay float32.
-        metadata: strings, numbers and truth values to store last.
+        metadata: strings, numbers and truth values to store beside the checkpoint's, or instead of them.
         extra_tensors: stored besides the checkpoint's.
         left_out: a tensor, by its name in the file, that is not stored.
     """
@@ -59,6 +60,7 @@ def write_gguf(
     writer.add_vocab_size(config.vocab_size)
     _add_tokenizer(writer, checkpoint)
     for key, value in (metadata or {}).items():
+        writer.kv_data[0].pop(key, None)  # a value of the checkpoint's gives way
         add = {str: writer.add_string, bool: writer.add_bool, float: writer.add_float32}.get(
             type(value), writer.add_uint32
         )

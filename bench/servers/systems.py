@@ -1,0 +1,49 @@
+"""The systems of the suite `peers`: which kinds of servers there are, and how each is made for a pair.
+
+Called by `bench.servers.suite` and `bench.servers.pair_run`.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.servers.figures import ALONE, DRAFTED, SPECDEC
+from bench.servers.http_servers import LlamaServer, VllmServer
+from bench.servers.process import PeerServer, ServerFailure
+from bench.servers.served_pairs import ServedPair
+from bench.servers.specdec_server import SpecdecServer
+from bench.servers.transformers_server import TransformersServer
+
+SPECDEC_INT8 = f"{SPECDEC}_int8"
+VLLM, LLAMA, TRANSFORMERS = "vllm", "llama.cpp", "transformers"
+
+
+class System(NamedTuple):
+    """A kind of server, and whether it drafts."""
+
+    kind: str
+    drafts: bool
+
+    @property
+    def name(self) -> str:
+        return self.kind + (DRAFTED if self.drafts else ALONE)
+
+
+def make_server(system: System, pair: ServedPair, peers: Path) -> PeerServer:
+    """Return a server of a pair, not yet started.
+
+    Raises:
+        ServerFailure: `make peers` has not prepared it in the folder `peers`.
+    """
+    models = (pair.target, pair.draft if system.drafts else None)
+    checkpoints = [model and model.checkpoint for model in models]
+    if system.kind in (SPECDEC, SPECDEC_INT8):
+        dtype = "int8" if system.kind == SPECDEC_INT8 else pair.dtype
+        return SpecdecServer(system.name, *(model and model.served for model in models), dtype)
+    if system.kind == TRANSFORMERS:
+        return TransformersServer(system.name, *checkpoints, pair.dtype)
+    program = peers / ("vllm/bin/python" if system.kind == VLLM else "llama.cpp/llama-server")
+    if not program.is_file():
+        raise ServerFailure(f"{program} does not exist: run make peers")
+    if system.kind == VLLM:
+        return VllmServer(system.name, program, *checkpoints, pair.dtype)
+    return LlamaServer(system.name, program, *(model and model.gguf for model in models), pair.kv_type)

@@ -1,0 +1,30 @@
+"""Says which extra to install when a command needs a package that a client-only install lacks."""
+
+from __future__ import annotations
+
+from specdec.errors import Unsupported
+
+#: Top-level modules of each extra of pyproject.toml.
+_MODULES = {
+    "serve": (
+        "grpc_reflection", "huggingface_hub", "jinja2", "numpy", "prometheus_client", "pydantic", "pydantic_settings",
+        "redis", "safetensors", "tokenizers", "torch", "transformers",
+    ),
+    "embedded": ("fakeredis",),
+    "gguf": ("accelerate", "gguf"),
+    "ray": ("ray",),
+}  # fmt: skip
+
+
+def missing_extra(error: ModuleNotFoundError, command: str) -> Unsupported:
+    """Return the error to print for a command that failed to import a module.
+
+    Raises:
+        ModuleNotFoundError: the module belongs to no extra, so its absence is a fault of the installation.
+    """
+    package = (error.name or "").partition(".")[0]
+    for extra, modules in _MODULES.items():
+        if package in modules:
+            install = f'pip install "specdec[{extra}]"'
+            return Unsupported(f"specdec {command} needs the package {package}, which is not installed: run {install}")
+    raise error
