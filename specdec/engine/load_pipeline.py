@@ -127,7 +127,7 @@ def build_worker(part: ModelPart, request: LoadRequest) -> Worker:
     """Load a model or a rank's part of it with its KV pool; every rank of a group calls this with the same request.
 
     Raises:
-        InvalidRequest: there is no such checkpoint, device, dtype or compile backend, the KV pool has no room for one
+        InvalidRequest: the checkpoint, device, dtype or compile backend does not exist, the KV pool has no room for one
             block, the share of the device's memory cannot be had, or a local draft does not fit the model.
         Unsupported: the model is not decoder-only, or computed differently here than by transformers; or it cannot run
             as the request says on this device.

@@ -1,8 +1,7 @@
-"""A draft of every kind whose file is missing, damaged, of the wrong shapes or a pickle: one clear line at the start.
+"""Drafts of every kind whose file is missing, damaged, of the wrong shape or a pickle end the start with one line.
 
-Each service's own entry point, with real files. A pickle that is not weights is refused unopened: what it would run
-leaves a folder. Not here: every fault of a head's file (`tests/unit/engine/test_draft_heads`), tokenizers
-(`test_hostile_tokenizers`), parts that go while they serve (`test_killed_processes`, `test_killed_local_drafts`).
+Each service's own entry point runs with real files. A pickle with other content than weights is refused without running
+it; it would make a folder. `tests/unit/engine/test_draft_heads` has every fault of a head's file.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ WIDTH, VOCABULARY = 64, 96
 
 
 class Intruder:
-    """What a pickle runs when it is opened."""
+    """An object that makes a folder when its pickle is loaded."""
 
     def __init__(self, marker: Path) -> None:
         self._marker = marker
@@ -52,7 +51,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
-    """A service configures its process's logging, which is the tests' here."""
+    """Restore the logging configuration of the test process, which a service changes."""
     handlers, level = logging.root.handlers[:], logging.root.level
     yield
     logging.root.handlers[:] = handlers
@@ -94,7 +93,7 @@ def pickled_eagle3(folder: Path) -> Path:
     return folder / "head"
 
 
-#: What a target is to draft with, and what its refusal says.
+#: Local drafts of a target, and a part of the error that refuses them.
 LOCAL: dict[str, tuple[Callable[[Path], str], str]] = {
     "an early exit that is not there": (lambda folder: "early-exit:3", "early-exit:3"),
     "an adapter that is not there": (lambda folder: f"early-exit:2:{folder}/none", "none"),
@@ -148,7 +147,7 @@ LOCAL: dict[str, tuple[Callable[[Path], str], str]] = {
 
 
 def refusal(main: Callable[[list[str]], int], flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line in which a start is refused."""
+    """Return the one line in which a start is refused."""
     common = ["--listen", "127.0.0.1:0", "--redis-url", "memory://", "--dtype", "float32", "--device", "cpu"]
     capsys.readouterr()
     try:
@@ -166,7 +165,7 @@ def refusal(main: Callable[[list[str]], int], flags: list[str], capsys: pytest.C
 
 
 @pytest.mark.parametrize("fault", LOCAL)
-def test_what_a_target_cannot_draft_with_is_one_line_at_its_start(
+def test_a_local_draft_that_does_not_fit_is_refused_in_one_line_at_start(
     target: Path, tmp_path: Path, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write, words = LOCAL[fault]
@@ -198,7 +197,7 @@ def of_another_vocabulary(model: Path) -> Path:
     return model
 
 
-#: What becomes of a draft model's files, and what the refusal says.
+#: Changes to a draft model's files, and a part of the error that refuses it.
 MODELS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "nothing there": (lambda model: model / "none", "none"),
     "no weights": (lambda model: (model / "model.safetensors").unlink() or model, ""),
@@ -211,7 +210,7 @@ MODELS: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 
 @pytest.mark.parametrize("fault", MODELS)
-def test_a_draft_model_that_cannot_be_served_is_one_line_at_its_start(
+def test_a_draft_model_that_cannot_be_served_is_refused_in_one_line_at_start(
     target: Path, tmp_path: Path, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change, words = MODELS[fault]
@@ -222,7 +221,7 @@ def test_a_draft_model_that_cannot_be_served_is_one_line_at_its_start(
 
 @pytest.mark.full
 @pytest.mark.parametrize("fault", MODELS)
-def test_a_draft_model_with_another_tokenizer_that_cannot_be_served_is_one_line_at_its_start(
+def test_an_unusable_draft_model_with_another_tokenizer_is_refused_in_one_line_at_start(
     tmp_path: Path, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pieces = save_pieces(tmp_path / "pieces")

@@ -1,4 +1,4 @@
-"""A device that fails for good ends its replica's process; one that hangs makes it NOT_SERVING until it goes on."""
+"""A device that keeps failing ends its replica's process; one that hangs makes it NOT_SERVING until it continues."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ILLEGAL_ADDRESS = "CUDA error: an illegal memory access was encountered"
 
 
 class Injured:
-    """A stack whose first target and draft can be injured."""
+    """A stack with a target and a draft whose devices the test can make fail or hang."""
 
     def __init__(self, stack: Stack, directory: Path) -> None:
         self.stack = stack
@@ -44,7 +44,7 @@ class Injured:
 
 @pytest.fixture(scope="module")
 def injured(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Injured]:
-    """Every test leaves it well, with all its parts serving."""
+    """Yield the stack; every test leaves it with all replicas serving."""
     stack = Stack(*models, coordinator_arguments=("--target-wait-s", "0"))
     injured = Injured(stack, tmp_path_factory.mktemp("injuries"))
     with stack:
@@ -59,7 +59,7 @@ def _until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_a_device_that_fails_for_good_ends_its_process_with_one_clear_line(
+def test_a_device_that_keeps_failing_ends_its_process_with_one_error_line(
     injured: Injured, reference: list[int], role: str
 ) -> None:
     stub = stub_of(injured.stack.endpoint)
@@ -80,7 +80,7 @@ def test_a_device_that_fails_for_good_ends_its_process_with_one_clear_line(
     assert len(errors) == 1
     assert errors[0].startswith("error: the device failed permanently")
     assert _ILLEGAL_ADDRESS in errors[0]
-    # Restarted by whoever runs it, with a device that is well, it serves the same session.
+    # After a restart with a working device the replica serves the same session.
     injured.heal(role)
     injured.stack.restart(role)
     if role == "target":

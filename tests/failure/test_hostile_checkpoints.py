@@ -1,4 +1,4 @@
-"""Checkpoints that want to run code, ask questions or break their readers: one line, no code of theirs."""
+"""Checkpoints with code, prompts for the user or broken files are refused in one line, and their code never runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_code(checkpoint: Path, directory: Path, model_type: str) -> Path:
-    """The checkpoint with code of its own beside it, which would leave a file `intruded`."""
+    """Return a checkpoint with code beside it that would write a file `intruded`."""
     for file in checkpoint.iterdir():
         (directory / file.name).write_bytes(file.read_bytes())
     names = {
@@ -42,10 +42,10 @@ def with_code(checkpoint: Path, directory: Path, model_type: str) -> Path:
 
 @pytest.mark.parametrize("module", ["target_service", "draft_service", "coordinator"])
 @pytest.mark.parametrize("model_type", ["a_type_of_its_own", "llama"])
-def test_code_of_a_checkpoint_is_never_run_nor_asked_about(
+def test_code_of_a_checkpoint_is_never_run_and_never_prompts(
     checkpoint: Path, tmp_path: Path, module: str, model_type: str
 ) -> None:
-    """Whoever starts it says yes to every question, and is asked none."""
+    """The process gets "yes" as input to every question, and asks none."""
     model = with_code(checkpoint, tmp_path, model_type)
     flags = ["--model", str(model)]
     if module == "coordinator":

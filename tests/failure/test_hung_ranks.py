@@ -1,4 +1,4 @@
-"""A device that hangs in a step of several ranks, while all of their processes live."""
+"""A device that hangs in a step of several ranks while all of their processes live."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.support.rank_rig import RankRig
 from tests.support.tiny_models import build_tiny_model
 
 
-def test_a_hung_step_is_given_up_by_the_first_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a hang is a sum over ranks inside a CUDA graph, which no library watches."""
+def test_the_first_rank_gives_up_a_hung_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum over ranks inside a CUDA graph can hang like this, and has no timeout of its own."""
     monkeypatch.setattr(leader, "KEEP_ALIVE_S", 0.1)
     monkeypatch.setattr(leader, "STEP_TIMEOUT_S", 0.5)
     directory = build_tiny_model("llama", tmp_path, num_layers=1)

@@ -1,4 +1,4 @@
-"""A replica of two ranks loses one: its calls fail, it leaves the registry, and all of it comes back by itself."""
+"""A replica of two ranks loses one: its calls fail, it leaves the registry, and the whole group restarts by itself."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def verify_once(address: str, session_id: str) -> None:
-    """One greedy round, from its first token."""
+    """Run one greedy round from the first token."""
     token_ids = np.arange(5, 12, dtype=np.uint32)
     asked = SessionPosition(
         session_id=session_id,
@@ -90,7 +90,7 @@ def verify_once(address: str, session_id: str) -> None:
     ("rank", "number"),
     [(1, signal.SIGKILL), (1, signal.SIGSTOP), pytest.param(0, signal.SIGSTOP, marks=pytest.mark.full)],
 )
-def test_a_text_outlives_a_rank(stack: Stack, reference: list[int], rank: int, number: int) -> None:
+def test_a_text_continues_after_the_loss_of_a_rank(stack: Stack, reference: list[int], rank: int, number: int) -> None:
     before = target_ranks(stack)
     assert len(before) == 2
     options = {"prompt_token_ids": PROMPT, "temperature": 0.0, "ignore_eos": True, "max_new_tokens": 4 * NUM_TOKENS}
@@ -133,7 +133,7 @@ def test_a_replica_that_lost_a_rank_while_idle_fails_its_calls_and_leaves_the_re
             reasons.add(error.reason)
     assert reasons <= {"REPLICA_UNAVAILABLE"}
     until(lambda: not is_running(before[0]))
-    # Left, not forgotten: that would take the registry ten seconds.
+    # The replica removed its own entry; expiry would take ten seconds.
     assert asyncio.run(num_registered()) == 0
     assert "rank 1 is gone" in target.log
     stack.wait_serving("target")
@@ -149,12 +149,12 @@ def test_ranks_end_with_a_killed_watcher(stack: Stack) -> None:
     stack.restart("target")
 
 
-def test_a_terminated_replica_leaves_nothing(stack: Stack) -> None:
+def test_a_terminated_replica_leaves_no_process(stack: Stack) -> None:
     before = target_ranks(stack)
     assert stack.terminate("target") == 0
     assert not any(is_running(pid) for pid in before)
     host, port = stack.parts["target"].address.split(":")
-    with socket.create_server((host, int(port))):  # nobody holds it
+    with socket.create_server((host, int(port))):  # no process holds the port
         pass
 
 
@@ -171,7 +171,7 @@ def test_a_terminated_replica_leaves_nothing(stack: Stack) -> None:
         (("--tensor-parallel", "2", "--device", "cuda:0"), "gives each rank its own device: use --device cuda, not"),
     ],
 )
-def test_a_wrong_number_of_ranks_is_one_line(tmp_path: Path, flags: tuple[str, ...], words: str) -> None:
+def test_a_wrong_number_of_ranks_is_refused_in_one_line(tmp_path: Path, flags: tuple[str, ...], words: str) -> None:
     model = build_tiny_model("llama", tmp_path, num_layers=1)
     common = ("--model", str(model), "--redis-url", "memory://", "--listen", "127.0.0.1:0")
     result = subprocess.run(
@@ -184,8 +184,8 @@ def test_a_wrong_number_of_ranks_is_one_line(tmp_path: Path, flags: tuple[str, .
 
 
 @pytest.mark.full
-def test_what_one_rank_alone_cannot_do_is_the_first_ranks_error_line(tmp_path: Path) -> None:
-    """As where a machine has fewer GPUs than ranks; ranks that somebody else starts are told otherwise here."""
+def test_a_failure_of_one_rank_is_the_first_ranks_error_line(tmp_path: Path) -> None:
+    """A machine with fewer GPUs than ranks is an example."""
     model = build_tiny_model("llama", tmp_path, num_layers=1)
 
     def start(rank: int, *own: str) -> subprocess.Popen[str]:

@@ -1,4 +1,4 @@
-"""Weights that a shorter format holds exactly stay in it in the native kernels, and every logit keeps its bits."""
+"""Native kernels keep weights in a shorter format if it is exact, and every logit keeps its bits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ODD_NUMBERS = {
 
 
 def store_as(directory: Path, dtype: torch.dtype, *, odd: bool = False) -> None:
-    """Rounds a checkpoint's weights to `dtype` and stores them so; `odd` puts its extremes among the MLP's."""
+    """Round a checkpoint's weights to `dtype` and store them; `odd` puts extreme values into the MLP."""
     path = directory / "model.safetensors"
     weights = {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
     if odd:
@@ -45,7 +45,7 @@ def store_as(directory: Path, dtype: torch.dtype, *, odd: bool = False) -> None:
 
 
 def round_as(directory: Path, kind: GGMLQuantizationType) -> None:
-    """Makes a checkpoint's matrices what llama.cpp's format makes of them, stored in float32."""
+    """Round a checkpoint's matrices as llama.cpp's format does, and store them in float32."""
     path = directory / "model.safetensors"
     weights = load_file(path)
     for name, tensor in weights.items():
@@ -64,7 +64,7 @@ def load(directory: Path, dtype: str, kept_in: Path | None = None) -> NativeRunn
 
 
 def logits_of(worker: NativeRunner) -> list[torch.Tensor]:
-    """A prefill chunk, then five rows, then single ones."""
+    """Return the logits of a prefill chunk, of five rows, and of single rows."""
     ends = [20, 25, *range(26, len(PROMPT) + 1)]
     starts = [0, *ends[:-1]]
     return [
@@ -76,7 +76,7 @@ def logits_of(worker: NativeRunner) -> list[torch.Tensor]:
 @pytest.mark.parametrize("odd", [False, True], ids=["ordinary numbers", "extreme numbers"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_their_logits_have_the_bits_of_float32_in_about_half_the_memory(
+def test_compact_weights_give_the_bits_of_float32_in_about_half_the_memory(
     architecture: str, dtype: torch.dtype, odd: bool, tmp_path: Path
 ) -> None:
     directory = build_tiny_model(architecture, tmp_path / "model", vocabulary_size=96, context=64)
@@ -89,7 +89,7 @@ def test_their_logits_have_the_bits_of_float32_in_about_half_the_memory(
 
 
 @pytest.mark.parametrize(("kind", "share"), [(GGMLQuantizationType.Q4_1, 0.25), (GGMLQuantizationType.Q8_0, 0.38)])
-def test_what_was_rounded_to_integers_with_scales_keeps_its_bits_in_a_fraction_of_the_memory(
+def test_quantised_weights_keep_their_bits_in_a_fraction_of_the_memory(
     kind: GGMLQuantizationType, share: float, tmp_path: Path
 ) -> None:
     directory = build_tiny_model("llama", tmp_path / "model", vocabulary_size=96, context=64, config_overrides=WIDE)
@@ -100,7 +100,7 @@ def test_what_was_rounded_to_integers_with_scales_keeps_its_bits_in_a_fraction_o
     assert compact.weight_bytes < share * whole.weight_bytes
 
 
-def test_groups_without_a_step_and_with_the_largest_steps_are_held_exactly(tmp_path: Path) -> None:
+def test_groups_with_zero_and_with_the_largest_scales_are_stored_exactly(tmp_path: Path) -> None:
     directory = build_tiny_model("llama", tmp_path / "model", vocabulary_size=96, context=64, config_overrides=WIDE)
     path = directory / "model.safetensors"
     weights = load_file(path)
@@ -120,7 +120,7 @@ def test_a_checkpoint_in_float32_stays_in_float32(tmp_path: Path) -> None:
     assert all(map(torch.equal, logits_of(auto), logits_of(whole)))
 
 
-def test_one_weight_that_16_bits_do_not_hold_keeps_its_product_in_float32(tmp_path: Path) -> None:
+def test_a_weight_that_does_not_fit_into_16_bits_stays_in_float32(tmp_path: Path) -> None:
     directory = build_tiny_model("llama", tmp_path / "model", vocabulary_size=96, context=64)
     store_as(directory, torch.bfloat16)
     path = directory / "model.safetensors"
@@ -142,7 +142,7 @@ def test_one_weight_that_16_bits_do_not_hold_keeps_its_product_in_float32(tmp_pa
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_the_same_holds_on_processors_with_narrower_vectors(
+def test_compact_weights_give_the_bits_of_float32_on_processors_with_narrower_vectors(
     dtype: torch.dtype, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_with(flags, tmp_path, monkeypatch)

@@ -1,4 +1,4 @@
-"""Early exits of real models: their steps, what they are refused for, and what heads would be told by full steps."""
+"""Early exits of real models: their steps, and settings that are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def load(directory: Path, *specs: LocalDraftSpec, compiling: CompileOptions | No
 
 
 def shortened(directory: Path, to: Path) -> Path:
-    """The first layers as a checkpoint of their own, made by Hugging Face."""
+    """Return a Hugging Face model of the first layers."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     model.model.layers = model.model.layers[: EXIT.num_layers]
     model.config.num_hidden_layers = EXIT.num_layers
@@ -66,14 +66,14 @@ def compiling(request: pytest.FixtureRequest) -> Iterator[CompileOptions]:
         yield compiling
 
 
-# Recording takes its time: each kind of captured steps in one of both.
+# Recording is slow, so each kind of CUDA graph runs with one of both models.
 @pytest.mark.parametrize(
     ("compiling", "is_adapted"),
     [("native", False), ("native", True), ("eager", False), ("eager", True), ("cuda-graphs", False),
      ("cuda-graphs, paged", True)],
     indirect=["compiling"],
 )  # fmt: skip
-def test_a_draft_step_is_the_first_layers_own_forward_pass(
+def test_a_draft_step_equals_the_forward_pass_of_the_first_layers(
     llama: Path, tmp_path: Path, compiling: CompileOptions, is_adapted: bool
 ) -> None:
     weight, bias = torch.eye(64), torch.zeros(64)
@@ -96,10 +96,8 @@ def test_a_draft_step_is_the_first_layers_own_forward_pass(
 
 
 @pytest.mark.parametrize("compiling", ["native", "eager", "cuda-graphs"], indirect=True)
-def test_draft_steps_leave_the_verification_after_them_as_it_would_have_been(
-    llama: Path, compiling: CompileOptions
-) -> None:
-    """Bit for bit, whatever they drafted."""
+def test_draft_steps_do_not_change_the_verification_after_them(llama: Path, compiling: CompileOptions) -> None:
+    """The verification has the same bits after any draft."""
     alone, drafting = load(llama, compiling=compiling), load(llama, EXIT, compiling=compiling)
     first = len(TOKENS) - 4
     for worker in (alone, drafting):
@@ -124,12 +122,12 @@ def test_several_sessions_share_a_draft_step(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("num_layers", [NUM_LAYERS, NUM_LAYERS + 1, 60_000])
-def test_an_exit_that_is_not_before_the_last_layer_is_refused(llama: Path, num_layers: int) -> None:
+def test_an_early_exit_after_the_last_layer_is_refused(llama: Path, num_layers: int) -> None:
     with pytest.raises(InvalidRequest, match=rf"has {NUM_LAYERS} layers, so an early exit runs 1 to {NUM_LAYERS - 1}"):
         load(llama, LocalDraftSpec("early-exit", "early-exit", num_layers))
 
 
-def test_an_adapter_that_does_not_fit_is_refused_with_what_is_wrong(llama: Path, tmp_path: Path) -> None:
+def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(llama: Path, tmp_path: Path) -> None:
     def refusal(name: str, tensors: dict[str, torch.Tensor] | bytes | None, layers: str = "2") -> str:
         path = tmp_path / name
         if isinstance(tensors, bytes):
@@ -152,7 +150,7 @@ def test_an_adapter_that_does_not_fit_is_refused_with_what_is_wrong(llama: Path,
     assert "is for 3 layers" in refusal("other.safetensors", {"weight": weight, "bias": bias}, "3")
 
 
-def test_compiled_steps_cannot_draft_and_are_refused(llama: Path) -> None:
+def test_local_drafts_with_torch_compile_are_refused(llama: Path) -> None:
     with pytest.raises(Unsupported, match="take --compile-backend auto"):
         load(llama, EXIT, compiling=CompileOptions("inductor"))
 

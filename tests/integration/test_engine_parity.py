@@ -1,7 +1,7 @@
 """Logits of ragged paged batches against Hugging Face's own eager forward, architecture by architecture.
 
-Whole sequences go through `transformers` once; the worker gets them in random pieces, several sequences a step, with
-blocks in random order. Models here have gain 1 and logits of spread 1: float32 then leaves no room for a real mistake.
+Whole sequences run through `transformers` once; the worker gets them in random pieces, several sequences a step, with
+blocks in random order. Models have gain 1 and logits of spread 1, so that a mistake is larger than float32 rounding.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ PADDED_ROWS = 8
 NUM_BLOCKS = 64
 BLOCKS_PER_SEQUENCE = 8
 LLAMA_SHAPED = ("llama", "qwen2", "qwen3", "mistral")
-#: Of captured steps: of the chunk lengths 7 is padded to 9, and 17 and 40 run eagerly.
+#: Widths of the CUDA graphs: of the chunk lengths 7 is padded to 9, and 17 and 40 run eagerly.
 WIDTHS = (1, 2, 3, 5, 9)
 CHUNK_LENGTHS = (1, 1, 2, 5, 7, 17, 40)
-#: A padded row of the embedding, so no token of the vocabulary; its keys and values are NaN in every layer.
+#: A padding row of the embedding, which is not in the vocabulary; its keys and values are NaN in every layer.
 NAN_TOKEN_ID = VOCABULARY_SIZE + 1
 
 
@@ -39,7 +39,7 @@ class Case:
     def __init__(self, directory: Path, architecture: str, compile_backend: str) -> None:
         self.directory = directory
         self.capture = CountedCapture() if compile_backend == "cuda-graphs" else None
-        # 24, Qwen 3's width here otherwise, is one that the native kernels do not take.
+        # Qwen 3's width is otherwise 24, which native kernels do not support.
         overrides = {"head_dim": 32} if (architecture, compile_backend) == ("qwen3", "native") else {}
         build_tiny_model(
             architecture,
@@ -158,7 +158,7 @@ def test_two_sequences_share_the_blocks_of_their_prefix(case: Case) -> None:
     assert_equal(rows, torch.cat((case.expected(right)[32:], case.expected(left)[-1:])))
 
 
-def test_a_lone_sequence_in_one_run_of_blocks_equals_the_eager_forward(case: Case) -> None:
+def test_a_single_sequence_in_adjacent_blocks_equals_the_eager_forward(case: Case) -> None:
     tokens = random_tokens(random.Random(6), 80)
     expected, table = case.expected(tokens), tuple(range(20, 28))
     assert_equal(run(case.worker, piece(tokens, 0, 50, table, 50)), expected[:50])
@@ -167,7 +167,7 @@ def test_a_lone_sequence_in_one_run_of_blocks_equals_the_eager_forward(case: Cas
     assert_equal(run(case.worker, piece(tokens, 56, 80, table, 3)), expected[77:])
 
 
-def test_a_first_chunk_and_a_lone_first_token_equal_the_eager_forward(case: Case) -> None:
+def test_a_first_chunk_and_a_single_first_token_equal_the_eager_forward(case: Case) -> None:
     rng = random.Random(8)
     one, two = random_tokens(rng, 1), random_tokens(rng, 34)
     assert_equal(run(case.worker, piece(one, 0, 1, case.tables[0], 1)), case.expected(one))
@@ -193,7 +193,7 @@ def test_nan_left_in_freed_blocks_does_not_reach_their_next_owners(case: Case) -
         assert_equal(rows, torch.cat(expected))
 
 
-def test_a_step_without_logit_rows_returns_none_of_them(case: Case) -> None:
+def test_a_step_without_logit_rows_returns_no_logits(case: Case) -> None:
     tokens = random_tokens(random.Random(9), 20)
     assert run(case.worker, piece(tokens, 0, 20, case.tables[0], 0)).shape == (0, VOCABULARY_SIZE)
 

@@ -39,7 +39,7 @@ _OTHERS = (
 )
 SLICE = (*_ONCE_WRONG, *_OTHERS)
 _DTYPES = ("bfloat16", "float16", "int8")
-#: Of the slice, in every arithmetic.
+#: Architectures of the quick selection, tested in every dtype.
 _IN_EVERY_DTYPE = ("diffllama", "gpt_oss", "jetmoe", "mixtral", "qwen2_moe")
 
 
@@ -75,16 +75,14 @@ def test_an_architecture_is_computed_right_or_refused_in_one_line(model_type: st
         pytest.skip(f"transformers makes no tiny {model_type}: {problem}")
 
 
-def test_the_slice_names_types_that_transformers_has() -> None:
+def test_the_quick_selection_names_types_of_transformers() -> None:
     assert set(SLICE) <= set(MODEL_TYPES)
     assert len(SLICE) == 25
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("model_type", cases(_IN_EVERY_DTYPE))
-def test_what_is_right_in_float32_is_not_refused_in_another_arithmetic(
-    model_type: str, dtype: str, tmp_path: Path
-) -> None:
+def test_models_accepted_in_float32_are_accepted_in_other_dtypes(model_type: str, dtype: str, tmp_path: Path) -> None:
     for seed in range(2):
         try:
             build_tiny_architecture(model_type, tmp_path, seed=seed)
@@ -105,7 +103,7 @@ def ignore_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def misplace_a_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and values of positions 21 and 23 go where those of 20 and 22 are."""
+    """Store keys and values of positions 21 and 23 in the slots of positions 20 and 22."""
     slots = batch._slots
 
     def misplaced(piece, count):
@@ -119,10 +117,10 @@ def misplace_a_position(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("breaking", [ignore_windows, misplace_a_position])
 @pytest.mark.parametrize("model_type", ["gemma2", "qwen2_moe"])
-def test_a_broken_attention_plan_is_seen_by_the_comparison_and_refused_at_load(
+def test_a_broken_attention_plan_is_detected_and_refused_at_load(
     model_type: str, breaking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control of this file, and of the check that services make."""
+    """Negative control of this file and of the self-check of services."""
     model = build_tiny_architecture(model_type, tmp_path)
     worker = load_worker(LoadRequest(str(tmp_path), device="cpu", dtype="float32", num_kv_blocks=16))
     assert compare_logits(worker, model) < TOLERANCE

@@ -1,4 +1,4 @@
-"""Draft heads on a worker's paged cache: what a draft step gives is what the format says of the session's tokens alone.
+"""Draft heads on a worker's paged cache: a draft step depends on the session's own tokens alone, as its format says.
 
 Whole steps of real workers, run in every way, against `tests.support.head_references`: through chunks, rejections,
 shared blocks and other sessions in the batch. What a head computes by itself is shown in
@@ -41,7 +41,7 @@ GAMMA = 3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target of four layers, and heads for it."""
+    """Return a folder with a target of four layers and heads for it."""
     folder = tmp_path_factory.mktemp("heads")
     build_tiny_model("llama", folder / "target", num_layers=4)
     config = eagle3_config(WIDTH, VOCABULARY_SIZE, 80)
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Rig:
-    """A worker with both heads, and what each should say."""
+    """A worker with both heads, and the expected logits of each."""
 
     def __init__(self, folder: Path, compiling: CompileOptions) -> None:
         specs = tuple(LocalDraftSpec(kind, kind, path=str(folder / kind)) for kind in ("eagle3", "medusa"))
@@ -72,7 +72,7 @@ class Rig:
         self._medusa = medusa_tensors(WIDTH, VOCABULARY_SIZE, num_heads=GAMMA)
 
     def expected(self, kind: str, token_ids: Sequence[int]) -> torch.Tensor:
-        """[GAMMA, V]: greedy drafts behind a sequence."""
+        """Return the logits [GAMMA, V] of greedy drafts after a sequence."""
         token_ids = list(token_ids)
         if kind == "medusa":
             return medusa_logits(self._model, self._medusa, token_ids[:-1])[:, -1]
@@ -83,7 +83,7 @@ class Rig:
         self.worker.execute(StepPlan((SequenceSlice(tuple(token_ids), start, blocks, 1),)))
 
     def draft(self, kind: str, token_ids: Sequence[int], blocks: tuple[int, ...] = BLOCKS) -> torch.Tensor:
-        """[GAMMA, V]: greedy drafts behind a sequence of which all but the last token was run."""
+        """Return the logits [GAMMA, V] of greedy drafts after a sequence whose last token has not run yet."""
         token, rows = token_ids[-1], []
         for index in range(GAMMA):
             piece = SequenceSlice((token,), len(token_ids) - 1 + index, blocks, 1, index)
@@ -106,15 +106,15 @@ def rig(request: pytest.FixtureRequest, folder: Path) -> Iterator[Rig]:
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 @pytest.mark.parametrize("chunk", [7, 40])
-def test_drafts_behind_a_prompt_are_those_of_the_format(rig: Rig, kind: str, chunk: int) -> None:
+def test_drafts_after_a_prompt_follow_the_format(rig: Rig, kind: str, chunk: int) -> None:
     for start in range(0, len(TOKENS) - 1, chunk):
         rig.full(TOKENS[start : min(start + chunk, len(TOKENS) - 1)], start)
     assert rig.agrees(kind, TOKENS)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
-def test_after_a_rejection_only_verified_features_are_left(rig: Rig, kind: str) -> None:
-    """The draft's own are overwritten by the step that verified it, round after round."""
+def test_only_verified_features_remain_after_a_rejection(rig: Rig, kind: str) -> None:
+    """The verifying step overwrites the draft's own features in every round."""
     tokens = list(TOKENS[:20])
     rig.full(tokens[:-1], 0)
     for accepted, corrected in ((0, 77), (1, 5), (GAMMA, 130), (2, 9)):
@@ -124,8 +124,8 @@ def test_after_a_rejection_only_verified_features_are_left(rig: Rig, kind: str) 
         assert rig.agrees(kind, tokens)
 
 
-def test_without_the_step_that_verifies_approximated_features_would_show(rig: Rig) -> None:
-    """Negative control of the test above: the target's KV is right, what the head keeps is its own."""
+def test_approximate_features_would_remain_without_the_verifying_step(rig: Rig) -> None:
+    """Negative control of the test above: only the head's own features are wrong."""
     tokens = list(TOKENS[:20])
     rig.full(tokens[:-1], 0)
     tokens += [int(row.argmax()) for row in rig.draft("eagle3", tokens)]
@@ -133,8 +133,8 @@ def test_without_the_step_that_verifies_approximated_features_would_show(rig: Ri
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
-def test_a_block_shared_by_two_sessions_serves_both_whatever_comes_next(rig: Rig, kind: str) -> None:
-    """What a head keeps in a block depends on the tokens up to its end, not on the next one, which differs."""
+def test_a_block_shared_by_two_sessions_is_right_for_both(rig: Rig, kind: str) -> None:
+    """A head's state in a block depends on the tokens up to the block's end, not on the next token, which differs."""
     shared, ours, theirs = TOKENS[:16], TOKENS[16:30], TOKENS[20:38]
     rig.full([*shared, *ours[:-1]], 0)
     rig.full(theirs[:-1], 16, (BLOCKS[0], 3, 4))
@@ -167,9 +167,7 @@ WRONG: dict[str, tuple[Callable[[Path], str], str]] = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_a_target_whose_head_does_not_fit_says_so_in_one_line_and_never_serves(
-    folder: Path, tmp_path: Path, fault: str
-) -> None:
+def test_a_target_whose_head_does_not_fit_ends_with_one_error_line(folder: Path, tmp_path: Path, fault: str) -> None:
     write, line = WRONG[fault]
     command = [sys.executable, "-m", "target_service", "--model", str(folder / "target"), "--listen", "127.0.0.1:0"]
     ended = subprocess.run(

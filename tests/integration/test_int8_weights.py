@@ -1,4 +1,4 @@
-"""int8 weights: the products are those of the rounded weights, and the whole system writes what that target writes.
+"""int8 weights: products equal those of the rounded weights, and the whole system writes that target's text.
 
 The oracle of the numbers is Hugging Face's eager forward over weights rounded here; that of the text is a greedy loop
 over the quantised worker alone.
@@ -34,7 +34,7 @@ TIE = 0.1
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
-    """Multiples of a bfloat16 scale per output, at most 127 of them."""
+    """Round a weight to at most 127 multiples of a bfloat16 scale per output."""
     scales = (weight.abs().amax(dim=1) / 127).to(torch.bfloat16).to(torch.float32)[:, None]
     return torch.round(weight / scales).clamp(-127, 127) * scales
 
@@ -44,7 +44,7 @@ def execute(worker: Worker, token_ids: list[int], start: int, num_rows: int) -> 
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt_neox"])
-def test_logits_are_those_of_the_rounded_weights(architecture: str, tmp_path: Path) -> None:
+def test_logits_equal_those_of_the_rounded_weights(architecture: str, tmp_path: Path) -> None:
     build_tiny_model(architecture, tmp_path, vocabulary_size=96, context=256, gain=1.0, logit_spread=1.0)
     eager = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     tokens = torch.randint(2, 96, (45,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -63,7 +63,7 @@ def test_logits_are_those_of_the_rounded_weights(architecture: str, tmp_path: Pa
 
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(40, 64), (7, 48), (10, 17)])
 @pytest.mark.parametrize("num_rows", [1, 5, 40])
-def test_a_product_is_right_to_bfloat16_at_any_size(num_outputs: int, num_inputs: int, num_rows: int) -> None:
+def test_products_of_any_size_are_right_to_bfloat16(num_outputs: int, num_inputs: int, num_rows: int) -> None:
     generator = torch.Generator().manual_seed(2)
     weight = torch.randn(num_outputs, num_inputs, generator=generator)
     bias, residual = (torch.randn(*shape, generator=generator) for shape in ((num_outputs,), (num_rows, num_outputs)))
@@ -74,7 +74,7 @@ def test_a_product_is_right_to_bfloat16_at_any_size(num_outputs: int, num_inputs
     torch.testing.assert_close(projection.add_to(residual, x) - residual - bias, expected, rtol=2**-7, atol=1e-4)
 
 
-def test_a_row_of_a_product_does_not_depend_on_its_company() -> None:
+def test_a_row_of_a_product_does_not_depend_on_other_rows() -> None:
     generator = torch.Generator().manual_seed(3)
     projection = Int8Projection(torch.randn(96, 64, generator=generator), None)
     rows = torch.randn(16, 64, generator=generator)
@@ -86,7 +86,7 @@ def test_an_output_without_weights_stays_zero() -> None:
 
 
 def perplexity(dtype: str) -> float:
-    """Of the demo target on the benchmark's prompts, which its training never saw."""
+    """Return the demo target's perplexity on the benchmark's prompts, which are not in its training data."""
     worker = load_worker(LoadRequest(str(DEMO / "target"), device="cpu", dtype=dtype, num_kv_blocks=16))
     total, count = 0.0, 0
     for prompt in prompt_token_ids(DEMO / "target"):

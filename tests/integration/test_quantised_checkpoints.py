@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are quantised: read as the numbers they stand for, or refused by their method's name."""
+"""Checkpoints with quantised weights: read as the numbers they represent, or refused by their method's name."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def logits_of(model: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "not_heard_of"])
-def test_a_method_that_is_not_read_is_refused_by_its_name(method: str, tmp_path: Path) -> None:
-    """The last one used to be loaded, as if its numbers were plain weights."""
+def test_an_unsupported_quantisation_method_is_refused_by_name(method: str, tmp_path: Path) -> None:
+    """An earlier version loaded the last of these as if its numbers were plain weights."""
     model = with_quantisation(tmp_path, {"quant_method": method, "bits": 4, "group_size": 32})
     with pytest.raises(Unsupported, match=f"is quantised with {method}; only fp8 and mxfp4"):
         load_worker(LoadRequest(str(model), device="cpu", dtype="float32"))
 
 
-def test_fp8_weights_are_the_numbers_that_they_stand_for(tmp_path: Path) -> None:
+def test_fp8_weights_are_loaded_as_the_numbers_they_represent(tmp_path: Path) -> None:
     plain = build_tiny_model("llama", tmp_path / "plain", vocabulary_size=64)
     settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
     quantised = with_quantisation(tmp_path / "fp8", settings)

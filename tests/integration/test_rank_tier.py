@@ -1,4 +1,4 @@
-"""The cold tier of a divided model: each rank keeps and fetches its own part; a run counts where all have it."""
+"""The cold tier of a divided model: each rank keeps and fetches its own part; a run is used if all ranks have it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def keys(tier: RedisServer) -> Iterator[Callable[[str], list[bytes]]]:
-    """The keys of a rank's values; the store is empty at first."""
+    """Return the keys of a rank's values in a store that is empty at first."""
     with redis.Redis.from_url(tier.url) as client:
         client.flushall()
         yield lambda rank: sorted(client.keys(f"specdec-kv:*:{rank}:*"))
@@ -55,7 +55,7 @@ def keys(tier: RedisServer) -> Iterator[Callable[[str], list[bytes]]]:
 async def speak(worker: Any, url: str, *, num_kept: int | None = None) -> tuple[list[int], int]:
     """Greedy rounds of a session that is new there: the text, and how much of the prompt's KV was not computed.
 
-    `num_kept`: wait until this rank has written so many runs, then ask again in another session.
+    `num_kept`: number of runs to wait for until this rank has written them; then another session follows.
     """
     replica = Replica(worker, url)
     try:
@@ -75,7 +75,7 @@ async def speak(worker: Any, url: str, *, num_kept: int | None = None) -> tuple[
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.full)])
-async def test_every_ranks_part_is_kept_and_a_cold_group_goes_on_with_them(
+async def test_every_ranks_part_is_kept_and_restored_by_a_new_group(
     name: str, models: dict[str, Path], rig: RankRig, tier: RedisServer, keys: Callable[[str], list[bytes]]
 ) -> None:
     expected, cached = await speak(rig.load(models[name], kv_tier_url=tier.url), tier.url, num_kept=NUM_RUNS)
@@ -86,7 +86,7 @@ async def test_every_ranks_part_is_kept_and_a_cold_group_goes_on_with_them(
     cold = rig.load(models[name], kv_tier_url=tier.url)
     assert await speak(cold, tier.url) == (expected, NUM_RUNS * RUN_TOKENS)
 
-    # The other rank's part of the second run is gone: that run is computed, and so is what follows it.
+    # The other rank's part of the second run is missing, so that run and those after it are computed.
     second = space_of(cold).key(block_names(PROMPT, 32)[-1]).replace("tp2.0", "tp2.1")
     with redis.Redis.from_url(tier.url) as client:
         kept = client.getdel(second)
@@ -99,7 +99,7 @@ async def test_every_ranks_part_is_kept_and_a_cold_group_goes_on_with_them(
         assert await speak(cold, tier.url) == (expected, RUN_TOKENS)
 
 
-async def test_parts_and_whole_blocks_are_never_taken_for_each_other(
+async def test_parts_and_whole_blocks_are_never_exchanged(
     models: dict[str, Path], rig: RankRig, tier: RedisServer, keys: Callable[[str], list[bytes]]
 ) -> None:
     expected, _ = await speak(rig.load(models["llama"], kv_tier_url=tier.url), tier.url, num_kept=NUM_RUNS)

@@ -1,4 +1,4 @@
-"""A model on two ranks against the same model in one process: logits, greedy and sampled text, what each rank holds."""
+"""A model on two ranks against the same model in one process: logits, greedy and sampled text, and each rank's part."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.support.tiny_models import build_tiny_model
 VOCABULARY_SIZE = 96
 NUM_BLOCKS = 320
 NUM_TEXTS, NUM_TOKENS = 20, 64
-#: Two logits within this are a tie, which rounding may decide either way.
+#: Two logits that differ by less are a tie, which rounding may decide either way.
 TIE = 1e-4
-#: What each rank may hold.
+#: Largest share of the parameters that a rank may hold.
 MOST = 0.6
 
 #: Of the last: biases everywhere, one matrix for embedding and head, and widths that do not divide by two.
@@ -56,7 +56,7 @@ def rig() -> Iterator[RankRig]:
 
 
 class Case:
-    """One model, alone and divided."""
+    """One model in one process and on two ranks."""
 
     def __init__(self, name: str, directory: Path, rig: RankRig) -> None:
         architecture, overrides = CASES[name]
@@ -91,7 +91,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def tables(count: int) -> list[tuple[int, ...]]:
-    """Blocks of so many sequences, in no order."""
+    """Return block tables of a number of sequences, in random order."""
     ids = list(range(NUM_BLOCKS))
     random.Random(7).shuffle(ids)
     each = NUM_BLOCKS // count
@@ -107,8 +107,8 @@ def random_tokens(seed: int, length: int) -> list[int]:
     return [rng.randrange(2, VOCABULARY_SIZE) for _ in range(length)]
 
 
-def test_logits_of_two_ranks_are_those_of_one_process_and_of_transformers(case: Case) -> None:
-    """A prefill whose plan is longer than a message's first part, then ragged steps, a copied block among them."""
+def test_logits_of_two_ranks_equal_those_of_one_process_and_of_transformers(case: Case) -> None:
+    """Run a prefill with a plan that needs a second broadcast, then ragged steps with a copied block."""
     sequences = [random_tokens(index, length) for index, length in enumerate((700, 400, 90))]
     own = tables(len(sequences))
     plans = [
@@ -126,7 +126,7 @@ def test_logits_of_two_ranks_are_those_of_one_process_and_of_transformers(case: 
                 )
             )
         )
-    # A branch begins with the partial block of the last sequence and runs its last token again.
+    # A branch starts with a copy of the last sequence's partial block and runs its last token again.
     last, table = sequences[-1], own[-1]
     partial_block = (len(last) - 1) // BLOCK_TOKENS
     branch = (*table[:partial_block], own[0][-1])
@@ -170,7 +170,7 @@ def sampled(logits: torch.Tensor, sequences: Sequence[Sequence[int]]) -> list[in
     return coupled_choices(distributions, range(len(sequences)), [1] * len(sequences), positions)[0]
 
 
-def test_twenty_greedy_texts_and_twenty_seeded_samples_are_the_same_on_two_ranks_but_for_ties(
+def test_twenty_greedy_and_twenty_seeded_texts_are_the_same_on_two_ranks_except_for_ties(
     case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
     divided, seen = generate(case.divided)
@@ -186,14 +186,14 @@ def test_twenty_greedy_texts_and_twenty_seeded_samples_are_the_same_on_two_ranks
         assert best - second < TIE
 
 
-def test_each_rank_holds_and_reads_its_part_only(case: Case) -> None:
+def test_each_rank_reads_and_holds_only_its_part(case: Case) -> None:
     for share in case.shares:
         assert share["parameter_share"] <= MOST
         assert share["kv_share"] <= MOST or case.name == "one KV head"  # a head cannot be divided
         assert case.name == "gemma3" or share["share_read"] <= MOST  # transformers reads its own
 
 
-def test_a_divided_model_is_the_same_model(case: Case) -> None:
+def test_a_divided_model_has_the_fingerprint_of_the_whole(case: Case) -> None:
     whole, part = case.alone.shape.kv_layout, case.divided.shape.kv_layout
     assert case.divided.shape == replace(case.alone.shape, kv_layout=part)
     # Blocks of which pass between replicas as their rank's only.
@@ -201,7 +201,7 @@ def test_a_divided_model_is_the_same_model(case: Case) -> None:
     assert len(part.layer_bytes) == len(whole.layer_bytes)
 
 
-def test_ranks_refuse_together_what_cannot_be_divided(rig: RankRig, tmp_path: Path) -> None:
+def test_all_ranks_refuse_a_model_that_cannot_be_divided(rig: RankRig, tmp_path: Path) -> None:
     def refusal(architecture: str, overrides: dict[str, Any] | None = None, **fields: Any) -> SpecdecError:
         directory = build_tiny_model(
             architecture, tmp_path / f"{architecture}{len(fields)}", config_overrides=overrides

@@ -4,8 +4,8 @@
         worker = rig.load(directory)
         worker.execute(plan)
 
-For what a group computes; what becomes of one that loses a rank needs real replicas. Called by tests and, in the
-children, by itself.
+For tests of what a group computes; tests of lost ranks use real replicas. Called by tests and, in the children, by
+itself.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TOLD = ("parameter_share", "kv_share", "share_read")
 
 
 class RankRig:
-    """Ranks on this machine: on its CPU with a thread each, or on a GPU each."""
+    """Ranks on this machine, on its CPU with one thread each or on one GPU each."""
 
     def __init__(self, num_ranks: int, *, device: str = "cpu", interprets_kernels: bool = False) -> None:
         """
@@ -53,9 +53,9 @@ class RankRig:
         listener = socket.create_server((_HOST, 0))
         port = listener.getsockname()[1]
         self.shares: list[dict[str, float]] = []
-        """What each rank, the first one first, said of its part of the model that was loaded last."""
+        """Logged shares of each rank's part of the newest model, the first rank first."""
         self.capture = CountedCapture(record_on_tape)
-        """What recorded this rank's steps, where they were to be recorded."""
+        """Capture function of this rank's recorded steps."""
         self._device = device
         self._worker: Worker | None = None
         told = {"num_ranks": num_ranks, "port": port, "device": device, "interprets_kernels": interprets_kernels}
@@ -86,9 +86,9 @@ class RankRig:
         dist.destroy_process_group()
 
     def load(self, directory: Path | str, *, kv_tier_url: str = "", **fields: Any) -> Worker:
-        """This rank's worker, which the others follow until the next one. Raises what `load_rank` does.
+        """Return this rank's worker, which the others follow until the next load. Raises as `load_rank`.
 
-        `kv_tier_url`: where the others keep their parts of the KV; this one's is the caller's to keep. `compiling`: the
+        `kv_tier_url`: store of the other ranks' cold tiers; the caller makes this rank's. `compiling`: the
         fields of `CompileOptions`; with `records`, steps are recorded on a tape, as a GPU would.
         """
         self._close_worker()
@@ -103,7 +103,7 @@ class RankRig:
             outcome, own = error, {}
         answers = [json.loads(child.stdout.readline()) for child in self._children if child.stdout is not None]
         if isinstance(outcome, SpecdecError):
-            # One that the first rank alone can see, a failed self-check, has not kept the others from loading.
+            # An error on the first rank alone, such as a failed self-check, does not stop the others from loading.
             assert {answer["error"] for answer in answers if "error" in answer} <= {outcome.message}
             raise outcome
         self.shares = [own, *answers]
@@ -111,7 +111,7 @@ class RankRig:
         return outcome
 
     def kill(self) -> None:
-        """Ends the others, who wait for nobody any more."""
+        """Kill the other ranks."""
         for child in self._children:
             child.kill()
 
@@ -122,7 +122,7 @@ class RankRig:
 
 
 def _load(ranks: RankGroup, wanted: dict[str, Any], capture: Capture) -> tuple[Worker, dict[str, float]]:
-    """A rank's worker, and what it said of its part. `capture`: records steps, if they are to be."""
+    """Return a rank's worker and the logged shares of its part. `capture`: function that records steps."""
     wanted, told = dict(wanted), dict[str, float]()
     logger = logging.getLogger("specdec.engine.parallel")
     with _Listening(logger, lambda record: told.update({k: v for k, v in vars(record).items() if k in _TOLD})):
@@ -133,7 +133,7 @@ def _load(ranks: RankGroup, wanted: dict[str, Any], capture: Capture) -> tuple[W
 
 
 class _Listening(logging.Handler):
-    """Hears a logger's records within a `with` block."""
+    """Passes a logger's records to a function within a `with` block."""
 
     def __init__(self, logger: logging.Logger, hear: Callable[[logging.LogRecord], None]) -> None:
         super().__init__(logging.INFO)
@@ -159,7 +159,7 @@ def _follow_all(rank: int, num_ranks: int, port: int, device: str) -> None:
         except SpecdecError as error:
             print(json.dumps({"error": error.message}), flush=True)
             continue
-        # Before it follows: the first rank checks itself against the others before it looks here.
+        # Printed before this rank follows: the first rank runs its self-check on all ranks before it reads this.
         print(json.dumps(told), flush=True)
         tier = KvTier(tier_url, space_of(worker)) if tier_url else None
         follow(ranks, worker, tier)

@@ -1,4 +1,4 @@
-"""How slices become groups, masks and slots."""
+"""Grouping of slices, and their masks and KV slots."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_token_goes_to_the_slot_of_its_position() -> None:
     assert batch.token_ids.tolist() == [[7, 8, 9]]
 
 
-def test_a_block_is_opened_by_a_step_that_begins_and_does_not_fill_it() -> None:
+def test_a_step_opens_a_block_if_it_writes_the_first_slot_but_not_the_last() -> None:
     assert build(scattered(1, 40), scattered(4, 33, 20)).opened_blocks is None
     assert build(scattered(32, 0)).opened_blocks is None
     batch = build(scattered(1, 32), scattered(20, 14, 20), scattered(3, 14, 40), scattered(33, 0, 60))
@@ -43,7 +43,7 @@ def test_draft_steps_and_verifications_of_many_sequences_are_two_groups() -> Non
     assert all(group.pad_index is None for group in batch.groups)
 
 
-def test_logit_rows_come_in_the_order_of_the_plan_whatever_the_groups() -> None:
+def test_logit_rows_have_the_order_of_the_plan_for_any_grouping() -> None:
     batch = build(scattered(5, 50, num_logit_rows=2), scattered(1, 50, 20), scattered(5, 48, 40, num_logit_rows=1))
     tokens, positions = batch.token_ids[0][batch.logit_rows], batch.position_ids[0][batch.logit_rows]
     assert list(zip(tokens.tolist(), positions.tolist(), strict=True)) == [(3, 53), (4, 54), (0, 50), (4, 52)]
@@ -59,7 +59,7 @@ def test_groups_cover_the_flat_batch_without_gap_or_overlap() -> None:
     assert next_row == sum(lengths) == batch.token_ids.shape[1]
 
 
-def test_long_chunks_stand_alone() -> None:
+def test_long_chunks_are_groups_of_their_own() -> None:
     batch = build(scattered(MAX_GROUPED_ROWS + 1, 16), scattered(MAX_GROUPED_ROWS + 1, 16, 50))
     assert [(group.batch, group.num_queries) for group in batch.groups] == [(1, 33), (1, 33)]
 
@@ -69,27 +69,27 @@ def test_sequences_of_very_different_length_are_not_padded_to_each_other() -> No
     assert sorted(group.views[0].length for group in batch.groups) == [11, 2016]
 
 
-def test_a_padding_query_repeats_a_real_one_and_is_dropped_again() -> None:
+def test_a_padding_query_repeats_a_real_one_and_its_output_is_dropped() -> None:
     batch = build(scattered(2, 40), scattered(3, 40, 20))
     (group,) = batch.groups
     assert group.pad_index.tolist() == [0, 1, 1, 2, 3, 4]
     assert group.unpad_index.tolist() == [0, 1, 3, 4, 5]
 
 
-def test_a_lone_draft_step_in_one_run_of_blocks_needs_neither_mask_nor_copy() -> None:
+def test_a_single_draft_step_over_adjacent_blocks_needs_neither_mask_nor_copy() -> None:
     (group,) = build(SequenceSlice((1,), 40, (3, 4, 5), 1)).groups
     view = group.views[0]
     assert (view.mask, view.block_ids, view.run_start, view.length) == (None, None, 48, 41)
 
 
-def test_a_whole_prompt_is_plainly_causal_and_reads_no_cache() -> None:
+def test_a_whole_prompt_uses_a_causal_mask_and_reads_no_cache() -> None:
     assert build(scattered(20, 0)).groups[0].views == (None,)
     softcapped = AttentionKind(window=None, queries_per_kv_head=1, softcap=30.0)
     windowed = AttentionKind(window=8, queries_per_kv_head=1, softcap=None)
     assert all(view.mask is not None for view in build(scattered(20, 0), kinds=(softcapped, windowed)).groups[0].views)
 
 
-def test_a_window_reads_only_the_blocks_it_reaches_and_masks_the_rest() -> None:
+def test_a_window_reads_only_its_blocks_and_masks_the_other_positions() -> None:
     window = AttentionKind(window=20, queries_per_kv_head=2, softcap=None)
     (group,) = build(scattered(2, 100, 0), kinds=(window,)).groups
     view = group.views[0]

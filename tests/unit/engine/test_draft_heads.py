@@ -72,7 +72,7 @@ MEDUSA_FILES: dict[str, Callable[[Path, Tensors], Path]] = {
 
 @pytest.mark.parametrize("form", MEDUSA_FILES)
 @pytest.mark.parametrize("num_layers", [1, 2])
-def test_medusa_heads_give_what_the_paper_says_and_are_counted_by_their_tensors(
+def test_medusa_heads_follow_the_paper_and_are_counted_by_their_tensors(
     model: PreTrainedModel, target: TargetParts, tmp_path: Path, form: str, num_layers: int
 ) -> None:
     tensors = medusa_tensors(WIDTH, VOCABULARY_SIZE, num_heads=3, num_layers=num_layers)
@@ -83,7 +83,7 @@ def test_medusa_heads_give_what_the_paper_says_and_are_counted_by_their_tensors(
     assert head.max_draft_tokens == 3
 
 
-def test_medusa_heads_in_vllms_form_are_the_same_heads(
+def test_medusa_heads_in_the_format_of_vllm_give_the_same_logits(
     model: PreTrainedModel, target: TargetParts, tmp_path: Path
 ) -> None:
     tensors = medusa_tensors(WIDTH, VOCABULARY_SIZE, num_layers=2)
@@ -98,7 +98,7 @@ def test_medusa_heads_in_vllms_form_are_the_same_heads(
     )
 
 
-def test_medusa_heads_with_a_token_map_name_those_tokens_alone(
+def test_medusa_heads_with_a_token_map_give_logits_of_those_tokens_alone(
     model: PreTrainedModel, target: TargetParts, tmp_path: Path
 ) -> None:
     chosen = torch.tensor([3, 200, 41, 7, 99])
@@ -139,10 +139,10 @@ def made_eagle3(
 
 
 @pytest.mark.parametrize("name", EAGLE3_HEADS)
-def test_an_eagle3_head_gives_what_its_format_says(
+def test_an_eagle3_head_follows_its_format(
     model: PreTrainedModel, target: TargetParts, tmp_path: Path, name: str
 ) -> None:
-    # Without names the original takes the hidden states 2, L // 2 and L - 3, which for 6 layers are two.
+    # By default the original format reads the hidden states 2, L // 2 and L - 3, which are two states for 6 layers.
     directory, reference = made_eagle3(tmp_path, *EAGLE3_HEADS[name])
     states = hidden_states(model, TOKENS[:-1])
     features = reference.features(states)
@@ -154,10 +154,10 @@ def test_an_eagle3_head_gives_what_its_format_says(
         torch.testing.assert_close(drive.draft(NUM_DRAFTS).double(), expected, atol=1e-3, rtol=1e-3)
 
 
-def test_features_taken_one_position_off_give_something_else(
+def test_features_of_the_wrong_position_change_the_logits(
     model: PreTrainedModel, target: TargetParts, tmp_path: Path
 ) -> None:
-    """The control of the test above: off by one on either side is seen, and equals the reference off by one."""
+    """Negative control of the test above: a shift by one position changes the logits as it changes the reference."""
     directory, reference = made_eagle3(tmp_path, *EAGLE3_HEADS["speculators"])
     states = hidden_states(model, TOKENS[:-1])
     expected = reference.draft(reference.features(states), TOKENS, 1)[0]
@@ -170,10 +170,8 @@ def test_features_taken_one_position_off_give_something_else(
     assert (shifted - expected)[named].abs().max() > 0.1
 
 
-def test_what_stands_at_position_0_is_seen_by_nobody(
-    model: PreTrainedModel, target: TargetParts, tmp_path: Path
-) -> None:
-    """There is no pair for it: whatever feature is put before the first token, drafts stay what they are."""
+def test_no_token_attends_to_position_0(model: PreTrainedModel, target: TargetParts, tmp_path: Path) -> None:
+    """The feature before the first token does not change the drafts."""
     directory, _ = made_eagle3(tmp_path, *EAGLE3_HEADS["speculators"])
     head = load_head(spec("eagle3", directory), target)
     rows = []
@@ -187,7 +185,7 @@ def test_what_stands_at_position_0_is_seen_by_nobody(
 
 
 def broken(change: Callable[[dict[str, Any], Tensors], object]) -> Callable[[Path], Path]:
-    """An EAGLE-3 head of the speculators format with one thing wrong."""
+    """Return a writer of an EAGLE-3 head in the speculators format with one fault."""
 
     def write(directory: Path) -> Path:
         config = eagle3_config(WIDTH, VOCABULARY_SIZE, 80)
@@ -240,7 +238,7 @@ REFUSED_EAGLE3: dict[str, tuple[Callable[[dict[str, Any], Tensors], object], str
 
 
 @pytest.mark.parametrize("fault", REFUSED_EAGLE3)
-def test_an_eagle3_head_that_does_not_fit_is_refused_in_one_line_that_says_what(
+def test_an_eagle3_head_that_does_not_fit_is_refused_with_the_reason_in_one_line(
     target: TargetParts, tmp_path: Path, fault: str
 ) -> None:
     change, line = REFUSED_EAGLE3[fault]
@@ -253,7 +251,7 @@ def test_an_eagle3_head_that_does_not_fit_is_refused_in_one_line_that_says_what(
 
 
 class Intruder:
-    """What a pickle runs when it is opened."""
+    """An object that makes a folder when its pickle is loaded."""
 
     def __init__(self, marker: Path) -> None:
         self._marker = marker
@@ -262,7 +260,9 @@ class Intruder:
         return os.mkdir, (str(self._marker),)
 
 
-def test_a_pickle_of_more_than_weights_is_refused_and_nothing_of_it_runs(target: TargetParts, tmp_path: Path) -> None:
+def test_a_pickle_with_other_content_than_weights_is_refused_and_does_not_run(
+    target: TargetParts, tmp_path: Path
+) -> None:
     marker = tmp_path / "intruded"
     torch.save({"0.0.linear.weight": Intruder(marker)}, tmp_path / "medusa_lm_head.pt")
     with pytest.raises(InvalidRequest, match="is a pickle with other content than weights, and was not loaded"):
@@ -316,7 +316,7 @@ def test_medusa_heads_that_do_not_fit_are_refused_in_one_line(target: TargetPart
     ids=["larger than its file", "sparse", "quantised"],
 )
 @pytest.mark.parametrize("name", ["0.0.linear.weight", "of no use"])
-def test_a_tensor_that_is_not_all_there_is_refused_in_one_line(
+def test_a_sparse_quantised_or_truncated_tensor_is_refused_in_one_line(
     target: TargetParts, tmp_path: Path, tensor: torch.Tensor, name: str
 ) -> None:
     tensors = {**medusa_tensors(WIDTH, VOCABULARY_SIZE), name: tensor}
@@ -338,7 +338,7 @@ def test_a_damaged_file_is_refused_in_one_line(target: TargetParts, tmp_path: Pa
     assert "\n" not in refused.value.message
 
 
-def test_a_place_without_a_head_is_refused_by_name(target: TargetParts, tmp_path: Path) -> None:
+def test_a_path_without_a_head_is_refused_by_name(target: TargetParts, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="has no weight files"):
         load_head(spec("eagle3", tmp_path), target)
     with pytest.raises(InvalidRequest, match="not a directory on this machine"):

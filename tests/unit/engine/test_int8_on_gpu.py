@@ -1,7 +1,7 @@
-"""int8 weights as a GPU takes them: held in int8 from loading on, multiplied by our kernel, captured like all else.
+"""int8 weights on a GPU: held in int8 from loading on, multiplied by our kernel, in CUDA graphs and eager steps.
 
-The oracle is Hugging Face's own forward over the rounded weights. Kernels run in Triton's interpreter, in float32: what
-is left is the order of sums.
+The oracle is Hugging Face's own forward pass over the rounded weights. Kernels run in Triton's interpreter, in float32,
+so only the order of sums differs.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def cheaply() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With biases."""
+    """Return a model with biases."""
     return build("qwen2", tmp_path_factory.mktemp("qwen2"))
 
 
 def load(
     directory: Path, backend: str = "cuda-graphs", capture: CountedCapture | None = None, *, self_check: bool = False
 ) -> Worker:
-    """Load a model on the CPU, with the products of a GPU: that is what a `capture` is given for."""
+    """Load a model on the CPU with the products of a GPU, which a `capture` function turns on."""
     compiling = CompileOptions(backend, (1, 3), capture=capture or CountedCapture(warms_up=False))
     return load_worker(
         LoadRequest(
@@ -64,7 +64,7 @@ def load(
 
 
 def logits_of(worker: Worker, tokens: list[int]) -> torch.Tensor:
-    """Of the last rows: a prompt, then a verification."""
+    """Run a prompt and then a verification; return the verification's logits."""
     blocks, first = tuple(range(2)), NUM_TOKENS - NUM_LAST
     worker.execute(StepPlan((SequenceSlice(tuple(tokens[:first]), 0, blocks, 0),)))
     return worker.execute(StepPlan((SequenceSlice(tuple(tokens[first:]), first, blocks, NUM_LAST),)))
@@ -83,7 +83,7 @@ def random_tokens() -> list[int]:
     return torch.randint(2, VOCABULARY_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def test_captured_steps_give_the_logits_of_the_rounded_weights(qwen2: Path) -> None:
+def test_steps_in_cuda_graphs_give_the_logits_of_the_rounded_weights(qwen2: Path) -> None:
     capture, tokens = CountedCapture(warms_up=False), random_tokens()
     worker = load(qwen2, capture=capture, self_check=True)
     before = capture.num_replays
@@ -93,15 +93,15 @@ def test_captured_steps_give_the_logits_of_the_rounded_weights(qwen2: Path) -> N
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt_neox"])
-def test_so_do_eager_ones_and_those_of_other_models(architecture: str, tmp_path: Path) -> None:
+def test_eager_steps_and_other_architectures_give_the_logits_of_the_rounded_weights(
+    architecture: str, tmp_path: Path
+) -> None:
     directory, tokens = build(architecture, tmp_path), random_tokens()
     worker = load(directory, "eager")
     torch.testing.assert_close(logits_of(worker, tokens), rounded_logits(directory, tokens), rtol=0, atol=1e-4)
 
 
-def test_weights_are_integers_before_anybody_counts_the_memory_that_is_left(
-    qwen2: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_rounded_before_the_kv_pool_is_sized(qwen2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = {}
 
     def look(part: WholeModel, count: Callable[[], int]) -> int:
@@ -121,36 +121,34 @@ def test_weights_are_integers_before_anybody_counts_the_memory_that_is_left(
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "native"])
-def test_backends_that_do_not_multiply_integers_are_refused_by_name(qwen2: Path, backend: str) -> None:
+def test_backends_without_an_int8_product_are_refused_by_name(qwen2: Path, backend: str) -> None:
     with pytest.raises(Unsupported, match="dtype int8 on cpu runs in CUDA graphs and eager steps only") as refusal:
         load(qwen2, backend)
     assert refusal.value.field == "compile_backend"
 
 
-def test_a_machine_without_triton_is_told_so(qwen2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_without_triton_is_refused(qwen2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "triton", None)
     with pytest.raises(Unsupported, match="dtype needs Triton, which cannot be imported"):
         load(qwen2)
 
 
-def test_on_a_gpu_all_else_is_computed_in_sixteen_bits() -> None:
+def test_on_a_gpu_everything_except_int8_weights_has_sixteen_bits() -> None:
     assert pick_dtype("int8", CUDA, torch.float32) == torch.bfloat16
     assert pick_dtype("int8", CUDA, torch.float16) == torch.float16
     assert pick_dtype("int8", CUDA) == torch.bfloat16
     assert pick_dtype("int8", torch.device("cpu"), torch.bfloat16) == torch.float32
 
 
-def test_a_gpu_takes_our_products_for_int8_and_pytorchs_for_the_rest() -> None:
+def test_a_gpu_uses_row_products_for_int8_and_pytorch_otherwise() -> None:
     options = CompileOptions()
     assert options.multiplies_rows(CUDA, is_int8=True)
     assert not options.multiplies_rows(CUDA, is_int8=False)
     assert not options.multiplies_rows(torch.device("cpu"), is_int8=True)
 
 
-def test_integers_that_are_multiplied_wrongly_are_refused_at_start(
-    qwen2: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Negative control of the comparison with the model's own forward."""
+def test_wrong_int8_products_are_refused_at_start(qwen2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the comparison with the model's own forward pass."""
     joined = Int8Linear.joined
 
     def wrong(self: Int8Linear, others: list[Int8Linear]) -> object:

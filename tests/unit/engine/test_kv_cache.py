@@ -1,4 +1,4 @@
-"""KV blocks copied out of one cache and into another: every byte, wherever the blocks lie."""
+"""Copies of KV blocks out of one cache and into another keep every byte."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHAPES = [LayerShape(2, 8, 8), LayerShape(1, 4, 12), LayerShape(2, 8, 8)]
 
 
 def check_copies(device: torch.device, dtype: torch.dtype) -> None:
-    """Reads in another thread, as the cold tier does, and writes elsewhere."""
+    """Copy blocks between two caches, reading in another thread as the cold tier does."""
     full, empty = (KvCache(SHAPES, num_blocks=12, dtype=dtype, device=device) for _ in range(2))
     for layer in full.layers:
         layer.blocks.copy_(torch.randn(layer.blocks.shape))

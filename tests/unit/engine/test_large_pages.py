@@ -1,4 +1,4 @@
-"""What every step reads lies in memory for which large pages were asked, and takes none before it is written."""
+"""Memory that every step reads is requested with large pages, and is resident only once written."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ needs_large_pages = pytest.mark.skipif(
 
 
 def resident_bytes(*, large: bool) -> int:
-    """Of this process's memory for which large pages were asked (`hg`), or of all of it."""
+    """Return the resident bytes of this process, in all of its memory or where large pages are requested (`hg`)."""
     mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", MAPPINGS.read_text(), flags=re.MULTILINE)[1:]
     counted = [mapping for mapping in mappings if not large or re.search(r"^VmFlags:.* hg\b", mapping, re.MULTILINE)]
     return sum(1024 * int(size) for mapping in counted for size in re.findall(r"^Rss: +(\d+)", mapping, re.MULTILINE))
 
 
 @needs_large_pages
-def test_weights_and_written_kv_of_the_native_kernels_lie_in_memory_asked_for_in_large_pages(tmp_path: Path) -> None:
+def test_weights_and_kv_of_native_kernels_are_in_memory_with_large_pages(tmp_path: Path) -> None:
     directory = build_tiny_model("llama", tmp_path, vocabulary_size=96, context=256)
     before = resident_bytes(large=True)
     worker = load_worker(
@@ -55,7 +55,7 @@ def test_a_pool_takes_no_memory_before_it_is_written() -> None:
     assert not pool[:4096].any()
 
 
-def test_more_than_there_is_is_an_error_of_memory() -> None:
+def test_too_large_an_allocation_raises_memory_error() -> None:
     with pytest.raises(MemoryError, match="bytes of memory"):
         zeros(1 << 60)
 

@@ -1,4 +1,4 @@
-"""What the probe reads off the masks that a model asks transformers for."""
+"""Windows that the probe reads from the masks that a model requests from transformers."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def test_a_window_is_read_exactly_also_in_bfloat16(window: int, tmp_path: Path) 
     assert [layer.kind.window for layer in probe_layers(model)] == [window, window]
 
 
-def test_layers_of_two_kinds_keep_theirs(tmp_path: Path) -> None:
+def test_layers_of_two_kinds_keep_their_own_window(tmp_path: Path) -> None:
     model = probed_model(tmp_path, "gemma3", sliding_window=40)
     assert [layer.kind.window for layer in probe_layers(model)] == [40, None]
 
 
-def test_a_window_that_only_an_argument_names_is_not_the_models(tmp_path: Path) -> None:
-    """Its own attention looks at the mask alone."""
+def test_a_window_that_is_only_an_argument_is_ignored(tmp_path: Path) -> None:
+    """A model's own attention uses the mask alone."""
     model = probed_model(tmp_path, "qwen2")
     for layer in model.model.layers:
         layer.self_attn.sliding_window = 24
     assert [layer.kind.window for layer in probe_layers(model)] == [None, None]
 
 
-def test_a_mask_that_is_no_window_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_that_is_neither_causal_nor_a_window_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = probed_model(tmp_path, "mistral")
     describe = layer_probe._window_of
     chunks = chunked_causal_mask_function(40, torch.zeros(1, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""A worker that loses a part of itself, in a step, between steps, or while a step waits for what is gone."""
+"""A worker that is lost in a step, between steps, or while a step waits for the lost part."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class DivisibleWorker(TableWorker):
         self.closed_by.append(threading.current_thread().name)
 
     def lose(self) -> None:
-        """As a lifeline's thread does."""
+        """Report the loss from another thread, as the rank heartbeat does."""
         assert self.note_lost is not None
         threading.Thread(target=self.note_lost, args=(WorkerLost("rank 1 is gone"),)).start()
 
 
 class OneToken:
-    """Answers each job with the likeliest token."""
+    """A program that answers each job with the argmax token."""
 
     def advance(self, jobs: Sequence[Job], logits: StepLogits) -> None:
         for job, token_id in zip(jobs, logits.top_ids, strict=True):
@@ -62,7 +62,7 @@ class Rig:
         self.loop = EngineLoop(self.worker, OneToken())
 
     async def require_ended(self) -> None:
-        """It has said that it ends, and takes nothing any more."""
+        """Check that the engine has reported its end and refuses calls."""
         with pytest.raises(Internal, match="rank 1 is gone"):
             await self.loop.wait_ended()
         with pytest.raises(Unavailable):
@@ -79,7 +79,7 @@ async def rig() -> AsyncIterator[Rig]:
     await rig.loop.close()
 
 
-async def test_a_lost_worker_is_no_bad_step_and_its_calls_may_be_made_elsewhere(rig: Rig) -> None:
+async def test_calls_of_a_lost_worker_may_be_retried_on_another_replica(rig: Rig) -> None:
     await rig.loop.call(call("a"))
     num_steps = len(rig.worker.steps)
     rig.worker.fail_next = WorkerLost("rank 1 is gone")
@@ -87,7 +87,7 @@ async def test_a_lost_worker_is_no_bad_step_and_its_calls_may_be_made_elsewhere(
         await rig.loop.call(call("b"))
     assert caught.value.reason == "REPLICA_UNAVAILABLE"
     await rig.require_ended()
-    assert len(rig.worker.steps) == num_steps + 1  # nothing is tried on what is gone
+    assert len(rig.worker.steps) == num_steps + 1  # no step is tried on a lost worker
 
 
 async def test_a_worker_that_is_lost_while_idle_ends_the_engine(rig: Rig) -> None:

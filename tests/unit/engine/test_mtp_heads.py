@@ -1,4 +1,4 @@
-"""MTP layers that checkpoints bring, against Transformers' own modules over whole sequences."""
+"""MTP layers of checkpoints, against Transformers' own modules over whole sequences."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MTP = LocalDraftSpec("mtp", "mtp")
 
 
 def parts(directory: Path, vocabulary_size: int = VOCABULARY_SIZE) -> TargetParts:
-    """What the loader hands to a head."""
+    """Return the target parts that the loader passes to a head."""
     register_attention()
     register_probe()
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation=PROBE_NAME).eval()
@@ -47,7 +47,7 @@ def parts(directory: Path, vocabulary_size: int = VOCABULARY_SIZE) -> TargetPart
 
 @torch.no_grad()
 def reference(model: PreTrainedModel, num_drafts: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The hidden states behind all tokens but the last, and greedy drafts: [num_drafts, V] logits."""
+    """Return the hidden states of all tokens except the last, and the logits [num_drafts, V] of greedy drafts."""
     mtp = MtpModel.from_pretrained(model).eval()
     states = hidden_states(model, TOKENS[:-1])
     token_ids, carried, rows = TOKENS[1:], model.model.norm(states[-1].float()), []

@@ -1,7 +1,7 @@
-"""What a head is told by full and draft steps of a worker: whose features, from which position, in any batch.
+"""Features that full and draft steps of a worker pass to a head: their sessions and positions, in any batch.
 
 The head of these tests computes nothing: its features are the hidden states of a layer, which Hugging Face's own model
-gives as well, and what it is asked with is written down.
+also returns, and its arguments are recorded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SPEC = LocalDraftSpec("notes", "eagle3", path="anywhere")
 
 
 class NotingHead(DraftHead):
-    """Its one layer attends with the token ids as keys and values, so that what it sees can be told."""
+    """A head whose layer attends with token ids as keys and values, so that its output tells what it attended to."""
 
     feature_layers = LAYERS
     feature_size = 2 * WIDTH
@@ -110,7 +110,7 @@ LONG_BLOCKS, SHORT_BLOCKS = (5, 2, 9), (4,)
 
 
 def read(rig: Rig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs two sessions of unlike length in one step, so that the batch is not in the plan's order, in two chunks."""
+    """Run two sessions of different lengths in steps of two chunks, so that the batch is not in the plan's order."""
     rig.run(SequenceSlice(SHORT[:2], 0, SHORT_BLOCKS, 0), SequenceSlice(LONG[:18], 0, LONG_BLOCKS, 0))
     rig.run(SequenceSlice(LONG[18:39], 18, LONG_BLOCKS, 1), SequenceSlice(SHORT[2:4], 2, SHORT_BLOCKS, 1))
     return rig.features(SHORT), rig.features(LONG)
@@ -120,7 +120,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return bool(torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3))
 
 
-def test_a_draft_begins_with_the_feature_of_the_position_before_its_token(rig: Rig) -> None:
+def test_a_draft_starts_with_the_feature_of_the_position_before_its_token(rig: Rig) -> None:
     of_short, of_long = read(rig)
     rig.run(SequenceSlice((LONG[39],), 39, LONG_BLOCKS, 1), SequenceSlice((SHORT[4],), 4, SHORT_BLOCKS, 1), draft=True)
     tokens, verified, draft_index = rig.head.drafted[0]
@@ -134,7 +134,7 @@ def test_a_draft_begins_with_the_feature_of_the_position_before_its_token(rig: R
     assert not close(tokens.previous[by_token[LONG[39]]], of_long[39])
 
 
-def test_logits_come_back_in_the_order_of_the_plan(rig: Rig) -> None:
+def test_logits_have_the_order_of_the_plan(rig: Rig) -> None:
     read(rig)
     slices = (SequenceSlice((SHORT[4],), 4, SHORT_BLOCKS, 1), SequenceSlice((LONG[39],), 39, LONG_BLOCKS, 1))
     for order in (slices, slices[::-1]):
@@ -142,7 +142,7 @@ def test_logits_come_back_in_the_order_of_the_plan(rig: Rig) -> None:
         assert chosen == [part.token_ids[0] for part in order]
 
 
-def test_later_draft_steps_read_what_the_head_gave_until_a_full_step_verifies_them(rig: Rig) -> None:
+def test_later_draft_steps_read_the_heads_own_features_until_a_full_step_verifies_them(rig: Rig) -> None:
     _, of_long = read(rig)
     rig.run(SequenceSlice((LONG[39],), 39, LONG_BLOCKS, 1, 0), draft=True)
     rig.run(SequenceSlice((77,), 40, LONG_BLOCKS, 1, 1), draft=True)
@@ -177,8 +177,8 @@ def test_the_head_attends_to_the_tokens_of_its_own_session(rig: Rig) -> None:
     assert sorted(rig.head.seen[0].tolist()) == pytest.approx(sorted(means), rel=1e-4)
 
 
-def test_copied_blocks_bring_features_and_the_heads_kv_along(rig: Rig) -> None:
-    """As a fork, or KV from the cold tier, does."""
+def test_block_copies_include_features_and_the_heads_kv(rig: Rig) -> None:
+    """Forks and KV from the cold tier copy blocks."""
     _, of_long = read(rig)
     layout = rig.worker.shape.kv_layout
     assert layout is not None

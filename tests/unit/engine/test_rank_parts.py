@@ -1,4 +1,4 @@
-"""What ranks are told, and which part of a model each of them has: plain numbers."""
+"""Messages to ranks, and the part of a model that each rank holds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _copies = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1
 
 
 @given(st.builds(StepPlan, slices=st.lists(_slices, max_size=6).map(tuple), block_copies=_copies))
-def test_a_plan_comes_out_of_its_message_as_it_went_in(plan: StepPlan) -> None:
+def test_unpacking_a_packed_plan_gives_the_same_plan(plan: StepPlan) -> None:
     message = pack_plan(plan)
     assert message.dtype == np.int32
     assert message[0] == STEP
@@ -40,7 +40,7 @@ def config(**fields: int) -> LlamaConfig:
     [("self_attn.q_proj.weight", 64), ("self_attn.o_proj.weight", 64), ("mlp.up_proj.weight", 113),
      ("mlp.down_proj.weight", 113), ("embed_tokens.weight", 99), ("lm_head.weight", 99)],
 )  # fmt: skip
-def test_every_row_or_column_is_some_ranks_and_only_one_ranks(name: str, size: int, num_ranks: int) -> None:
+def test_every_row_or_column_belongs_to_exactly_one_rank(name: str, size: int, num_ranks: int) -> None:
     cuts = [Splitting.of(config(), rank, num_ranks).cut_of(name) for rank in range(num_ranks)]
     held = [index for cut in cuts if cut is not None for index in range(cut.start, cut.end)]
     assert held == list(range(size))
@@ -49,7 +49,7 @@ def test_every_row_or_column_is_some_ranks_and_only_one_ranks(name: str, size: i
 
 
 @pytest.mark.parametrize(("kv_heads", "num_ranks"), [(4, 2), (4, 4), (4, 8), (2, 8), (1, 4)])
-def test_each_rank_has_the_kv_heads_that_its_queries_attend_with(kv_heads: int, num_ranks: int) -> None:
+def test_each_rank_holds_the_kv_heads_of_its_queries(kv_heads: int, num_ranks: int) -> None:
     whole = config(num_key_value_heads=kv_heads)
     queries_per_kv_head = 8 // kv_heads
     for rank in range(num_ranks):
@@ -63,7 +63,7 @@ def test_each_rank_has_the_kv_heads_that_its_queries_attend_with(kv_heads: int, 
         assert splitting.config_of(whole).num_key_value_heads == len(needed)
 
 
-def test_a_bias_behind_a_sum_is_the_first_ranks_alone() -> None:
+def test_a_bias_added_after_a_sum_belongs_to_the_first_rank_alone() -> None:
     first, second = (Splitting.of(config(), rank, 2).cut_of("mlp.down_proj.bias") for rank in range(2))
     assert first is None
     assert second is not None
@@ -74,7 +74,7 @@ def test_a_bias_behind_a_sum_is_the_first_ranks_alone() -> None:
     ("heads", "kv_heads", "num_ranks", "words"),
     [(8, 4, 3, "3 does not divide the model's 8 attention heads"), (6, 2, 3, "3 neither divides the model's 2 KV")],
 )
-def test_heads_that_do_not_divide_are_refused(heads: int, kv_heads: int, num_ranks: int, words: str) -> None:
+def test_heads_that_cannot_be_divided_are_refused(heads: int, kv_heads: int, num_ranks: int, words: str) -> None:
     whole = config(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=48)
     with pytest.raises(InvalidRequest, match=words):
         Splitting.of(whole, 0, num_ranks)

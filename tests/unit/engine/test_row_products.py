@@ -1,4 +1,4 @@
-"""Linear layers through the kernel of row products, in Triton's interpreter: right, and each row's bits its own."""
+"""Linear layers by the row kernel in Triton's interpreter: right results, and the same bits of a row in any batch."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def exact(weight: torch.Tensor | Int8Weight) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("num_rows", "num_outputs", "num_inputs"), [(1, 40, 64), (5, 7, 300), (20, 33, 17), (66, 70, 129)]
 )
-def test_products_of_any_size_are_those_of_the_weight(
+def test_products_of_any_size_equal_those_of_pytorch(
     num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype, is_int8: bool
 ) -> None:
-    """Against float64, of the weight as it was rounded: nothing but the sum and its one rounding differs."""
+    """The reference is float64 with the rounded weight, so only the sum and its one rounding differ."""
     weight = weight_of(is_int8, num_outputs, num_inputs, dtype)
     x = random(num_rows, num_inputs, seed=2, dtype=dtype)
     bias, residual = random(num_outputs, seed=3, dtype=dtype), random(num_rows, num_outputs, seed=4, dtype=dtype)
@@ -67,18 +67,18 @@ def test_products_of_any_size_are_those_of_the_weight(
     ("dtype", "is_int8"),
     [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)],
 )
-def test_a_row_has_the_same_bits_alone_and_in_company(dtype: torch.dtype, is_int8: bool) -> None:
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype, is_int8: bool) -> None:
     weight = weight_of(is_int8, 20, 160, dtype)
     rows, residual = random(max(COUNTS), 160, seed=5, dtype=dtype), random(max(COUNTS), 20, seed=6, dtype=dtype)
     each = zip(rows.split(1), residual.split(1), strict=True)
     alone = torch.cat([multiply(row, weight, residual=kept) for row, kept in each])
     for count in COUNTS:
-        own = slice(len(rows) - count, len(rows))  # so that each row is somewhere else every time
+        own = slice(len(rows) - count, len(rows))  # so that each row has another index every time
         assert torch.equal(multiply(rows[own], weight, residual=residual[own]), alone[own]), count
 
 
-def test_tiles_of_another_depth_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: a product that adds up in another order when it has more rows."""
+def test_tiles_of_another_depth_change_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a product that sums in another order if it has more rows."""
 
     def deeper(num_rows: int, num_outputs: int, dtype: torch.dtype) -> row_products.Tiling:
         return replace(tiling(num_rows, num_outputs, dtype), inputs=64 if num_rows > 16 else 128)
@@ -88,7 +88,7 @@ def test_tiles_of_another_depth_are_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     assert not torch.equal(multiply(rows, weight)[:1], multiply(rows[:1], weight))
 
 
-def test_a_row_that_is_no_number_stays_alone_with_it() -> None:
+def test_nan_in_one_row_does_not_reach_other_rows() -> None:
     rows = random(5, 64, seed=7)
     rows[2] = torch.nan
     product = multiply(rows, random(8, 64, seed=1))
@@ -96,21 +96,21 @@ def test_a_row_that_is_no_number_stays_alone_with_it() -> None:
     assert product[[0, 1, 3, 4]].isfinite().all()
 
 
-def test_rows_that_lie_apart_are_read_where_they_lie_and_none_are_none() -> None:
+def test_strided_rows_are_read_in_place_and_zero_rows_give_zero_rows() -> None:
     wide, weight = random(4, 200, seed=8), random(8, 64, seed=1)
     assert torch.equal(multiply(wide[:, 100:164], weight), multiply(wide[:, 100:164].contiguous(), weight))
     assert torch.equal(multiply(wide.t()[:64].t(), weight), multiply(wide[:, :64].contiguous(), weight))
     assert multiply(wide[:0, :64], weight).shape == (0, 8)
 
 
-def test_tiles_of_a_product_are_as_deep_for_any_number_of_rows() -> None:
+def test_tiles_have_the_same_depth_for_any_number_of_rows() -> None:
     for dtype in DTYPES:
         for num_outputs in (64, 4096, 128_256):
             assert len({tiling(num_rows, num_outputs, dtype).inputs for num_rows in (1, 16, 17, 64, 65, 4096)}) == 1
 
 
 def test_the_kernel_compiles_for_a_hopper_card(tmp_path: Path) -> None:
-    """Every tiling by one and the same instruction of tensor cores, weights on their way before they are wanted."""
+    """Every tiling uses the same tensor-core instruction and loads weights ahead."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     report = subprocess.run(
         [sys.executable, "-m", "tests.support.kernel_compilation", "products"],

@@ -1,4 +1,4 @@
-"""What a worker is compared with before it serves, on every path that steps take."""
+"""The comparison of a worker with its model before it serves, for every way of running steps."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from specdec.engine.cuda_graphs.static_attention import GatheredAttention
 from specdec.engine.loader import load_worker
 from specdec.engine.model import self_check
 from specdec.engine.model.batch import AttentionKind
+from specdec.engine.native.model_layout import ModelLayout
 from specdec.engine.native.runner import NativeRunner
 from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.errors import Unsupported
@@ -41,18 +42,18 @@ def test_native_kernels_that_ignore_a_window_are_refused(
     windowed: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(windowed, "native", dtype)
-    describe = NativeRunner._describe_layer
+    lay_out = ModelLayout._layer
 
-    def without_window(self, layer, index, kind, is_int8):
-        return describe(self, layer, index, AttentionKind(None, kind.queries_per_kv_head, None), is_int8)
+    def without_window(self, layer, cache, index, kind, is_int8):
+        return lay_out(self, layer, cache, index, AttentionKind(None, kind.queries_per_kv_head, None), is_int8)
 
-    monkeypatch.setattr(NativeRunner, "_describe_layer", without_window)
+    monkeypatch.setattr(ModelLayout, "_layer", without_window)
     with pytest.raises(Unsupported, match=REFUSAL):
         load(windowed, "native", dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_captured_steps_that_ignore_a_window_are_refused(
+def test_cuda_graphs_that_ignore_a_window_are_refused(
     windowed: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(windowed, "cuda-graphs", dtype)
@@ -70,7 +71,9 @@ def test_captured_steps_that_ignore_a_window_are_refused(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 9), marks=pytest.mark.full)])
-def test_no_seed_of_a_right_model_is_refused(architecture: str, dtype: str, seeds: range, tmp_path: Path) -> None:
+def test_no_seed_of_a_correctly_computed_model_is_refused(
+    architecture: str, dtype: str, seeds: range, tmp_path: Path
+) -> None:
     for seed in seeds:
         build_tiny_model(architecture, tmp_path, seed=seed, vocabulary_size=96, context=256)
         load(tmp_path, "auto", dtype)
@@ -86,7 +89,7 @@ def test_the_demo_pair_is_not_refused(role: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 5])
-def test_a_pool_of_few_blocks_is_checked_as_far_as_it_goes(windowed: Path, num_blocks: int) -> None:
+def test_a_pool_of_few_blocks_is_checked_within_its_size(windowed: Path, num_blocks: int) -> None:
     load(windowed, "eager", num_kv_blocks=num_blocks)
 
 
@@ -108,7 +111,7 @@ def test_every_token_of_both_sequences_is_run_once_and_in_order() -> None:
             assert spans[-1][2] == length
 
 
-def test_a_worker_of_nan_is_refused(windowed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_returns_nan_is_refused(windowed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     execute = NativeRunner.execute
     monkeypatch.setattr(NativeRunner, "execute", lambda self, plan: execute(self, plan) * torch.nan)
     with pytest.raises(Unsupported, match="differ by inf"):

@@ -1,4 +1,4 @@
-"""What a loaded checkpoint says of itself, and which ones are refused how."""
+"""Descriptions of loaded checkpoints, and checkpoints that are refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def edit_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_a_worker_says_what_its_model_is(checkpoint: Path) -> None:
+def test_a_worker_describes_its_model(checkpoint: Path) -> None:
     shape = load(checkpoint, num_kv_blocks=None).shape
     assert shape.vocabulary_size == 50
     assert shape.max_context_tokens == 256
@@ -55,7 +55,7 @@ def test_a_worker_says_what_its_model_is(checkpoint: Path) -> None:
     assert shape.num_kv_blocks == 64 * 256 // BLOCK_TOKENS
 
 
-def test_a_worker_with_int8_weights_says_so(checkpoint: Path) -> None:
+def test_a_worker_with_int8_weights_reports_that_dtype(checkpoint: Path) -> None:
     assert load(checkpoint, dtype="int8").shape.dtype == "int8"
 
 
@@ -64,13 +64,13 @@ def test_several_eos_ids_come_from_the_generation_config(editable: Path) -> None
     assert load(editable).shape.eos_token_ids == (1, 9)
 
 
-def test_without_a_generation_config_the_eos_id_is_the_models(editable: Path) -> None:
+def test_the_eos_id_comes_from_the_model_without_a_generation_config(editable: Path) -> None:
     (editable / "generation_config.json").unlink()
     edit_json(editable / "config.json", eos_token_id=7)
     assert load(editable).shape.eos_token_ids == (7,)
 
 
-def test_the_context_is_no_longer_than_the_pool(checkpoint: Path) -> None:
+def test_the_context_is_limited_by_the_pool(checkpoint: Path) -> None:
     assert load(checkpoint, num_kv_blocks=3).shape.max_context_tokens == 3 * BLOCK_TOKENS
 
 
@@ -82,13 +82,13 @@ def test_the_pool_can_be_sized_in_bytes(checkpoint: Path) -> None:
         load(checkpoint, num_kv_blocks=None, kv_cache_bytes=10)
 
 
-def test_rope_that_depends_on_the_batch_is_kept_to_its_original_context(editable: Path) -> None:
+def test_rope_that_depends_on_the_batch_is_limited_to_its_original_context(editable: Path) -> None:
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
     edit_json(editable / "config.json", rope_parameters=rope)
     assert load(editable).shape.max_context_tokens == 64
 
 
-def test_logits_may_be_written_into(checkpoint: Path) -> None:
+def test_callers_may_write_to_logits(checkpoint: Path) -> None:
     logits = load(checkpoint).execute(StepPlan((SequenceSlice((3, 4), 0, (2,), 2),)))
     logits[0, 0] = 1.0
     assert logits.shape == (2, 50)

@@ -1,4 +1,4 @@
-"""Ranks that record steps together: what one cannot do none does, or the start fails; nobody waits for ever."""
+"""Ranks that record CUDA graphs together agree on the kernels, or the start fails; no rank waits for ever."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("qwen3", tmp_path_factory.mktemp("model"))
 
 
-#: What ranks ask each other, in turn: whether attention runs, whether fused kernels do.
+#: Questions that ranks agree on, in order: whether attention runs, and whether fused kernels run.
 ATTENTION, FUSED = range(2)
 
 
@@ -39,7 +39,7 @@ ATTENTION, FUSED = range(2)
         (None, "", "6 of 6 CUDA graphs with paged attention"),
     ],
 )
-def test_what_another_rank_cannot_do_is_done_without_here_too(
+def test_a_rank_does_without_kernels_that_another_rank_lacks(
     question: int | None,
     said: str,
     recorded: str,
@@ -66,7 +66,7 @@ def test_what_another_rank_cannot_do_is_done_without_here_too(
 
 
 class NoRoom:
-    """A device whose memory is full once so many steps were recorded."""
+    """A capture function whose device memory is full after a number of recorded steps."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_left = num_steps
@@ -79,10 +79,10 @@ class NoRoom:
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
-def test_a_rank_that_fails_while_the_others_run_a_step_with_it_does_not_go_on(
+def test_a_failure_while_ranks_record_together_ends_the_start(
     num_steps: int, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the fused kernels' trial, and while sizes are recorded; alone it would do with fewer kernels, or sizes."""
+    """The failure comes in the trial of the fused kernels or during recording; one process alone would continue."""
     load(model, capture=NoRoom(num_steps), attention="paged")
     monkeypatch.setattr(WholeModel, "all_agree", bool)
     with pytest.raises(Unsupported, match="recording CUDA graphs failed: CUDA out of memory") as caught:

@@ -1,6 +1,6 @@
-"""`--deterministic`: a row's logits have the same bits whatever else a step holds, or nothing is served.
+"""`--deterministic`: a row's logits have the same bits in any batch, or the model is refused.
 
-What keeps that on a GPU runs here in Triton's interpreter; the native kernels of a CPU have tests of their own.
+The kernels of a GPU run here in Triton's interpreter; the native kernels of a CPU have separate tests.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def cheaply() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With and without a window."""
+    """Return a model with layers with and without a window."""
     return build("qwen3", tmp_path_factory.mktemp("mixed"), config_overrides=MIXED_LAYERS)
 
 
@@ -70,7 +70,7 @@ def tables() -> list[tuple[int, ...]]:
 
 
 class Sessions:
-    """One that is looked at, and nine others: some are in the middle of a text, some read a prompt."""
+    """The tested session and nine others: some are in the middle of a text, some read a prompt."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -82,11 +82,11 @@ class Sessions:
 
     @staticmethod
     def done(index: int) -> int:
-        """Tokens of another one that are there already."""
+        """Return the number of tokens that another session has already run."""
         return (0, 20, 33, 0, 47, 9)[index % 6]
 
     def run(self, *spans: tuple[int, int, int]) -> torch.Tensor:
-        """(session, from, to) of each; logits of all rows of session 0."""
+        """Run pieces (session, from, to); return the logits of all rows of session 0."""
         slices: list[SequenceSlice] = []
         for index, start, end in spans:
             rows = end - start if index == 0 else 1
@@ -96,18 +96,18 @@ class Sessions:
         return torch.cat([*own, logits[0][:0]])
 
     def others(self, count: int) -> list[tuple[int, int, int]]:
-        """Draft steps, verifications and chunks of prompts by turns."""
+        """Return draft steps, verifications and prompt chunks of other sessions in turn."""
         return [(index, self.done(index), self.done(index) + (1, 5, 12)[index % 3]) for index in range(1, count + 1)]
 
 
 @pytest.fixture(scope="module")
 def sessions(worker: Worker) -> Sessions:
-    """What a step stores for them is the same whenever it is run again."""
+    """Return sessions whose steps store the same KV each time they run."""
     return Sessions(worker)
 
 
-def test_a_verification_has_the_bits_of_single_rows_in_any_company(sessions: Sessions) -> None:
-    """Batches of 1 to 9, the session being first, last or in the middle."""
+def test_a_verification_has_the_bits_of_single_rows_in_any_batch(sessions: Sessions) -> None:
+    """Batches have 1 to 9 sessions, and the tested one is first, last or in the middle."""
     sessions.run((0, 0, START))
     alone = torch.cat([sessions.run((0, position, position + 1)) for position in range(START, END)])
     for count in range(9):
@@ -117,40 +117,42 @@ def test_a_verification_has_the_bits_of_single_rows_in_any_company(sessions: Ses
         assert torch.equal(sessions.run(*spans), alone), count + 1
 
 
-def test_a_prompt_has_the_same_bits_in_one_piece_in_chunks_and_in_company(sessions: Sessions) -> None:
+def test_a_prompt_has_the_same_bits_whole_in_chunks_and_beside_other_sessions(sessions: Sessions) -> None:
     whole = sessions.run((0, 0, END))
     cuts = (0, 1, 18, END)
     parts = [sessions.run(*sessions.others(3), (0, start, end)) for start, end in itertools.pairwise(cuts)]
     assert torch.equal(torch.cat(parts), whole)
 
 
-def test_its_logits_are_not_rounded_to_the_sixteen_bits_of_the_model(sessions: Sessions) -> None:
+def test_logits_are_not_rounded_to_the_sixteen_bits_of_the_model(sessions: Sessions) -> None:
     logits = sessions.run((0, 0, 20))
     assert logits.dtype == torch.float32
     assert (logits.to(torch.bfloat16) != logits).float().mean() > 0.9
 
 
 @pytest.mark.full
-def test_int8_weights_keep_it_too(mixed: Path) -> None:
-    """The trial at start says so; the rest is the same."""
+def test_int8_weights_are_batch_invariant_too(mixed: Path) -> None:
+    """The check at start accepts them."""
     load(mixed, dtype="int8")
 
 
-def test_products_that_depend_on_the_number_of_rows_are_found_out_at_start(
+def test_products_that_depend_on_the_number_of_rows_are_refused_at_start(
     mixed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control of the trial."""
+    """Negative control of the check at start."""
 
     def deeper(num_rows: int, num_outputs: int, dtype: torch.dtype) -> row_products.Tiling:
         return replace(tiling(num_rows, num_outputs, dtype), outputs=256, inputs=16 if num_rows > 16 else 32)
 
     monkeypatch.setattr(row_products, "tiling", deeper)
-    # In float32: rounding to 16 bits after every product of so small a model hides what differs.
+    # In float32, because rounding to 16 bits hides the difference in such a small model.
     with pytest.raises(Unsupported, match="deterministic is not possible with this model on this device"):
         load(mixed, dtype="float32")
 
 
-def test_attention_that_does_not_run_is_no_reason_to_gather(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_steps_do_not_fall_back_to_gathered_attention(
+    mixed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(*_: Any, **__: Any) -> torch.Tensor:
         raise RuntimeError("no such architecture")
 
@@ -167,7 +169,7 @@ def test_attention_that_does_not_run_is_no_reason_to_gather(mixed: Path, monkeyp
         ("llama", {"backend": "eager"}, "--deterministic on cpu needs native kernels, not --compile-backend eager"),
     ],
 )
-def test_what_cannot_keep_it_is_refused_by_name(
+def test_settings_that_cannot_be_batch_invariant_are_refused_by_name(
     architecture: str, options: dict[str, str], words: str, tmp_path: Path
 ) -> None:
     build_tiny_model(architecture, tmp_path, vocabulary_size=96, context=256)

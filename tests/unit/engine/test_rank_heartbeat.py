@@ -1,4 +1,4 @@
-"""How a rank learns that another one is gone: an end, silence, last words, or leaving in order."""
+"""Detection of a lost rank: a closed connection, missed heartbeats, an error, or an orderly end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PATIENCE_S = 20.0
 
 
 class Ends:
-    """The first rank's rank_heartbeat, and the sockets of the others, whom the test plays."""
+    """The first rank's heartbeat, and the sockets of the other ranks, which the test controls."""
 
     def __init__(self, num_ranks: int = 2) -> None:
         pairs = {rank: socket.socketpair() for rank in range(1, num_ranks)}
@@ -38,7 +38,7 @@ def ends() -> Iterator[Ends]:
         other.close()
 
 
-def test_a_rank_that_has_ended_is_told_by_its_number() -> None:
+def test_a_rank_that_has_ended_is_reported_by_its_number() -> None:
     ends = Ends(3)
     ends.others[2].close()
     assert isinstance(error := ends.hear(), Unavailable)
@@ -48,7 +48,7 @@ def test_a_rank_that_has_ended_is_told_by_its_number() -> None:
         ends.told.get(timeout=0.2)
 
 
-def test_whoever_watches_late_hears_of_what_is_gone_already(ends: Ends) -> None:
+def test_a_late_watcher_learns_of_an_earlier_loss(ends: Ends) -> None:
     ends.others[1].close()
     ends.hear()
     late: SimpleQueue[SpecdecError] = SimpleQueue()
@@ -56,8 +56,8 @@ def test_whoever_watches_late_hears_of_what_is_gone_already(ends: Ends) -> None:
     assert late.get_nowait().message == "rank 1 is gone: its process has ended"
 
 
-def test_a_rank_that_fails_says_why() -> None:
-    """As the error that it is, whatever was on its way before."""
+def test_a_rank_that_fails_sends_its_error() -> None:
+    """The error keeps its type and field, after any heartbeats that were on their way."""
     pair = socket.socketpair()
     told: SimpleQueue[SpecdecError] = SimpleQueue()
     first = RankHeartbeat({1: pair[0]})
@@ -69,13 +69,13 @@ def test_a_rank_that_fails_says_why() -> None:
 
 
 @pytest.mark.parametrize("words", [b"{}", b"[1]", b'{"error": "open", "message": "", "field": ""}', b"\xff"])
-def test_last_words_that_make_no_sense_are_a_loss_all_the_same(ends: Ends, words: bytes) -> None:
+def test_an_unreadable_last_line_is_a_loss(ends: Ends, words: bytes) -> None:
     ends.others[1].sendall(words + b"\n")
     assert isinstance(error := ends.hear(), Unavailable)
     assert error.message.startswith("rank 1 is gone")
 
 
-def test_a_rank_that_leaves_in_order_is_no_loss_even_if_it_is_gone_before_it_is_heard() -> None:
+def test_an_orderly_end_is_not_a_loss_even_if_it_is_read_late() -> None:
     pair = socket.socketpair()
     pair[1].sendall(b"bye\n")
     pair[1].close()
@@ -85,14 +85,14 @@ def test_a_rank_that_leaves_in_order_is_no_loss_even_if_it_is_gone_before_it_is_
         told.get(timeout=0.3)
 
 
-def test_a_rank_that_leaves_in_order_is_no_loss(ends: Ends) -> None:
+def test_an_orderly_end_is_not_a_loss(ends: Ends) -> None:
     ends.others[1].sendall(b"\n\nbye\n")
     ends.others[1].close()
     with pytest.raises(Empty):
         ends.told.get(timeout=0.3)
 
 
-def test_a_silent_rank_is_lost_after_so_many_beats_and_one_that_beats_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_is_lost_after_a_number_of_missed_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_heartbeat, "BEAT_S", 0.25)
     pair, silent = socket.socketpair(), socket.socketpair()
     alive, gone = SimpleQueue[SpecdecError](), SimpleQueue[SpecdecError]()
@@ -103,7 +103,7 @@ def test_a_silent_rank_is_lost_after_so_many_beats_and_one_that_beats_is_not(mon
     assert alive.empty()
 
 
-def test_strangers_take_nobodys_place() -> None:
+def test_connections_of_other_processes_take_no_rank() -> None:
     stored: dict[str, str] = {}
     published = threading.Event()
 

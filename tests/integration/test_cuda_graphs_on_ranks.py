@@ -1,6 +1,6 @@
-"""A model on three ranks whose steps are recorded: as a GPU would, but on a tape, and with Triton's interpreter.
+"""A model on three ranks whose steps are recorded as on a GPU, but on a tape and with Triton's interpreter.
 
-Sums over ranks are operations of a recording like any other. What is compared with is one process, and Hugging Face.
+Sums over ranks are operations of a recording like any other. The references are one process and Hugging Face.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tests.support.rank_rig import RankRig
 from tests.support.tiny_models import build_tiny_model
 
 NUM_RANKS = 3
-#: Embedding, MLP and head do not divide by three, and some of the ranks' rows are nobody's.
+#: Embedding, MLP and head do not divide by three, so some ranks have padding rows.
 OVERRIDES = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "intermediate_size": 100}
 RECORDED = {"backend": "cuda-graphs", "row_counts": [1, 3], "records": True}
 PAGED = RECORDED | {"attention": "paged"}
-#: The pool's last block is a session's like any other: what recordings store of padding lies behind it.
+#: The pool's last block belongs to a session; the scratch block for padding follows it.
 TABLES = (NUM_BLOCKS - 1, 1, 2, 0, 9), (5, 7, 4, 6, 8)
 
 
@@ -48,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plans() -> list[StepPlan]:
-    """A prompt; a verification, and one beside a draft step, each in a recording; more than any holds."""
+    """Return a prompt, a verification, one beside a draft step, a draft step, and a step too large to be recorded."""
     one, two = random_tokens(1, 70), random_tokens(2, 70)
     return [
         StepPlan((piece(one, 0, 40, TABLES[0], 5), piece(two, 0, 9, TABLES[1], 1))),
@@ -82,8 +82,8 @@ def test_recorded_steps_of_three_ranks_give_the_logits_of_one_process(
     torch.testing.assert_close(divided.execute(plans()[-1])[-2:], expected, rtol=0, atol=1e-5)
 
 
-def test_weights_are_rounded_to_int8_as_those_of_the_whole_model_are(model: Path, rig: RankRig) -> None:
-    """A scale is that of all inputs of an output, of which a rank has a third."""
+def test_parts_are_rounded_to_int8_as_the_whole_model_is(model: Path, rig: RankRig) -> None:
+    """A scale depends on all inputs of an output, of which a rank holds a third."""
     divided = rig.load(model, dtype="int8", num_kv_blocks=NUM_BLOCKS, compiling=PAGED)
     compiling = CompileOptions("cuda-graphs", (1, 3), capture=CountedCapture(warms_up=False))
     alone = load_alone(model, dtype="int8", compiling=compiling)
@@ -92,8 +92,8 @@ def test_weights_are_rounded_to_int8_as_those_of_the_whole_model_are(model: Path
         torch.testing.assert_close(divided.execute(plan), alone.execute(plan), rtol=0, atol=1e-5)
 
 
-def bits_alone_and_in_company(worker: Worker) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits of the same token: the only one of a step, and beside others."""
+def bits_alone_and_in_a_batch(worker: Worker) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits of the same token as the only one of a step, and beside other tokens."""
     first, verification, company, *_ = plans()
     worker.execute(first)
     worker.execute(verification)
@@ -103,21 +103,21 @@ def bits_alone_and_in_company(worker: Worker) -> tuple[torch.Tensor, torch.Tenso
     return alone[0], worker.execute(beside)[0]
 
 
-def test_deterministic_ranks_give_a_row_the_same_bits_alone_and_in_company(model: Path, rig: RankRig) -> None:
+def test_deterministic_ranks_give_a_row_the_same_bits_alone_and_in_a_batch(model: Path, rig: RankRig) -> None:
     worker = rig.load(model, dtype="bfloat16", num_kv_blocks=NUM_BLOCKS,
                       compiling=PAGED | {"backend": "auto", "is_deterministic": True})  # fmt: skip
-    alone, beside = bits_alone_and_in_company(worker)
+    alone, beside = bits_alone_and_in_a_batch(worker)
     assert torch.equal(alone, beside)
 
 
-def test_without_that_option_a_row_changes_its_bits_in_company(model: Path, rig: RankRig) -> None:
-    """The negative control of the test above."""
+def test_without_that_option_a_row_has_other_bits_in_a_batch(model: Path, rig: RankRig) -> None:
+    """Negative control of the test above."""
     worker = rig.load(model, dtype="bfloat16", num_kv_blocks=NUM_BLOCKS, compiling=PAGED)
-    alone, beside = bits_alone_and_in_company(worker)
+    alone, beside = bits_alone_and_in_a_batch(worker)
     assert not torch.equal(alone, beside)
 
 
-def test_what_is_not_recorded_for_several_ranks_is_refused_by_name(model: Path, rig: RankRig, tmp_path: Path) -> None:
+def test_unsupported_recordings_of_several_ranks_are_refused_by_name(model: Path, rig: RankRig, tmp_path: Path) -> None:
     def refusal(directory: Path, **fields: Any) -> SpecdecError:
         with pytest.raises(SpecdecError) as caught:
             rig.load(directory, num_kv_blocks=NUM_BLOCKS, **fields)

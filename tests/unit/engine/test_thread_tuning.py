@@ -1,4 +1,4 @@
-"""The number of threads is the one whose rounds are fastest, and no more than are worth their cores."""
+"""The number of threads has the fastest rounds, and uses only cores that save enough time."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def restored_threads() -> Iterator[None]:
         ({4: 0.1}, 4, 4),
     ],
 )
-def test_more_threads_are_taken_where_they_shorten_a_round_by_a_tenth_and_the_last_core_for_more(
+def test_more_threads_must_shorten_a_round_by_a_tenth_and_the_last_core_by_more(
     round_s: Mapping[int, float], num_cores: int, chosen: int
 ) -> None:
     assert choose_threads(round_s, num_cores) == chosen
 
 
 class TimedWorker:
-    """Takes no time but what a table says, by threads and rows."""
+    """A worker whose steps take the times of a table, by threads and rows."""
 
     def __init__(self, step_s: Mapping[tuple[int, int], float], device: str = "cpu", context: int = 64) -> None:
         self.shape = ModelShape(8, context, (), "", "", 4, "float32", device)
@@ -70,7 +70,7 @@ class TimedWorker:
 STEPS = {(1, 1): 0.010, (1, 5): 0.016, (2, 1): 0.007, (2, 5): 0.009}
 
 
-def test_a_round_is_a_step_of_one_row_and_one_of_five_each_at_its_best() -> None:
+def test_a_round_is_the_fastest_step_of_one_row_plus_the_fastest_of_five_rows() -> None:
     worker = TimedWorker(STEPS)
     round_s = measure_rounds(worker, [1, 2], lambda: worker.now_s)
     assert round_s == pytest.approx({1: 0.026, 2: 0.016})
@@ -83,7 +83,7 @@ def test_long_steps_are_measured_once() -> None:
     assert worker.steps == [(1, 1), (1, 5), (2, 1), (2, 5)]
 
 
-def test_a_context_of_a_few_tokens_is_not_exceeded() -> None:
+def test_measured_steps_stay_within_a_short_context() -> None:
     worker = TimedWorker({(1, 1): 1.0, (1, 3): 1.0}, context=3)
     assert measure_rounds(worker, [1], lambda: worker.now_s) == {1: 6.0}
 
@@ -95,7 +95,7 @@ def test_a_model_on_an_accelerator_is_not_measured() -> None:
     assert (worker.steps, torch.get_num_threads()) == ([], 2)
 
 
-def test_a_loaded_model_gets_one_of_the_two_numbers_in_every_thread_and_says_which(
+def test_a_loaded_model_sets_and_logs_the_number_of_threads_for_all_threads(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = build_tiny_model("llama", tmp_path, num_layers=1)

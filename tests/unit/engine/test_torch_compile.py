@@ -1,4 +1,4 @@
-"""Steps compiled by `torch.compile` against eager ones, and backends that are not there."""
+"""Steps compiled by `torch.compile` against eager ones, and backends that do not exist."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.support.tiny_models import SLIDING_WINDOW, build_tiny_model
 
 VOCABULARY_SIZE = 96
 NUM_BLOCKS = 24
-#: Side by side, and scattered.
+#: Adjacent blocks, and scattered ones.
 TABLES = (tuple(range(3, 11)), (19, 2, 14, 0, 22, 13, 1, 18))
 #: Steps of at most six rows are compiled.
 ROWS = (1, 3, 6)
-#: A padded row of the embedding, so no token of the vocabulary; its keys and values are NaN in every layer.
+#: A padding row of the embedding, which is not in the vocabulary; its keys and values are NaN in every layer.
 NAN_TOKEN_ID = VOCABULARY_SIZE + 1
 
 #: A window in the second layer alone.
@@ -141,7 +141,7 @@ def test_nan_left_in_freed_blocks_is_not_read_by_a_compiled_step(llama: Path) ->
         assert logits.isfinite().all()
 
 
-def test_int8_weights_are_the_same_when_compiled(llama: Path) -> None:
+def test_compiled_int8_steps_equal_eager_ones(llama: Path) -> None:
     # Activations are rounded to bfloat16: where the last bit of a float32 differs, so may one of those.
     pair = Pair(llama, "aot_eager", dtype="int8", row_counts=(3,), atol=0.05)
     tokens = random_tokens(6, 60)
@@ -157,7 +157,7 @@ def test_inductor_steps_equal_eager_ones(tmp_path: Path) -> None:
         check_steps_of_one_sequence(pair)
 
 
-def test_graphs_have_the_row_counts_that_a_service_meets() -> None:
+def test_graphs_have_the_row_counts_of_a_services_steps() -> None:
     assert row_counts(2) == (1, 2)
     assert row_counts(5) == (1, 2, 3, 5)
     assert row_counts(6) == (1, 2, 3, 5, 9)
@@ -171,7 +171,7 @@ def test_an_unknown_backend_is_refused_before_anything_is_loaded() -> None:
     assert "\n" not in raised.value.message
 
 
-def test_a_backend_that_cannot_compile_says_so_in_one_line(llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_backend_that_cannot_compile_is_refused_in_one_line(llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no such device\nand much more")
 

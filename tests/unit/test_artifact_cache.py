@@ -1,4 +1,4 @@
-"""Kept machine code is used only when it is whole and nobody else can have written it; the oldest goes first."""
+"""Kept machine code is used only if it is complete and no other user can write it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def kept(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_kept_file_is_usable_and_begins_with_its_content(kept: Path) -> None:
+def test_a_kept_file_is_usable_and_starts_with_its_content(kept: Path) -> None:
     assert artifact_cache.is_usable(kept)
     assert kept.read_bytes()[: len(CONTENT)] == CONTENT
     assert list(kept.parent.iterdir()) == [kept]
@@ -59,7 +59,7 @@ def test_a_file_cut_short_is_noticed(kept: Path, num_bytes: int) -> None:
     assert not artifact_cache.is_usable(kept)
 
 
-def test_nothing_and_a_directory_are_not_usable(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_directory_are_not_usable(tmp_path: Path) -> None:
     assert not artifact_cache.is_usable(tmp_path / "nothing")
     assert not artifact_cache.is_usable(tmp_path)
 
@@ -74,7 +74,7 @@ def test_keeping_again_replaces_what_is_there(kept: Path, tmp_path: Path) -> Non
 def test_a_file_in_a_folder_that_others_may_write_is_neither_usable_nor_kept(
     kept: Path, tmp_path: Path, below: str
 ) -> None:
-    """Between the look at a file and its use, another could be put in its place."""
+    """Otherwise another user could replace the file between its check and its use."""
     folder = tmp_path / below if below else kept.parent
     folder.chmod(0o777)
     assert not artifact_cache.is_usable(kept)
