@@ -44,7 +44,7 @@ PIP_LINES = /Downloading|Using cached|Processing/ && /\.whl/ && !/\.metadata/ \
 	/^Installing collected packages/ { print "  Installing " NF - 3 " packages"; fflush() }
 
 # The environment with what runs a system. Without a GPU, an index with CPU builds of torch saves 2 GB:
-# make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# make demo PIP_FLAGS="--extra-index-url URL" with the URL of the CPU builds
 $(SERVE_STAMP): pyproject.toml constraints.txt
 	@[ -n "$(PYTHON)" ] || { echo "error: Python 3.11 or 3.12 is needed; none found (set PYTHON=/path/to/python)" >&2; exit 1; }
 	@[ -x $(BIN)/python ] || { echo "making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }

@@ -41,7 +41,7 @@ def documents(name: str) -> list[dict[str, Any]]:
 
 
 def settings_of(name: str) -> Any:
-    module = importlib.import_module(f"{SERVICES[name]}.config")
+    module = importlib.import_module(f"specdec.settings.{name}")
     return getattr(module, f"{name.title()}Settings")
 
 
