@@ -24,6 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from specdec import artifact_cache
+from specdec.checkpoints.gguf_progress import ConversionProgress
 from specdec.errors import InvalidRequest, Unsupported
 
 _log = logging.getLogger(__name__)
@@ -119,18 +120,21 @@ def _run_child(path: Path, directory: Path, tokenizer_only: bool) -> None:
     arguments = [str(path.resolve()), str(directory), *["--tokenizer-only"] * tokenizer_only]
     python_path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
     # The child ends when its standard input closes, so it does not outlive this process.
-    with subprocess.Popen(
-        [sys.executable, "-P", "-m", "specdec.supervision.child", "specdec.checkpoints.gguf_convert", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": python_path},
-        text=True,
-    ) as child:
+    with (
+        ConversionProgress(path) as progress,
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", "specdec.supervision.child", "specdec.checkpoints.gguf_convert", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": python_path},
+            text=True,
+        ) as child,
+    ):
         assert child.stdout is not None  # it was opened above
         for line in child.stdout:
             if line.startswith("{"):  # other lines are prints of libraries
-                _take(path, json.loads(line))
+                _take(path, json.loads(line), progress)
     if child.returncode:
         raise InvalidRequest(
             f"{str(path)!r} cannot be converted: the conversion ended with exit code {child.returncode}"
@@ -139,8 +143,10 @@ def _run_child(path: Path, directory: Path, tokenizer_only: bool) -> None:
         )
 
 
-def _take(path: Path, said: Mapping[str, str]) -> None:
-    """Log the warning, or raise the error, that one line of the child's output reports."""
+def _take(path: Path, said: Mapping[str, str], progress: ConversionProgress) -> None:
+    """Show the progress, log the warning, or raise the error that one line of the child's output reports."""
+    if "progress" in said:
+        progress.show(float(said["progress"]))
     if "warning" in said:
         _log.warning("%s: %s", path, said["warning"])
     if "unsupported" in said:

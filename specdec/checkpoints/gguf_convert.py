@@ -3,8 +3,8 @@
 `python -m specdec.checkpoints.gguf_convert FILE DIRECTORY [--tokenizer-only]`. transformers reads the file. This module
 does what transformers leaves to its caller: it checks that the whole file was read, finds the tokens that end an
 answer, splits digits as the vocabulary's merges expect, and chooses a dtype that stores every weight without rounding.
-Each line of standard output is a JSON object with a `warning`, or with the final `error` or `unsupported`. The program
-downloads nothing.
+Each line of standard output is a JSON object with the `progress`, a share of 1, with a `warning`, or with the final
+`error` or `unsupported`. The program downloads nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.integrations.gguf import gguf_tokenizer_mapping
 from transformers.integrations.gguf.reader import read_gguf_metadata
+from transformers.utils.logging import set_tqdm_hook
 
 from specdec.checkpoints.gguf_rope import DIVISORS, is_readable
 
@@ -39,6 +40,9 @@ _LIKE_GPT2 = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docl
 #: Tokens that end a turn if the file's chat template contains them, in addition to its end-of-sequence token.
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>")
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+#: Shares of a conversion that are done once the tokenizer is written, and once the weights are loaded.
+_TOKENIZER_SHARE, _LOADED_SHARE = 0.1, 0.8
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -85,6 +89,8 @@ def convert(path: Path, directory: Path, *, tokenizer_only: bool) -> None:
         tokenizer.save_pretrained(directory)
         _drop_made_up_tokens(directory / "tokenizer.json", len(metadata["tokenizer.ggml.tokens"]))
         if not tokenizer_only:
+            _say("progress", str(_TOKENIZER_SHARE))
+            set_tqdm_hook(_report_weights)
             _save_model(folder, directory, metadata, tokenizer)
 
 
@@ -175,6 +181,19 @@ def exact_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
         if not left:
             break
     return (*left, torch.float32)[0]
+
+
+def _report_weights(make_bar: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Return what transformers iterates over when it would show a progress bar, and print the progress of weights."""
+    bar = make_bar(*args, **options)
+    return _reporting(args[0]) if options.get("desc") == "Loading weights" and args else bar
+
+
+def _reporting(weights: Collection[Any]) -> Iterator[Any]:
+    for index, weight in enumerate(weights):
+        yield weight
+        loaded = (index + 1) / len(weights)
+        _say("progress", f"{_TOKENIZER_SHARE + loaded * (_LOADED_SHARE - _TOKENIZER_SHARE):.3f}")
 
 
 def _say(kind: str, text: str) -> None:

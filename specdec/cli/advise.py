@@ -62,7 +62,7 @@ class Advice:
     basis: str
     """Source of the acceptance: measured, or assumed."""
     note: str
-    """What the draft needs, or what it has in common with the target."""
+    """Requirement of the draft, or the vocabulary that it shares with the target."""
 
 
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:

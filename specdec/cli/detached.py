@@ -18,7 +18,7 @@ from typing import TextIO
 from specdec.cli import INTERRUPTED
 from specdec.cli.control_folder import control_folder
 from specdec.cli.listening import listen_address
-from specdec.cli.request_flags import DEFAULT_ENDPOINT
+from specdec.client.endpoints import DEFAULT_ENDPOINT
 from specdec.errors import Unavailable
 from specdec.settings.addresses import split_address
 from specdec.supervision.service_process import python_path

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from specdec.client import Budgets, GenerateOptions
-from specdec.client.endpoints import DEFAULT_PORT, check_endpoint
+from specdec.client.endpoints import DEFAULT_ENDPOINT, ENDPOINT_VARIABLE, check_endpoint
 from specdec.errors import InvalidRequest
 from specdec.types import Mode
 
-DEFAULT_ENDPOINT = f"127.0.0.1:{DEFAULT_PORT}"
 #: Connecting has a short budget, so that a wrong endpoint is reported at once.
 BUDGETS = Budgets(connect_s=1.0)
 #: Budgets of commands that wait for a text and show what they wait for: `specdec up` restarts a lost target.
@@ -19,10 +18,10 @@ PATIENT_BUDGETS = replace(BUDGETS, target_s=60.0)
 
 
 def add_endpoint_flag(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
-    endpoint = environ.get("SPECDEC_ENDPOINT") or DEFAULT_ENDPOINT
+    endpoint = environ.get(ENDPOINT_VARIABLE) or DEFAULT_ENDPOINT
     parser.add_argument(
         "--endpoint", type=address, default=endpoint, metavar="HOST:PORT",
-        help=f"address of the coordinator; default: SPECDEC_ENDPOINT, else {DEFAULT_ENDPOINT}",
+        help=f"address of the coordinator; default: {ENDPOINT_VARIABLE}, else {DEFAULT_ENDPOINT}",
     )  # fmt: skip
 
 

@@ -363,6 +363,7 @@ async def test_info_and_tokenize_describe_the_served_model() -> None:
             ("target", "default", 1),
         ]
         assert served.pools[1].replicas[0].address == rig.target.address
+        assert [(pool.dtype, pool.shadow) for pool in served.pools] == [("float32", False)] * 2
         tokens = await coordinator.stub.Tokenize(pb.TokenizeRequest(text="w5 w6"))
         assert list(tokens.token_ids) == [5, 6]
         output = await coordinator.generate(

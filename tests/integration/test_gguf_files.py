@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +72,35 @@ def test_weights_are_kept_in_the_narrowest_dtype_that_rounds_none(tmp_path: Path
     converted = weights(directory)
     for name, stored in (("model.embed_tokens", "token_embd"), ("model.layers.3.mlp.up_proj", "blk.3.ffn_up")):
         assert np.array_equal(converted[f"{name}.weight"].numpy(), held[f"{stored}.weight"])
+
+
+def test_a_conversion_reports_its_progress_up_to_the_loaded_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="specdec.checkpoints.gguf_progress"):
+        locate_checkpoint(write_gguf(TARGET, tmp_path / "demo.gguf"))
+    lines = [record.getMessage() for record in caplog.records if record.name == "specdec.checkpoints.gguf_progress"]
+    assert lines[0] == "converting demo.gguf [##------------------] 10%"
+    assert lines[-1] == "converting demo.gguf [################----] 80%"
+    shares = [int(line.rpartition(" ")[2].removesuffix("%")) for line in lines]
+    assert shares == sorted(set(shares))
+    assert len(shares) > 4
+
+
+def test_a_conversion_shows_a_bar_in_a_terminal(tmp_path: Path) -> None:
+    path = write_gguf(TARGET, tmp_path / "demo.gguf")
+    program = f"from specdec.checkpoints.locate import locate_checkpoint; locate_checkpoint({str(path)!r})"
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=theirs, env={**os.environ, "TERM": "xterm"})
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux reports the end of the other side as an error
+        while chunk := os.read(ours, 65536):
+            shown += chunk
+    os.close(ours)
+    assert process.wait() == 0
+    assert b"converting demo.gguf" in shown
+    assert b" %" in shown
 
 
 @pytest.mark.full
