@@ -26,6 +26,8 @@ from tests.support.model_stack import ModelStack
 from tests.support.target_alone import TargetAlone
 from tests.support.tiny_models import ARCHITECTURES, build_tiny_pair
 
+AUTO_OPTIONS = CompileOptions()
+
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 BENCH_PROMPTS = sorted((Path(__file__).resolve().parents[2] / "bench" / "prompts").glob("*.txt"))
 PROMISED = ("demo", *ARCHITECTURES[:10])
@@ -89,7 +91,7 @@ def alpha_of(completions: Sequence[Completion]) -> float:
 
 
 async def check_parity(
-    case: str, directory: Path, size: Size, *, dtype: str = "float32", compiling: CompileOptions | None = None
+    case: str, directory: Path, size: Size, *, dtype: str = "float32", compiling: CompileOptions = AUTO_OPTIONS
 ) -> None:
     target, draft = checkpoints(case, directory)
 

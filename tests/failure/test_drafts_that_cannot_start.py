@@ -202,7 +202,7 @@ MODELS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "nothing there": (lambda model: model / "none", "none"),
     "no weights": (lambda model: (model / "model.safetensors").unlink() or model, ""),
     "half its weights": (lambda model: half(model / "model.safetensors").parent, ""),
-    "a tensor of the wrong shape": (wider, "q_proj.weight is [32, 32], and its configuration needs [64, 64]"),
+    "a tensor of the wrong shape": (wider, "q_proj.weight has shape [32, 32], and its configuration needs [64, 64]"),
     "another vocabulary than its weights": (of_another_vocabulary, "32"),
     "a pickle": (pickled, ""),
     "no configuration": (lambda model: (model / "config.json").unlink() or model, ""),

@@ -1,4 +1,4 @@
-"""KV blocks on a GPU copied out, beside steps, and in."""
+"""Copies of KV blocks on a GPU, out beside steps and in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What loading a model leaves of a device's memory."""
+"""Device memory that is left after loading a model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = [
 CUDA = torch.device("cuda:0")
 
 
-def test_fusing_the_layers_keeps_none_of_their_parts(tmp_path: Path) -> None:
-    """Parts of more than a megabyte each: smaller ones share what is kept."""
+def test_fusing_layers_frees_their_parts(tmp_path: Path) -> None:
+    """The parts have more than a megabyte each, because smaller ones share cached memory."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 64, "num_attention_heads": 16}
     model = build("qwen3", tmp_path, config_overrides=sizes)
     gc.collect()
@@ -31,7 +31,7 @@ def test_fusing_the_layers_keeps_none_of_their_parts(tmp_path: Path) -> None:
     assert kept < 40 << 20  # one layer's parts have 64 MiB, both layers' 128
 
 
-def test_a_failed_recording_leaves_nothing_to_the_pool_of_recordings() -> None:
+def test_a_failed_recording_frees_its_memory() -> None:
     numbers = torch.ones(1 << 20, device=CUDA)
 
     def allocates_and_fails() -> None:

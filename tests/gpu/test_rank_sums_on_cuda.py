@@ -1,4 +1,4 @@
-"""What ranks do together in a recorded step. Of one rank torch alone records it: NCCL has nothing to send."""
+"""Sums over ranks in a recorded step. With one rank only torch records them: NCCL has nothing to send."""
 
 from __future__ import annotations
 

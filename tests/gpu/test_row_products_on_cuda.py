@@ -1,4 +1,4 @@
-"""The kernel of row products as it is meant to run: compiled, recorded, a row's bits being its own on tensor cores."""
+"""The kernel of row products on a GPU: compiled, recorded, and batch-invariant on tensor cores."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHAPES = ((4096, 14336), (28672, 4096), (128_256, 4096), (300, 200))
 
 @pytest.mark.parametrize("is_int8", [True, False])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
-def test_products_are_right_and_a_row_has_the_same_bits_in_any_company(
+def test_products_are_right_and_a_row_has_the_same_bits_in_any_batch(
     num_outputs: int, num_inputs: int, is_int8: bool
 ) -> None:
     generator = torch.Generator(CUDA).manual_seed(1)
@@ -98,8 +98,8 @@ def test_int8_weights_take_half_of_the_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-async def test_greedy_text_is_the_same_alone_and_in_company(dtype: str, tmp_path: Path) -> None:
-    """And with any number of drafts: alone each session drafts 4 tokens a round, in company 2."""
+async def test_greedy_text_is_the_same_alone_and_in_a_batch(dtype: str, tmp_path: Path) -> None:
+    """The number of drafts does not matter either: alone each session drafts 4 tokens a round, in a batch 2."""
     target, draft = build_tiny_pair("llama", tmp_path, seed=3)
     compiling = CompileOptions(row_counts=row_counts(9), is_deterministic=True)
 

@@ -21,6 +21,8 @@ from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.step_ways import num_replays, running
 from tests.support.tiny_models import build_tiny_model
 
+AUTO_OPTIONS = CompileOptions()
+
 NUM_LAYERS = 4
 TOKENS = (5, 9, 30, 7, 11, 60, 8, 23, 45, 12, 14, 90, 81, 17, 33, 21, 20, 100, 64)
 BLOCKS = (3, 1)
@@ -32,7 +34,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model("llama", tmp_path_factory.mktemp("llama"), num_layers=NUM_LAYERS)
 
 
-def load(directory: Path, *specs: LocalDraftSpec, compiling: CompileOptions | None = None, **options: object) -> Worker:
+def load(
+    directory: Path, *specs: LocalDraftSpec, compiling: CompileOptions = AUTO_OPTIONS, **options: object
+) -> Worker:
     return load_worker(
         LoadRequest(
             str(directory),
@@ -151,7 +155,7 @@ def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(llama: Path, tm
 
 
 def test_local_drafts_with_torch_compile_are_refused(llama: Path) -> None:
-    with pytest.raises(Unsupported, match="take --compile-backend auto"):
+    with pytest.raises(Unsupported, match="use --compile-backend auto"):
         load(llama, EXIT, compiling=CompileOptions("inductor"))
 
 
@@ -162,6 +166,6 @@ def test_a_start_with_a_wrong_local_draft_ends_with_one_line(llama: Path) -> Non
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert ended.returncode == 1
-    errors = [line for line in ended.stderr.splitlines() if "early exit takes 1 to" in line]
+    errors = [line for line in ended.stderr.splitlines() if "early exit runs 1 to" in line]
     assert len(errors) == 1
     assert "Traceback" not in ended.stderr

@@ -26,6 +26,8 @@ from tests.support.cuda_graphs_rig import CountedCapture
 from tests.support.round_driver import RoundDriver
 from tests.support.tiny_models import build_tiny_pair
 
+AUTO_OPTIONS = CompileOptions()
+
 NUM_TOKENS = 28
 NUM_PROMPTS = 6
 TIE = 1e-4
@@ -64,7 +66,7 @@ async def _outputs(
     together: bool,
     predraft: Predraft,
     num_kv_blocks: int = 200,
-    compiling: CompileOptions | None = None,
+    compiling: CompileOptions = AUTO_OPTIONS,
 ) -> tuple[list[list[int]], float]:
     """Return the output of each prompt's session, and alpha."""
     proposer, verifier = (

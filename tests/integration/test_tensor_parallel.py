@@ -211,7 +211,7 @@ def test_all_ranks_refuse_a_model_that_cannot_be_divided(rig: RankRig, tmp_path:
         return caught.value
 
     assert isinstance(error := refusal("gpt2"), Unsupported)
-    assert error.message == "--tensor-parallel: transformers has no plan for dividing a model of type gpt2"
+    assert error.message == "--tensor-parallel: transformers cannot divide a model of type gpt2"
     assert isinstance(error := refusal("gemma3", {"num_key_value_heads": 1}), InvalidRequest)
     assert error.message.startswith("--tensor-parallel 2 does not divide the model's 1 KV heads, and ranks of a model")
     error = refusal("llama", {"num_attention_heads": 1, "num_key_value_heads": 1})
