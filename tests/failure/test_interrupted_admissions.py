@@ -61,7 +61,8 @@ async def test_a_session_deleted_during_the_admission_of_its_request_stays_delet
 async def test_the_next_turn_waits_briefly_for_a_turn_that_is_about_to_end() -> None:
     async with asyncio.timeout(20), Rig(drafts=0) as rig:
         coordinator = await rig.coordinator()
-        stream = coordinator.stub.Generate(request(session_id="s", request_id="a", max_new_tokens=60))
+        # Few tokens are left when the gate opens: the next turn waits a quarter of a second for all of them.
+        stream = coordinator.stub.Generate(request(session_id="s", request_id="a", max_new_tokens=16))
         await read_until(stream, 1)
         rig.target.worker.gate.clear()
         following = request([9], session_id="s", request_id="b", max_new_tokens=4)

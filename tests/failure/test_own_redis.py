@@ -117,9 +117,9 @@ def test_up_without_redis_server_and_without_fakeredis_names_both_remedies(tmp_p
     )  # fmt: skip
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1] == (
-        "error: UNIMPLEMENTED UNSUPPORTED: without redis-server 7 or later, the store of `specdec up` needs the "
+        "error: without redis-server 7 or later, the store of `specdec up` needs the "
         "package fakeredis, which is not installed: install redis-server 7 or later, or run pip install "
-        "'specdec[embedded]'"
+        "'specdec[embedded]' (UNSUPPORTED)"
     )
 
 

@@ -271,7 +271,7 @@ def test_an_unknown_backend_is_refused_before_anything_is_loaded(tmp_path: Path)
     with pytest.raises(InvalidRequest, match="'nowhere'") as raised:
         load(tmp_path, backend="nowhere")
     assert raised.value.field == "compile_backend"
-    there_are = raised.value.message.partition("there are ")[2].split(", ")
+    there_are = raised.value.message.partition("choose one of ")[2].split(", ")
     assert {"auto", "native", "eager", "inductor"} <= set(there_are)
     assert len(set(there_are)) == len(there_are)
     assert not [name for name in there_are if "debug" in name or "TESTING" in name]

@@ -160,7 +160,7 @@ async def test_an_unknown_compile_backend_is_one_line_that_names_those_there_are
     _, err = await process.communicate()
     assert process.returncode == 1
     (error,) = (line for line in err.decode().splitlines() if not line.startswith("{"))  # log records aside
-    assert error.startswith("error: compile_backend 'tensorflow' is not")
+    assert error.startswith("error: compile_backend 'tensorflow' does not exist")
     assert ", inductor" in error
 
 
