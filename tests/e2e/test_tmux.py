@@ -49,7 +49,7 @@ def test_ctrl_c_ends_generate_with_its_closing_line_and_130_and_the_shell_begins
         shell.press("C-c")
         screen = shell.wait_for(r"^exit=130$")
         *_, legend, closing, status, prompt = screen.splitlines()
-        assert re.fullmatch(r"stopped after \d+ tokens  alpha (\d\.\d\d|n/a)", closing)
+        assert re.fullmatch(r"stopped after \d+ tokens( · draft right \d+ % of the time)?", closing)
         assert legend == "accepted  corrected  bonus  target-only"
         assert (status, prompt.strip()) == ("exit=130", "shell%")
         assert "Traceback" not in screen
@@ -84,10 +84,10 @@ def test_a_pasted_text_is_one_message_and_so_is_one_in_triple_quotes(
         shell.wait_for("three")
         assert servicer.requests == []
         shell.press("Enter")
-        shell.wait_for("^rounds ")
+        shell.wait_for(r"^\d+ tokens in ")
         for line in ('"""', "four", "five", '"""'):
             shell.type(line)
-        shell.wait_for("^rounds ", count=2)
+        shell.wait_for(r"^\d+ tokens in ", count=2)
         shell.press("C-d")
         shell.wait_for("^exit=0$")
     contents = [[message.content for message in request.messages.messages] for request in servicer.requests]
@@ -105,7 +105,7 @@ def test_an_error_returns_to_the_prompt(scripted: tuple[ScriptedCoordinator, str
         shell.type("refuse this")
         shell.wait_for(r"^error: too long \(CONTEXT_TOO_LONG\)$")
         shell.type("one")
-        shell.wait_for("^rounds ")
+        shell.wait_for(r"^\d+ tokens in ")
         shell.type("/exit")
         shell.wait_for("^exit=0$")
     assert [message.content for message in servicer.requests[-1].messages.messages] == ["one"]
