@@ -27,5 +27,5 @@ def test_a_killed_target_is_reported_as_lost_and_the_text_continues_after_its_re
         stack.restart("target")
         stderr = asking.stderr.read()
         assert asking.wait() == 0, stderr
-        assert stderr.startswith("rounds ")
+        assert stderr.startswith("1500 tokens in ")
         assert text.read_text() == specdec(*ARGS, "--endpoint", stack.endpoint).stdout
