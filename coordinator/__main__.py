@@ -13,6 +13,8 @@ from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
+from coordinator.audit.audit_queue import AuditQueue
+from coordinator.audit.turn_audit import Auditor
 from coordinator.front.readiness import Readiness
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.generation.generation_service import GenerationService, GenerationSettings
@@ -27,6 +29,7 @@ from coordinator.round.timeline import TimelineLog
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
+from specdec.observability.audit import AuditMetrics
 from specdec.observability.logging import configure_logging
 from specdec.observability.metrics import CoordinatorMetrics, start_metrics_server
 from specdec.rpc.client import open_link
@@ -98,6 +101,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
             directory=store.prefixes() if settings.prefix_directory == "on" else None,
             learning_log=_open_learning_log(settings, metrics),
             timelines=timelines,
+            auditor=_build_auditor(settings, metrics, ending),
         )
         CoordinatorServicer(
             generations=generations,
@@ -144,6 +148,18 @@ def _build_pools(
         target_wait_s=settings.target_wait_s,
         on_readiness=readiness.note_targets,
     )
+
+
+def _build_auditor(
+    settings: CoordinatorSettings, metrics: CoordinatorMetrics, ending: AsyncExitStack
+) -> Auditor | None:
+    """Return the audit of rounds; None where no round is audited. Its series exist in any case."""
+    audit_metrics = AuditMetrics(metrics.registry, settings.tokenizer)
+    if settings.audit_share == 0.0:
+        return None
+    queue = AuditQueue(audit_metrics)
+    ending.push_async_callback(queue.close)
+    return Auditor(queue, settings.audit_share)
 
 
 def _generation_settings(settings: CoordinatorSettings) -> GenerationSettings:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
+from coordinator.audit.turn_audit import Auditor, TurnAudit
 from coordinator.generation.accounting import Account
 from coordinator.generation.generation import Collaborators, Generation, Learners
 from coordinator.generation.held_session import HeldSession
@@ -49,6 +50,7 @@ class GenerationFactory:
         tenant: str,
         recorder: Recorder | None = None,
         timelines: TimelineLog | None = None,
+        auditor: Auditor | None = None,
     ) -> None:
         self._store = store
         self._pools = pools
@@ -61,6 +63,7 @@ class GenerationFactory:
         self._tenant = tenant
         self._recorder = recorder
         self._timelines = timelines
+        self._auditor = auditor
         self._commits = CommitQueue(store)
         self._lease_keeper = LeaseKeeper(store)
 
@@ -84,7 +87,12 @@ class GenerationFactory:
                 ),
                 stream=stream,
                 account=account,
-                learners=Learners(self._draft_sources.remember, router, self._record(turn, setting)),
+                learners=Learners(
+                    self._draft_sources.remember,
+                    router,
+                    self._record(turn, setting),
+                    self._audit(turn, setting, replicas),
+                ),
             ),
         )
 
@@ -99,6 +107,11 @@ class GenerationFactory:
         if self._recorder is None:
             return None
         return self._recorder.record(setting, turn.identity.parameters.target_fingerprint, len(turn.tokens))
+
+    def _audit(self, turn: Turn, setting: RoundSetting, replicas: SessionReplicas) -> TurnAudit | None:
+        if self._auditor is None:
+            return None
+        return self._auditor.turn(turn.identity.request_id, setting, turn.tokens, replicas)
 
     def _replicas(self, prepared: PreparedTurn, router: RequestRouter | None) -> SessionReplicas:
         identity, agreed_len = prepared.turn.identity, prepared.agreed_len

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
+from coordinator.audit.turn_audit import Auditor
 from coordinator.generation.generation import CancelCause, Generation
 from coordinator.generation.generation_factory import GenerationFactory
 from coordinator.generation.leases import Leases
@@ -66,6 +67,7 @@ class GenerationService:
         directory: PrefixDirectory | None = None,
         learning_log: LearningLog | None = None,
         timelines: TimelineLog | None = None,
+        auditor: Auditor | None = None,
     ) -> None:
         """
         Args:
@@ -78,6 +80,7 @@ class GenerationService:
             directory: prefix directory of the tenant; None: sessions are placed by load alone.
             learning_log: receives the target's distributions, for drafts to learn from; closed by `drain`.
             timelines: receives the timeline of each round.
+            auditor: verifies a share of the rounds again; closed by its owner.
         """
         self._settings = settings
         self._store = store
@@ -102,6 +105,7 @@ class GenerationService:
             tenant=settings.tenant,
             recorder=None if learning_log is None else Recorder(learning_log, pools),
             timelines=timelines,
+            auditor=auditor,
         )
         self._running: dict[str, Generation] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()

@@ -14,7 +14,7 @@ import numpy as np
 from coordinator.requests import Provenance, TokenLogprobs, TopLogprob
 from coordinator.round.timeline import RoundTimeline
 from specdec.core.rejection import Decision
-from specdec.types import LogitRow, Support, Verification
+from specdec.types import LogitRow, Support, TokenIds, Verification
 
 
 class RoundOutcome(NamedTuple):
@@ -22,6 +22,7 @@ class RoundOutcome(NamedTuple):
 
     token_ids: tuple[int, ...]
     provenance: Provenance
+    draft_token_ids: TokenIds
     num_draft_tokens: int
     num_accepted: int
     draft_s: float

@@ -87,6 +87,7 @@ class RoundRunner:
         return RoundOutcome(
             token_ids=decision.token_ids,
             provenance=trace_tokens(decision, draft.proposal.supports, target.verification, draft.pool),
+            draft_token_ids=draft.proposal.draft_token_ids,
             num_draft_tokens=len(draft.proposal.draft_token_ids),
             num_accepted=decision.num_accepted,
             draft_s=draft.wait_s,

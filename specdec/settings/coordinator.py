@@ -68,6 +68,10 @@ class CoordinatorSettings(ServiceSettings):
     learning_log_max_age_s: float = Field(default=7 * 86400.0, gt=0.0)
     """Seconds after which texts of the tenant's learning log are deleted, while a coordinator that writes it runs."""
 
+    audit_share: float = Field(default=0.002, ge=0.0, le=1.0)
+    """Share of the rounds that are verified again in the background, each in a target-only pass of its own while its
+    target is idle. The series `specdec:audit_...` and an error in the log name rounds that differ. 0: none."""
+
     timeline: Path | None = None
     """File that gets one JSON line a round with the times of each step in the coordinator and its replicas. It holds no
     text and no tokens; `specdec timeline FILE` draws it. Unset: no file."""

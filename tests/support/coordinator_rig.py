@@ -23,6 +23,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from coordinator.audit.audit_queue import AuditQueue
+from coordinator.audit.turn_audit import Auditor
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.generation.generation_service import GenerationService, GenerationSettings
 from coordinator.learning.log import LearningLog
@@ -37,6 +39,7 @@ from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from draft_service.servicer import DraftServicer
 from specdec.engine.loop.replica import ReplicaOptions
+from specdec.observability.audit import AuditMetrics
 from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
 from specdec.rpc.client import open_link
 from specdec.rpc.server import COORDINATOR_SERVICE, DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
@@ -133,6 +136,7 @@ class Coordinator:
     scores: ScoreQueue | None = None
     canary: Canary | None = None
     """It looks at the store when it is told to."""
+    audits: AuditQueue | None = None
 
     async def history_settled(self) -> None:
         """Waits until what was said can be found."""
@@ -146,9 +150,17 @@ class Coordinator:
         await eventually(lambda: not self.generations.num_running)
         await self.scores.settle()
 
+    async def audits_settled(self) -> None:
+        """Wait until no request runs and no round waits for its audit."""
+        assert self.audits is not None
+        await eventually(lambda: not self.generations.num_running)
+        await self.audits.settle()
+
     async def stop(self) -> None:
         await self.channel.close()
         await self.generations.drain(0.0)
+        if self.audits is not None:
+            await self.audits.close()
         await self.server.stop(0.0)
         await self.pools.close()
 
@@ -261,6 +273,8 @@ class Rig:
         num_alive: int | None = None,
         target_wait_s: float = 0.0,
         learning_log: LearningLog | None = None,
+        audit_share: float = 0.0,
+        audit_wait_s: float = 60.0,
         **settings: Any,
     ) -> Coordinator:
         """Starts a coordinator connected to every service.
@@ -273,6 +287,8 @@ class Rig:
             num_alive: services that it is to accept; None: all.
             target_wait_s: how long its requests wait for a lost target.
             learning_log: where it logs what the target says; closed with it.
+            audit_share: share of rounds that it verifies again.
+            audit_wait_s: how long an audit waits for its target to be idle.
             settings: of `GenerationSettings`.
         """
         store = self.store if tenant == DEFAULT_TENANT else self.open_store(tenant)
@@ -287,6 +303,7 @@ class Rig:
         scores = ScoreQueue(pools, retry_s=0.05) if routes else None
         canary = Canary(store.promotions()) if routes else None
         metrics = CoordinatorMetrics("table")
+        audits = AuditQueue(AuditMetrics(metrics.registry, "table"), max_wait_s=audit_wait_s) if audit_share else None
         draft_sources = DraftSourceFactory(pools, history, scores, canary, self.tokenizer.decode)
         generations = GenerationService(
             GenerationSettings(
@@ -306,6 +323,7 @@ class Rig:
             metrics=metrics,
             directory=store.prefixes() if has_directory else None,
             learning_log=learning_log,
+            auditor=None if audits is None else Auditor(audits, audit_share),
         )
         server = ServiceServer(
             "127.0.0.1:0", service_names=(COORDINATOR_SERVICE,), max_message_bytes=MESSAGE_LIMIT_BYTES
@@ -325,7 +343,7 @@ class Rig:
             await pools.poll()  # again where a starved service was late to describe itself
         channel = grpc.aio.insecure_channel(server.address, options=(("grpc.max_send_message_length", -1),))
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
-        coordinator = Coordinator(generations, pools, metrics, server, stub, channel, history, scores, canary)
+        coordinator = Coordinator(generations, pools, metrics, server, stub, channel, history, scores, canary, audits)
         self._coordinators.append(coordinator)
         return coordinator
 
