@@ -25,6 +25,7 @@ import specdec.client
 import specdec.v1
 from specdec.cli.__main__ import build_parser
 from specdec.core.restore_rule import RestoreRule
+from specdec.observability.audit import AuditMetrics
 from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
 from specdec.settings.base import ServiceSettings
 from specdec.settings.coordinator import CoordinatorSettings
@@ -61,7 +62,7 @@ def collect() -> Names:
         "flags": {**{name: service_flags(kind) for name, kind in SERVICES.items()}, **command_flags(build_parser({}))},
         "lua_sha1": dict(_script_digests()),
         "metrics": {
-            "coordinator": metric_names(CoordinatorMetrics("model").registry),
+            "coordinator": metric_names(_coordinator_registry()),
             "replicas": metric_names(_replica_registry()),
         },
         "proto": proto_names(),
@@ -133,6 +134,13 @@ class _Tier:
 
     tally: KvTally = field(default_factory=KvTally)
     rule: RestoreRule = field(default_factory=RestoreRule)
+
+
+def _coordinator_registry() -> CollectorRegistry:
+    """Return the registry of a coordinator, the audit's series included."""
+    registry = CoordinatorMetrics("model").registry
+    AuditMetrics(registry, "model")
+    return registry
 
 
 def _replica_registry() -> CollectorRegistry:

@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from specdec.core.restore_rule import RestoreRule
+from specdec.observability.audit import AuditMetrics
 from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
 from specdec.state.kv_tally import KvTally
 from tests.support.reference.markdown import code, document, item, items, paragraph
@@ -34,6 +35,8 @@ class _Tier:
 
 def page() -> str:
     """Return the page as it should be."""
+    coordinator = CoordinatorMetrics("model")
+    AuditMetrics(coordinator.registry, "model")
     replica = EngineMetrics("model", role="target")
     replica.watch_load(_Load)
     tier = EngineMetrics("model", role="target")
@@ -41,7 +44,7 @@ def page() -> str:
     return document(
         "Metrics",
         paragraph(_INTRODUCTION),
-        "## Coordinator", items(series(CoordinatorMetrics("model").registry)),
+        "## Coordinator", items(series(coordinator.registry)),
         "## Draft and target replicas", items(series(replica.registry)),
         "## Cold tier of KV", paragraph(_TIER_TEXT),
         items([line for line in series(tier.registry) if "kv_tier" in line]),
