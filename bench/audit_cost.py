@@ -49,7 +49,9 @@ def measure_audit(
         clients = {label: _clients(stack, tokenizer_dir, model, share) for label, share in SHARES.items()}
         for num_streams in STREAM_COUNTS:
             make = partial(_requests, stream_request, num_streams)
-            systems = {label: partial(_tokens_per_s, clients=of_share, make=make) for label, of_share in clients.items()}
+            systems = {
+                label: partial(_tokens_per_s, clients=of_share, make=make) for label, of_share in clients.items()
+            }
             interleave(range(1), systems, advance)  # warms caches
             rates = interleave(range(1, num_runs + 1), systems, advance)
             rows += _rows(rates, partial(row, case=f"70B/1B, gamma {GAMMA}, {num_streams} streams, greedy, sync"))

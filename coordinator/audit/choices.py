@@ -47,9 +47,7 @@ async def _is_tie(
     else:
         noise = gumbel_noise(setting.seed, setting.turn, len(token_ids), pair)
     for tried in (filters, *nudged_filters(filters, tolerance)):
-        answer = await target_pass.verify(
-            token_ids, [emitted], [pair], filters=tried, draw_rule=DrawRule.DISTRIBUTION
-        )
+        answer = await target_pass.verify(token_ids, [emitted], [pair], filters=tried, draw_rule=DrawRule.DISTRIBUTION)
         weights = answer.rows[0].weights[:2].astype(np.float64)
         scores = np.log(weights, where=weights > 0.0, out=np.full(2, -np.inf)) + noise
         here, there = scores if pair[0] == emitted else scores[::-1]

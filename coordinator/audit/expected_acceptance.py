@@ -29,9 +29,12 @@ def acceptance_probabilities(
         rows: distributions of the target at the L positions, or more.
         scale: factor on p.
     """
-    p = [row.weights * (scale / WEIGHT_TOTAL) for row in rows[: len(draft_token_ids)]]
-    q = [support.weights / int(support.weights.sum(dtype=np.int64)) for support in supports]
-    places = [int(np.searchsorted(support.token_ids, token_id)) for token_id, support in zip(draft_token_ids, supports, strict=True)]
+    p = [row.weights.astype(np.float64) * (scale / WEIGHT_TOTAL) for row in rows[: len(draft_token_ids)]]
+    q = [support.weights.astype(np.float64) / int(support.weights.sum(dtype=np.int64)) for support in supports]
+    places = [
+        int(np.searchsorted(support.token_ids, token_id))
+        for token_id, support in zip(draft_token_ids, supports, strict=True)
+    ]
     ratios = [float(of_p[place] / of_q[place]) for of_p, of_q, place in zip(p, q, places, strict=True)]
     return _of_blocks(ratios, p, q) if mode is Mode.BLOCK else _of_tokens(ratios)
 
@@ -39,7 +42,8 @@ def acceptance_probabilities(
 def _of_tokens(ratios: Sequence[float]) -> NDArray[np.float64]:
     """Return the probabilities where each token is accepted with min(1, p/q), given the tokens before it."""
     accepts = np.minimum(1.0, ratios)
-    return np.cumprod([1.0, *accepts]) * [*(1.0 - accepts), 1.0]
+    probabilities: NDArray[np.float64] = np.cumprod([1.0, *accepts]) * np.append(1.0 - accepts, 1.0)
+    return probabilities
 
 
 def _of_blocks(
@@ -57,4 +61,5 @@ def _of_blocks(
         levels.append(excess / (excess + 1.0 - share))
     rejects = 1.0 - np.array([1.0, *levels])
     longer_rejected = np.append(np.cumprod(rejects[:0:-1])[::-1], 1.0)
-    return np.array([1.0, *levels]) * longer_rejected
+    probabilities: NDArray[np.float64] = np.array([1.0, *levels]) * longer_rejected
+    return probabilities

@@ -73,7 +73,5 @@ class TurnAudit:
             return  # the target was lost right after its answer
         before = self._tokens.tail(0)[: len(self._tokens) - num_tokens]
         self._auditor.queue.put(
-            AuditedRound(
-                self._request_id, self._setting, before, outcome, replica, self._replicas.target_fingerprint
-            )
+            AuditedRound(self._request_id, self._setting, before, outcome, replica, self._replicas.target_fingerprint)
         )

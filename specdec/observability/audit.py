@@ -35,7 +35,7 @@ class AuditMetrics:
             ("model_name", "mode"),
             registry=registry,
         )
-        self._sums = {mode: (0.0, 0.0) for mode in MODES}
+        self._sums = dict.fromkeys(MODES, (0.0, 0.0))
         """Accepted minus expected tokens, and their variance, by mode."""
         self._begin_at_zero()
 
