@@ -184,6 +184,46 @@ async def test_one_wrong_decision_of_a_target_is_found_and_logged(
         assert line.position >= 4  # the prompt's length
 
 
+async def test_a_choice_between_equal_logits_is_a_tie() -> None:
+    def another_of_the_best(verification: Verification) -> Verification:
+        assert verification.choice_token_ids[0] == 9  # the lower id of the two
+        return replace(verification, choice_token_ids=np.append(np.uint32(10), verification.choice_token_ids[1:]))
+
+    async with Rig() as rig:
+        await with_target(rig, injured_once(another_of_the_best))
+        logits_after = rig.target.worker.logits_after
+
+        def two_best(*arguments: Any) -> np.ndarray:
+            logits = logits_after(*arguments)
+            logits[[9, 10]] = logits.max() + 1.0
+            return logits
+
+        rig.target.worker.logits_after = two_best  # type: ignore[method-assign]
+        coordinator = await rig.coordinator(audit_share=1.0)
+        await ask(coordinator, pb.SPECULATION_MODE_REJECTION, GREEDY)
+        assert counted(coordinator, "tie", "greedy") == 1
+        assert counted(coordinator, "mismatch") == 0
+
+
+@pytest.mark.parametrize(("top_k", "result"), [(10, "tie"), (20, "mismatch")])
+async def test_only_a_token_at_the_edge_of_the_cut_makes_a_tie(top_k: int, result: str) -> None:
+    """The request asks for the top nine; one answer is cut elsewhere."""
+    live_rounds = iter(range(1_000_000))
+
+    async def answer(request: VerifyRequest, verify: Any) -> Any:
+        if not is_audit(request) and next(live_rounds) == 2:
+            filters = replace(request.position.filters, top_k=top_k)
+            request = replace(request, position=replace(request.position, filters=filters))
+        return await verify(request)
+
+    async with Rig() as rig:
+        await with_target(rig, targets_with(answer))
+        coordinator = await rig.coordinator(audit_share=1.0)
+        await ask(coordinator, pb.SPECULATION_MODE_REJECTION, {**SAMPLED, "temperature": 2.0, "top_k": 9})
+        assert counted(coordinator, result) == 1
+        assert counted(coordinator, "mismatch") + counted(coordinator, "tie") == 1
+
+
 async def test_the_accepted_tokens_of_a_right_rule_are_the_expected_ones() -> None:
     async with Rig() as rig:
         coordinator = await rig.coordinator(audit_share=1.0)
