@@ -79,7 +79,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._draft_sources = draft_sources
         self._tokenizer = tokenizer
         self._default_mode = default_mode
-        self._default_sampling = coordinator_pb2.SamplingParams(**default_sampling)
+        recommended: dict[str, Any] = dict(default_sampling)
+        self._default_sampling = coordinator_pb2.SamplingParams(**recommended)
         self._canary = canary
 
     def add_to(self, server: grpc.aio.Server) -> None:
