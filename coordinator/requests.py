@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from specdec.tenant import DEFAULT_TENANT, SessionKey
 from specdec.types import FinishReason, Mode, SamplingParams, TokenIds, TokenSource
 
 #: Output limit of a request that names none; a full context lowers it.
@@ -66,6 +67,13 @@ class GenerationRequest:
     """Digest of the request without its ids: tells a retry from another request under the same id."""
     former_digests: tuple[str, ...] = ()
     """Digests of the same request in the forms that older versions stored."""
+
+    tenant: str = DEFAULT_TENANT
+    """Tenant that owns the session; not part of the digest, which is compared within one session."""
+
+    @property
+    def key(self) -> SessionKey:
+        return SessionKey(self.tenant, self.session_id)
 
     def is_same_as(self, stored_digest: str) -> bool:
         """Return whether a request stored with this digest, by any version, equals this one."""
