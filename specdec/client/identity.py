@@ -26,7 +26,7 @@ class Identity:
     _is_view = False
 
     def _identify(self, api_key: str | None) -> None:
-        """Set the metadata of every call. Raises InvalidRequest for a malformed key; the message does not contain it."""
+        """Set the metadata of every call. Raises InvalidRequest for a malformed key, which the message omits."""
         self._metadata = _authorization(api_key)
         self._sizes = SessionSizes()
 

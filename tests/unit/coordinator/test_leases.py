@@ -15,8 +15,8 @@ from specdec.state.store import Lease, SessionStore
 from specdec.tenant import DEFAULT_TENANT, SessionKey
 from tests.support.store_sessions import LONG_TTL_S, REQUEST, tokens
 
-
 KEY = SessionKey(DEFAULT_TENANT, "s")
+
 
 class HeldStore:
     """A session store whose acquisitions take effect at once, but are answered when the gate opens."""
