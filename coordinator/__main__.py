@@ -29,6 +29,7 @@ from coordinator.round.timeline import TimelineLog
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
+from specdec.checkpoints.generation_config import recommended_sampling
 from specdec.observability.logging import configure_logging
 from specdec.observability.metrics import CoordinatorMetrics, start_metrics_server
 from specdec.rpc.client import open_link
@@ -113,6 +114,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
             tokenizer=tokenizer,
             default_mode=Mode[settings.default_mode.upper()],
             tenants=CallTenants(settings.tenant, reads_header=settings.tenant_header == "on"),
+            default_sampling=recommended_sampling(settings.tokenizer),
             canary=canary,
         ).add_to(server.grpc_server)
         if settings.metrics:
