@@ -117,6 +117,7 @@ class AuditQueue:
             _log.error(
                 "audit mismatch",
                 extra={
+                    "tenant": audited.setting.tenant,
                     "session_id": audited.setting.session_id,
                     "request_id": audited.request_id,
                     "position": verdict.position,
