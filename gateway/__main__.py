@@ -58,6 +58,7 @@ async def _serve(settings: GatewaySettings) -> None:
             ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
         upstream = Upstream(settings)
         ending.push_async_callback(upstream.close)
+        await upstream.start()
         await serve(build_app(Gateway(settings, upstream, keys, metrics)), settings, stop)
 
 
