@@ -36,12 +36,16 @@ from coordinator.routing.promotion import Canary
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.errors import InvalidRequest, Unavailable, Unsupported
+from specdec.observability.tracing import Tracing, trace_headers
 from specdec.state.store import SessionStore
 from specdec.types import Mode
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 #: Limit on the tokens of a text to tokenize while no target replica has told its context length.
 _MAX_TOKENS_UNTIL_CONNECTED = 1 << 15
+
+#: Name of the span of a Generate call.
+GENERATE_SPAN = "specdec.v1.CoordinatorService/Generate"
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
@@ -57,6 +61,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         tokenizer: ServedTokenizer,
         default_mode: Mode,
         canary: Canary | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         """
         Args:
@@ -67,6 +72,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             tokenizer: tokenizer of the target model.
             default_mode: speculation mode of requests that name none.
             canary: promotes draft pools; None where requests are not routed.
+            tracing: records a span of each Generate call; None: none is recorded.
         """
         self._generations = generations
         self._store = store
@@ -75,6 +81,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._tokenizer = tokenizer
         self._default_mode = default_mode
         self._canary = canary
+        self._tracing = tracing
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the service on a server that has not started."""
@@ -82,6 +89,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     async def Generate(self, request: coordinator_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802
         """Write the events to `context`, which costs one generator less per chunk than yielding them."""
+        if self._tracing is None:
+            await self._generate(request, context)
+            return
+        with self._tracing.begin(GENERATE_SPAN, trace_headers(context.invocation_metadata() or ())).active():
+            await self._generate(request, context)
+
+    async def _generate(self, request: coordinator_pb2.GenerateRequest, context: Any) -> None:
         subscription = await self._generations.open(validate_request(decode_request(request), self._limits()))
         # Logprobs travel in the details, and a call that resumes the request does not ask for them again.
         num_logprobs = subscription.identity.parameters.sampling.num_logprobs

@@ -13,6 +13,7 @@ _MODULES = {
     "embedded": ("fakeredis",),
     "gguf": ("accelerate", "gguf"),
     "ray": ("ray",),
+    "otel": ("opentelemetry",),
 }  # fmt: skip
 
 

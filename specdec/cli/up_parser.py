@@ -43,6 +43,8 @@ _SERVICE_FLAGS = (
     _ServiceFlag("tenant", ("coordinator",)),
     _ServiceFlag("learning_log", ("coordinator",)),
     _ServiceFlag("timeline", ("coordinator",)),
+    _ServiceFlag("otlp_endpoint", ("coordinator",)),
+    _ServiceFlag("trace_share", ("coordinator",)),
     _ServiceFlag("device", ROLES),
     _ServiceFlag("dtype", ROLES),
     _ServiceFlag("compile_backend", ROLES),

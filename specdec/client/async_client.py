@@ -24,6 +24,7 @@ from specdec.client.request import (
     build_message,
     build_request,
     build_tokenize_request,
+    trace_metadata,
 )
 from specdec.client.results import (
     Chunk,
@@ -228,7 +229,8 @@ class AsyncClient:
             InvalidRequest: an option does not fit the request message. The call itself raises this one.
             SpecdecError: awaiting or iterating raises the other errors, such as DeadlineExceeded.
         """
-        output = self._stream(self._sizes.add_expected_tokens(build_request(prompt, options)), options.get("timeout"))
+        request = self._sizes.add_expected_tokens(build_request(prompt, options))
+        output = self._stream(request, options.get("timeout"), options.get("traceparent"))
         if not stream:
             return _completed(output)
         if self._closed:  # awaiting a completion raises it by itself
@@ -236,7 +238,13 @@ class AsyncClient:
         return output
 
     def resume(
-        self, session_id: str, resume_from: int, *, provenance: bool = False, timeout: float | None = None
+        self,
+        session_id: str,
+        resume_from: int,
+        *,
+        provenance: bool = False,
+        timeout: float | None = None,
+        traceparent: str | None = None,
     ) -> AsyncStream:
         """Stream the session's last request from output token `resume_from` on.
 
@@ -249,7 +257,7 @@ class AsyncClient:
         )
         if self._closed:
             raise closed()
-        return self._stream(request, timeout)
+        return self._stream(request, timeout, traceparent)
 
     async def get_session(self, session_id: str, *, include_token_ids: bool = False) -> Session:
         """Return a session's record. Raises NotFound for an unknown session."""
@@ -299,9 +307,10 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> AsyncStream:
+    def _stream(self, request: pb.GenerateRequest, timeout: float | None, traceparent: str | None) -> AsyncStream:
         recovery = Recovery(self._budgets, self._timeout if timeout is None else timeout, needs_target=True)
-        return AsyncStream(AsyncAttempts(self._coordinators), Transcript(request, self._sizes), recovery)
+        attempts = AsyncAttempts(self._coordinators, trace_metadata(traceparent))
+        return AsyncStream(attempts, Transcript(request, self._sizes), recovery)
 
     async def _call(self, method: str, request: Any) -> Any:
         recovery = Recovery(self._budgets, self._timeout)

@@ -85,6 +85,8 @@ class _Attempts(Generic[ChannelT]):
 
     _coordinators: _Coordinators[ChannelT]
     _connection: _Connection[ChannelT]
+    _metadata: tuple[tuple[str, str], ...] = ()
+    """Metadata that every attempt sends."""
     _must_choose = False
     """True if the next attempt must choose a serving coordinator first, unless another call has done so."""
 
@@ -107,7 +109,9 @@ class _Attempts(Generic[ChannelT]):
         self._coordinators.require_open()
         self._connection = self._coordinators.chosen
         try:
-            return getattr(self._connection.stub, method)(request, timeout=recovery.remaining_s)
+            return getattr(self._connection.stub, method)(
+                request, timeout=recovery.remaining_s, metadata=self._metadata or None
+            )
         except ValueError:  # gRPC's error for a closed channel
             self._coordinators.require_open()
             raise
@@ -163,8 +167,10 @@ class AsyncCoordinators(_Coordinators[grpc.aio.Channel]):
 class AsyncAttempts(_Attempts[grpc.aio.Channel]):
     """Attempts of one call, made one after the other."""
 
-    def __init__(self, coordinators: AsyncCoordinators) -> None:
+    def __init__(self, coordinators: AsyncCoordinators, metadata: tuple[tuple[str, str], ...] = ()) -> None:
+        """`metadata` is sent with every attempt."""
         self._coordinators: AsyncCoordinators = coordinators
+        self._metadata = metadata
 
     async def begin(self, method: str, request: Message, recovery: Recovery) -> Any:
         """Begin a call on the chosen connection, after the checks that the last failure asked for.
@@ -224,8 +230,10 @@ class Coordinators(_Coordinators[grpc.Channel]):
 class Attempts(_Attempts[grpc.Channel]):
     """Attempts of one call, made one after the other."""
 
-    def __init__(self, coordinators: Coordinators) -> None:
+    def __init__(self, coordinators: Coordinators, metadata: tuple[tuple[str, str], ...] = ()) -> None:
+        """`metadata` is sent with every attempt."""
         self._coordinators: Coordinators = coordinators
+        self._metadata = metadata
 
     def begin(self, method: str, request: Message, recovery: Recovery) -> Any:
         """Begin a call on the chosen connection, after the checks that the last failure asked for.

@@ -8,6 +8,7 @@ wrong type, and names of options that other SDKs use.
 from __future__ import annotations
 
 import difflib
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
@@ -32,6 +33,9 @@ _SAMPLING_SCALARS = (
     "ignore_eos",
     "logprobs",
 )
+
+#: A W3C trace context: version, trace id, id of the caller's span, flags.
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "True or False"}
 
@@ -102,6 +106,8 @@ class GenerateOptions(TypedDict, total=False):
     timeout: float | None
     """Seconds that the call may take until its last token, retries included; then DeadlineExceeded is raised, whose
     `partial` has the tokens received so far. None: the client's `timeout`."""
+    traceparent: str | None
+    """W3C trace context of the caller, which the server's trace of the request continues."""
 
 
 def build_request(prompt: Input, options: GenerateOptions) -> pb.GenerateRequest:
@@ -127,6 +133,18 @@ def build_request(prompt: Input, options: GenerateOptions) -> pb.GenerateRequest
     _set_sampling(request.sampling, options)
     _set_speculation(request.speculation, options)
     return request
+
+
+def trace_metadata(traceparent: str | None) -> tuple[tuple[str, str], ...]:
+    """Return the metadata of a call that continues a trace. Raises InvalidRequest for a malformed trace context."""
+    if traceparent is None:
+        return ()
+    if not isinstance(traceparent, str) or not _TRACEPARENT.fullmatch(traceparent):
+        raise InvalidRequest(
+            f"traceparent must be VERSION-TRACE_ID-SPAN_ID-FLAGS in lower-case hex, got {traceparent!r:.80}",
+            field="traceparent",
+        )
+    return (("traceparent", traceparent),)
 
 
 def build_tokenize_request(text: str | None, messages: Sequence[ChatMessage] | None) -> pb.TokenizeRequest:

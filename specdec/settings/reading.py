@@ -23,13 +23,14 @@ from specdec.errors import InvalidRequest, error_line
 
 #: Name of a flag's value in `--help`, by the end of the flag, else by its type.
 _VALUE_NAMES = {
+    "otlp-endpoint": "URL",
     **dict.fromkeys(("listen", "advertise", "health", "metrics", "endpoint"), "HOST:PORT"),
     **dict.fromkeys(("lookup", "local-draft"), "KIND"),
     **dict.fromkeys(("model", "tokenizer"), "PATH_OR_HUB_ID"),
     **dict.fromkeys(("redis-url", "tier-url"), "URL"),
     **dict.fromkeys(("config", "timeline"), "FILE"),
     "learning-log": "DIR",
-    "utilization": "SHARE",
+    **dict.fromkeys(("utilization", "share"), "SHARE"),
     "-s": "SECONDS",
     "-ms": "MILLISECONDS",
     "-bytes": "BYTES",

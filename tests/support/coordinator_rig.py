@@ -38,6 +38,7 @@ from draft_service.proposer import DraftOptions, Proposer
 from draft_service.servicer import DraftServicer
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
+from specdec.observability.tracing import Tracing
 from specdec.rpc.client import open_link
 from specdec.rpc.server import COORDINATOR_SERVICE, DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
 from specdec.state.redis_store import RedisSessionStore, open_store
@@ -261,6 +262,7 @@ class Rig:
         num_alive: int | None = None,
         target_wait_s: float = 0.0,
         learning_log: LearningLog | None = None,
+        tracing: Tracing | None = None,
         **settings: Any,
     ) -> Coordinator:
         """Starts a coordinator connected to every service.
@@ -273,6 +275,7 @@ class Rig:
             num_alive: services that it is to accept; None: all.
             target_wait_s: how long its requests wait for a lost target.
             learning_log: where it logs what the target says; closed with it.
+            tracing: records its requests.
             settings: of `GenerationSettings`.
         """
         store = self.store if tenant == DEFAULT_TENANT else self.open_store(tenant)
@@ -318,6 +321,7 @@ class Rig:
             tokenizer=self.tokenizer,
             default_mode=Mode.REJECTION,
             canary=canary,
+            tracing=tracing,
         ).add_to(server.grpc_server)
         await server.start()
         num_wanted = len(self.services) if num_alive is None else num_alive
