@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from prometheus_client import CollectorRegistry
 
 from specdec.core.restore_rule import RestoreRule
 from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
+from specdec.observability.tracing import SpanCollector
 from specdec.state.kv_tally import KvTally
 from tests.support.reference.markdown import code, document, item, items, paragraph
 
 _INTRODUCTION = """`--metrics HOST:PORT` serves Prometheus text at `/metrics`. A series has the name that vLLM gives to
 the same measurement where there is one, with the prefix `specdec:`. Counters end in `_total`; a histogram has
 `_bucket`, `_sum` and `_count`. The [monitoring guide](../how-to/monitor.md) says which series are worth a graph."""
+_TRACES_TEXT = "A coordinator that records [traces](../how-to/trace.md) has this series, too."
 _TIER_TEXT = "A replica with `--kv-tier-url` has these series, too."
 
 
@@ -32,16 +34,25 @@ class _Tier:
     rule: RestoreRule
 
 
+class _NoSpans:
+    """Traces that have recorded nothing."""
+
+    span_counts: ClassVar[dict[str, int]] = {}
+
+
 def page() -> str:
     """Return the page as it should be."""
     replica = EngineMetrics("model", role="target")
     replica.watch_load(_Load)
     tier = EngineMetrics("model", role="target")
     tier.watch_kv_tier(_Tier(KvTally(), _rule()))
+    traces = CollectorRegistry()
+    traces.register(SpanCollector(_NoSpans()))
     return document(
         "Metrics",
         paragraph(_INTRODUCTION),
         "## Coordinator", items(series(CoordinatorMetrics("model").registry)),
+        "## Traces", paragraph(_TRACES_TEXT), items(series(traces)),
         "## Draft and target replicas", items(series(replica.registry)),
         "## Cold tier of KV", paragraph(_TIER_TEXT),
         items([line for line in series(tier.registry) if "kv_tier" in line]),
