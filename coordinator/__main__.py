@@ -28,6 +28,7 @@ from coordinator.round.timeline import TimelineLog
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
+from specdec.checkpoints.generation_config import recommended_sampling
 from specdec.observability.logging import configure_logging
 from specdec.observability.metrics import CoordinatorMetrics, start_metrics_server
 from specdec.observability.tracing import SpanCollector, Tracing, open_tracing
@@ -109,6 +110,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
             draft_sources=draft_sources,
             tokenizer=tokenizer,
             default_mode=Mode[settings.default_mode.upper()],
+            default_sampling=recommended_sampling(settings.tokenizer),
             canary=canary,
             tracing=tracing,
         ).add_to(server.grpc_server)

@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specdec.types import FinishReason, Mode, SamplingParams, TokenIds, TokenSource
 
@@ -21,10 +22,13 @@ class ChatTurn:
 
     role: str
     content: str
+    extra_json: str = ""
+    """JSON object with the message's further fields; "": none."""
 
-    def as_dict(self) -> dict[str, str]:
-        """Return the message in the form that chat templates take."""
-        return {"role": self.role, "content": self.content}
+    def as_dict(self) -> dict[str, Any]:
+        """Return a checked message in the form that chat templates take."""
+        extra = json.loads(self.extra_json) if self.extra_json else {}
+        return {"role": self.role, "content": self.content, **extra}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,8 @@ class GenerationRequest:
     text: str | None = None
     token_ids: TokenIds | None = None
     messages: tuple[ChatTurn, ...] | None = None
+    template_arguments_json: str = ""
+    """JSON object with further variables of the chat template; "": none."""
     resume_from: int | None = None
     """Number of output tokens that the caller already holds."""
     expected_session_tokens: int | None = None

@@ -7,16 +7,19 @@ come back through a subscription to its `stream`, and `wire` encodes them for th
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import aclosing
+from types import MappingProxyType
 from typing import Any
 
 import grpc
 
 import specdec
+from coordinator.front.chat_validation import check_template_arguments, validate_messages
 from coordinator.front.validation import (
     ServingLimits,
+    check_detokenized,
     check_share,
-    validate_messages,
     validate_request,
     validate_session_id,
 )
@@ -41,7 +44,7 @@ from specdec.state.store import SessionStore
 from specdec.types import Mode
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 
-#: Limit on the tokens of a text to tokenize while no target replica has told its context length.
+#: Limit on the tokens to encode or decode in one call while no target replica has told its context length.
 _MAX_TOKENS_UNTIL_CONNECTED = 1 << 15
 
 #: Name of the span of a Generate call.
@@ -60,6 +63,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         draft_sources: DraftSourceFactory,
         tokenizer: ServedTokenizer,
         default_mode: Mode,
+        default_sampling: Mapping[str, float | int] = MappingProxyType({}),
         canary: Canary | None = None,
         tracing: Tracing | None = None,
     ) -> None:
@@ -71,6 +75,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             draft_sources: keeps the statistics of the draft pools.
             tokenizer: tokenizer of the target model.
             default_mode: speculation mode of requests that name none.
+            default_sampling: sampling parameters that the model recommends, by field name; reported by `GetInfo`.
             canary: promotes draft pools; None where requests are not routed.
             tracing: records a span of each Generate call; None: none is recorded.
         """
@@ -80,6 +85,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._draft_sources = draft_sources
         self._tokenizer = tokenizer
         self._default_mode = default_mode
+        self._default_sampling = coordinator_pb2.SamplingParams(**default_sampling)
         self._canary = canary
         self._tracing = tracing
 
@@ -100,10 +106,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         # Logprobs travel in the details, and a call that resumes the request does not ask for them again.
         num_logprobs = subscription.identity.parameters.sampling.num_logprobs
         with_details = request.return_provenance or num_logprobs is not None
+        token_bytes = self._tokenizer.token_bytes
         try:
             async with aclosing(subscription.events()) as events:
                 async for event in events:
-                    await context.write(encode_event(event, with_details=with_details))
+                    await context.write(encode_event(event, with_details=with_details, token_bytes=token_bytes))
         except asyncio.CancelledError:
             if subscription.behind is None or (task := asyncio.current_task()) is None:
                 raise
@@ -137,12 +144,25 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         max_tokens = self._max_tokenized()
         if kind == "messages":
             turns = [turn.as_dict() for turn in validate_messages(decode_messages(request.messages))]
-            token_ids = await in_thread(self._tokenizer.encode_chat, turns, max_tokens=max_tokens)
+            arguments_json = request.messages.template_arguments_json
+            check_template_arguments(arguments_json)
+            token_ids = await in_thread(
+                self._tokenizer.encode_chat, turns, template_arguments_json=arguments_json, max_tokens=max_tokens
+            )
         else:
             token_ids = await in_thread(
                 self._tokenizer.encode, request.text, add_special_tokens=True, field="text", max_tokens=max_tokens
             )
         return coordinator_pb2.TokenizeResponse(token_ids=token_ids)
+
+    async def Detokenize(  # noqa: N802
+        self, request: coordinator_pb2.DetokenizeRequest, context: Any
+    ) -> coordinator_pb2.DetokenizeResponse:
+        check_detokenized(request.token_ids, self._tokenizer.vocabulary_size, self._max_tokenized())
+        text = await asyncio.to_thread(
+            self._tokenizer.decode, list(request.token_ids), keep_special_tokens=request.keep_special_tokens
+        )
+        return coordinator_pb2.DetokenizeResponse(text=text)
 
     async def GetInfo(  # noqa: N802
         self, request: coordinator_pb2.GetInfoRequest, context: Any
@@ -162,6 +182,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 self._draft_sources.route_stats,
             ),
             promotion=encode_promotion(None if self._canary is None else self._canary.promotion),
+            default_sampling=self._default_sampling,
         )
 
     async def Promote(  # noqa: N802

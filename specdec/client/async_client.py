@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
@@ -16,26 +16,18 @@ import tenacity
 
 from specdec.client.coordinators import AsyncAttempts, AsyncCoordinators
 from specdec.client.failures import closed
+from specdec.client.messages import ChatMessage
 from specdec.client.recovery import Budgets, Recovery, ended_early
 from specdec.client.request import (
-    ChatMessage,
     GenerateOptions,
     Input,
+    build_detokenize_request,
     build_message,
     build_request,
     build_tokenize_request,
-    trace_metadata,
 )
-from specdec.client.results import (
-    Chunk,
-    Completion,
-    Promotion,
-    ServerInfo,
-    Session,
-    read_promotion,
-    read_server_info,
-    read_session,
-)
+from specdec.client.results import Chunk, Completion, Session, read_session
+from specdec.client.server_info import Promotion, ServerInfo, read_promotion, read_server_info
 from specdec.client.sessions import SessionSizes
 from specdec.client.transcript import Transcript
 from specdec.errors import SpecdecError
@@ -276,10 +268,24 @@ class AsyncClient:
         self._sizes.forget(session_id)  # again: a turn may have begun before the deletion
 
     async def tokenize(
-        self, text: str | None = None, *, messages: Sequence[ChatMessage] | None = None
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[ChatMessage] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         """Return the token ids of a text or conversation as a new session would hold them."""
-        return tuple((await self._call("Tokenize", build_tokenize_request(text, messages))).token_ids)
+        request = build_tokenize_request(text, messages, chat_template_kwargs)
+        return tuple((await self._call("Tokenize", request)).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids, as `generate` would make it from them.
+
+        Special tokens add no text, or their names where `skip_special_tokens` is False. Raises InvalidRequest for more
+        ids than the context holds, or an id outside the vocabulary.
+        """
+        request = build_detokenize_request(token_ids, skip_special_tokens=skip_special_tokens)
+        return str((await self._call("Detokenize", request)).text)
 
     async def promote(self, draft_pool: str, share: float = 1.0) -> Promotion | None:
         """Move sessions to a draft pool in steps, up to the share `share` of them; 0 ends the current promotion.

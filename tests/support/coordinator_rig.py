@@ -36,6 +36,7 @@ from coordinator.text.tokenizer import ServedTokenizer
 from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from draft_service.servicer import DraftServicer
+from specdec.checkpoints.generation_config import recommended_sampling
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
 from specdec.observability.tracing import Tracing
@@ -202,8 +203,13 @@ class Rig:
         draft_salt: int = 1,
         store_url: str = "",
         local_drafts: Mapping[str, int] = MappingProxyType({}),
+        write_checkpoint: Callable[[Path], None] = write_tokenizer,
     ) -> None:
-        """`store_url`: of the session store; one of its own in memory if empty. `local_drafts`: of the targets."""
+        """`store_url`: of the session store; one of its own in memory if empty. `local_drafts`: of the targets.
+
+        `write_checkpoint`: writes the tokenizer into a directory, and what is to lie beside it.
+        """
+        self._write_checkpoint = write_checkpoint
         self._local_drafts = local_drafts
         self._store_url = store_url or f"memory://{secrets.token_hex(8)}"
         self._counts = {TARGET: targets, DRAFT: drafts}
@@ -216,8 +222,9 @@ class Rig:
 
     async def __aenter__(self) -> Self:
         directory = Path(self._directory.name)
-        write_tokenizer(directory)
+        self._write_checkpoint(directory)
         self.tokenizer = ServedTokenizer(str(directory))
+        self._default_sampling = recommended_sampling(directory)
         self.store = self.open_store()
         for role, count in self._counts.items():
             for _ in range(count):
@@ -320,6 +327,7 @@ class Rig:
             draft_sources=draft_sources,
             tokenizer=self.tokenizer,
             default_mode=Mode.REJECTION,
+            default_sampling=self._default_sampling,
             canary=canary,
             tracing=tracing,
         ).add_to(server.grpc_server)
