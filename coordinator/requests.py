@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from specdec.tenant import DEFAULT_TENANT, SessionKey
 from specdec.types import FinishReason, Mode, SamplingParams, TokenIds, TokenSource
 
 #: Output limit of a request that names none; a full context lowers it.
@@ -72,6 +73,13 @@ class GenerationRequest:
     """Digest of the request without its ids: tells a retry from another request under the same id."""
     former_digests: tuple[str, ...] = ()
     """Digests of the same request in the forms that older versions stored."""
+
+    tenant: str = DEFAULT_TENANT
+    """Tenant that owns the session; not part of the digest, which is compared within one session."""
+
+    @property
+    def key(self) -> SessionKey:
+        return SessionKey(self.tenant, self.session_id)
 
     def is_same_as(self, stored_digest: str) -> bool:
         """Return whether a request stored with this digest, by any version, equals this one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,7 @@ import grpc
 
 import specdec
 from coordinator.front.chat_validation import check_template_arguments, validate_messages
+from coordinator.front.tenants import CallTenants
 from coordinator.front.validation import (
     ServingLimits,
     check_detokenized,
@@ -38,9 +40,10 @@ from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.routing.promotion import Canary
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.errors import InvalidRequest, Unavailable, Unsupported
+from specdec.errors import Forbidden, InvalidRequest, Unavailable, Unsupported
 from specdec.observability.tracing import Tracing, trace_headers
 from specdec.state.store import SessionStore
+from specdec.tenant import SessionKey
 from specdec.types import Mode
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 
@@ -63,6 +66,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         draft_sources: DraftSourceFactory,
         tokenizer: ServedTokenizer,
         default_mode: Mode,
+        tenants: CallTenants,
         default_sampling: Mapping[str, float | int] = MappingProxyType({}),
         canary: Canary | None = None,
         tracing: Tracing | None = None,
@@ -70,12 +74,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         """
         Args:
             generations: runs the requests.
-            store: session store, for calls that read a session.
+            store: session store of all tenants, for calls that read a session.
             pools: replicas, for the limits that requests are checked against.
             draft_sources: keeps the statistics of the draft pools.
             tokenizer: tokenizer of the target model.
             default_mode: speculation mode of requests that name none.
             default_sampling: sampling parameters that the model recommends, by field name; reported by `GetInfo`.
+            tenants: decides which tenant a call is served for.
             canary: promotes draft pools; None where requests are not routed.
             tracing: records a span of each Generate call; None: none is recorded.
         """
@@ -86,6 +91,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._tokenizer = tokenizer
         self._default_mode = default_mode
         self._default_sampling = coordinator_pb2.SamplingParams(**default_sampling)
+        self._tenants = tenants
         self._canary = canary
         self._tracing = tracing
 
@@ -102,7 +108,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             await self._generate(request, context)
 
     async def _generate(self, request: coordinator_pb2.GenerateRequest, context: Any) -> None:
-        subscription = await self._generations.open(validate_request(decode_request(request), self._limits()))
+        tenant = self._tenants.of(context)
+        checked = validate_request(decode_request(request), self._limits())
+        subscription = await self._generations.open(replace(checked, tenant=tenant))
         # Logprobs travel in the details, and a call that resumes the request does not ask for them again.
         num_logprobs = subscription.identity.parameters.sampling.num_logprobs
         with_details = request.return_provenance or num_logprobs is not None
@@ -122,22 +130,25 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def GetSession(  # noqa: N802
         self, request: coordinator_pb2.GetSessionRequest, context: Any
     ) -> coordinator_pb2.GetSessionResponse:
+        store = self._store.of_tenant(self._tenants.of(context))
         session_id = validate_session_id(request.session_id)
-        record = await self._store.load(session_id)
+        record = await store.load(session_id)
         if record is None:
             raise no_session(session_id)
-        token_ids = await self._store.read_tokens(session_id) if request.include_token_ids else ()
+        token_ids = await store.read_tokens(session_id) if request.include_token_ids else ()
         return encode_session(record, token_ids)
 
     async def DeleteSession(  # noqa: N802
         self, request: coordinator_pb2.DeleteSessionRequest, context: Any
     ) -> coordinator_pb2.DeleteSessionResponse:
-        await self._generations.delete(validate_session_id(request.session_id))
+        tenant = self._tenants.of(context)
+        await self._generations.delete(SessionKey(tenant, validate_session_id(request.session_id)))
         return coordinator_pb2.DeleteSessionResponse()
 
     async def Tokenize(  # noqa: N802
         self, request: coordinator_pb2.TokenizeRequest, context: Any
     ) -> coordinator_pb2.TokenizeResponse:
+        self._tenants.of(context)
         kind = request.WhichOneof("input")
         if kind is None:
             raise InvalidRequest("input must be one of text and messages, got none", field="input")
@@ -167,6 +178,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def GetInfo(  # noqa: N802
         self, request: coordinator_pb2.GetInfoRequest, context: Any
     ) -> coordinator_pb2.GetInfoResponse:
+        tenant = self._tenants.of(context)
         target = self._pools.target_info
         return coordinator_pb2.GetInfoResponse(
             version=specdec.__version__,
@@ -179,7 +191,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 self._pools.all_replicas(),
                 self._pools.lookup_pools,
                 self._draft_sources.draft_stats,
-                self._draft_sources.route_stats,
+                self._draft_sources.route_stats if self._tenants.is_own(tenant) else lambda pool: [],
             ),
             promotion=encode_promotion(None if self._canary is None else self._canary.promotion),
             default_sampling=self._default_sampling,
@@ -188,6 +200,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def Promote(  # noqa: N802
         self, request: coordinator_pb2.PromoteRequest, context: Any
     ) -> coordinator_pb2.PromoteResponse:
+        if not self._tenants.is_own(self._tenants.of(context)):
+            raise Forbidden("a promotion affects all tenants, so only the coordinator's own tenant may change it")
         check_share(request.share)
         self._pools.require_model_pool(request.draft_pool)
         if self._canary is None:

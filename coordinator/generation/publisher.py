@@ -114,7 +114,7 @@ class Publisher:
             turn: the generation's turn; gives the lease, and the tokens for a repair of the log.
             stream: shows committed tokens to the readers.
             account: counts published rounds and tokens.
-            store: receives commits that are repeated, and repairs.
+            store: sessions of the turn's tenant; receives commits that are repeated, and repairs.
             commits: receives the first attempt of each commit.
             timelines: receives the timeline of each round.
             trace: receives each round with its timeline.
@@ -189,7 +189,7 @@ class Publisher:
         if self._trace is not None:
             self._trace.note_round(decided.round_id, len(output.token_ids), outcome, timeline)
         if self._timelines is not None:
-            self._timelines.write(self._turn.lease.session_id, decided.round_id, outcome.num_draft_tokens, timeline)
+            self._timelines.write(self._turn.lease.key, decided.round_id, outcome.num_draft_tokens, timeline)
             if output.finish_reason is not None:
                 self._timelines.flush()
 

@@ -88,7 +88,7 @@ class RequestTrace:
         return self._epoch_ns + round(at_s * 1e9)
 
 
-def begin_request_trace(prepared: PreparedTurn, model: str, tenant: str) -> RequestTrace | None:
+def begin_request_trace(prepared: PreparedTurn, model: str) -> RequestTrace | None:
     """Begin the span of a generation that the current call starts; None where that call is not recorded."""
     call = current_span()
     if call is None or not call.is_recorded:
@@ -100,7 +100,7 @@ def begin_request_trace(prepared: PreparedTurn, model: str, tenant: str) -> Requ
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "specdec",
         "gen_ai.request.model": model,
-        "specdec.tenant": tenant,
+        "specdec.tenant": prepared.turn.lease.tenant,
         "specdec.resumed": prepared.replayed is not None,
         **_request_attributes(prepared.turn.identity),
     }

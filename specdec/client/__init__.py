@@ -11,7 +11,8 @@ it.
             print(chunk.text, end="")
 """
 
-from specdec.client.async_client import AsyncClient, AsyncStream
+from specdec.client.async_client import AsyncClient
+from specdec.client.async_stream import AsyncStream
 from specdec.client.messages import ChatMessage, TextPart
 from specdec.client.recovery import Budgets
 from specdec.client.request import GenerateOptions

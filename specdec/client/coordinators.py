@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.client.endpoints import resolve_endpoint
 from specdec.client.failures import closed, is_from_coordinator, read_failure
+from specdec.client.identity import Metadata
 from specdec.client.recovery import CHANNEL_OPTIONS, Recovery
 from specdec.errors import ResourceExhausted, SpecdecError, Unavailable
 from specdec.rpc.channels import dial, dial_blocking
@@ -74,6 +75,11 @@ class _Coordinators(Generic[ChannelT]):
         suspect, self.suspect = self.suspect, None
         return suspect if suspect is self.chosen else None
 
+    @property
+    def is_closed(self) -> bool:
+        """True once the client has closed its connections."""
+        return self._closed
+
     def require_open(self) -> None:
         """Raise ClientClosed if the client is closed."""
         if self._closed:
@@ -84,9 +90,8 @@ class _Attempts(Generic[ChannelT]):
     """Base of the attempts of one call, made one after the other."""
 
     _coordinators: _Coordinators[ChannelT]
+    _metadata: Metadata
     _connection: _Connection[ChannelT]
-    _metadata: tuple[tuple[str, str], ...] = ()
-    """Metadata that every attempt sends."""
     _must_choose = False
     """True if the next attempt must choose a serving coordinator first, unless another call has done so."""
 
@@ -109,9 +114,8 @@ class _Attempts(Generic[ChannelT]):
         self._coordinators.require_open()
         self._connection = self._coordinators.chosen
         try:
-            return getattr(self._connection.stub, method)(
-                request, timeout=recovery.remaining_s, metadata=self._metadata or None
-            )
+            call = getattr(self._connection.stub, method)
+            return call(request, timeout=recovery.remaining_s, metadata=self._metadata)
         except ValueError:  # gRPC's error for a closed channel
             self._coordinators.require_open()
             raise
@@ -167,8 +171,7 @@ class AsyncCoordinators(_Coordinators[grpc.aio.Channel]):
 class AsyncAttempts(_Attempts[grpc.aio.Channel]):
     """Attempts of one call, made one after the other."""
 
-    def __init__(self, coordinators: AsyncCoordinators, metadata: tuple[tuple[str, str], ...] = ()) -> None:
-        """`metadata` is sent with every attempt."""
+    def __init__(self, coordinators: AsyncCoordinators, metadata: Metadata) -> None:
         self._coordinators: AsyncCoordinators = coordinators
         self._metadata = metadata
 
@@ -230,8 +233,7 @@ class Coordinators(_Coordinators[grpc.Channel]):
 class Attempts(_Attempts[grpc.Channel]):
     """Attempts of one call, made one after the other."""
 
-    def __init__(self, coordinators: Coordinators, metadata: tuple[tuple[str, str], ...] = ()) -> None:
-        """`metadata` is sent with every attempt."""
+    def __init__(self, coordinators: Coordinators, metadata: Metadata) -> None:
         self._coordinators: Coordinators = coordinators
         self._metadata = metadata
 

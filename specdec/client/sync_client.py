@@ -15,6 +15,7 @@ import tenacity
 
 from specdec.client.coordinators import Attempts, Coordinators
 from specdec.client.failures import closed
+from specdec.client.identity import Identity, trace_metadata
 from specdec.client.messages import ChatMessage
 from specdec.client.recovery import Budgets, Recovery, ended_early
 from specdec.client.request import (
@@ -27,7 +28,6 @@ from specdec.client.request import (
 )
 from specdec.client.results import Chunk, Completion, Session, read_session
 from specdec.client.server_info import Promotion, ServerInfo, read_promotion, read_server_info
-from specdec.client.sessions import SessionSizes
 from specdec.client.transcript import Transcript
 from specdec.errors import SpecdecError
 from specdec.v1 import coordinator_pb2 as pb
@@ -160,11 +160,16 @@ class Stream(Iterator[Chunk]):
             raise
 
 
-class Client:
+class Client(Identity):
     """Client of a coordinator. Close it or use it by `with`; afterwards every call raises ClientClosed."""
 
     def __init__(
-        self, endpoint: str | None = None, *, budgets: Budgets | None = None, timeout: float | None = None
+        self,
+        endpoint: str | None = None,
+        *,
+        budgets: Budgets | None = None,
+        timeout: float | None = None,
+        api_key: str | None = None,
     ) -> None:
         """Make a client that connects at its first call.
 
@@ -173,15 +178,16 @@ class Client:
                 variable SPECDEC_ENDPOINT, or 127.0.0.1:50051.
             budgets: limits on the time for which calls are retried. None: the defaults of `Budgets`.
             timeout: seconds that each call without a timeout of its own may take as a whole; None: no limit.
+            api_key: key that is sent with every call; None: no key. The connection is not encrypted.
 
         Raises:
-            InvalidRequest: the endpoint is neither HOST:PORT nor a gRPC target.
+            InvalidRequest: the endpoint is neither HOST:PORT nor a gRPC target, or the key has other characters than
+                printable ASCII.
         """
         self._timeout = timeout
-        self._closed = False
         self._budgets = budgets or Budgets()
         self._coordinators = Coordinators(endpoint)
-        self._sizes = SessionSizes()
+        self._identify(api_key)
 
     @overload
     def generate(
@@ -287,9 +293,9 @@ class Client:
         return read_server_info(self._call("GetInfo", pb.GetInfoRequest()))
 
     def close(self) -> None:
-        """End every call and close the connection. Idempotent."""
-        self._closed = True
-        self._coordinators.close()
+        """End every call and close the connection; no effect on a client that `for_tenant` returned. Idempotent."""
+        if not self._is_view:
+            self._coordinators.close()
 
     def __enter__(self) -> Self:
         return self
@@ -300,15 +306,15 @@ class Client:
         self.close()
 
     def _stream(self, request: pb.GenerateRequest, timeout: float | None, traceparent: str | None) -> Stream:
-        if self._closed:
+        if self._coordinators.is_closed:
             raise closed()
         recovery = Recovery(self._budgets, self._timeout if timeout is None else timeout, needs_target=True)
-        attempts = Attempts(self._coordinators, trace_metadata(traceparent))
+        attempts = Attempts(self._coordinators, (*self._metadata, *trace_metadata(traceparent)))
         return Stream(attempts, Transcript(request, self._sizes), recovery)
 
     def _call(self, method: str, request: Any) -> Any:
         recovery = Recovery(self._budgets, self._timeout)
-        attempts = Attempts(self._coordinators)
+        attempts = Attempts(self._coordinators, self._metadata)
 
         def once() -> Any:
             try:

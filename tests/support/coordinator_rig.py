@@ -24,9 +24,10 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from coordinator.front.servicer import CoordinatorServicer
+from coordinator.front.tenants import CallTenants
 from coordinator.generation.generation_service import GenerationService, GenerationSettings
 from coordinator.learning.log import LearningLog
-from coordinator.lookup.history import TokenHistory
+from coordinator.lookup.history import TokenHistories
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
 from coordinator.round.draft_source_factory import DraftSourceFactory
@@ -131,16 +132,16 @@ class Coordinator:
     server: ServiceServer
     stub: coordinator_pb2_grpc.CoordinatorServiceStub
     channel: grpc.aio.Channel
-    history: TokenHistory | None = None
+    histories: TokenHistories | None = None
     scores: ScoreQueue | None = None
     canary: Canary | None = None
     """It looks at the store when it is told to."""
 
     async def history_settled(self) -> None:
         """Waits until what was said can be found."""
-        assert self.history is not None
+        assert self.histories is not None
         await eventually(lambda: not self.generations.num_running)  # each has said all that it will
-        await self.history.settle()
+        await self.histories.settle()
 
     async def scores_settled(self) -> None:
         """Waits until all that was said is scored."""
@@ -263,6 +264,7 @@ class Rig:
         self,
         *,
         tenant: str = DEFAULT_TENANT,
+        tenant_header: bool = False,
         has_directory: bool = True,
         lookup: Sequence[str] = (),
         routes: bool = False,
@@ -276,6 +278,7 @@ class Rig:
 
         Args:
             tenant: whose it is.
+            tenant_header: its calls may name their tenants.
             has_directory: it knows who holds which prefix.
             lookup: pools of drafts that it finds in text.
             routes: it routes requests among draft models.
@@ -293,11 +296,11 @@ class Rig:
             lookup_pools=lookup,
             target_wait_s=target_wait_s,
         )
-        history = TokenHistory(10_000) if "suffix" in lookup else None
+        histories = TokenHistories(10_000) if "suffix" in lookup else None
         scores = ScoreQueue(pools, retry_s=0.05) if routes else None
         canary = Canary(store.promotions()) if routes else None
         metrics = CoordinatorMetrics("table")
-        draft_sources = DraftSourceFactory(pools, history, scores, canary, self.tokenizer.decode)
+        draft_sources = DraftSourceFactory(pools, histories, scores, canary, self.tokenizer.decode)
         generations = GenerationService(
             GenerationSettings(
                 **{
@@ -305,7 +308,6 @@ class Rig:
                     "lease_ttl_s": 30.0,  # a starved machine must not lose leases
                     "draft_timeout_s": None,
                     "max_running": 64,
-                    "tenant": tenant,
                     **settings,
                 }
             ),
@@ -328,6 +330,7 @@ class Rig:
             tokenizer=self.tokenizer,
             default_mode=Mode.REJECTION,
             default_sampling=self._default_sampling,
+            tenants=CallTenants(tenant, reads_header=tenant_header),
             canary=canary,
             tracing=tracing,
         ).add_to(server.grpc_server)
@@ -337,7 +340,7 @@ class Rig:
             await pools.poll()  # again where a starved service was late to describe itself
         channel = grpc.aio.insecure_channel(server.address, options=(("grpc.max_send_message_length", -1),))
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
-        coordinator = Coordinator(generations, pools, metrics, server, stub, channel, history, scores, canary)
+        coordinator = Coordinator(generations, pools, metrics, server, stub, channel, histories, scores, canary)
         self._coordinators.append(coordinator)
         return coordinator
 
