@@ -1,4 +1,4 @@
-"""ASGI middleware that records a span of each HTTP request and continues the trace that its headers name.
+"""The ASGI layer that records a span of each HTTP request and continues the trace that its headers name.
 
 The span is the current one while the request runs, so `gateway.generation` sends its trace context to the coordinator.
 Probes and metrics are not recorded.
@@ -6,30 +6,23 @@ Probes and metrics are not recorded.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.observability.tracing import TRACEPARENT, Span, Tracing, current_span, trace_headers
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 #: Paths that are polled, which would fill a trace store.
 _POLLED = frozenset(("/health", "/ready", "/metrics"))
 
 
-class TracingMiddleware:
+class Traced:
     """Records the requests of an application."""
 
-    def __init__(self, app: App, tracing: Tracing) -> None:
-        self._app = app
-        self._tracing = tracing
+    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
+        self._app, self._tracing = app, tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] != "http" or scope["path"] in _POLLED:
             await self._app(scope, receive, send)
             return

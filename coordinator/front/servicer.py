@@ -169,6 +169,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def Detokenize(  # noqa: N802
         self, request: coordinator_pb2.DetokenizeRequest, context: Any
     ) -> coordinator_pb2.DetokenizeResponse:
+        self._tenants.of(context)
         check_detokenized(request.token_ids, self._tokenizer.vocabulary_size, self._max_tokenized())
         text = await asyncio.to_thread(
             self._tokenizer.decode, list(request.token_ids), keep_special_tokens=request.keep_special_tokens
