@@ -16,7 +16,7 @@ from gateway.app import build_app
 from gateway.auth import ApiKeys
 from gateway.context import Gateway
 from gateway.metrics import GatewayMetrics
-from gateway.server import serve
+from gateway.server import bind, serve
 from gateway.upstream import Upstream
 from specdec.errors import SpecdecError, error_line
 from specdec.observability.logging import configure_logging
@@ -66,7 +66,9 @@ async def _serve(settings: GatewaySettings) -> None:
             ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
         upstream = Upstream(settings)
         ending.push_async_callback(upstream.close)
-        await serve(build_app(Gateway(settings, upstream, keys, metrics, tracing)), settings, stop)
+        await upstream.start()
+        listener = ending.enter_context(bind(settings.listen))
+        await serve(build_app(Gateway(settings, upstream, keys, metrics, tracing)), listener, settings, stop)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ class AsyncClient(Identity):
         budgets: Budgets | None = None,
         timeout: float | None = None,
         api_key: str | None = None,
+        remembers_sessions: bool = True,
     ) -> None:
         """Make a client that connects at its first call.
 
@@ -53,6 +54,8 @@ class AsyncClient(Identity):
             budgets: limits on the time for which calls are retried. None: the defaults of `Budgets`.
             timeout: seconds that each call without a timeout of its own may take as a whole; None: no limit.
             api_key: key that is sent with every call; None: no key. The connection is not encrypted.
+            remembers_sessions: whether the next turn of a session states how many tokens it should hold. False for a
+                client whose sessions other clients continue, too.
 
         Raises:
             InvalidRequest: the endpoint is neither HOST:PORT nor a gRPC target, or the key has other characters than
@@ -61,7 +64,7 @@ class AsyncClient(Identity):
         self._timeout = timeout
         self._budgets = budgets or Budgets()
         self._coordinators = AsyncCoordinators(endpoint)
-        self._identify(api_key)
+        self._identify(api_key, remembers_sessions=remembers_sessions)
 
     @overload
     def generate(

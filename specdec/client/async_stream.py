@@ -49,6 +49,11 @@ class AsyncStream(AsyncIterator[Chunk]):
         return self._transcript.request_id
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Number of tokens in the session before the output; 0 before the first chunk and after a resumption."""
+        return self._transcript.num_prompt_tokens
+
+    @property
     def target_fingerprint(self) -> str:
         """Fingerprint of the model that decides every token; "" before the first chunk."""
         return self._transcript.target_fingerprint

@@ -28,10 +28,10 @@ class Identity:
     _coordinators: Any
     _is_view = False
 
-    def _identify(self, api_key: str | None) -> None:
+    def _identify(self, api_key: str | None, *, remembers_sessions: bool = True) -> None:
         """Set the metadata of every call. Raises InvalidRequest for a malformed key; the message does not contain it."""
         self._metadata = _authorization(api_key)
-        self._sizes = SessionSizes()
+        self._sizes = SessionSizes(remembers=remembers_sessions)
 
     def for_tenant(self, tenant: str) -> Self:
         """Return a client that calls for a tenant, over this client's connection and with its settings.
@@ -45,7 +45,7 @@ class Identity:
         others = (pair for pair in self._metadata if pair[0] != TENANT_KEY)
         view = copy.copy(self)
         view._metadata = (*others, (TENANT_KEY, check_tenant(tenant)))
-        view._sizes = SessionSizes()
+        view._sizes = SessionSizes(remembers=self._sizes.remembers)
         view._is_view = True
         return view
 

@@ -25,9 +25,9 @@ class GatewaySettings(TracingSettings, ProcessSettings):
     listen: Address = "127.0.0.1:8000"
     """HOST:PORT to serve HTTP on. Port 0 takes a free one, which the log line "listening" names."""
 
-    coordinator: Texts = ("127.0.0.1:50051",)
-    """HOST:PORT or gRPC target of a coordinator; repeatable. Several must be IPv4 addresses; a name with several
-    addresses, such as that of a Kubernetes service, is one gRPC target: dns:///NAME:PORT."""
+    coordinator: Texts = ()
+    """HOST:PORT or gRPC target of a coordinator; repeatable. Unset: the coordinators that the registry in --redis-url
+    lists."""
 
     api_keys: Path | None = None
     """File with one API key a line: the SHA-256 of the key in hexadecimal, its tenant, its rights and its limits,
@@ -69,6 +69,12 @@ class GatewaySettings(TracingSettings, ProcessSettings):
     cors_origin: Texts = ()
     """Origin of web pages, such as https://example.com, that browsers allow to call this gateway; repeatable. Unset:
     pages of the gateway itself alone."""
+
+    @model_validator(mode="after")
+    def _check_upstream(self) -> Self:
+        if not self.coordinator and self.redis_url.startswith("memory:"):
+            raise ValueError("--redis-url memory:// needs --coordinator: it has no registry of coordinators")
+        return self
 
     @model_validator(mode="after")
     def _check_access(self) -> Self:
