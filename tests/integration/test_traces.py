@@ -14,7 +14,7 @@ from coordinator.generation.request_trace import DRAFT_SERVICE, TARGET_SERVICE
 from specdec.observability.logging import configure_logging
 from specdec.observability.tracing import Tracing
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import Coordinator, Output, Rig, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, request
 from tests.support.log_stream import lines, stream
 from tests.support.stack import free_port
 from tests.support.trace_collector import ExportedSpan, TraceCollector
@@ -152,7 +152,7 @@ async def test_a_collector_that_cannot_be_reached_costs_spans_and_no_request(rig
     tracing = Tracing(f"http://127.0.0.1:{free_port()}", 1.0, "specdec-coordinator")
     coordinator = await rig.coordinator(tracing=tracing)
     output = await coordinator.generate(request())
-    assert output.token_ids == rig.greedy((5, 6, 7, 8), 24)
+    assert output.token_ids == rig.target.worker.greedy_continuation(PROMPT, 24)
     await coordinator.stop()  # the call has ended on both sides
     await asyncio.to_thread(tracing.close)
     assert tracing.span_counts == {"exported": 0, "failed": 1 + num_spans(output), "dropped": 0}
