@@ -219,9 +219,7 @@ def _open_learning_log(settings: CoordinatorSettings, metrics: CoordinatorMetric
     )
 
 
-def _open_tracing(
-    settings: CoordinatorSettings, metrics: CoordinatorMetrics, ending: AsyncExitStack
-) -> Tracing | None:
+def _open_tracing(settings: CoordinatorSettings, metrics: CoordinatorMetrics, ending: AsyncExitStack) -> Tracing | None:
     tracing = open_tracing(
         settings.otlp_endpoint, settings.trace_share, service="specdec-coordinator", environ=os.environ
     )

@@ -51,13 +51,9 @@ async def _serve(settings: GatewaySettings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     has_keys = bool(settings.api_keys or settings.api_key)
-    keys = ApiKeys(
-        settings.api_keys, key=settings.api_key, allow_anonymous=settings.allow_anonymous or not has_keys
-    )
+    keys = ApiKeys(settings.api_keys, key=settings.api_key, allow_anonymous=settings.allow_anonymous or not has_keys)
     metrics = GatewayMetrics()
-    tracing = open_tracing(
-        settings.otlp_endpoint, settings.trace_share, service="specdec-gateway", environ=os.environ
-    )
+    tracing = open_tracing(settings.otlp_endpoint, settings.trace_share, service="specdec-gateway", environ=os.environ)
     async with AsyncExitStack() as ending:
         if tracing is not None:
             ending.push_async_callback(asyncio.to_thread, tracing.close)

@@ -100,7 +100,7 @@ def begin_request_trace(prepared: PreparedTurn, model: str) -> RequestTrace | No
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "specdec",
         "gen_ai.request.model": model,
-        "specdec.tenant": prepared.turn.lease.tenant,
+        "specdec.tenant.name": prepared.turn.lease.tenant,
         "specdec.resumed": prepared.replayed is not None,
         **_request_attributes(prepared.turn.identity),
     }

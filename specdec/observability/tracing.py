@@ -109,9 +109,7 @@ class Tracing:
         self._kinds = {"internal": SpanKind.INTERNAL, "server": SpanKind.SERVER}
         self._extract = TraceContextTextMapPropagator().extract
         self._sampler = ParentBased(TraceIdRatioBased(share))
-        self._queue = SpanQueue(
-            endpoint, max_waiting=max_waiting, batch=_BATCH_SPANS, interval_ms=_EXPORT_INTERVAL_MS
-        )
+        self._queue = SpanQueue(endpoint, max_waiting=max_waiting, batch=_BATCH_SPANS, interval_ms=_EXPORT_INTERVAL_MS)
         self._tracers: dict[str, Any] = {}
         self._lock = threading.Lock()
 

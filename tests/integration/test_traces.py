@@ -6,6 +6,7 @@ import asyncio
 import io
 import logging
 from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
 
 import grpc
 import pytest
@@ -104,7 +105,7 @@ async def test_the_calls_of_draft_and_target_lie_within_their_round_one_after_th
     for one in rounds:
         calls = collector.children(one)
         assert all(call.is_within(one) for call in calls)
-        assert all(before.end_ns <= after.start_ns for before, after in zip(calls, calls[1:], strict=False))
+        assert all(before.end_ns <= after.start_ns for before, after in pairwise(calls))
         services = [(call.service, call.name, call.attributes["specdec.replica"]) for call in calls]
         verified = (TARGET_SERVICE, "verify", rig.target.address)
         drafted = [(DRAFT_SERVICE, "propose", rig.draft.address)] if one.attributes["specdec.round.gamma"] else []

@@ -1,9 +1,9 @@
 """An OpenTelemetry collector on a loopback port that keeps what is exported to it, over real OTLP and gRPC.
 
-    with TraceCollector() as collector:
-        tracing = Tracing(collector.endpoint, 1.0, "specdec-coordinator")
-        ...
-        collector.spans
+with TraceCollector() as collector:
+    tracing = Tracing(collector.endpoint, 1.0, "specdec-coordinator")
+    ...
+    collector.spans
 """
 
 from __future__ import annotations

@@ -68,11 +68,15 @@ print(open_tracing("", 1.0, service="a", environ={{"OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
 def test_an_error_that_leaves_the_block_fails_the_span() -> None:
-    with TraceCollector() as collector:
-        tracing = Tracing(collector.endpoint, 1.0, "a")
-        with pytest.raises(NotFound), tracing.begin("work", {}).active():
+    def fail() -> None:
+        with tracing.begin("work", {}).active():
             assert current_span() is not None
             raise NotFound("no such session", reason="SESSION_NOT_FOUND")
+
+    with TraceCollector() as collector:
+        tracing = Tracing(collector.endpoint, 1.0, "a")
+        with pytest.raises(NotFound):
+            fail()
         tracing.close()
         (span,) = collector.spans
     assert current_span() is None
