@@ -12,10 +12,13 @@ import grpc
 import pytest
 
 from coordinator.generation.request_trace import DRAFT_SERVICE, TARGET_SERVICE
+from specdec.client import AsyncClient, Client
+from specdec.errors import InvalidRequest
 from specdec.observability.logging import configure_logging
 from specdec.observability.tracing import Tracing
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, request
+from tests.support.gateway_rig import running_gateway
 from tests.support.log_stream import lines, stream
 from tests.support.stack import free_port
 from tests.support.trace_collector import ExportedSpan, TraceCollector
@@ -172,3 +175,55 @@ async def test_log_records_of_a_request_carry_the_ids_of_its_trace(
     (finished,) = [line for line in lines(stream) if line["message"] == "request finished"]
     assert (finished["trace_id"], finished["span_id"]) == (call.trace_id, call.span_id)
     assert "trace_id" not in lines(stream)[-1]
+
+
+async def test_an_http_request_is_one_trace_through_gateway_and_coordinator(
+    rig: Rig, collector: TraceCollector
+) -> None:
+    gateways = Tracing(collector.endpoint, 1.0, "specdec-gateway")
+    coordinators = Tracing(collector.endpoint, 1.0, "specdec-coordinator")
+    coordinator = await rig.coordinator(tracing=coordinators)
+    async with running_gateway(coordinator.server.address, tracing=gateways) as gateway:
+        body = {"prompt": list(PROMPT), "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        headers = {"traceparent": f"00-{TRACE_ID}-{CALLER_ID}-01"}
+        answer = await gateway.http.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+    await coordinator.stop()  # the call has ended on both sides
+    for tracing in (gateways, coordinators):
+        await asyncio.to_thread(tracing.close)
+
+    (received,) = collector.named("POST /v1/completions")
+    assert (received.service, received.parent_id) == ("specdec-gateway", CALLER_ID)
+    (call,) = collector.children(received)
+    assert (call.service, call.name) == ("specdec-coordinator", CALL)
+    (whole,) = collector.children(call)
+    assert total(collector.children(whole), "output_tokens") == 12
+    assert {span.trace_id for span in collector.spans} == {TRACE_ID}
+    assert {span.service for span in collector.spans} == {
+        "specdec-gateway", "specdec-coordinator", DRAFT_SERVICE, TARGET_SERVICE
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", ["", "00-1-2-01", f"00-{TRACE_ID.upper()}-{CALLER_ID}-01", 7])
+async def test_the_client_refuses_a_malformed_trace_context_by_name(rig: Rig, bad: object) -> None:
+    coordinator = await rig.coordinator()
+    async with AsyncClient(coordinator.server.address) as client:
+        with pytest.raises(InvalidRequest, match=r"traceparent must be") as refused:
+            client.generate("w5", traceparent=bad)
+    assert refused.value.field == "traceparent"
+
+
+async def test_the_trace_context_of_the_client_reaches_the_coordinator(rig: Rig, collector: TraceCollector) -> None:
+    tracing = Tracing(collector.endpoint, 1.0, "specdec-coordinator")
+    coordinator = await rig.coordinator(tracing=tracing)
+    async with AsyncClient(coordinator.server.address) as client:
+        await client.generate("w5 w6", max_new_tokens=4, traceparent=f"00-{TRACE_ID}-{CALLER_ID}-01")
+        await asyncio.to_thread(_generate_blocking, coordinator.server.address)
+    await coordinator.stop()  # the calls have ended on both sides
+    await asyncio.to_thread(tracing.close)
+    assert [(call.trace_id, call.parent_id) for call in collector.named(CALL)] == [(TRACE_ID, CALLER_ID)] * 2
+
+
+def _generate_blocking(address: str) -> None:
+    with Client(address) as client:
+        client.generate("w5 w6", max_new_tokens=4, traceparent=f"00-{TRACE_ID}-{CALLER_ID}-01")
