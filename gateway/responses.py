@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import aclosing
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import Response

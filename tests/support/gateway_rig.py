@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import httpx2
 
 from gateway.app import build_app
 from gateway.auth import ApiKeys
@@ -29,7 +29,7 @@ class RunningGateway:
 
     gateway: Gateway
     port: int
-    http: httpx.AsyncClient
+    http: httpx2.AsyncClient
     """Client of this gateway."""
 
     @property
@@ -60,7 +60,7 @@ async def running_gateway(
         port = listener.getsockname()[1]
         serving = asyncio.create_task(serve(build_app(gateway), listener, chosen, stop))
         try:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
                 yield RunningGateway(gateway, port, client)
         finally:
             stop.set()

@@ -31,7 +31,9 @@ def write(path: Path, *lines: str) -> None:
 
 
 def test_a_key_has_the_tenant_rights_and_limits_of_its_line() -> None:
-    keys = parse_keys("# who\n\n" + line("a", "acme generate") + line("b", "b.org generate,operate concurrent=2,rpm=60"))
+    keys = parse_keys(
+        "# who\n\n" + line("a", "acme generate") + line("b", "b.org generate,operate concurrent=2,rpm=60")
+    )
     first, second = keys.values()
     assert (first.tenant, first.rights, first.max_concurrent, first.max_per_minute) == (
         "acme", frozenset({"generate"}), None, None,
@@ -104,7 +106,11 @@ def test_a_gateway_without_keys_answers_clients_that_send_one() -> None:
 def test_a_key_may_have_only_its_number_of_requests_at_once() -> None:
     keys = ApiKeys()
     (access,) = parse_keys(line("a", "acme generate concurrent=1")).values()
-    with keys.admitted(access), pytest.raises(ResourceExhausted, match="may have 1 requests at once"), keys.admitted(access):
+    with (
+        keys.admitted(access),
+        pytest.raises(ResourceExhausted, match="may have 1 requests at once"),
+        keys.admitted(access),
+    ):
         pass
     with keys.admitted(access):
         pass
