@@ -16,7 +16,7 @@ from tests.support.reference.markdown import code, document, item, items, paragr
 _INTRODUCTION = """`--metrics HOST:PORT` serves Prometheus text at `/metrics`. A series has the name that vLLM gives to
 the same measurement where there is one, with the prefix `specdec:`. Counters end in `_total`; a histogram has
 `_bucket`, `_sum` and `_count`. The [monitoring guide](../how-to/monitor.md) says which series are worth a graph."""
-_TRACES_TEXT = "A coordinator that records [traces](../how-to/trace.md) has this series, too."
+_TRACES_TEXT = "A coordinator or gateway that records [traces](../how-to/trace.md) has this series, too."
 _TIER_TEXT = "A replica with `--kv-tier-url` has these series, too."
 
 
