@@ -90,8 +90,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._draft_sources = draft_sources
         self._tokenizer = tokenizer
         self._default_mode = default_mode
-        self._default_sampling = coordinator_pb2.SamplingParams(**default_sampling)
         self._tenants = tenants
+        recommended: dict[str, Any] = dict(default_sampling)
+        self._default_sampling = coordinator_pb2.SamplingParams(**recommended)
         self._canary = canary
         self._tracing = tracing
 
