@@ -1,6 +1,6 @@
 """Types and fields that requests of several routes share.
 
-Numbers and flags are strict: the text "1" is no number. Unknown fields are ignored, as OpenAI does. Ranges are the
+Numbers and flags are strict: the text "1" is refused as a number. Unknown fields are ignored, as OpenAI does. Ranges are the
 coordinator's, whose errors name field and limit, unless a field means nothing to it.
 """
 
@@ -26,7 +26,7 @@ class Request(BaseModel):
 
 
 class StreamOptions(Request):
-    """What a stream sends beside its text."""
+    """Contents of a stream beside its text."""
 
     include_usage: Flag = False
     """Send a last chunk with the usage of the whole request."""
@@ -37,7 +37,7 @@ class StreamOptions(Request):
 
 
 class Speculation(Request):
-    """How drafts are made and verified. An absent field is the server's choice."""
+    """Choice of drafts and of their verification. An absent field is the server's choice."""
 
     mode: Text | None = None
     """Verification mode: off, rejection, block or coupled."""

@@ -1,4 +1,4 @@
-"""API key, tenant and trace of a caller, which both clients send as gRPC metadata with their calls."""
+"""Identity of a caller: API key, tenant and trace, which both clients send as gRPC metadata with their calls."""
 
 from __future__ import annotations
 
