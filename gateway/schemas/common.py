@@ -1,7 +1,7 @@
 """Types and fields that requests of several routes share.
 
-Numbers and flags are strict: the text "1" is refused as a number. Unknown fields are ignored, as OpenAI does. Ranges are the
-coordinator's, whose errors name field and limit, unless a field means nothing to it.
+Numbers and flags are strict: the text "1" is refused as a number. Unknown fields are ignored, as OpenAI does. The
+coordinator checks ranges, and its errors name field and limit; fields that it does not know are checked here.
 """
 
 from __future__ import annotations

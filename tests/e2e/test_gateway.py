@@ -217,9 +217,7 @@ def test_ignore_eos_and_min_tokens_reach_the_model(client: openai.OpenAI) -> Non
 
 
 def test_the_same_seed_gives_the_same_text_and_another_seed_another(client: openai.OpenAI) -> None:
-    texts = [
-        complete(client, temperature=1.0, seed=seed, extra_body=COUPLED).choices[0].text for seed in (11, 11, 12)
-    ]
+    texts = [complete(client, temperature=1.0, seed=seed, extra_body=COUPLED).choices[0].text for seed in (11, 11, 12)]
     assert texts[0] == texts[1] != texts[2]
 
 
