@@ -99,6 +99,7 @@ class Tracing:
 
         Raises ModuleNotFoundError where the packages are not installed.
         """
+        from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -106,6 +107,8 @@ class Tracing:
         from specdec.observability.span_queue import SpanQueue
 
         self._service = service
+        # Reads variables and plugins of OpenTelemetry, which takes too long for an event loop that serves.
+        self._resource = Resource.create()
         self._kinds = {"internal": SpanKind.INTERNAL, "server": SpanKind.SERVER}
         self._extract = TraceContextTextMapPropagator().extract
         self._sampler = ParentBased(TraceIdRatioBased(share))
@@ -168,7 +171,7 @@ class Tracing:
 
         with self._lock:
             if service not in self._tracers:
-                resource = Resource.create({"service.name": service})
+                resource = self._resource.merge(Resource({"service.name": service}))
                 provider = TracerProvider(sampler=self._sampler, resource=resource, shutdown_on_exit=False)
                 provider.add_span_processor(self._queue)
                 self._tracers[service] = provider.get_tracer("specdec")

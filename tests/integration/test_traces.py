@@ -17,7 +17,7 @@ from specdec.errors import InvalidRequest
 from specdec.observability.logging import configure_logging
 from specdec.observability.tracing import Tracing
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, eventually, read_until, request
 from tests.support.gateway_rig import running_gateway
 from tests.support.log_stream import lines, stream
 from tests.support.stack import free_port
@@ -150,6 +150,37 @@ async def test_a_refused_request_has_a_failed_span_with_the_reason(rig: Rig, col
     (call,) = collector.spans
     assert call.is_failed
     assert call.attributes["error.type"] == "CONTEXT_TOO_LONG"
+
+
+async def test_a_request_that_its_client_leaves_has_a_span_with_the_cause(rig: Rig, collector: TraceCollector) -> None:
+    tracing = Tracing(collector.endpoint, 1.0, "specdec-coordinator")
+    coordinator = await rig.coordinator(tracing=tracing)
+    stream = coordinator.stub.Generate(request(max_new_tokens=480))
+    await read_until(stream, 1)
+    stream.cancel()
+    await eventually(lambda: not coordinator.generations.num_running)
+    await coordinator.stop()  # the call has ended on both sides
+    await asyncio.to_thread(tracing.close)
+    (whole,) = collector.named(REQUEST)
+    assert whole.attributes["specdec.cancel_cause"] == "client_left"
+    assert whole.attributes["gen_ai.usage.output_tokens"] == total(collector.named("round"), "output_tokens") < 480
+    assert not whole.is_failed
+
+
+async def test_a_request_that_another_coordinator_resumes_is_traced_there(rig: Rig, collector: TraceCollector) -> None:
+    tracing = Tracing(collector.endpoint, 1.0, "specdec-coordinator")
+    first, second = await rig.coordinator(), await rig.coordinator(tracing=tracing)
+    stream = first.stub.Generate(request(session_id="s", request_id="r", max_new_tokens=480))
+    held = await read_until(stream, 1)
+    await first.stop()
+    resumption = request(None, session_id="s", request_id="r", resume_from=len(held.token_ids))
+    assert (await second.generate(resumption)).finished is not None
+    await second.stop()  # the call has ended on both sides
+    await asyncio.to_thread(tracing.close)
+    (whole,) = collector.named(REQUEST)
+    assert whole.attributes["specdec.resumed"] is True
+    assert whole.attributes["gen_ai.usage.output_tokens"] == 480
+    assert 0 < total(collector.named("round"), "output_tokens") < 480
 
 
 async def test_a_collector_that_cannot_be_reached_costs_spans_and_no_request(rig: Rig) -> None:
