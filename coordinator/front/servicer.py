@@ -79,8 +79,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             draft_sources: keeps the statistics of the draft pools.
             tokenizer: tokenizer of the target model.
             default_mode: speculation mode of requests that name none.
-            default_sampling: sampling parameters that the model recommends, by field name; reported by `GetInfo`.
             tenants: decides which tenant a call is served for.
+            default_sampling: sampling parameters that the model recommends, by field name; reported by `GetInfo`.
             canary: promotes draft pools; None where requests are not routed.
             tracing: records a span of each Generate call; None: none is recorded.
         """
@@ -180,7 +180,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def GetInfo(  # noqa: N802
         self, request: coordinator_pb2.GetInfoRequest, context: Any
     ) -> coordinator_pb2.GetInfoResponse:
-        tenant = self._tenants.of(context)
+        is_own = self._tenants.is_own(self._tenants.of(context))
         target = self._pools.target_info
         return coordinator_pb2.GetInfoResponse(
             version=specdec.__version__,
@@ -193,9 +193,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 self._pools.all_replicas(),
                 self._pools.lookup_pools,
                 self._draft_sources.draft_stats,
-                self._draft_sources.route_stats if self._tenants.is_own(tenant) else lambda pool: [],
+                self._draft_sources.route_stats if is_own else lambda pool: [],
             ),
-            promotion=encode_promotion(None if self._canary is None else self._canary.promotion),
+            promotion=encode_promotion(self._canary.promotion if self._canary is not None and is_own else None),
             default_sampling=self._default_sampling,
         )
 
