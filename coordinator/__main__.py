@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import sys
 from collections.abc import Coroutine, Sequence
@@ -35,6 +36,7 @@ from specdec.checkpoints.generation_config import recommended_sampling
 from specdec.observability.audit import AuditMetrics
 from specdec.observability.logging import configure_logging
 from specdec.observability.metrics import CoordinatorMetrics, start_metrics_server
+from specdec.observability.tracing import SpanCollector, Tracing, open_tracing
 from specdec.rpc.client import open_link
 from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
 from specdec.service import memory
@@ -89,6 +91,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
         pools = _build_pools(settings, tokenizer.fingerprint, readiness, registry)
         ending.push_async_callback(pools.close)
         histories = TokenHistories(settings.lookup_history_tokens) if LookupKind.SUFFIX in settings.lookup else None
+        tracing = _open_tracing(settings, metrics, ending)
         timelines = None if settings.timeline is None else TimelineLog(settings.timeline)
         if timelines is not None:
             ending.callback(timelines.close)
@@ -120,6 +123,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
             tenants=CallTenants(settings.tenant, reads_header=settings.tenant_header == "on"),
             default_sampling=recommended_sampling(settings.tokenizer),
             canary=canary,
+            tracing=tracing,
         ).add_to(server.grpc_server)
         if settings.metrics:
             ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
@@ -229,6 +233,16 @@ def _open_learning_log(settings: CoordinatorSettings, metrics: CoordinatorMetric
         serves_all_tenants=settings.tenant_header == "on",
         count=metrics.observe_logged,
     )
+
+
+def _open_tracing(settings: CoordinatorSettings, metrics: CoordinatorMetrics, ending: AsyncExitStack) -> Tracing | None:
+    tracing = open_tracing(
+        settings.otlp_endpoint, settings.trace_share, service="specdec-coordinator", environ=os.environ
+    )
+    if tracing is not None:
+        ending.push_async_callback(asyncio.to_thread, tracing.close)
+        metrics.registry.register(SpanCollector(tracing))
+    return tracing
 
 
 async def _watch_until(stop: asyncio.Event, *watching: Coroutine[Any, Any, None]) -> None:

@@ -6,6 +6,7 @@ This is the only module of the gateway that reads the environment and handles si
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from gateway.upstream import Upstream
 from specdec.errors import SpecdecError, error_line
 from specdec.observability.logging import configure_logging
 from specdec.observability.metrics import start_metrics_server
+from specdec.observability.tracing import SpanCollector, open_tracing
 from specdec.settings.addresses import split_address
 from specdec.settings.gateway import GatewaySettings
 from specdec.settings.reading import parse_settings
@@ -51,14 +53,18 @@ async def _serve(settings: GatewaySettings) -> None:
     has_keys = bool(settings.api_keys or settings.api_key)
     keys = ApiKeys(settings.api_keys, key=settings.api_key, allow_anonymous=settings.allow_anonymous or not has_keys)
     metrics = GatewayMetrics()
+    tracing = open_tracing(settings.otlp_endpoint, settings.trace_share, service="specdec-gateway", environ=os.environ)
     async with AsyncExitStack() as ending:
+        if tracing is not None:
+            ending.push_async_callback(asyncio.to_thread, tracing.close)
+            metrics.registry.register(SpanCollector(tracing))
         if settings.metrics:
             ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
         upstream = Upstream(settings)
         ending.push_async_callback(upstream.close)
         await upstream.start()
         listener = ending.enter_context(bind(settings.listen))
-        await serve(build_app(Gateway(settings, upstream, keys, metrics)), listener, settings, stop)
+        await serve(build_app(Gateway(settings, upstream, keys, metrics, tracing)), listener, settings, stop)
 
 
 if __name__ == "__main__":

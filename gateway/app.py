@@ -18,6 +18,7 @@ from gateway.context import Gateway
 from gateway.http_errors import error_response, read_validation_error
 from gateway.middleware import Authenticated, LimitedBody, Measured
 from gateway.routes import chat, completions, models, status, tokens
+from gateway.tracing import Traced
 from specdec.errors import Internal, InvalidRequest, NotFound, SpecdecError
 
 PLAYGROUND = Path(__file__).parent / "playground"
@@ -50,6 +51,8 @@ def _layers(gateway: Gateway) -> list[Middleware]:
     """Return the layers around the routes, the outermost first."""
     settings = gateway.settings
     layers = [Middleware(Measured, metrics=gateway.metrics)]
+    if gateway.tracing is not None:
+        layers.append(Middleware(Traced, tracing=gateway.tracing))
     if settings.cors_origin:
         layers.append(
             Middleware(

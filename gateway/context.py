@@ -10,6 +10,7 @@ from gateway.auth import Access, ApiKeys
 from gateway.metrics import GatewayMetrics
 from gateway.upstream import Upstream
 from specdec.client import AsyncClient
+from specdec.observability.tracing import Tracing
 from specdec.settings.gateway import GatewaySettings
 
 #: Key of the request's state under which `access` puts what the caller may do.
@@ -24,6 +25,7 @@ class Gateway:
     upstream: Upstream
     keys: ApiKeys
     metrics: GatewayMetrics
+    tracing: Tracing | None = None
 
     def client(self, request: Request) -> AsyncClient:
         """Return the client for calls of the request's tenant."""

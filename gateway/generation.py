@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from gateway.metrics import GatewayMetrics
+from gateway.tracing import traceparent
 from specdec.client import AsyncClient, AsyncStream, Chunk, Completion, GenerateOptions
 from specdec.errors import InvalidRequest
 
@@ -118,7 +119,8 @@ class Outputs:
         return [finished[job.index] for job in self._jobs]
 
     async def _output(self, job: Job) -> AsyncGenerator[Event, None]:
-        async with self._client.generate(job.prompt, stream=True, **job.options) as stream:
+        options = cast(GenerateOptions, {**job.options, "traceparent": traceparent()})
+        async with self._client.generate(job.prompt, stream=True, **options) as stream:
             async for chunk in stream:
                 yield Event(job.index, stream, chunk)
             yield Event(job.index, stream, None, await stream.result())

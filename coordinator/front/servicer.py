@@ -41,6 +41,7 @@ from coordinator.routing.promotion import Canary
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.errors import Forbidden, InvalidRequest, Unavailable, Unsupported
+from specdec.observability.tracing import Tracing, trace_headers
 from specdec.state.store import SessionStore
 from specdec.tenant import SessionKey
 from specdec.types import Mode
@@ -48,6 +49,9 @@ from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 #: Limit on the tokens to encode or decode in one call while no target replica has told its context length.
 _MAX_TOKENS_UNTIL_CONNECTED = 1 << 15
+
+#: Name of the span of a Generate call.
+GENERATE_SPAN = "specdec.v1.CoordinatorService/Generate"
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
@@ -65,6 +69,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         tenants: CallTenants,
         default_sampling: Mapping[str, float | int] = MappingProxyType({}),
         canary: Canary | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         """
         Args:
@@ -77,6 +82,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             tenants: decides which tenant a call is served for.
             default_sampling: sampling parameters that the model recommends, by field name; reported by `GetInfo`.
             canary: promotes draft pools; None where requests are not routed.
+            tracing: records a span of each Generate call; None: none is recorded.
         """
         self._generations = generations
         self._store = store
@@ -88,6 +94,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         recommended: dict[str, Any] = dict(default_sampling)
         self._default_sampling = coordinator_pb2.SamplingParams(**recommended)
         self._canary = canary
+        self._tracing = tracing
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the service on a server that has not started."""
@@ -95,6 +102,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     async def Generate(self, request: coordinator_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802
         """Write the events to `context`, which costs one generator less per chunk than yielding them."""
+        if self._tracing is None:
+            await self._generate(request, context)
+            return
+        with self._tracing.begin(GENERATE_SPAN, trace_headers(context.invocation_metadata() or ())).active():
+            await self._generate(request, context)
+
+    async def _generate(self, request: coordinator_pb2.GenerateRequest, context: Any) -> None:
         tenant = self._tenants.of(context)
         checked = validate_request(decode_request(request), self._limits())
         subscription = await self._generations.open(replace(checked, tenant=tenant))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 
+from coordinator.generation.request_trace import RequestTrace
 from coordinator.requests import GenerationIdentity, RequestStats
 from coordinator.round.outcome import RoundOutcome
 from specdec.observability.metrics import CoordinatorMetrics
@@ -26,10 +27,16 @@ class Account:
     """Counters of one request from its admission here. The counts of a resumed request continue the stored ones."""
 
     def __init__(
-        self, identity: GenerationIdentity, stats: RequestStats, metrics: CoordinatorMetrics, began: float
+        self,
+        identity: GenerationIdentity,
+        stats: RequestStats,
+        metrics: CoordinatorMetrics,
+        began: float,
+        trace: RequestTrace | None = None,
     ) -> None:
-        """`began`: `time.perf_counter()` at admission."""
+        """`began`: `time.perf_counter()` at admission; `trace` gets the end of the request."""
         self.stats = stats
+        self._trace = trace
         self._identity = identity
         self._metrics = metrics
         self._began = began
@@ -78,19 +85,24 @@ class Account:
             ttft_s=self.stats.ttft_s,
             e2el_s=self.stats.e2el_s,
         )
-        self._log_end("finished", reason.name.lower(), num_output_tokens)
+        self._end("finished", reason.name.lower(), num_output_tokens)
 
     def count_cancellation(self, cause: str, num_output_tokens: int) -> None:
         """Count a request that its client ended early."""
         self.stats.e2el_s = self._elapsed_s()
         self._metrics.observe_cancelled(cause)
-        self._log_end("cancelled", cause, num_output_tokens)
+        self._end("cancelled", cause, num_output_tokens)
 
     def count_failure(self, reason: str, num_output_tokens: int) -> None:
         """Count a request that ended with an error of this reason."""
         self.stats.e2el_s = self._elapsed_s()
         self._metrics.observe_failed(reason)
-        self._log_end("failed", reason, num_output_tokens)
+        self._end("failed", reason, num_output_tokens)
+
+    def _end(self, how: str, reason: str, num_output_tokens: int) -> None:
+        self._log_end(how, reason, num_output_tokens)
+        if self._trace is not None:
+            self._trace.end(how, reason, self.stats, num_output_tokens)
 
     def _log_end(self, how: str, reason: str, num_output_tokens: int) -> None:
         """Log one line with ids, counts and times. Text and tokens are never logged."""

@@ -16,6 +16,7 @@ from coordinator.generation.held_session import HeldSession
 from coordinator.generation.lease_keeper import LeaseKeeper
 from coordinator.generation.publisher import CommitQueue, Publisher
 from coordinator.generation.removal import SessionRemoval
+from coordinator.generation.request_trace import begin_request_trace
 from coordinator.generation.stream import OutputStream
 from coordinator.generation.turn import PreparedTurn, Turn
 from coordinator.learning.recorder import Recorder
@@ -72,8 +73,9 @@ class GenerationFactory:
         stream = OutputStream(turn.identity)
         if prepared.replayed is not None:
             stream.publish(prepared.replayed)
-        account = Account(turn.identity, prepared.stats, self._metrics, prepared.began)
-        setting = self._round_setting(turn)
+        trace = begin_request_trace(prepared, self._pools.target_info.model)
+        account = Account(turn.identity, prepared.stats, self._metrics, prepared.began, trace)
+        setting = self._round_setting(turn, is_timed=trace is not None or self._timelines is not None)
         router = self._draft_sources.router(turn.identity.parameters.speculation, setting, turn.tokens)
         replicas = self._replicas(prepared, router)
         return Generation(
@@ -88,6 +90,7 @@ class GenerationFactory:
                     store=self._store.of_tenant(turn.lease.tenant),
                     commits=self._commits,
                     timelines=self._timelines,
+                    trace=trace,
                 ),
                 stream=stream,
                 account=account,
@@ -146,7 +149,7 @@ class GenerationFactory:
         drafts = self._draft_sources.source(choice, setting, tokens, replicas, calls, router)
         return RoundRunner(setting, tokens, replicas, drafts, TargetCalls(setting, replicas, calls))
 
-    def _round_setting(self, turn: Turn) -> RoundSetting:
+    def _round_setting(self, turn: Turn, *, is_timed: bool) -> RoundSetting:
         identity, sampling = turn.identity, turn.identity.parameters.sampling
         return RoundSetting(
             session_id=identity.session_id,
@@ -160,5 +163,5 @@ class GenerationFactory:
             vocabulary_size=self._pools.target_info.vocabulary_size,
             draft_timeout_s=self._draft_timeout_s,
             tenant=turn.lease.tenant,
-            is_timed=self._timelines is not None,
+            is_timed=is_timed,
         )

@@ -117,6 +117,7 @@ class TurnPreparer:
                 began=began,
                 agreed_len=prompt.keep,
                 is_new_session=is_new,
+                is_chat=request.messages is not None,
                 kv_locations=fresh.locations,
                 prefix_tokens=await self._prefixes.answer(looking_up),
             )

@@ -70,12 +70,13 @@ class RoundRunner:
         # A round emits one token more than it has draft tokens.
         draft = await self._drafts.propose(round_id, remaining - 1, committed_len)
         if timeline is not None:
-            timeline.note_draft(draft.sent_s, draft.received_s, draft.replica is not None, draft.proposal.stages)
+            address = "" if draft.replica is None else draft.replica.address
+            timeline.note_draft(draft.sent_s, draft.received_s, draft.proposal.stages, address)
 
         wire = WireStats()
         target = await self._target_calls.verify(round_id, draft, wire)
         if timeline is not None:
-            timeline.note_target(wire.sent_s, wire.heard_s, target.verification.stages)
+            timeline.note_target(wire.sent_s, wire.heard_s, target.verification.stages, target.replica.address)
         draft = self._drafts.complete(draft, target)
 
         decision = self._decide(draft.proposal, target.verification, committed_len)

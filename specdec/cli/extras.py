@@ -19,6 +19,7 @@ _MODULES = {
     "gateway": GATEWAY_MODULES,
     "gguf": ("accelerate", "gguf"),
     "ray": ("ray",),
+    "otel": ("opentelemetry",),
 }  # fmt: skip
 
 

@@ -44,6 +44,8 @@ _SERVICE_FLAGS = (
     _ServiceFlag("tenant", ("coordinator",)),
     _ServiceFlag("learning_log", ("coordinator",)),
     _ServiceFlag("timeline", ("coordinator",)),
+    _ServiceFlag("otlp_endpoint", ("coordinator", "gateway")),
+    _ServiceFlag("trace_share", ("coordinator", "gateway")),
     _ServiceFlag("api_keys", ("gateway",), prefix="Of --http: "),
     _ServiceFlag("api_key", ("gateway",), prefix="Of --http: "),
     _ServiceFlag("device", ROLES),

@@ -16,7 +16,7 @@ import tenacity
 from specdec.client.async_stream import AsyncStream
 from specdec.client.coordinators import AsyncAttempts, AsyncCoordinators
 from specdec.client.failures import closed
-from specdec.client.identity import Identity
+from specdec.client.identity import Identity, trace_metadata
 from specdec.client.messages import ChatMessage
 from specdec.client.recovery import Budgets, Recovery
 from specdec.client.request import (
@@ -94,7 +94,8 @@ class AsyncClient(Identity):
             InvalidRequest: an option does not fit the request message. The call itself raises this one.
             SpecdecError: awaiting or iterating raises the other errors, such as DeadlineExceeded.
         """
-        output = self._stream(self._sizes.add_expected_tokens(build_request(prompt, options)), options.get("timeout"))
+        request = self._sizes.add_expected_tokens(build_request(prompt, options))
+        output = self._stream(request, options.get("timeout"), options.get("traceparent"))
         if not stream:
             return _completed(output)
         if self._coordinators.is_closed:  # awaiting a completion raises it by itself
@@ -102,7 +103,13 @@ class AsyncClient(Identity):
         return output
 
     def resume(
-        self, session_id: str, resume_from: int, *, provenance: bool = False, timeout: float | None = None
+        self,
+        session_id: str,
+        resume_from: int,
+        *,
+        provenance: bool = False,
+        timeout: float | None = None,
+        traceparent: str | None = None,
     ) -> AsyncStream:
         """Stream the session's last request from output token `resume_from` on.
 
@@ -115,7 +122,7 @@ class AsyncClient(Identity):
         )
         if self._coordinators.is_closed:
             raise closed()
-        return self._stream(request, timeout)
+        return self._stream(request, timeout, traceparent)
 
     async def get_session(self, session_id: str, *, include_token_ids: bool = False) -> Session:
         """Return a session's record. Raises NotFound for an unknown session."""
@@ -179,9 +186,9 @@ class AsyncClient(Identity):
     ) -> None:
         await self.close()
 
-    def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> AsyncStream:
+    def _stream(self, request: pb.GenerateRequest, timeout: float | None, traceparent: str | None) -> AsyncStream:
         recovery = Recovery(self._budgets, self._timeout if timeout is None else timeout, needs_target=True)
-        attempts = AsyncAttempts(self._coordinators, self._metadata)
+        attempts = AsyncAttempts(self._coordinators, (*self._metadata, *trace_metadata(traceparent)))
         return AsyncStream(attempts, Transcript(request, self._sizes), recovery)
 
     async def _call(self, method: str, request: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Who calls: the API key and the tenant, which both clients send as gRPC metadata with every call."""
+"""Identity of a caller: API key, tenant and trace, which both clients send as gRPC metadata with their calls."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ _AUTHORIZATION_KEY = "authorization"
 
 # Printable ASCII without spaces, which is transmitted unchanged everywhere.
 _API_KEY = re.compile(r"[!-~]{1,4096}")
+
+# A W3C trace context: version, trace id, id of the caller's span, flags.
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class Identity:
@@ -53,3 +56,15 @@ def _authorization(api_key: str | None) -> Metadata:
     if not isinstance(api_key, str) or not _API_KEY.fullmatch(api_key):
         raise InvalidRequest("api_key must be 1 to 4096 printable ASCII characters without spaces", field="api_key")
     return ((_AUTHORIZATION_KEY, f"Bearer {api_key}"),)
+
+
+def trace_metadata(traceparent: str | None) -> Metadata:
+    """Return the metadata of a call that continues a trace. Raises InvalidRequest for a malformed trace context."""
+    if traceparent is None:
+        return ()
+    if not isinstance(traceparent, str) or not _TRACEPARENT.fullmatch(traceparent):
+        raise InvalidRequest(
+            f"traceparent must be VERSION-TRACE_ID-SPAN_ID-FLAGS in lower-case hex, got {traceparent!r:.80}",
+            field="traceparent",
+        )
+    return (("traceparent", traceparent),)

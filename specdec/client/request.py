@@ -88,6 +88,8 @@ class GenerateOptions(TypedDict, total=False):
     timeout: float | None
     """Seconds that the call may take until its last token, retries included; then DeadlineExceeded is raised, whose
     `partial` has the tokens received so far. None: the client's `timeout`."""
+    traceparent: str | None
+    """W3C trace context of the caller, which the server's trace of the request continues."""
 
 
 def build_request(prompt: Input, options: GenerateOptions) -> pb.GenerateRequest:

@@ -15,7 +15,7 @@ import tenacity
 
 from specdec.client.coordinators import Attempts, Coordinators
 from specdec.client.failures import closed
-from specdec.client.identity import Identity
+from specdec.client.identity import Identity, trace_metadata
 from specdec.client.messages import ChatMessage
 from specdec.client.recovery import Budgets, Recovery, ended_early
 from specdec.client.request import (
@@ -217,14 +217,21 @@ class Client(Identity):
             InvalidRequest: an option does not fit the request message. The call itself raises this one.
             SpecdecError: the request failed, or took longer than its timeout; a stream raises it when it is read.
         """
-        output = self._stream(self._sizes.add_expected_tokens(build_request(prompt, options)), options.get("timeout"))
+        request = self._sizes.add_expected_tokens(build_request(prompt, options))
+        output = self._stream(request, options.get("timeout"), options.get("traceparent"))
         if stream:
             return output
         with output:
             return output.result()
 
     def resume(
-        self, session_id: str, resume_from: int, *, provenance: bool = False, timeout: float | None = None
+        self,
+        session_id: str,
+        resume_from: int,
+        *,
+        provenance: bool = False,
+        timeout: float | None = None,
+        traceparent: str | None = None,
     ) -> Stream:
         """Stream the session's last request from output token `resume_from` on.
 
@@ -235,7 +242,7 @@ class Client(Identity):
         request = build_message(
             pb.GenerateRequest, session_id=session_id, resume_from=resume_from, return_provenance=provenance
         )
-        return self._stream(request, timeout)
+        return self._stream(request, timeout, traceparent)
 
     def get_session(self, session_id: str, *, include_token_ids: bool = False) -> Session:
         """Return a session's record. Raises NotFound for an unknown session."""
@@ -298,11 +305,12 @@ class Client(Identity):
     ) -> None:
         self.close()
 
-    def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> Stream:
+    def _stream(self, request: pb.GenerateRequest, timeout: float | None, traceparent: str | None) -> Stream:
         if self._coordinators.is_closed:
             raise closed()
         recovery = Recovery(self._budgets, self._timeout if timeout is None else timeout, needs_target=True)
-        return Stream(Attempts(self._coordinators, self._metadata), Transcript(request, self._sizes), recovery)
+        attempts = Attempts(self._coordinators, (*self._metadata, *trace_metadata(traceparent)))
+        return Stream(attempts, Transcript(request, self._sizes), recovery)
 
     def _call(self, method: str, request: Any) -> Any:
         recovery = Recovery(self._budgets, self._timeout)

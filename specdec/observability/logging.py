@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Literal, TextIO
 
 #: Ids that a record may have, in the order in which they are printed.
-ID_NAMES = ("request_id", "tenant", "session_id", "replica_id", "epoch", "round_id")
+ID_NAMES = ("request_id", "tenant", "session_id", "replica_id", "epoch", "round_id", "trace_id", "span_id")
 
 _NO_IDS: Mapping[str, str | int] = MappingProxyType({})
 _ids: ContextVar[Mapping[str, str | int]] = ContextVar("specdec_log_ids", default=_NO_IDS)

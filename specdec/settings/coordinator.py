@@ -10,12 +10,13 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from specdec.settings.base import DAY_S, Address, AddressList, ServiceSettings, TenantName, split_commas
 from specdec.settings.pool_names import OptionalPoolName
+from specdec.settings.tracing import TracingSettings
 from specdec.tenant import DEFAULT_TENANT
 
 LookupKinds = Annotated[tuple[Literal["ngram", "suffix"], ...], NoDecode, BeforeValidator(split_commas)]
 
 
-class CoordinatorSettings(ServiceSettings):
+class CoordinatorSettings(TracingSettings, ServiceSettings):
     """The coordinator: owns sessions, runs rounds between draft and target replicas, and serves clients."""
 
     model_config = SettingsConfigDict(env_prefix="SPECDEC_COORDINATOR__")

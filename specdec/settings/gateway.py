@@ -11,12 +11,13 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from specdec.settings.addresses import split_address
 from specdec.settings.base import DAY_S, Address, ProcessSettings, split_commas
+from specdec.settings.tracing import TracingSettings
 
 Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)]
 """Several texts: a repeated flag, or one comma-separated value."""
 
 
-class GatewaySettings(ProcessSettings):
+class GatewaySettings(TracingSettings, ProcessSettings):
     """The gateway: answers HTTP requests in OpenAI's and Anthropic's form, as a client of coordinators."""
 
     model_config = SettingsConfigDict(env_prefix="SPECDEC_GATEWAY__")

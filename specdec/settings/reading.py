@@ -23,6 +23,7 @@ from specdec.errors import InvalidRequest, error_line
 
 #: Name of a flag's value in `--help`, by the end of the flag, else by its type.
 _VALUE_NAMES = {
+    "otlp-endpoint": "URL",
     **dict.fromkeys(("listen", "advertise", "health", "metrics", "endpoint", "--coordinator"), "HOST:PORT"),
     **dict.fromkeys(("lookup", "local-draft"), "KIND"),
     **dict.fromkeys(("model", "tokenizer"), "PATH_OR_HUB_ID"),
@@ -32,7 +33,7 @@ _VALUE_NAMES = {
     "api-key": "KEY",
     "cors-origin": "ORIGIN",
     "served-model-name": "NAME",
-    "utilization": "SHARE",
+    **dict.fromkeys(("utilization", "share"), "SHARE"),
     "-s": "SECONDS",
     "-ms": "MILLISECONDS",
     "-bytes": "BYTES",

@@ -43,6 +43,7 @@ from specdec.checkpoints.generation_config import recommended_sampling
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.observability.audit import AuditMetrics
 from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
+from specdec.observability.tracing import Tracing
 from specdec.rpc.client import open_link
 from specdec.rpc.server import COORDINATOR_SERVICE, DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
 from specdec.state.redis_store import RedisSessionStore, open_store
@@ -284,6 +285,7 @@ class Rig:
         learning_log: LearningLog | None = None,
         audit_share: float = 0.0,
         audit_wait_s: float = 60.0,
+        tracing: Tracing | None = None,
         **settings: Any,
     ) -> Coordinator:
         """Starts a coordinator connected to every service.
@@ -299,6 +301,7 @@ class Rig:
             learning_log: where it logs what the target says; closed with it.
             audit_share: share of rounds that it verifies again.
             audit_wait_s: how long an audit waits for its target to be idle.
+            tracing: records its requests.
             settings: of `GenerationSettings`.
         """
         store = self.store if tenant == DEFAULT_TENANT else self.open_store(tenant)
@@ -347,6 +350,7 @@ class Rig:
             tenants=CallTenants(tenant, reads_header=tenant_header),
             default_sampling=self._default_sampling,
             canary=canary,
+            tracing=tracing,
         ).add_to(server.grpc_server)
         await server.start()
         num_wanted = len(self.services) if num_alive is None else num_alive

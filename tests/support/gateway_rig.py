@@ -16,6 +16,7 @@ from gateway.context import Gateway
 from gateway.metrics import GatewayMetrics
 from gateway.server import bind, serve
 from gateway.upstream import Upstream
+from specdec.observability.tracing import Tracing
 from specdec.settings.gateway import GatewaySettings
 
 #: Address at which nothing listens.
@@ -46,7 +47,7 @@ class RunningGateway:
 
 @asynccontextmanager
 async def running_gateway(
-    coordinator: str = NOWHERE, *, keys: ApiKeys | None = None, **settings: Any
+    coordinator: str = NOWHERE, *, keys: ApiKeys | None = None, tracing: Tracing | None = None, **settings: Any
 ) -> AsyncIterator[RunningGateway]:
     """A gateway in front of `coordinator`, or for "" of those in the registry, with these settings."""
     chosen = GatewaySettings(
@@ -60,7 +61,7 @@ async def running_gateway(
     )
     upstream, stop = Upstream(chosen), asyncio.Event()
     await upstream.start()
-    gateway = Gateway(chosen, upstream, keys or ApiKeys(), GatewayMetrics())
+    gateway = Gateway(chosen, upstream, keys or ApiKeys(), GatewayMetrics(), tracing)
     with bind(chosen.listen) as listener:
         port = listener.getsockname()[1]
         serving = asyncio.create_task(serve(build_app(gateway), listener, chosen, stop))

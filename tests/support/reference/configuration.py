@@ -14,6 +14,7 @@ from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.draft import DraftSettings
 from specdec.settings.gateway import GatewaySettings
 from specdec.settings.target import TargetSettings
+from specdec.settings.tracing import TracingSettings
 from tests.support.reference.markdown import code, document, item, items, paragraph
 
 _SERVICES: dict[str, type[ProcessSettings]] = {
@@ -46,6 +47,8 @@ def page() -> str:
         blocks.append(items([_setting(name, field) for name, field in _own_fields(settings).items()]))
     blocks += ["## Settings of draft and target", paragraph("Both replica services take these settings, too.")]
     blocks.append(items(_settings(ReplicaSettings, ServiceSettings)))
+    blocks += ["## Settings of traces", paragraph("Coordinator and gateway take these, too.")]
+    blocks.append(items([_setting(name, field) for name, field in TracingSettings.model_fields.items()]))
     blocks += ["## Settings of gRPC services", paragraph("Coordinator, draft and target service take these, too.")]
     blocks.append(items(_settings(ServiceSettings, ProcessSettings)))
     blocks += ["## Settings of every service", paragraph("All services, the gateway included, take these, too.")]
