@@ -51,7 +51,7 @@ export async function follow(turn, { open, reopen }, signal, onTokens) {
         onTokens(turn.add(id, chunk));
         attempt = 0;
       }
-      turn.state = signal.aborted ? "stopped" : "finished";
+      if (turn.state !== "finished") turn.state = signal.aborted ? "stopped" : "finished";
       return;
     } catch (error) {
       if (turn.state === "finished") return; // Only what follows the text was lost.

@@ -1,0 +1,329 @@
+"""The playground in Chromium, against the gateway of a real `specdec up --http` with the demo pair.
+
+With `SPECDEC_SCREENSHOTS=FOLDER` pictures of the page are written to FOLDER.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("playwright", reason="needs the package playwright (extra dev)")
+from axe_core_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, expect
+
+from tests.support.browser import CHROMIUM, NO_CHROMIUM, chromium, opened, screenshot
+from tests.support.up_rig import ENVIRON, SPECDEC
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
+
+PROMPT = "def read_lines(path"
+SOURCES = ("accepted", "corrected", "bonus", "target")
+PHONE_WIDTH = 360
+API_KEY = "playground-key"
+READY = re.compile(r"ready grpc=(?P<grpc>\S+) http=(?P<http>\S+)\n")
+
+expect.set_options(timeout=120_000)
+
+
+@pytest.fixture(scope="module")
+def addresses() -> Iterator[dict[str, str]]:
+    """Addresses of a running system: `grpc` and `http`."""
+    command = [*SPECDEC, "up", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"]
+    up = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRON)
+    assert up.stdout is not None
+    ready = READY.fullmatch(line := up.stdout.readline())
+    assert ready, f"up printed {line!r}"
+    yield ready.groupdict()
+    up.send_signal(signal.SIGTERM)
+    up.communicate()
+
+
+@pytest.fixture(scope="module")
+def url(addresses: dict[str, str]) -> str:
+    return f"http://{addresses['http']}/"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser: Browser, url: str) -> Iterator[Page]:
+    with opened(browser, url) as page:
+        yield page
+
+
+def fill(page: Page, prompt: str = PROMPT, **fields: str) -> None:
+    """Fill the form: a greedy request with drafts of three tokens, and `fields` by their names."""
+    if not page.locator("#options").evaluate("details => details.open"):
+        page.locator("#options > summary").click()
+    page.locator("#input").fill(prompt)
+    for name, value in {"temperature": "0", "gamma": "3", "max_tokens": "48", **fields}.items():
+        page.locator(f"[name={name}]").fill(value)
+
+
+def generate(page: Page) -> None:
+    page.locator("#generate").click()
+    expect(page.locator("#status")).to_contain_text("Finished")
+
+
+def output(page: Page, pane: str = "main") -> str:
+    return page.locator(f"#{pane}-output .tokens").last.evaluate("tokens => tokens.textContent")
+
+
+def numbers(page: Page, selector: str) -> list[int]:
+    return [int(text) for text in page.locator(selector).all_text_contents()]
+
+
+def complete(url: str, max_tokens: int) -> str:
+    """Return the greedy continuation of the prompt, in one answer without a stream."""
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": max_tokens, "speculation": {"gamma": 3}}
+    request = urllib.request.Request(
+        f"{url}v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["text"]
+
+
+def test_a_prompt_becomes_tokens_that_are_marked_by_their_source(page: Page, url: str) -> None:
+    fill(page)
+    generate(page)
+    assert output(page) == complete(url, 48)
+    tokens = page.locator("#main-output .token")
+    sources = tokens.evaluate_all("tokens => tokens.map((token) => token.classList[1])")
+    assert len(sources) == 48
+    assert set(sources) <= set(SOURCES)
+    assert {"accepted", "corrected"} <= set(sources)
+    styles = page.locator(".legend .token").evaluate_all(
+        "tokens => tokens.map((token) => getComputedStyle(token).textDecorationStyle + getComputedStyle(token).textDecorationLine)"
+    )
+    assert len(set(styles)) == len(styles), "each source can be told without its colour"
+    expect(page.locator("#status")).to_contain_text("48 tokens")
+    expect(page.locator("#main-rate")).to_have_text(re.compile(r"[\d.]+ tokens/s"))
+
+
+def test_rounds_and_positions_add_up_to_the_tokens(page: Page) -> None:
+    fill(page)
+    generate(page)
+    sources = page.locator("#main-output .token").evaluate_all("tokens => tokens.map((token) => token.classList[1])")
+    drafted, accepted, corrected = (numbers(page, f"#rounds tbody td:nth-child({column})") for column in (2, 3, 4))
+    assert sum(accepted) == sources.count("accepted")
+    assert sum(corrected) == sources.count("corrected")
+    assert max(drafted) == 3
+    assert all(kept <= tested for kept, tested in zip(accepted, drafted, strict=True))
+    counts = page.locator("#positions tbody td:nth-child(3)").all_text_contents()
+    assert len(counts) == 3
+    assert sum(int(text.split(" of ")[0]) for text in counts) == sum(accepted)
+    assert sum(int(text.split(" of ")[1]) for text in counts) == sum(drafted)
+    screenshot(page, "light", whole=True)
+
+
+def test_pointer_and_keyboard_show_p_and_q_of_a_token(page: Page) -> None:
+    fill(page, temperature="1", seed="5")
+    generate(page)
+    card = page.locator("#token-card")
+    page.locator("#main-output .accepted").first.hover()
+    expect(card).to_contain_text(re.compile(r"p, target\s*[\d.e-]+\s*q, draft\s*[\d.e-]+"))
+    page.locator("h1").hover()
+    expect(card).to_be_hidden()
+
+    page.locator("#new-session").focus()
+    while not page.evaluate("document.activeElement.classList.contains('token')"):
+        page.keyboard.press("Tab")
+    expect(card).to_contain_text("p, target")
+    page.keyboard.press("ArrowRight")
+    focused = page.locator("#main-output .token:focus")
+    assert focused.evaluate("token => token === document.querySelectorAll('#main-output .token')[1]")
+    assert focused.get_attribute("aria-describedby") == "token-card"
+    page.keyboard.press("Escape")
+    expect(card).to_be_hidden()
+
+
+def test_a_comparison_runs_both_streams_at_once_and_finds_the_same_greedy_text(page: Page, url: str) -> None:
+    events: list[str] = []
+    page.on("request", lambda request: request.method == "POST" and events.append("begun"))
+    fill(page, max_tokens="200")
+    page.locator("[name=compare]").check()
+    page.on("requestfinished", lambda request: request.method == "POST" and events.append("ended"))
+    page.locator("#generate").click()
+    expect(page.locator("#comparison")).to_contain_text("Both texts are the same.")
+    assert events[:2] == ["begun", "begun"]
+    expect(page.locator("#comparison")).to_contain_text(re.compile(r"Speculation was [\d.]+ times as fast"))
+    assert output(page, "main") == output(page, "other") == complete(url, 200)
+    others = page.locator("#other-output .token").evaluate_all("tokens => tokens.map((token) => token.classList[1])")
+    assert set(others) == {"target"}
+    expect(page.locator("#other-rate")).to_contain_text("tokens/s")
+
+
+def test_a_stream_goes_on_after_the_page_was_reloaded(page: Page, url: str) -> None:
+    resumed_after: list[str] = []
+    page.on("request", lambda request: resumed_after.append(request.headers.get("last-event-id", "")))
+    fill(page, max_tokens="1200")
+    page.locator("#generate").click()
+    expect(page.locator("#main-output .token").nth(8)).to_be_attached()
+    page.reload()
+    expect(page.locator("#status")).to_contain_text("Finished")
+    assert output(page) == complete(url, 1200)
+    (index,) = [int(event_id.split(":")[1]) for event_id in resumed_after if event_id]
+    assert 8 <= index < 1200, "the reload came in the middle of the stream"
+
+
+def test_a_stopped_stream_is_continued_on_demand(page: Page, url: str) -> None:
+    fill(page, max_tokens="1200")
+    page.locator("#generate").click()
+    expect(page.locator("#main-output .token").nth(8)).to_be_attached()
+    page.locator("#stop").click()
+    expect(page.locator("#status")).to_contain_text("Stopped after")
+    page.locator("#resume").click()
+    expect(page.locator("#status")).to_contain_text("Finished")
+    assert output(page) == complete(url, 1200)
+
+
+def test_a_conversation_continues_and_its_session_can_be_opened_and_deleted(page: Page, url: str) -> None:
+    page.get_by_label("Chat").check()
+    for number, message in enumerate(("Count the words of a file.", "Now the lines."), 1):
+        fill(page, message, max_tokens="16")
+        generate(page)
+        expect(page.locator("#main-output .turn")).to_have_count(number)
+        page.locator("#status").evaluate("status => status.textContent = ''")
+    texts = page.locator("#main-output .tokens").all_text_contents()
+
+    page.reload()
+    expect(page.locator("#status")).to_contain_text("The server holds this session")
+    page.locator("#new-session").click()
+    expect(page.locator("#main-output .turn")).to_have_count(0)
+    page.get_by_role("button", name="Open session Count the words").click()
+    assert page.locator("#main-output .tokens").all_text_contents() == texts
+    session_id = page.evaluate("sessionStorage.getItem('specdec.open')")
+    page.get_by_role("button", name="Delete session Count the words").click()
+    expect(page.locator("#sessions")).to_have_text("None yet.")
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"{url}v1/sessions/{session_id}")
+
+
+def test_an_error_is_told_in_words_and_the_next_request_works(page: Page) -> None:
+    fill(page, "word " * 4000)
+    page.locator("#generate").click()
+    expect(page.get_by_role("alert")).to_contain_text("(CONTEXT_TOO_LONG)")
+    screenshot(page, "error")
+    fill(page)
+    generate(page)
+    expect(page.get_by_role("alert")).to_be_hidden()
+
+
+def test_a_gateway_with_keys_is_used_after_the_key_was_given(browser: Browser, addresses: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "gateway", "--listen", "127.0.0.1:0", "--coordinator", addresses["grpc"]]
+    gateway = subprocess.Popen(
+        [*command, "--api-key", API_KEY, "--log-format", "json"], stderr=subprocess.PIPE, text=True, env=ENVIRON
+    )
+    try:
+        assert gateway.stderr is not None
+        address = next(found[0] for line in gateway.stderr if (found := re.search(r"127\.0\.0\.1:[1-9]\d*", line)))
+        with opened(browser, f"http://{address}/") as page:
+            expect(page.get_by_role("alert")).to_contain_text("key")
+            page.get_by_label("API key", exact=True).fill("wrong")
+            page.get_by_role("button", name="Use this key").click()
+            expect(page.locator("#key-form")).to_be_visible()
+            page.get_by_label("API key", exact=True).fill(API_KEY)
+            page.get_by_role("button", name="Use this key").click()
+            expect(page.locator("#key-form")).to_be_hidden()
+            fill(page)
+            generate(page)
+            page.locator("#code > summary").click()
+            expect(page.locator("#curl-code")).to_contain_text("Bearer $SPECDEC_API_KEY")
+            assert API_KEY not in page.locator("#code").inner_text()
+    finally:
+        gateway.send_signal(signal.SIGTERM)
+        gateway.communicate()
+
+
+@pytest.mark.parametrize("kind", ["Prompt", "Chat"])
+def test_the_copied_code_makes_the_same_request(page: Page, kind: str) -> None:
+    page.get_by_label(kind, exact=True).and_(page.get_by_role("radio")).check()
+    fill(page, 'say("it\'s")', top_k="5")
+    page.locator("#code > summary").click()
+    copied = {}
+    for name, button in (("curl", "Copy as curl"), ("python", "Copy as Python")):
+        page.get_by_role("button", name=button).click()
+        expect(page.locator("#status")).to_have_text("Copied.")
+        copied[name] = page.evaluate("navigator.clipboard.readText()")
+    generate(page)
+    shown = output(page)
+    assert text_of_curl(copied["curl"]) == shown
+    pytest.importorskip("openai", reason="needs the package openai (extra dev)")
+    python = subprocess.run([sys.executable, "-c", copied["python"]], capture_output=True, text=True, env=ENVIRON)
+    assert python.stdout == shown, python.stderr
+
+
+def text_of_curl(command: str) -> str:
+    """Run a copied curl command; return the text of the stream that it prints."""
+    printed = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout
+    chunks = [json.loads(line[6:]) for line in printed.splitlines() if line.startswith("data: {")]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+
+
+def test_a_phone_shows_the_page_without_scrolling_sideways(browser: Browser, url: str) -> None:
+    with opened(browser, url, width=PHONE_WIDTH, height=740) as page:
+        fill(page)
+        page.locator("[name=compare]").check()
+        page.locator("#code > summary").click()
+        page.locator("#generate").click()
+        expect(page.locator("#comparison")).not_to_be_empty()
+        page.locator("#main-output .token").last.hover()
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE_WIDTH
+        page.locator("#code > summary").click()
+        page.locator("#options > summary").click()
+        screenshot(page, "phone", whole=True)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(browser: Browser, url: str, scheme: str) -> None:
+    with opened(browser, url, scheme=scheme) as page:
+        fill(page, temperature="1", seed="3")
+        page.locator("[name=compare]").check()
+        page.locator("#generate").click()
+        expect(page.locator("#comparison")).not_to_be_empty()
+        screenshot(page, f"compare-{scheme}")
+        page.locator("#code > summary").click()
+        page.locator("#key-form").evaluate("form => form.hidden = false")
+        page.locator("#error").evaluate("error => { error.hidden = false; error.textContent = 'An error.'; }")
+        page.locator("#main-output .token").first.focus()
+        assert serious(Axe().run(page)) == []
+
+
+def test_the_chosen_theme_overrides_the_system_and_is_remembered(browser: Browser, url: str) -> None:
+    with opened(browser, url, scheme="light") as page:
+        ground = "getComputedStyle(document.body).backgroundColor"
+        before = page.evaluate(ground)
+        page.get_by_label("Theme").select_option("dark")
+        assert page.evaluate(ground) != before
+        assert serious(Axe().run(page)) == []
+        page.reload()
+        assert page.evaluate(ground) != before
+
+
+def test_axe_would_notice_a_pale_text(page: Page) -> None:
+    page.evaluate("document.querySelector('#server').style.color = '#cccccc'")
+    assert [finding["id"] for finding in serious(Axe().run(page))] == ["color-contrast"]
+
+
+def serious(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the findings that keep people from using the page, with the elements they are about."""
+    return [
+        {"id": finding["id"], "nodes": [node["html"] for node in finding["nodes"]]}
+        for finding in result["violations"]
+        if finding["impact"] in ("serious", "critical")
+    ]
