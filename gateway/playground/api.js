@@ -75,7 +75,7 @@ export class Api {
 
   /** Yield `{id, chunk}` for each event of a session's last request after the event `eventId`. */
   resume(kind, sessionId, eventId, signal) {
-    const path = `v1/sessions/${encodeURIComponent(sessionId)}?object=${KINDS[kind].object}`;
+    const path = `v1/sessions/${encodeURIComponent(sessionId)}?object=${KINDS[kind].object}&return_provenance=true`;
     return this.#stream(path, { headers: { Accept: "text/event-stream", "Last-Event-ID": eventId }, signal });
   }
 
