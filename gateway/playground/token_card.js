@@ -57,10 +57,16 @@ function rowsOf({ text, source, p, q, pool, round }) {
   ];
   if (source === "unknown") return rows;
   rows.push(["p, target", probability(p)]);
-  rows.push(["q, draft", q > 0 ? probability(q) : "none"]);
+  rows.push(["q, draft", draftProbability(source, q)]);
   if (pool) rows.push(["Draft pool", pool]);
   rows.push(["Round", String(round)]);
   return rows;
+}
+
+/** Return q in words where there is no number: greedy and coupled drafts come without their distribution. */
+function draftProbability(source, q) {
+  if (q > 0) return probability(q);
+  return source === "accepted" ? "not sent (greedy or coupled draft)" : "none";
 }
 
 /** Return a probability with three significant digits. */

@@ -15,7 +15,7 @@ NO_CHROMIUM = "needs the program chromium on the PATH (`make browser`)"
 #: Folder that screenshots are written to; unset: none are made.
 SCREENSHOTS = os.environ.get("SPECDEC_SCREENSHOTS", "")
 #: Limit on one step of a page, for machines under load. A step that succeeds takes as long as it needs.
-_STEP_TIMEOUT_MS = 120_000
+STEP_TIMEOUT_MS = 120_000
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def opened(browser: Browser, url: str, *, width: int = 1280, height: int = 900, 
         color_scheme="dark" if scheme == "dark" else "light",
         permissions=["clipboard-read", "clipboard-write"],
     )
-    context.set_default_timeout(_STEP_TIMEOUT_MS)
+    context.set_default_timeout(STEP_TIMEOUT_MS)
     page = context.new_page()
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
