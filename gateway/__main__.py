@@ -15,7 +15,7 @@ from gateway.app import build_app
 from gateway.auth import ApiKeys
 from gateway.context import Gateway
 from gateway.metrics import GatewayMetrics
-from gateway.server import serve
+from gateway.server import bind, serve
 from gateway.upstream import Upstream
 from specdec.errors import SpecdecError, error_line
 from specdec.observability.logging import configure_logging
@@ -49,9 +49,7 @@ async def _serve(settings: GatewaySettings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     has_keys = bool(settings.api_keys or settings.api_key)
-    keys = ApiKeys(
-        settings.api_keys, key=settings.api_key, allow_anonymous=settings.allow_anonymous or not has_keys
-    )
+    keys = ApiKeys(settings.api_keys, key=settings.api_key, allow_anonymous=settings.allow_anonymous or not has_keys)
     metrics = GatewayMetrics()
     async with AsyncExitStack() as ending:
         if settings.metrics:
@@ -59,7 +57,8 @@ async def _serve(settings: GatewaySettings) -> None:
         upstream = Upstream(settings)
         ending.push_async_callback(upstream.close)
         await upstream.start()
-        await serve(build_app(Gateway(settings, upstream, keys, metrics)), settings, stop)
+        listener = ending.enter_context(bind(settings.listen))
+        await serve(build_app(Gateway(settings, upstream, keys, metrics)), listener, settings, stop)
 
 
 if __name__ == "__main__":

@@ -85,9 +85,7 @@ class ChunkEncoder(ABC):
                 reason = json.dumps(FINISH_REASONS.get(event.completion.finish_reason))
                 is_last = len(self._completions()) == self._options.num_outputs
                 extra = self._metrics() if self._options.has_metrics and is_last else ""
-                yield self._event(
-                    event, output, f'{self._delta("")},{_NO_LOGPROBS},"finish_reason":{reason}', extra
-                )
+                yield self._event(event, output, f'{self._delta("")},{_NO_LOGPROBS},"finish_reason":{reason}', extra)
         if self._options.stream_options.include_usage:
             yield self._usage_event()
         yield DONE

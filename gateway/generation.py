@@ -96,10 +96,7 @@ class Outputs:
         Raises:
             SpecdecError: an output failed; the others are cancelled.
         """
-        if len(self._jobs) == 1:
-            source = self._output(self._jobs[0])
-        else:
-            source = self._merged()
+        source = self._output(self._jobs[0]) if len(self._jobs) == 1 else self._merged()
         is_first = True
         async with aclosing(source) as events:
             async for event in events:

@@ -149,9 +149,7 @@ def error_response(
     status = status or status_of(error)
     shape = anthropic_error_object if path.startswith(ANTHROPIC_PATH) else error_object
     body = json.dumps(shape(error, status), ensure_ascii=False).encode("utf-8", "backslashreplace")
-    return Response(
-        body, status, media_type="application/json", headers={**error_headers(error), **(headers or {})}
-    )
+    return Response(body, status, media_type="application/json", headers={**error_headers(error), **(headers or {})})
 
 
 def anthropic_error_object(error: SpecdecError, status: int) -> dict[str, Any]:

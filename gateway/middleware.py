@@ -126,13 +126,9 @@ class LimitedBody:
                     return {"type": "http.request", "body": b"".join(parts), "more_body": False}
 
     def _too_large(self) -> InvalidRequest:
-        return InvalidRequest(
-            f"the request body must have at most {self._max_bytes} bytes", reason="REQUEST_TOO_LARGE"
-        )
+        return InvalidRequest(f"the request body must have at most {self._max_bytes} bytes", reason="REQUEST_TOO_LARGE")
 
-    async def _refuse(
-        self, scope: Scope, receive: Receive, send: Send, error: InvalidRequest, status: int
-    ) -> None:
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send, error: InvalidRequest, status: int) -> None:
         """Answer without reading the rest of the body, and so close the connection."""
         response = error_response(error, scope["path"], status=status, headers={"connection": "close"})
         await response(scope, receive, send)

@@ -31,39 +31,34 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(app: ASGIApp, settings: GatewaySettings, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set, then finish the requests in flight within `settings.drain_grace_s`.
-
-    Raises:
-        Unavailable: the address cannot be bound.
-    """
-    with bind(settings.listen) as listener:
-        server = _Server(
-            uvicorn.Config(
-                app,
-                http=protocol_with(settings.header_timeout_s),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                backlog=_BACKLOG,
-                timeout_keep_alive=_IDLE_S,
-                timeout_graceful_shutdown=max(1, round(settings.drain_grace_s)),
-            )
+async def serve(app: ASGIApp, listener: socket.socket, settings: GatewaySettings, stop: asyncio.Event) -> None:
+    """Serve on `listener` until `stop` is set, then finish the requests in flight within the settings' grace."""
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http=protocol_with(settings.header_timeout_s),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_IDLE_S,
+            timeout_graceful_shutdown=max(1, round(settings.drain_grace_s)),
         )
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        stopping = asyncio.create_task(stop.wait())
-        address = advertised_address("", settings.listen, listener.getsockname()[1])
-        _log.info("listening", extra={"address": settings.listen, "advertised": address})
-        try:
-            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if stop.is_set():
-                _log.info("draining", extra={"grace_s": settings.drain_grace_s})
-        finally:
-            stopping.cancel()
-            server.should_exit = True
-            await serving
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    stopping = asyncio.create_task(stop.wait())
+    address = advertised_address("", settings.listen, listener.getsockname()[1])
+    _log.info("listening", extra={"address": settings.listen, "advertised": address})
+    try:
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            _log.info("draining", extra={"grace_s": settings.drain_grace_s})
+    finally:
+        stopping.cancel()
+        server.should_exit = True
+        await serving
 
 
 @contextlib.contextmanager

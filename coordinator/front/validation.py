@@ -158,9 +158,7 @@ def _prompt_token_ids(ids: Collection[int], limits: ServingLimits) -> TokenIds:
 def _check_token_ids(field: str, ids: Iterable[int], vocabulary_size: int) -> None:
     for token_id in ids:
         if not 0 <= token_id < vocabulary_size:
-            raise _invalid(
-                field, f"must be at least 0 and below the vocabulary size {vocabulary_size}, got {token_id}"
-            )
+            raise _invalid(field, f"must be at least 0 and below the vocabulary size {vocabulary_size}, got {token_id}")
 
 
 def _sampling(raw: RawSamplingParams, limits: ServingLimits) -> SamplingParams:

@@ -130,9 +130,7 @@ def encode_event(
     return coordinator_pb2.GenerateResponse(finished=_encode_finished(event))
 
 
-def _encode_chunk(
-    chunk: OutputChunk, token_bytes: Callable[[int], bytes] | None
-) -> coordinator_pb2.GenerateResponse:
+def _encode_chunk(chunk: OutputChunk, token_bytes: Callable[[int], bytes] | None) -> coordinator_pb2.GenerateResponse:
     """Return the message of a chunk, with details where there is a `token_bytes`."""
     response = coordinator_pb2.GenerateResponse()
     message = response.tokens
@@ -146,9 +144,7 @@ def _encode_chunk(
     return response
 
 
-def _encode_detail(
-    chunk: OutputChunk, index: int, token_bytes: Callable[[int], bytes]
-) -> coordinator_pb2.TokenDetail:
+def _encode_detail(chunk: OutputChunk, index: int, token_bytes: Callable[[int], bytes]) -> coordinator_pb2.TokenDetail:
     """Return the details of one token. A token replayed from the log has only its text, as no origin is stored."""
     origin = chunk.provenance
     if origin is None:
@@ -165,9 +161,7 @@ def _encode_detail(
         detail.logprob = origin.logprobs[index].logprob
         detail.token_bytes = token_bytes(chunk.token_ids[index])
         for top in origin.logprobs[index].top:
-            detail.top_logprobs.add(
-                token_id=top.token_id, logprob=top.logprob, token_bytes=token_bytes(top.token_id)
-            )
+            detail.top_logprobs.add(token_id=top.token_id, logprob=top.logprob, token_bytes=token_bytes(top.token_id))
     return detail
 
 

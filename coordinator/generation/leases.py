@@ -41,9 +41,7 @@ class Leases:
         """
         owner = owner or f"{self._owner_prefix}{next(self._nonces)}"
         store = self._store.of_tenant(key.tenant)
-        taking = asyncio.ensure_future(
-            store.acquire(key.session_id, owner=owner, ttl_s=self._ttl_s, create=create)
-        )
+        taking = asyncio.ensure_future(store.acquire(key.session_id, owner=owner, ttl_s=self._ttl_s, create=create))
         try:
             return await asyncio.shield(taking)
         except asyncio.CancelledError:

@@ -54,9 +54,7 @@ class Prefixes:
         self._look_ups: set[asyncio.Task[dict[str, int]]] = set()
         self._is_answered = True
 
-    def look_up(
-        self, tenant: str, num_tokens: int, hash_at: Callable[[int], bytes]
-    ) -> asyncio.Task[dict[str, int]]:
+    def look_up(self, tenant: str, num_tokens: int, hash_at: Callable[[int], bytes]) -> asyncio.Task[dict[str, int]]:
         """Start the lookup of how many of a session's tokens each replica holds; `answer` returns its result.
 
         Args:

@@ -1,4 +1,4 @@
-"""The addresses at which `specdec up` and its services listen: the coordinator's, the gateway's, and those of metrics."""
+"""The addresses at which `specdec up` and its services listen: coordinator, gateway and metrics."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def metrics_addresses(args: argparse.Namespace, names: list[str], endpoint: str,
         http: the gateway's address, from `http_address`; "": no gateway.
 
     Raises:
-        Usage: `--metrics` is not an address, has too few ports after it, or would take the coordinator's or the gateway's.
+        Usage: `--metrics` is not an address, has too few ports after it, or would take one of these addresses.
         Unavailable: one of them is in use (ADDRESS_IN_USE).
     """
     if not args.metrics:

@@ -34,7 +34,9 @@ _CHOSEN_BY_UP = {
     "metrics": "use --metrics",
     "redis_url": "use --redis-url, which all services share",
     "log_format": "it reads the services' records",
-    **dict.fromkeys(("config", "replica_id", "draft_endpoint", "target_endpoint", "coordinator"), "it sets this for every service"),
+    **dict.fromkeys(
+        ("config", "replica_id", "draft_endpoint", "target_endpoint", "coordinator"), "it sets this for every service"
+    ),
 }
 _LISTEN = {
     "coordinator": "use --listen",

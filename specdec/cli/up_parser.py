@@ -199,8 +199,8 @@ def _add_flags(parser: argparse.ArgumentParser, default_http: str = "") -> None:
     parser.add_argument(
         "--set", action=_Setting, dest="settings", metavar="SERVICE.FIELD=VALUE",
         help="Any other setting of a service, for instance draft.predraft=on; repeatable. SERVICE is target, draft, "
-        "coordinator or gateway; `python -m target_service --help` lists the target's settings. --set wins over the flags "
-        "above.",
+        "coordinator or gateway; `python -m target_service --help` lists the target's settings. --set wins over "
+        "the flags above.",
     )  # fmt: skip
 
 

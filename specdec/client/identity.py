@@ -26,7 +26,7 @@ class Identity:
     _is_view = False
 
     def _identify(self, api_key: str | None, *, remembers_sessions: bool = True) -> None:
-        """Set the metadata of every call. Raises InvalidRequest for a malformed key; the message does not contain it."""
+        """Set what identifies the caller. Raises InvalidRequest, without the key in it, for a malformed key."""
         self._metadata = _authorization(api_key)
         self._sizes = SessionSizes(remembers=remembers_sessions)
 

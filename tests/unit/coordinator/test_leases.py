@@ -18,6 +18,7 @@ from tests.support.store_sessions import LONG_TTL_S, REQUEST, tokens
 
 KEY = SessionKey(DEFAULT_TENANT, "s")
 
+
 class HeldStore:
     """A session store whose acquisitions take effect at once, but are answered when the gate opens."""
 
