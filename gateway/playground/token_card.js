@@ -17,7 +17,8 @@ export class TokenCard {
   constructor(card) {
     this.card = card;
     this.span = null;
-    addEventListener("scroll", () => this.hide(), { passive: true });
+    // Focus may scroll the page: the card then goes with its token.
+    addEventListener("scroll", () => this.span && this.#place(), { passive: true });
   }
 
   /** Show the card of `token` beside its span, which it describes. */

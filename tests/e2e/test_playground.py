@@ -141,10 +141,13 @@ def test_pointer_and_keyboard_show_p_and_q_of_a_token(page: Page) -> None:
     page.locator("h1").hover()
     expect(card).to_be_hidden()
 
+    page.set_viewport_size({"width": 1280, "height": 300})  # the focus scrolls the page
     page.locator("#new-session").focus()
     while not page.evaluate("document.activeElement.classList.contains('token')"):
         page.keyboard.press("Tab")
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
     expect(card).to_contain_text("p, target")
+    expect(card).to_be_in_viewport()
     page.keyboard.press("ArrowRight")
     focused = page.locator("#main-output .token:focus")
     assert focused.evaluate("token => token === document.querySelectorAll('#main-output .token')[1]")

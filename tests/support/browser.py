@@ -30,7 +30,9 @@ def chromium() -> Iterator[Browser]:
 
 
 @contextmanager
-def opened(browser: Browser, url: str, *, width: int = 1280, height: int = 900, scheme: str = "light") -> Iterator[Page]:
+def opened(
+    browser: Browser, url: str, *, width: int = 1280, height: int = 900, scheme: str = "light"
+) -> Iterator[Page]:
     """Open a page in a fresh profile. A script that fails, or that the content policy refuses, fails the test."""
     context = browser.new_context(
         viewport={"width": width, "height": height},
