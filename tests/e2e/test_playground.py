@@ -185,6 +185,14 @@ def test_a_stream_goes_on_after_the_page_was_reloaded(page: Page, url: str) -> N
     assert 8 <= index < 1200, "the reload came in the middle of the stream"
 
 
+@pytest.mark.parametrize("event_id", ["another:3", "s-of-this-test:x", "s-of-this-test:-1"])
+def test_an_event_id_that_is_none_of_the_session_is_refused(url: str, event_id: str) -> None:
+    headers = {"Accept": "text/event-stream", "Last-Event-ID": event_id}
+    with pytest.raises(urllib.error.HTTPError, match="400") as refused:
+        urllib.request.urlopen(urllib.request.Request(f"{url}v1/sessions/s-of-this-test", headers=headers))
+    assert json.load(refused.value)["error"]["param"] == "Last-Event-ID"
+
+
 def test_a_stopped_stream_is_continued_on_demand(page: Page, url: str) -> None:
     fill(page, max_tokens="1200")
     page.locator("#generate").click()
