@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What a caller may do."""
+    """Rights, tenant and limits of a caller."""
 
     tenant: str = ""
     """Tenant of the caller's requests; "" for the coordinator's own."""

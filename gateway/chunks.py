@@ -30,7 +30,7 @@ FINGERPRINT_CHARS = 12
 
 @dataclass(frozen=True, slots=True)
 class ChunkOptions:
-    """What the chunks of one answer contain beside text."""
+    """Contents of one answer's chunks beside text."""
 
     answer_id: str
     model: str

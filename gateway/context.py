@@ -1,4 +1,4 @@
-"""What the routes of one gateway share."""
+"""The parts of one gateway, which its routes share."""
 
 from __future__ import annotations
 

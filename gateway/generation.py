@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from gateway.metrics import GatewayMetrics
 from specdec.client import AsyncClient, AsyncStream, Chunk, Completion, GenerateOptions
@@ -26,7 +26,8 @@ Prompt = str | Sequence[int] | None
 """A text, token ids, or None if the input is among the options."""
 
 
-class Event(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Event:
     """A part of one output: a chunk, or its end."""
 
     index: int

@@ -45,7 +45,7 @@ class SamplingFields(Request):
     stream: Flag | None = False
     """Send the output as server-sent events."""
     stream_options: StreamOptions | None = None
-    """What a stream sends beside its text."""
+    """Contents of a stream beside its text."""
     n: Annotated[Int, Field(ge=1, le=MAX_N)] | None = 1
     """Number of outputs for each prompt."""
     temperature: Number | None = None
@@ -65,7 +65,8 @@ class SamplingFields(Request):
     logit_bias: dict[str, Number] | None = None
     """Amount that is added to the logit of each token id."""
     seed: Annotated[Int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
-    """Seed of the draws: the same request and seed give the same text. Output number i draws with seed + i."""
+    """Seed of the draws. The same request and seed give the same text if the drafts have the same lengths, which
+    speculation.gamma sets, and in the mode coupled in any case. Output number i draws with seed + i."""
     stop: Text | list[Text] | None = None
     """Text, or texts, before which the output ends."""
     stop_token_ids: list[TokenId] | None = None
@@ -77,7 +78,7 @@ class SamplingFields(Request):
     priority: Int | None = None
     """Only 0 is supported."""
     speculation: Speculation | None = None
-    """How drafts are made and verified."""
+    """Choice of drafts and of their verification."""
     session_id: Text | None = None
     """Session to continue, or the name of a new one. Absent: a new session."""
     request_id: Text | None = None
@@ -169,9 +170,9 @@ class SamplingFields(Request):
             recommended: sampling parameters that the model recommends.
 
         Raises:
-            InvalidRequest: a key of `logit_bias` is no token id.
+            InvalidRequest: a key of `logit_bias` is not a token id.
         """
-        given = {name: value for name in _RECOMMENDED if (value := recommended.get(name)) is not None}
+        given: dict[str, Any] = {name: value for name in _RECOMMENDED if (value := recommended.get(name)) is not None}
         for name, ours in _OPENAI_NAMES.items():
             if (value := getattr(self, name)) is not None:
                 given[ours] = value

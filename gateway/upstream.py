@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the coordinators serve, as requests need it."""
+    """Description of the served model, as requests need it."""
 
     names: tuple[str, ...]
     """Names of the model, the one that answers show first."""
@@ -152,7 +152,6 @@ class Upstream:
         known = next((each for each in self._connections if each.endpoint == endpoint), None)
         if known is None:
             known = _Connection(endpoint, self._settings)
-            _log.info("coordinators", extra={"endpoint": endpoint})
         else:
             self._connections.remove(known)
         self._connections.append(known)
@@ -177,6 +176,7 @@ class Upstream:
                     endpoint = await endpoint_of(addresses)
                     if not self._connections or self._connections[-1].endpoint != endpoint:
                         self._connect(endpoint)
+                        _log.info("coordinators found", extra={"endpoint": endpoint})
             except SpecdecError as error:
                 _log.warning("cannot look for coordinators, trying again: %s", error)
             await asyncio.sleep(_DISCOVERY_INTERVAL_S)
@@ -203,7 +203,7 @@ async def _resolved(address: str) -> list[str]:
         raise Unavailable(
             f"coordinator: {address!r} has no IPv4 address: {error}", reason="COORDINATOR_UNAVAILABLE"
         ) from error
-    return sorted({join_address(where[0], where[1]) for *_, where in found})
+    return sorted({join_address(str(where[0]), int(port)) for *_, where in found})
 
 
 def _base_name(model: str) -> str:

@@ -84,7 +84,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._draft_sources = draft_sources
         self._tokenizer = tokenizer
         self._default_mode = default_mode
-        self._default_sampling = coordinator_pb2.SamplingParams(**default_sampling)
+        self._default_sampling = coordinator_pb2.SamplingParams(**default_sampling)  # type: ignore[arg-type]
         self._tenants = tenants
         self._canary = canary
 

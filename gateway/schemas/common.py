@@ -1,7 +1,7 @@
 """Types and fields that requests of several routes share.
 
-Numbers and flags are strict: the text "1" is no number. Unknown fields are ignored, as OpenAI does. Ranges are the
-coordinator's, whose errors name field and limit, unless a field means nothing to it.
+Numbers and flags are strict: the text "1" is refused as a number. Unknown fields are ignored, as OpenAI does. The
+coordinator checks ranges, and its errors name field and limit; fields that it does not know are checked here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Request(BaseModel):
 
 
 class StreamOptions(Request):
-    """What a stream sends beside its text."""
+    """Contents of a stream beside its text."""
 
     include_usage: Flag = False
     """Send a last chunk with the usage of the whole request."""
@@ -37,7 +37,7 @@ class StreamOptions(Request):
 
 
 class Speculation(Request):
-    """How drafts are made and verified. An absent field is the server's choice."""
+    """Choice of drafts and of their verification. An absent field is the server's choice."""
 
     mode: Text | None = None
     """Verification mode: off, rejection, block or coupled."""

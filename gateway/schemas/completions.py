@@ -51,7 +51,7 @@ class CompletionRequest(SamplingFields):
             return [prompt]
         if not prompt:
             raise InvalidRequest("prompt: must not be empty", field="prompt")
-        prompts: list[Prompt] = [prompt] if isinstance(prompt[0], int) else list(prompt)  # type: ignore[list-item, arg-type]
+        prompts: list[Prompt] = [prompt] if isinstance(prompt[0], int) else list(prompt)
         if len(prompts) * self.num_outputs > MAX_OUTPUTS:
             raise InvalidRequest(
                 f"prompt: {len(prompts)} prompts with n={self.num_outputs} are more than {MAX_OUTPUTS} outputs",

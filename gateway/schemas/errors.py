@@ -11,7 +11,7 @@ class ErrorDetail(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     message: str
-    """What happened, which limit there is, and what to do."""
+    """Sentence that tells the value, the limit and what to do."""
     type: str
     """Class of the error, such as invalid_request_error or rate_limit_error."""
     param: str | None

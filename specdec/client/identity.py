@@ -1,4 +1,4 @@
-"""Who calls: the API key and the tenant, which both clients send as gRPC metadata with every call."""
+"""Identity of a caller: the API key and the tenant, which both clients send as gRPC metadata with every call."""
 
 from __future__ import annotations
 

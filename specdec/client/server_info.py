@@ -1,4 +1,4 @@
-"""What a coordinator serves, as frozen dataclasses with the proto's field names, and functions that read them.
+"""Description of what a coordinator serves: frozen dataclasses with the proto's field names, and their readers.
 
 The results of generations and sessions are in `results`.
 """

@@ -29,7 +29,7 @@ class SessionSizes:
     """Token counts by session id."""
 
     def __init__(self, *, remembers: bool = True) -> None:
-        """With `remembers` False nothing is remembered: of a client whose sessions other clients continue, too."""
+        """Make an empty record. `remembers` is False for a client whose sessions other clients continue, too."""
         self.remembers = remembers
         self._turns: OrderedDict[str, _Turn] = OrderedDict()
         self._lock = threading.Lock()

@@ -73,7 +73,7 @@ def configure_logging(
     handler.setFormatter(_JsonFormatter(service) if log_format == "json" else _TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # Other libraries log one line per HTTP request or per compiled graph; only their warnings are shown.
-    for name in ("httpx", "urllib3", "huggingface_hub", "transformers", "asyncio", "grpc"):
+    for name in ("httpx", "httpx2", "uvicorn", "urllib3", "huggingface_hub", "transformers", "asyncio", "grpc"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
     # Two libraries write to stderr without `logging` and read these variables at their first use: gRPC's C core reports
     # every connection that a peer closed, and the Hugging Face libraries draw progress bars.

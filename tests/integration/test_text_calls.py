@@ -13,8 +13,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specdec.client import AsyncClient, ChatMessage, Client, TokenDetail
 from specdec.checkpoints.token_bytes import byte_level_spelling
+from specdec.client import AsyncClient, ChatMessage, Client, TokenDetail
 from specdec.errors import InvalidRequest
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb

@@ -48,9 +48,15 @@ class RunningGateway:
 async def running_gateway(
     coordinator: str = NOWHERE, *, keys: ApiKeys | None = None, **settings: Any
 ) -> AsyncIterator[RunningGateway]:
-    """A gateway in front of `coordinator`, with these settings."""
+    """A gateway in front of `coordinator`, or for "" of those in the registry, with these settings."""
     chosen = GatewaySettings(
-        **{"listen": "127.0.0.1:0", "coordinator": (coordinator,), "retry_s": 0.2, "drain_grace_s": 1.0, **settings}
+        **{
+            "listen": "127.0.0.1:0",
+            "coordinator": (coordinator,) if coordinator else (),
+            "retry_s": 0.2,
+            "drain_grace_s": 1.0,
+            **settings,
+        }
     )
     upstream, stop = Upstream(chosen), asyncio.Event()
     await upstream.start()

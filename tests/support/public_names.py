@@ -23,12 +23,14 @@ from prometheus_client import CollectorRegistry
 
 import specdec.client
 import specdec.v1
+from gateway.metrics import GatewayMetrics
 from specdec.cli.__main__ import build_parser
 from specdec.core.restore_rule import RestoreRule
 from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
-from specdec.settings.base import ServiceSettings
+from specdec.settings.base import ProcessSettings
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.draft import DraftSettings
+from specdec.settings.gateway import GatewaySettings
 from specdec.settings.reading import parse_settings
 from specdec.settings.target import TargetSettings
 from specdec.state.keys import prefix_keys, promotion_key, replica_keys, session_keys
@@ -36,9 +38,10 @@ from specdec.state.kv_tally import KvTally
 from specdec.state.kv_values import KvSpace
 from specdec.types import EngineInfo
 
-SERVICES: dict[str, type[ServiceSettings]] = {
+SERVICES: dict[str, type[ProcessSettings]] = {
     "coordinator": CoordinatorSettings,
     "draft_service": DraftSettings,
+    "gateway": GatewaySettings,
     "target_service": TargetSettings,
 }
 
@@ -62,6 +65,7 @@ def collect() -> Names:
         "lua_sha1": dict(_script_digests()),
         "metrics": {
             "coordinator": metric_names(CoordinatorMetrics("model").registry),
+            "gateway": metric_names(GatewayMetrics().registry),
             "replicas": metric_names(_replica_registry()),
         },
         "proto": proto_names(),
@@ -83,7 +87,7 @@ def flags_of(parser: argparse.ArgumentParser) -> list[str]:
     return sorted(flag for action in parser._actions for flag in action.option_strings)
 
 
-def service_flags(settings_type: type[ServiceSettings]) -> list[str]:
+def service_flags(settings_type: type[ProcessSettings]) -> list[str]:
     """Return the flags of a service, from the parser that prints its `--help`."""
     parsers: list[argparse.ArgumentParser] = []
 

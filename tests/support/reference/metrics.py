@@ -1,4 +1,4 @@
-"""The metrics page: every series of a coordinator and of a replica, from the registries that they serve."""
+"""The metrics page: every series of a coordinator, a replica and a gateway, from the registries that they serve."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from gateway.metrics import GatewayMetrics
 from specdec.core.restore_rule import RestoreRule
 from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
 from specdec.state.kv_tally import KvTally
@@ -15,6 +16,8 @@ from tests.support.reference.markdown import code, document, item, items, paragr
 _INTRODUCTION = """`--metrics HOST:PORT` serves Prometheus text at `/metrics`. A series has the name that vLLM gives to
 the same measurement where there is one, with the prefix `specdec:`. Counters end in `_total`; a histogram has
 `_bucket`, `_sum` and `_count`. The [monitoring guide](../how-to/monitor.md) says which series are worth a graph."""
+_GATEWAY_TEXT = """The gateway serves its series at `/metrics` of its own address, too. The counters of speculation have
+vLLM's own names, so that tools made for vLLM read them."""
 _TIER_TEXT = "A replica with `--kv-tier-url` has these series, too."
 
 
@@ -42,6 +45,7 @@ def page() -> str:
         "Metrics",
         paragraph(_INTRODUCTION),
         "## Coordinator", items(series(CoordinatorMetrics("model").registry)),
+        "## Gateway", paragraph(_GATEWAY_TEXT), items(series(GatewayMetrics().registry)),
         "## Draft and target replicas", items(series(replica.registry)),
         "## Cold tier of KV", paragraph(_TIER_TEXT),
         items([line for line in series(tier.registry) if "kv_tier" in line]),
@@ -56,7 +60,8 @@ def series(registry: CollectorRegistry) -> list[str]:
 def _series(collector: Any, family: Any) -> str:
     labels = getattr(collector, "_labelnames", None) or getattr(family, "_labelnames", ())
     name = f"{family.name}_total" if family.type == "counter" else family.name
-    return item(f"{code(name)} ({family.type}; {', '.join(map(code, labels))})", family.documentation)
+    notes = "; ".join(filter(None, (family.type, ", ".join(map(code, labels)))))
+    return item(f"{code(name)} ({notes})", family.documentation)
 
 
 def _rule() -> RestoreRule:

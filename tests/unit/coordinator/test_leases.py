@@ -15,7 +15,6 @@ from specdec.state.store import Lease, SessionStore
 from specdec.tenant import DEFAULT_TENANT, SessionKey
 from tests.support.store_sessions import LONG_TTL_S, REQUEST, tokens
 
-
 KEY = SessionKey(DEFAULT_TENANT, "s")
 
 

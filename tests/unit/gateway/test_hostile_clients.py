@@ -1,4 +1,4 @@
-"""What clients of the wrong kind and with bad intent get from the gateway: words, a status, and nothing left behind."""
+"""Clients of the wrong kind, or with bad intent, get words and a status, and leave nothing behind."""
 
 from __future__ import annotations
 
