@@ -14,20 +14,16 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-
-pytest.importorskip("playwright", reason="needs the package playwright (extra dev)")
-from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
 from tests.support.browser import CHROMIUM, NO_CHROMIUM, STEP_TIMEOUT_MS, chromium, opened, screenshot
+from tests.support.playground_page import PROMPT, fill, generate, numbers, output, serious, sources
 from tests.support.up_rig import ENVIRON, SPECDEC
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 
-PROMPT = "def read_lines(path"
 SOURCES = ("accepted", "corrected", "bonus", "target")
 PHONE_WIDTH = 360
 API_KEY = "playground-key"
@@ -66,28 +62,6 @@ def page(browser: Browser, url: str) -> Iterator[Page]:
         yield page
 
 
-def fill(page: Page, prompt: str = PROMPT, **fields: str) -> None:
-    """Fill the form: a greedy request with drafts of three tokens, and `fields` by their names."""
-    if not page.locator("#options").evaluate("details => details.open"):
-        page.locator("#options > summary").click()
-    page.locator("#input").fill(prompt)
-    for name, value in {"temperature": "0", "gamma": "3", "max_tokens": "48", **fields}.items():
-        page.locator(f"[name={name}]").fill(value)
-
-
-def generate(page: Page) -> None:
-    page.locator("#generate").click()
-    expect(page.locator("#status")).to_contain_text("Finished")
-
-
-def output(page: Page, pane: str = "main") -> str:
-    return page.locator(f"#{pane}-output .tokens").last.evaluate("tokens => tokens.textContent")
-
-
-def numbers(page: Page, selector: str) -> list[int]:
-    return [int(text) for text in page.locator(selector).all_text_contents()]
-
-
 @functools.cache
 def complete(url: str, max_tokens: int) -> str:
     """Return the greedy continuation of the prompt, in one answer without a stream."""
@@ -103,11 +77,8 @@ def test_a_prompt_becomes_tokens_that_are_marked_by_their_source(page: Page, url
     fill(page)
     generate(page)
     assert output(page) == complete(url, 48)
-    tokens = page.locator("#main-output .token")
-    sources = tokens.evaluate_all("tokens => tokens.map((token) => token.classList[1])")
-    assert len(sources) == 48
-    assert set(sources) <= set(SOURCES)
-    assert {"accepted", "corrected"} <= set(sources)
+    assert len(sources(page)) == 48
+    assert {"accepted", "corrected"} <= set(sources(page)) <= set(SOURCES)
     styles = page.locator(".legend .token").evaluate_all(
         "tokens => tokens.map((token) => getComputedStyle(token).textDecoration.replace(/rgb.*$/, ''))"
     )
@@ -119,10 +90,9 @@ def test_a_prompt_becomes_tokens_that_are_marked_by_their_source(page: Page, url
 def test_rounds_and_positions_add_up_to_the_tokens(page: Page) -> None:
     fill(page)
     generate(page)
-    sources = page.locator("#main-output .token").evaluate_all("tokens => tokens.map((token) => token.classList[1])")
     drafted, accepted, corrected = (numbers(page, f"#rounds tbody td:nth-child({column})") for column in (2, 3, 4))
-    assert sum(accepted) == sources.count("accepted")
-    assert sum(corrected) == sources.count("corrected")
+    assert sum(accepted) == sources(page).count("accepted")
+    assert sum(corrected) == sources(page).count("corrected")
     assert max(drafted) == 3
     assert all(kept <= tested for kept, tested in zip(accepted, drafted, strict=True))
     counts = page.locator("#positions tbody td:nth-child(3)").all_text_contents()
@@ -167,8 +137,7 @@ def test_a_comparison_runs_both_streams_at_once_and_finds_the_same_greedy_text(p
     assert events[:2] == ["begun", "begun"]
     expect(page.locator("#comparison")).to_contain_text(re.compile(r"Speculation was [\d.]+ times as fast"))
     assert output(page, "main") == output(page, "other") == complete(url, 200)
-    others = page.locator("#other-output .token").evaluate_all("tokens => tokens.map((token) => token.classList[1])")
-    assert set(others) == {"target"}
+    assert set(sources(page, "other")) == {"target"}
     expect(page.locator("#other-rate")).to_contain_text("tokens/s")
 
 
@@ -332,12 +301,3 @@ def test_the_chosen_theme_overrides_the_system_and_is_remembered(browser: Browse
 def test_axe_would_notice_a_pale_text(page: Page) -> None:
     page.evaluate("document.querySelector('#server').style.color = '#cccccc'")
     assert [finding["id"] for finding in serious(page)] == ["color-contrast"]
-
-
-def serious(page: Page) -> list[dict[str, Any]]:
-    """Return axe's findings that keep people from using the page, with the elements they are about."""
-    return [
-        {"id": finding["id"], "nodes": [node["html"] for node in finding["nodes"]]}
-        for finding in Axe().run(page).response["violations"]
-        if finding["impact"] in ("serious", "critical")
-    ]
