@@ -113,8 +113,8 @@ async def _serve(settings: CoordinatorSettings) -> None:
             draft_sources=draft_sources,
             tokenizer=tokenizer,
             default_mode=Mode[settings.default_mode.upper()],
-            default_sampling=recommended_sampling(settings.tokenizer),
             tenants=CallTenants(settings.tenant, reads_header=settings.tenant_header == "on"),
+            default_sampling=recommended_sampling(settings.tokenizer),
             canary=canary,
         ).add_to(server.grpc_server)
         if settings.metrics:

@@ -74,8 +74,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             draft_sources: keeps the statistics of the draft pools.
             tokenizer: tokenizer of the target model.
             default_mode: speculation mode of requests that name none.
-            default_sampling: sampling parameters that the model recommends, by field name; reported by `GetInfo`.
             tenants: decides which tenant a call is served for.
+            default_sampling: sampling parameters that the model recommends, by field name; reported by `GetInfo`.
             canary: promotes draft pools; None where requests are not routed.
         """
         self._generations = generations
@@ -84,8 +84,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._draft_sources = draft_sources
         self._tokenizer = tokenizer
         self._default_mode = default_mode
-        self._default_sampling = coordinator_pb2.SamplingParams(**default_sampling)  # type: ignore[arg-type]
         self._tenants = tenants
+        recommended: dict[str, Any] = dict(default_sampling)
+        self._default_sampling = coordinator_pb2.SamplingParams(**recommended)
         self._canary = canary
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -155,6 +156,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def Detokenize(  # noqa: N802
         self, request: coordinator_pb2.DetokenizeRequest, context: Any
     ) -> coordinator_pb2.DetokenizeResponse:
+        self._tenants.of(context)
         check_detokenized(request.token_ids, self._tokenizer.vocabulary_size, self._max_tokenized())
         text = await asyncio.to_thread(
             self._tokenizer.decode, list(request.token_ids), keep_special_tokens=request.keep_special_tokens
@@ -164,7 +166,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def GetInfo(  # noqa: N802
         self, request: coordinator_pb2.GetInfoRequest, context: Any
     ) -> coordinator_pb2.GetInfoResponse:
-        tenant = self._tenants.of(context)
+        is_own = self._tenants.is_own(self._tenants.of(context))
         target = self._pools.target_info
         return coordinator_pb2.GetInfoResponse(
             version=specdec.__version__,
@@ -177,9 +179,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 self._pools.all_replicas(),
                 self._pools.lookup_pools,
                 self._draft_sources.draft_stats,
-                self._draft_sources.route_stats if self._tenants.is_own(tenant) else lambda pool: [],
+                self._draft_sources.route_stats if is_own else lambda pool: [],
             ),
-            promotion=encode_promotion(None if self._canary is None else self._canary.promotion),
+            promotion=encode_promotion(self._canary.promotion if self._canary is not None and is_own else None),
             default_sampling=self._default_sampling,
         )
 

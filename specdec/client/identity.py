@@ -1,4 +1,4 @@
-"""Identity of a caller: the API key and the tenant, which both clients send as gRPC metadata with every call."""
+"""Who calls: the API key and the tenant, which both clients send as gRPC metadata with every call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Identity:
     _is_view = False
 
     def _identify(self, api_key: str | None, *, remembers_sessions: bool = True) -> None:
-        """Set what identifies the caller. Raises InvalidRequest, without the key in it, for a malformed key."""
+        """Set the metadata of every call. Raises InvalidRequest for a malformed key, which the message omits."""
         self._metadata = _authorization(api_key)
         self._sizes = SessionSizes(remembers=remembers_sessions)
 

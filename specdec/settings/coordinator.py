@@ -52,8 +52,8 @@ class CoordinatorSettings(ServiceSettings):
     drafts if there is one."""
 
     lookup_history_tokens: int = Field(default=200_000, ge=1_000, le=10_000_000)
-    """Number of tokens of past outputs that suffix drafts search, of all tenants together; each takes about 100 bytes
-    of the coordinator's memory. Where there are several tenants, each gets at most half of it."""
+    """Number of tokens of past outputs that suffix drafts search, of all tenants together, at about 100 bytes of the
+    coordinator's memory each. Where there are several tenants, each gets at most half of it."""
 
     default_draft_pool: OptionalPoolName = ""
     """Pool of draft models for requests that name none; routed requests start with it while nothing is known. Unset, or

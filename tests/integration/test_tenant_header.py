@@ -65,10 +65,12 @@ async def test_tenants_with_equal_ids_and_prompts_have_separate_sessions_and_kv_
             prompts = [(*PREFIX, 4), (*PREFIX, 5)]
             outputs = [await turn(coordinator, tenant, f"h{index}", prompt) for index, prompt in enumerate(prompts)]
             assert [num_cached(output) for output in outputs] == [0, len(PREFIX)]
-            assert [output.token_ids for output in outputs] == [rig.greedy(prompt, 12) for prompt in prompts]
+            assert [output.token_ids for output in outputs] == [
+                rig.target.worker.greedy_continuation(prompt, 12) for prompt in prompts
+            ]
         for number, tenant in enumerate(TENANTS):
             output = await turn(coordinator, tenant, "h0", (6 + number,))
-            held = [*PREFIX, 4, *rig.greedy((*PREFIX, 4), 12), 6 + number]
+            held = [*PREFIX, 4, *rig.target.worker.greedy_continuation((*PREFIX, 4), 12), 6 + number]
             assert output.token_ids == rig.target.worker.greedy_continuation(held, 12)
             assert (await session_of(coordinator, tenant, "h0")).token_ids == [*held, *output.token_ids]
 
@@ -164,7 +166,9 @@ async def test_only_the_coordinators_own_tenant_changes_the_promotion_and_sees_t
         theirs = await coordinator.stub.GetInfo(pb.GetInfoRequest(), metadata=named("acme"))
         ours = await coordinator.stub.GetInfo(pb.GetInfoRequest())
         assert not any(pool.routes for pool in theirs.pools)
+        assert not theirs.HasField("promotion")
         assert any(pool.routes for pool in ours.pools)
+        assert ours.promotion.draft_pool == "default"
 
 
 async def test_drafts_are_found_in_the_outputs_of_the_own_tenant_only() -> None:
@@ -217,7 +221,8 @@ async def test_clients_of_two_tenants_share_a_connection_and_know_their_own_sess
         async with AsyncClient(coordinator.server.address) as client:
             acme, other = client.for_tenant("acme"), client.for_tenant("x").for_tenant("other")
             for caller, prompt in ((acme, PROMPT), (other, PREFIX[:20]), (acme, (9,)), (other, (9,))):
-                await caller.generate(prompt_token_ids=prompt, session_id="one", max_new_tokens=12, temperature=0)
+                options: dict[str, Any] = {"session_id": "one", "max_new_tokens": 12, "ignore_eos": True}
+                await caller.generate(prompt_token_ids=prompt, **options)
             assert (await acme.get_session("one")).num_tokens == 12 + len(PROMPT) + 12 + 1
             assert (await other.get_session("one")).num_tokens == 12 + 20 + 12 + 1
             with pytest.raises(InvalidRequest, match=r"^tenant: 'a/b' is not"):

@@ -326,8 +326,8 @@ class Rig:
             draft_sources=draft_sources,
             tokenizer=self.tokenizer,
             default_mode=Mode.REJECTION,
-            default_sampling=self._default_sampling,
             tenants=CallTenants(tenant, reads_header=tenant_header),
+            default_sampling=self._default_sampling,
             canary=canary,
         ).add_to(server.grpc_server)
         await server.start()

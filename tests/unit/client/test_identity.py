@@ -96,7 +96,7 @@ def test_every_call_carries_the_key_and_the_tenant(
 
 @pytest.mark.parametrize("api_key", ["", "two words", "line\nbreak", "schlüssel", "k" * 4097, b"bytes"])
 def test_a_malformed_key_is_refused_without_being_shown(api_key: Any) -> None:
-    with pytest.raises(InvalidRequest, match="^api_key must be 1 to 4096 printable ASCII characters") as refused:
+    with pytest.raises(InvalidRequest, match=r"^api_key must be 1 to 4096 printable ASCII characters") as refused:
         Client("127.0.0.1:1", api_key=api_key)
     assert refused.value.field == "api_key"
     assert not api_key or str(api_key) not in str(refused.value)

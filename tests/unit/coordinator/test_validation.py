@@ -227,6 +227,12 @@ def test_digests_equal_those_that_stored_records_hold() -> None:
         ("2164242a50dc17f4c58c558a34c8c394",),
         ("bcccbdfbc4558d1c0c378a2835f13ec4",),
     )
+    conversation = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hello")])
+    chatting = validated(pb.GenerateRequest(messages=conversation))
+    assert (chatting.digest, chatting.former_digests) == (
+        "2:2614480cd455048d67e9ed1def061c6d",
+        ("92439e81b098013949177cd3d0b0b7bb",),
+    )
 
 
 @pytest.mark.parametrize(
