@@ -138,10 +138,14 @@ class Provenance(NamedTuple):
     """Pool that drafted the round, or ""."""
     logprobs: tuple[TokenLogprobs, ...]
     """Empty where the request asks for no logprobs."""
+    num_draft_tokens: int = 0
+    """Number of draft tokens of the round."""
 
     def since(self, count: int) -> Provenance:
         """Return the columns without the first `count` tokens."""
-        return Provenance(self.sources[count:], self.p[count:], self.q[count:], self.draft_pool, self.logprobs[count:])
+        return self._replace(
+            sources=self.sources[count:], p=self.p[count:], q=self.q[count:], logprobs=self.logprobs[count:]
+        )
 
 
 @dataclass(frozen=True, slots=True)

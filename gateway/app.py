@@ -17,7 +17,7 @@ import specdec
 from gateway.context import Gateway
 from gateway.http_errors import error_response, read_validation_error
 from gateway.middleware import Authenticated, LimitedBody, Measured
-from gateway.routes import chat, completions, models, status, tokens
+from gateway.routes import chat, completions, models, sessions, status, tokens
 from gateway.tracing import Traced
 from specdec.errors import Internal, InvalidRequest, NotFound, SpecdecError
 
@@ -36,7 +36,7 @@ def build_app(gateway: Gateway) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    for module in (chat, completions, models, tokens, status):
+    for module in (chat, completions, models, sessions, tokens, status):
         app.include_router(module.router(gateway))
     app.add_exception_handler(SpecdecError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)

@@ -205,7 +205,12 @@ def provenance_object(chunk: Chunk) -> dict[str, Any]:
     num_accepted = sum(detail.source is TokenSource.ACCEPTED for detail in chunk.details)
     return {
         "tokens": tokens,
-        "round": {"index": chunk.index, "num_tokens": len(tokens), "num_accepted_tokens": num_accepted},
+        "round": {
+            "index": chunk.index,
+            "num_tokens": len(tokens),
+            "num_draft_tokens": chunk.num_draft_tokens,
+            "num_accepted_tokens": num_accepted,
+        },
     }
 
 

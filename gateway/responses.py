@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
 from starlette.responses import Response
 
 from gateway.chunks import ChunkEncoder, provenance_object
 from gateway.context import Gateway
-from gateway.generation import Outputs
+from gateway.generation import Event, Outputs
 from gateway.schemas.errors import ErrorAnswer
 from gateway.sse import EventStream
 from specdec.client import Chunk, Completion
@@ -56,9 +56,16 @@ def json_response(answer: Mapping[str, Any], status: int = 200) -> Response:
 
 def stream(gateway: Gateway, encoder: ChunkEncoder, outputs: Outputs) -> EventStream:
     """Return the outputs of a request as a stream."""
+    return event_stream(gateway, encoder, aclosing(outputs.events()))
+
+
+def event_stream(
+    gateway: Gateway, encoder: ChunkEncoder, opening: AbstractAsyncContextManager[AsyncIterator[Event]]
+) -> EventStream:
+    """Return the events that `opening` gives as a stream."""
 
     async def encoded() -> AsyncGenerator[bytes, None]:
-        async with aclosing(outputs.events()) as events, aclosing(encoder.encode(events)) as chunks:
+        async with opening as events, aclosing(encoder.encode(events)) as chunks:
             async for chunk in chunks:
                 yield chunk
 

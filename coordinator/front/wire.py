@@ -139,6 +139,8 @@ def _encode_chunk(chunk: OutputChunk, token_bytes: Callable[[int], bytes] | None
     message.text = "".join(chunk.texts)
     if token_bytes is not None:
         message.details.extend(_encode_detail(chunk, index, token_bytes) for index in range(len(chunk.token_ids)))
+        if chunk.provenance is not None:
+            message.num_draft_tokens = chunk.provenance.num_draft_tokens
     return response
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from coordinator.requests import Provenance, TokenLogprobs, TopLogprob
 from coordinator.round.timeline import RoundTimeline
 from specdec.core.rejection import Decision
-from specdec.types import LogitRow, Support, TokenIds, Verification
+from specdec.types import LogitRow, Proposal, Support, TokenIds, Verification
 
 
 class RoundOutcome(NamedTuple):
@@ -43,16 +43,16 @@ class RoundOutcome(NamedTuple):
     """Recorded where the setting says so."""
 
 
-def trace_tokens(
-    decision: Decision, supports: Sequence[Support], verification: Verification, draft_pool: str
-) -> Provenance:
+def trace_tokens(decision: Decision, proposal: Proposal, verification: Verification, draft_pool: str) -> Provenance:
     """Return where the decided tokens came from, as columns; logprobs are set when the target sent logit rows."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     if verification.logit_rows:
         logprobs = tuple(
-            _logprobs(token_id, index, supports, verification) for index, token_id in enumerate(decision.token_ids)
+            _logprobs(token_id, index, proposal.supports, verification)
+            for index, token_id in enumerate(decision.token_ids)
         )
-    return Provenance(decision.sources, decision.p, decision.q, draft_pool, logprobs)
+    num_draft_tokens = len(proposal.draft_token_ids)
+    return Provenance(decision.sources, decision.p, decision.q, draft_pool, logprobs, num_draft_tokens)
 
 
 def _logprobs(token_id: int, index: int, supports: Sequence[Support], verification: Verification) -> TokenLogprobs:

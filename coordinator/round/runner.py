@@ -87,7 +87,7 @@ class RoundRunner:
             timeline.decided_s = time.monotonic()
         return RoundOutcome(
             token_ids=decision.token_ids,
-            provenance=trace_tokens(decision, draft.proposal.supports, target.verification, draft.pool),
+            provenance=trace_tokens(decision, draft.proposal, target.verification, draft.pool),
             draft_token_ids=draft.proposal.draft_token_ids,
             num_draft_tokens=len(draft.proposal.draft_token_ids),
             num_accepted=decision.num_accepted,

@@ -72,6 +72,8 @@ class Chunk:
     text: str
     details: tuple[TokenDetail, ...]
     """One entry per token if the request asked for provenance or logprobs, else empty."""
+    num_draft_tokens: int | None = None
+    """Number of draft tokens of the round; None without details, and for tokens that a resumption replays."""
 
     def to_dict(self, *, with_details: bool = False) -> dict[str, Any]:
         """Return the object that `specdec generate --json-lines` prints, with the proto's field names."""
@@ -158,6 +160,7 @@ def read_chunk(message: pb.TokenChunk) -> Chunk:
         token_ids=tuple(message.token_ids),
         text=message.text,
         details=tuple(_read_detail(detail) for detail in message.details),
+        num_draft_tokens=message.num_draft_tokens if message.HasField("num_draft_tokens") else None,
     )
 
 

@@ -172,16 +172,18 @@ class Started(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., target_changed: bool = ...) -> None: ...
 
 class TokenChunk(_message.Message):
-    __slots__ = ("index", "token_ids", "text", "details")
+    __slots__ = ("index", "token_ids", "text", "details", "num_draft_tokens")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     DETAILS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
     details: _containers.RepeatedCompositeFieldContainer[TokenDetail]
-    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., details: _Optional[_Iterable[_Union[TokenDetail, _Mapping]]] = ...) -> None: ...
+    num_draft_tokens: int
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., details: _Optional[_Iterable[_Union[TokenDetail, _Mapping]]] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenDetail(_message.Message):
     __slots__ = ("source", "p", "q", "draft_pool", "logprob", "top_logprobs", "text", "token_bytes")

@@ -67,6 +67,7 @@ async def test_statistics_add_up_and_drafts_are_really_accepted_and_rejected() -
         sources = [detail.source for detail in output.details]
         assert stats.num_accepted_tokens == sources.count(pb.TOKEN_SOURCE_ACCEPTED) == sum(stats.accepted_per_position)
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+        assert sum(chunk.num_draft_tokens for chunk in output.chunks) == stats.num_draft_tokens
         assert stats.num_rounds == len(output.chunks)
         assert stats.num_target_only_steps == sources.count(pb.TOKEN_SOURCE_TARGET)
         assert usage.num_output_tokens == 60
