@@ -87,8 +87,8 @@ class ControlSocket:
         """Open the socket.
 
         Raises:
-            Unavailable: another `specdec up` of this user has the port (ADDRESS_IN_USE); or the socket cannot be opened,
-                so that other commands will not find this system.
+            Unavailable: another `specdec up` of this user has the port (ADDRESS_IN_USE); or the socket cannot be
+                opened, so that other commands will not find this system.
         """
         try:
             folder = control_folder(make=True)

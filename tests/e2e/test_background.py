@@ -82,8 +82,8 @@ def test_a_second_start_at_the_same_address_names_the_running_system_before_it_c
         refused = specdec("up", *flags, "--listen", endpoint, "--target", "/no/such/model")
         assert refused.returncode == 1
         assert refused.stderr == (
-            f"error: your specdec up at {endpoint} is still running; stop it with `specdec down --endpoint {endpoint}`, "
-            "or choose another address with --listen (ADDRESS_IN_USE)\n"
+            f"error: your specdec up at {endpoint} is still running; stop it with `specdec down --endpoint {endpoint}`"
+            ", or choose another address with --listen (ADDRESS_IN_USE)\n"
         )
 
 

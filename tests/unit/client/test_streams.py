@@ -314,7 +314,7 @@ def test_an_unavailable_error_that_grpc_made_does_not_get_the_wait_for_a_target(
     server, endpoint = serve(Broken([lambda r: [started(r), finished(0)]]))
     with (
         Client(endpoint, budgets=Budgets(connect_s=0.05, target_s=60.0)) as client,
-        pytest.raises(Unavailable, match="connection to the coordinator at .* was lost"),
+        pytest.raises(Unavailable, match=r"connection to the coordinator at .* was lost"),
     ):
         client.generate("p")
     server.stop(None)
