@@ -62,13 +62,13 @@ class RoundTimeline:
     shown_s: float = 0.0
 
     def note_draft(self, sent_s: float, heard_s: float, is_answered: bool, stages: Stages | None) -> None:
-        """Record that the round has its draft; `is_answered`: a draft replica answered the call."""
+        """Record the times of the draft call, whose draft has just arrived; `is_answered`: a draft replica answered."""
         self.drafted_s = time.monotonic()
         if is_answered:
             self.draft = CallTimeline(self.began_s, sent_s, heard_s, self.drafted_s, stages)
 
     def note_target(self, sent_s: float, heard_s: float, stages: Stages | None) -> None:
-        """Record that the round has its verification."""
+        """Record the times of the target call, whose verification has just arrived."""
         self.target = CallTimeline(self.drafted_s, sent_s, heard_s, time.monotonic(), stages)
 
 

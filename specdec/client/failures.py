@@ -13,16 +13,19 @@ import grpc
 from specdec.errors import ClientClosed, SpecdecError, Unavailable, Unsupported
 from specdec.rpc.status import DETAILS_KEY, from_rpc_error
 
+#: What another program at the endpoint does, by a part of gRPC's message. The first match counts.
+_OTHER_PROGRAM = (
+    (re.compile("http1"), "speaks HTTP/1, not gRPC"),
+    (re.compile("SETTINGS frame"), "does not answer in gRPC"),
+    (re.compile(r"http2 header with status: (\d+)"), r"answered with HTTP status \1 instead of gRPC"),
+)
+
 #: Why no connection was made, by a part of gRPC's message. Some parts depend on its resolver. The first match counts.
 _NOT_CONNECTED = (
-    (re.compile("http1"), "the server there speaks HTTP/1, not gRPC"),
-    (re.compile("SETTINGS frame"), "the server there does not answer in gRPC"),
     (re.compile("refused"), "the connection was refused"),
     (re.compile("resolution|resolving|lookup failed"), "the host name has no address"),
     (re.compile("failed to connect to all addresses|connections to all backends failing"), "no connection was made"),
 )
-
-_HTTP_STATUS = re.compile(r"http2 header with status: (?P<status>\d+)")
 
 
 def read_failure(error: grpc.RpcError, endpoint: str) -> SpecdecError:
@@ -31,16 +34,16 @@ def read_failure(error: grpc.RpcError, endpoint: str) -> SpecdecError:
     if not isinstance(error, grpc.aio.AioRpcError | grpc.Call) or is_from_coordinator(error):
         return failure
     details = error.details() or ""
-    if found := _HTTP_STATUS.search(details):
-        message = f"the server at {endpoint} answered with HTTP status {found['status']} instead of gRPC"
-        return type(failure)(f"{message}; name a coordinator's endpoint")
+    other_program = _describe_other_program(details, endpoint)
     if isinstance(failure, Unavailable):
-        message = _describe_missing_answer(error.code(), details, endpoint)
+        message = other_program or _describe_missing_answer(error.code(), details, endpoint)
         return Unavailable(message, reason="COORDINATOR_UNAVAILABLE")
+    if other_program:
+        return type(failure)(other_program)
     if isinstance(failure, Unsupported):
         return Unsupported(
             f"the server at {endpoint} does not serve this call: it is another program, or another version of specdec; "
-            "name a coordinator's endpoint"
+            "check that the endpoint is a coordinator's"
         )
     if failure.message.startswith(f"{endpoint}: "):
         return type(failure)(
@@ -77,6 +80,14 @@ def is_from_coordinator(error: grpc.RpcError) -> bool:
 def closed() -> ClientClosed:
     """Return the error of a call on a closed client."""
     return ClientClosed("the client is closed; make a new one")
+
+
+def _describe_other_program(details: str, endpoint: str) -> str:
+    """Return how a program that is no coordinator answered, and what to do about it; "" if none is known to have."""
+    for pattern, answer in _OTHER_PROGRAM:
+        if found := pattern.search(details):
+            return f"the server at {endpoint} {found.expand(answer)}; check that the endpoint is a coordinator's"
+    return ""
 
 
 def _describe_missing_answer(code: grpc.StatusCode, details: str, endpoint: str) -> str:
