@@ -104,7 +104,7 @@ class ReplicaPools:
 
     @property
     def target_info(self) -> EngineInfo:
-        """Description of what is served, by the target replicas; the last known one while none can be reached.
+        """Description of the served model, from a target replica; while none lives, the last one that was received.
 
         Raises:
             Unavailable: no target replica has been connected yet.

@@ -81,13 +81,13 @@ class RoundTimeline:
     shown_s: float = 0.0
 
     def note_draft(self, sent_s: float, heard_s: float, stages: Stages | None, replica: str) -> None:
-        """Record that the round has its draft; `replica` is "" where no draft replica answered."""
+        """Record the times of the draft call; `replica` is "" where no draft replica answered."""
         self.drafted_s = time.monotonic()
         if replica:
             self.draft = CallTimeline(self.began_s, sent_s, heard_s, self.drafted_s, stages, replica)
 
     def note_target(self, sent_s: float, heard_s: float, stages: Stages | None, replica: str) -> None:
-        """Record that the round has its verification."""
+        """Record the times of the target call, whose verification has just arrived."""
         self.target = CallTimeline(self.drafted_s, sent_s, heard_s, time.monotonic(), stages, replica)
 
 

@@ -115,6 +115,8 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         return 1
     except SpecdecError as error:
         print_error(error, as_json=as_json)
+        if "--verbose" in argv and not as_json:
+            _print_grpc_text(error)
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -145,6 +147,14 @@ def _run_command(args: argparse.Namespace, argv: Sequence[str], environ: Mapping
     if args.command in ("generate", "chat"):
         return run_command(args, environ, _interrupts)
     return run_command(args, environ)
+
+
+def _print_grpc_text(error: SpecdecError) -> None:
+    """Print gRPC's own text about a failed call; nothing if gRPC did not make the error."""
+    from specdec.client.failures import grpc_text
+
+    if text := grpc_text(error):
+        print(f"gRPC: {' '.join(text.split())}", file=sys.stderr)
 
 
 def _open_closed_streams() -> None:

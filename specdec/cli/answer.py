@@ -81,7 +81,7 @@ class SilenceWatch:
                 reported_at = heard_at  # one report per silence
                 # In a terminal the text may have left the cursor in the middle of a line.
                 start = "\n" if self._has_text and sys.stderr.isatty() else ""
-                print(f"{start}{lost} lost, waiting", file=sys.stderr, flush=True)
+                print(f"{start}{lost} lost, waiting for it to come back", file=sys.stderr, flush=True)
 
     def _lost_part(self) -> str:
         """Return the lost part that tokens need: "coordinator" or "target"; "" if none is known to be lost."""

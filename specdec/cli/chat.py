@@ -28,7 +28,7 @@ _HELP = """\
 /clear        forget the conversation and keep the system message
 /system TEXT  set the system message; without TEXT: show it
 /trim [N]     drop the N oldest turns; without N: the older half
-/exit         leave, as Ctrl-D does
+/exit, /quit  leave, as Ctrl-D does
 Ctrl-C stops an answer. A pasted text is one message, and so is the text between two \"\"\".
 To begin a message with /, put a space before it."""
 

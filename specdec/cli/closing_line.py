@@ -20,7 +20,8 @@ _PAUSED_GAMMA = 0.5
 def add_verbose_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verbose", action="store_true",
-        help="end the closing line with its figures under their usual names: steps, alpha, tau, tokens/s",
+        help="end the closing line with its figures under their usual names: steps, alpha, tau, tokens/s; after an "
+        "error that gRPC made, print its text",
     )  # fmt: skip
 
 

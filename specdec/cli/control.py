@@ -27,8 +27,9 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from specdec.cli.control_folder import control_folder
+from specdec.client.endpoints import DEFAULT_ENDPOINT
 from specdec.errors import Internal, InvalidRequest, SpecdecError, Unavailable, error_line, parse_error_line
-from specdec.settings.addresses import split_address
+from specdec.settings.addresses import join_address, split_address
 from specdec.supervision.fleet import Fleet, Scaling
 
 _MAX_REQUEST_BYTES = 4096
@@ -83,20 +84,28 @@ class ControlSocket:
         self._closing = threading.Event()
 
     def __enter__(self) -> Self:
-        """Raises Unavailable if the socket cannot be opened: other commands will not find this system then."""
+        """Open the socket.
+
+        Raises:
+            Unavailable: another `specdec up` of this user has the port (ADDRESS_IN_USE); or the socket cannot be
+                opened, so that other commands will not find this system.
+        """
         try:
             folder = control_folder(make=True)
             _remove_stale_sockets(folder)
             path = folder / f"{self._port}.sock"
             if _is_answered(path):
-                raise Unavailable(f"{path} belongs to another specdec up")
+                raise address_in_use(self._port)
             path.unlink(missing_ok=True)
             self._listener.bind(str(path))
             self._listener.listen()
             self._path = path
-        except (OSError, Unavailable) as error:
+        except OSError as error:
             self._listener.close()
             raise Unavailable(str(error)) from error
+        except Unavailable:
+            self._listener.close()
+            raise
         threading.Thread(target=self._accept, name="control", daemon=True).start()
         return self
 
@@ -212,6 +221,31 @@ def is_running(port: int) -> bool:
         return _is_answered(control_folder(make=False) / f"{port}.sock")
     except OSError:
         return False
+
+
+def require_unused(port: int) -> None:
+    """Check that no `specdec up` of this user, ready or starting, has a port on this machine.
+
+    Raises:
+        Unavailable: one has (ADDRESS_IN_USE).
+    """
+    if is_running(port):
+        raise address_in_use(port)
+
+
+def address_in_use(port: int) -> Unavailable:
+    """Return the error of a second `specdec up` at the port of a running one."""
+    endpoint = join_address(split_address(DEFAULT_ENDPOINT)[0], port)
+    return Unavailable(
+        f"your specdec up at {endpoint} is still running; stop it with `{down_command(endpoint)}`, or choose another "
+        "address with --listen",
+        reason="ADDRESS_IN_USE",
+    )
+
+
+def down_command(endpoint: str) -> str:
+    """Return the command that ends the `specdec up` at an endpoint of this machine."""
+    return "specdec down" if endpoint == DEFAULT_ENDPOINT else f"specdec down --endpoint {endpoint}"
 
 
 def local_port(endpoint: str) -> int | None:

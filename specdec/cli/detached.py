@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TextIO
 
 from specdec.cli import INTERRUPTED
+from specdec.cli.control import down_command
 from specdec.cli.control_folder import control_folder
 from specdec.cli.listening import listen_address
-from specdec.client.endpoints import DEFAULT_ENDPOINT
 from specdec.errors import Unavailable
 from specdec.settings.addresses import split_address
 from specdec.supervision.service_process import python_path
@@ -70,8 +70,7 @@ def start_detached(
             return exit_code or 1
         _copy(log)
     print(ready.line, flush=True)
-    down = "specdec down" if endpoint == DEFAULT_ENDPOINT else f"specdec down --endpoint {endpoint}"
-    tell(f"running in the background as process {up.pid}; stop it with: {down}; log: {path}")
+    tell(f"running in the background as process {up.pid}; stop it with: {down_command(endpoint)}; log: {path}")
     return 0
 
 

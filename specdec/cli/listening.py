@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Collection
 
 from specdec.cli import Usage
+from specdec.cli.control import require_unused
 from specdec.errors import Unavailable
 from specdec.rpc.channels import require_free
 from specdec.settings.addresses import WILDCARD_HOSTS, join_address, split_address
@@ -25,9 +26,10 @@ def listen_address(args: argparse.Namespace) -> str:
 
     Raises:
         Usage: `--listen` is not an address.
-        Unavailable: it is in use (ADDRESS_IN_USE).
+        Unavailable: it is in use, or a `specdec up` of this user that is starting will use it (ADDRESS_IN_USE).
     """
     host, port = split_flag("--listen", args.listen)
+    require_unused(port)
     address = join_address(host, port or free_ports(1)[0])
     _require_free("--listen", address)  # else the program that listens there would be taken for our coordinator
     return address

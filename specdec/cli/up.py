@@ -79,7 +79,7 @@ class _Start:
 
 
 def run(args: argparse.Namespace, argv: Sequence[str], environ: Mapping[str, str], stop: threading.Event) -> int:
-    """Start everything, print the ready line, keep it running until `stop`, then stop everything in order.
+    """Start everything, print the ready line, keep it running until `stop`, then stop everything in order and say so.
 
     Args:
         args: the parsed flags.
@@ -110,6 +110,7 @@ def run(args: argparse.Namespace, argv: Sequence[str], environ: Mapping[str, str
         tell(warning)
     system = RunningSystem(stop)
     with contextlib.ExitStack() as stack:
+        stack.callback(_tell_on_stop, stop, "stopped")
         _open_control_socket(endpoint, system, stack)
         waiting = stack.enter_context(Waiting())
         start = _Start(waiting, system)
@@ -137,6 +138,7 @@ def run(args: argparse.Namespace, argv: Sequence[str], environ: Mapping[str, str
         )
         fleet = Fleet(launcher)
         stack.callback(fleet.stop)
+        stack.callback(_tell_on_stop, stop, "stopping")
         fleet.begin(up_flags.counts(args), with_gateway=bool(http))
         _await_ready(fleet, endpoint, start)
         waiting.close()
@@ -172,10 +174,19 @@ def _keep(fleet: Fleet, own_ray: Service | None, store: OwnRedis | EmbeddedRedis
             raise Unavailable(f"Ray has ended ({own_ray.ending()})")
 
 
+def _tell_on_stop(stop: threading.Event, word: str) -> None:
+    """Write how far the end is that a user asked for. A failure has its own error line."""
+    if stop.is_set():
+        tell(word)
+
+
 def _open_control_socket(endpoint: str, system: RunningSystem, stack: contextlib.ExitStack) -> None:
+    """Take requests of other commands. Raises Unavailable if another system has the port (ADDRESS_IN_USE)."""
     try:
         stack.enter_context(ControlSocket(split_address(endpoint)[1], system))
     except Unavailable as error:
+        if error.reason == "ADDRESS_IN_USE":
+            raise
         tell(f"warning: specdec scale, join and down will not find this system: {error.message}")
     unmark_starting()
 

@@ -15,7 +15,7 @@ from specdec.errors import Unavailable
 from specdec.types import EngineInfo
 
 MODEL_KEY = "specdec-model"
-"""Fingerprint of the model that is meant, or of the one that answers."""
+"""Fingerprint of the model that the caller expects, or of the model that the replica serves."""
 INCARNATION_KEY = "specdec-incarnation"
 """Incarnation of the process that answers."""
 
@@ -31,7 +31,7 @@ def meant_for(model: str) -> tuple[tuple[str, str], ...]:
 
 
 async def shake_hands_with_caller(context: Any, info: EngineInfo) -> None:
-    """Send the replica's metadata to a caller that means this model.
+    """Send the replica's metadata to a caller whose stream is meant for the replica's model or for any model.
 
     Raises:
         Unavailable: the stream is meant for another model.
@@ -43,7 +43,7 @@ async def shake_hands_with_caller(context: Any, info: EngineInfo) -> None:
 
 
 def require_meant(model: str, info: EngineInfo) -> None:
-    """Raise Unavailable if a caller means another model."""
+    """Raise Unavailable if a stream is meant for another model; an empty fingerprint accepts any model."""
     meant = model[:_MAX_NAME_CHARACTERS]
     if meant and meant != info.model_fingerprint:
         raise Unavailable(

@@ -74,15 +74,17 @@ def test_a_background_start_that_fails_is_the_error_and_the_exit_code_of_the_sta
     assert re.fullmatch(r"error: --target: .+ \([A-Z_]+\)", failed.stderr.splitlines()[-1]), failed.stderr
 
 
-def test_an_address_in_use_is_told_at_once_with_the_flag_that_takes_another(
+def test_a_second_start_at_the_same_address_names_the_running_system_before_it_checks_models(
     background: subprocess.CompletedProcess[str], endpoint: str
 ) -> None:
     assert background.returncode == 0, background.stderr
     for flags in ([], ["--detach"]):
-        refused = specdec("up", *flags, "--listen", endpoint)
+        refused = specdec("up", *flags, "--listen", endpoint, "--target", "/no/such/model")
         assert refused.returncode == 1
-        words = rf"error: cannot listen on {endpoint}: .+; choose another address with --listen \(ADDRESS_IN_USE\)\n"
-        assert re.fullmatch(words, refused.stderr), refused.stderr
+        assert refused.stderr == (
+            f"error: your specdec up at {endpoint} is still running; stop it with `specdec down --endpoint {endpoint}`"
+            ", or choose another address with --listen (ADDRESS_IN_USE)\n"
+        )
 
 
 def test_commands_that_are_typed_right_after_up_wait_for_it_and_say_what_it_does(model: Path, endpoint: str) -> None:

@@ -198,9 +198,10 @@ def test_up_starts_in_a_folder_that_has_one_of_our_name(tmp_path: Path) -> None:
 def test_up_on_the_address_of_another_system_is_never_ready(endpoint: str) -> None:
     result = specdec("up", "--listen", endpoint)
     assert (result.returncode, result.stdout) == (1, "")
-    assert re.fullmatch(
-        r"error: cannot listen on .+; choose another address with --listen \(ADDRESS_IN_USE\)\n", result.stderr
-    ), result.stderr
+    assert result.stderr == (
+        f"error: your specdec up at {endpoint} is still running; stop it with `specdec down --endpoint {endpoint}`, or "
+        "choose another address with --listen (ADDRESS_IN_USE)\n"
+    )
 
 
 def test_the_children_of_a_killed_up_end_by_themselves() -> None:

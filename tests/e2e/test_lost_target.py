@@ -23,7 +23,7 @@ def test_a_killed_target_is_reported_as_lost_and_the_text_continues_after_its_re
             assert asking.poll() is None
             time.sleep(0.01)
         stack.kill("target")
-        assert asking.stderr.readline() == "target lost, waiting\n"
+        assert asking.stderr.readline() == "target lost, waiting for it to come back\n"
         stack.restart("target")
         stderr = asking.stderr.read()
         assert asking.wait() == 0, stderr

@@ -103,7 +103,7 @@ def test_a_model_that_cannot_be_served_is_refused_with_its_flag_before_anything_
     assert "target-0" not in result.stderr
 
 
-def test_a_start_first_says_that_it_checks_and_then_what_each_service_loads(model: Path) -> None:
+def test_up_says_what_it_checks_and_what_each_service_loads_and_at_the_end_that_it_stops(model: Path) -> None:
     flags = ["--target", str(model), "--draft", str(model)]
     with running(*flags) as (up, _):
         up.send_signal(signal.SIGTERM)
@@ -125,6 +125,7 @@ def test_a_start_first_says_that_it_checks_and_then_what_each_service_loads(mode
         ]
         assert len(told) == len(patterns)
         assert all(re.fullmatch(pattern, line) for pattern, line in zip(patterns, told, strict=True)), told
+    assert lines[-2:] == ["stopping", "stopped"]
     assert complaints(stderr) == ""
 
 

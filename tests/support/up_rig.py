@@ -16,12 +16,13 @@ import pytest
 SPECDEC = [sys.executable, "-m", "specdec.cli"]
 ENVIRON = {key: value for key, value in os.environ.items() if not key.startswith("SPECDEC_")} | {"OMP_NUM_THREADS": "1"}
 
-#: What a start says of itself, in `up` and in its children.
+#: Lines that `up` and its children write when nothing is wrong.
 _START_LINES = (
     r"starting \(\d+ s\): .*",
     r"\[\w+-\d+\] (loading |loaded weights |KV cache |self-check|threads: |warming up).*",
     r"\[\w+-\d+\] (compiling native |native kernels read ).*",
     r"\[[\w-]+\] listening",
+    r"stopping|stopped",
     r"\[coordinator\] (draft|target) replica \S+ at \S+ connected, .*",
 )
 
@@ -42,7 +43,7 @@ def start_up(*flags: str, **environ: str) -> tuple[subprocess.Popen[str], str]:
 
 
 def complaints(stderr: str) -> str:
-    """What `up` wrote to stderr but for what it and its children say while they start."""
+    """Return what `up` wrote to stderr, without the lines that it and its children write when nothing is wrong."""
     return re.sub(rf"^({'|'.join(_START_LINES)})\n", "", stderr, flags=re.MULTILINE)
 
 

@@ -138,7 +138,7 @@ class StepRunner:
             num_tokens = sum(len(part.token_ids) for part in slices)
             self._report(len(slices), num_tokens, self._clock() - began_s)
         except Exception as error:
-            _log.exception("a step of branches failed")
+            _log.exception("drafting ahead of the next calls failed; drafts for them are dropped")
             self._sessions.end_forks()
             self._health.note_failure(error, self.watchdog.plan)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 ADVICE = {
-    "ADDRESS_IN_USE": "Another program listens at the address. Choose another with the flag that the message names. "
+    "ADDRESS_IN_USE": "Another program listens at the address, or a `specdec up` of yours is running or starting "
+    "there. Stop that one with `specdec down`, or choose another address with the flag that the message names. "
     "Raised by `specdec up` only.",
     "CLIENT_CLOSED": "The program closed the client before the call ended. Raised by the Python client only.",
     "CONTEXT_TOO_LONG": "Shorten the prompt or lower `max_new_tokens`. The message has the limit.",
-    "COORDINATOR_UNAVAILABLE": "Nothing serves at the endpoint. Start `specdec up`, or name another endpoint with "
-    "`--endpoint` or `SPECDEC_ENDPOINT`. Raised by the Python client only.",
+    "COORDINATOR_UNAVAILABLE": "No coordinator answers at the endpoint. Start `specdec up`, or name another endpoint "
+    "with `--endpoint` or `SPECDEC_ENDPOINT`. `specdec generate --verbose` prints the text of gRPC, too. Raised by "
+    "the Python client only.",
     "DEADLINE_EXCEEDED": "The `timeout` of the call has passed. Raised by the Python client only.",
     "DRAINING": "The process is shutting down. Try again: another process takes the call.",
     "FORBIDDEN": "Reserved for authorisation. No service returns it yet.",

@@ -68,10 +68,10 @@ def reported(stderr: io.StringIO, num_lines: int) -> list[str]:
 def test_a_lost_target_is_reported_once_per_silence(clients: Any) -> None:
     servicer = CountingCoordinator(pool("draft"))
     with redirected_stderr() as stderr, SilenceWatch(clients(servicer), silence_s=SILENCE_S) as watch:
-        assert reported(stderr, 1) == ["target lost, waiting"]
+        assert reported(stderr, 1) == ["target lost, waiting for it to come back"]
         servicer.wait_asked(1)
         watch.heard()
-        assert reported(stderr, 2) == ["target lost, waiting"] * 2
+        assert reported(stderr, 2) == ["target lost, waiting for it to come back"] * 2
         servicer.wait_asked(1)
     assert not servicer._asked.acquire(blocking=False)  # one report per silence
 
@@ -105,7 +105,7 @@ def test_a_lost_coordinator_is_reported() -> None:
         Client("127.0.0.1:1", budgets=Budgets(connect_s=0)) as client,
         SilenceWatch(client, silence_s=SILENCE_S),
     ):
-        assert reported(stderr, 1) == ["coordinator lost, waiting"]
+        assert reported(stderr, 1) == ["coordinator lost, waiting for it to come back"]
 
 
 def test_generate_waits_for_a_target_that_restarts_and_says_so(
@@ -118,5 +118,5 @@ def test_generate_waits_for_a_target_that_restarts_and_says_so(
     server.stop(None)
     captured = capsys.readouterr()
     assert captured.out == "<1><2>\n"
-    assert captured.err.startswith("target lost, waiting\n")
+    assert captured.err.startswith("target lost, waiting for it to come back\n")
     assert len({request.request_id for request in servicer.requests}) == 1

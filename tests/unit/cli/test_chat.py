@@ -244,4 +244,4 @@ def test_a_chat_without_a_coordinator_says_so_before_a_message_is_read(
 ) -> None:
     monkeypatch.setattr("sys.stdin", Unread())
     assert run(["chat", "--endpoint", "127.0.0.1:1"], {}) == 1
-    assert "no coordinator at 127.0.0.1:1; start one with `specdec up`" in capsys.readouterr().err
+    assert "no coordinator at 127.0.0.1:1: the connection was refused; start one" in capsys.readouterr().err

@@ -76,7 +76,9 @@ def test_an_error_of_the_server_is_one_line_with_code_and_reason(
 def test_an_endpoint_without_a_system_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["generate", "hi", "--endpoint", "127.0.0.1:1"], {}) == 1
     err = capsys.readouterr().err
-    assert err.startswith("error: no coordinator at 127.0.0.1:1; start one with `specdec up` (")
+    assert err.startswith(
+        "error: no coordinator at 127.0.0.1:1: the connection was refused; start one with `specdec up`"
+    )
     assert err.endswith(" (COORDINATOR_UNAVAILABLE)\n")
     assert err.count("\n") == 1
 

@@ -148,6 +148,18 @@ def test_down_without_a_system_is_one_line(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err == expected
 
 
+def test_up_at_the_port_of_a_system_that_is_still_starting_names_that_system(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with ControlSocket(PORT, RunningSystem(threading.Event())):
+        assert run(["up", "--listen", f"127.0.0.1:{PORT}", "--target", "/no/such/model"], {}) == 1
+    expected = (
+        f"error: your specdec up at 127.0.0.1:{PORT} is still running; stop it with `specdec down`, or choose another "
+        "address with --listen (ADDRESS_IN_USE)\n"
+    )
+    assert capsys.readouterr().err == expected
+
+
 def test_the_numbers_that_were_reached_are_returned_by_port(fleet: StillFleet) -> None:
     fleet.scaling.end({"target": 2, "draft": 3})
     assert list(control.ask(PORT, {"draft": 3})) == [{"counts": {"target": 2, "draft": 3}}]
@@ -213,7 +225,7 @@ def test_a_stale_socket_is_taken_over_and_old_ones_are_removed(folder: Path) -> 
 
 
 def test_another_system_at_the_port_keeps_its_socket(fleet: StillFleet) -> None:
-    with pytest.raises(Unavailable, match="another specdec up"), ControlSocket(PORT, still_system()):
+    with pytest.raises(Unavailable, match="your specdec up at"), ControlSocket(PORT, still_system()):
         pass
     fleet.scaling.end({})
     assert list(control.ask(PORT, {"target": 2}))[-1] == {"counts": {}}

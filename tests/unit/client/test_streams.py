@@ -236,7 +236,7 @@ def test_the_error_names_an_endpoint_without_a_listener() -> None:
     with Client("127.0.0.1:1", budgets=Budgets(connect_s=0)) as client:
         for call in (partial(client.generate, "p"), client.info):
             with pytest.raises(
-                Unavailable, match=r"no coordinator at 127\.0\.0\.1:1; start one with `specdec up`"
+                Unavailable, match=r"no coordinator at 127\.0\.0\.1:1: the connection was refused; start one"
             ) as caught:
                 call()
             assert caught.value.reason == "COORDINATOR_UNAVAILABLE"
@@ -247,7 +247,7 @@ def test_an_unknown_host_is_reported_as_a_missing_coordinator() -> None:
     with Client(endpoint, budgets=Budgets(connect_s=0)) as client, pytest.raises(Unavailable) as caught:
         client.info()
     assert caught.value.reason == "COORDINATOR_UNAVAILABLE"
-    assert caught.value.message.startswith(f"no coordinator at {endpoint}; start one with `specdec up`")
+    assert caught.value.message.startswith(f"no coordinator at {endpoint}: ")
 
     async def ask() -> None:
         async with AsyncClient(endpoint, budgets=Budgets(connect_s=0)) as client:
@@ -314,7 +314,7 @@ def test_an_unavailable_error_that_grpc_made_does_not_get_the_wait_for_a_target(
     server, endpoint = serve(Broken([lambda r: [started(r), finished(0)]]))
     with (
         Client(endpoint, budgets=Budgets(connect_s=0.05, target_s=60.0)) as client,
-        pytest.raises(Unavailable, match="no healthy upstream"),
+        pytest.raises(Unavailable, match=r"connection to the coordinator at .* was lost"),
     ):
         client.generate("p")
     server.stop(None)
