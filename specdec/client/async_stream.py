@@ -50,7 +50,7 @@ class AsyncStream(AsyncIterator[Chunk]):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens in the session before the output; 0 before the first chunk and after a resumption."""
+        """Number of tokens in the session before the output; 0 before the first chunk."""
         return self._transcript.num_prompt_tokens
 
     @property

@@ -279,8 +279,14 @@ def test_up_that_stops_while_a_child_is_down_leaves_nothing() -> None:
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
 
 
-def test_help_shows_no_flag_that_only_refuses_and_one_for_each_limit() -> None:
+def test_help_shows_a_flag_for_each_address_and_limit() -> None:
     shown = specdec("up", "--help").stdout
-    assert "--http" not in shown
-    for flag in ("--metrics HOST:PORT", "--num-threads-target N", "--max-context-tokens N", "--log-level {"):
+    for flag in (
+        "--http HOST:PORT",
+        "--api-keys FILE",
+        "--metrics HOST:PORT",
+        "--num-threads-target N",
+        "--max-context-tokens N",
+        "--log-level {",
+    ):
         assert flag in shown
