@@ -27,8 +27,11 @@ from coordinator.round.timeline import TimelineLog
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
+from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.observability.logging import configure_logging
-from specdec.observability.metrics import CoordinatorMetrics, start_metrics_server
+from specdec.observability.loop_lag import watch_loop_lag
+from specdec.observability.metrics_server import start_metrics_server
+from specdec.observability.series import served_name
 from specdec.rpc.client import open_link
 from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
 from specdec.service import memory
@@ -64,7 +67,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
     require_addresses(settings)
     stop = stop_on_signals()
     tokenizer = ServedTokenizer(settings.tokenizer)
-    metrics = CoordinatorMetrics(settings.tokenizer)
+    metrics = CoordinatorMetrics(served_name(settings.tokenizer))
     server = ServiceServer(
         settings.listen,
         service_names=(COORDINATOR_SERVICE,),
@@ -75,6 +78,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
         store = open_store(settings.redis_url, tenant=settings.tenant, session_ttl_s=settings.session_ttl_s)
         ending.push_async_callback(store.close)
         await store.ping()
+        metrics.watch_store(lambda: store.num_failures)
         readiness = Readiness(lambda is_ready: server.set_serving() if is_ready else server.set_not_serving())
         pools = _build_pools(settings, tokenizer.fingerprint, readiness, ending)
         ending.push_async_callback(pools.close)
@@ -116,7 +120,13 @@ async def _serve(settings: CoordinatorSettings) -> None:
         ending.push_async_callback(generations.drain, 0.0)
         address = advertised_address(settings.advertise, settings.listen, server.port)
         _log.info("listening", extra={"address": server.address, "advertised": address})
-        await _watch_until(stop, pools.watch(), watch_targets(pools), readiness.watch_store(store))
+        await _watch_until(
+            stop,
+            pools.watch(),
+            watch_targets(pools),
+            readiness.watch_store(store),
+            watch_loop_lag(metrics.observe_loop_lag),
+        )
         _log.info("draining", extra={"grace_s": settings.drain_grace_s, "num_running": generations.num_running})
         await server.set_not_serving()
         await generations.drain(settings.drain_grace_s)

@@ -7,6 +7,7 @@ come back through a subscription to its `stream`, and `wire` encodes them for th
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import aclosing
 from typing import Any
 
@@ -30,12 +31,13 @@ from coordinator.front.wire import (
 )
 from coordinator.generation.generation_service import GenerationService
 from coordinator.generation.request_log import no_session
+from coordinator.generation.stream import Subscription
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.routing.promotion import Canary
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.errors import InvalidRequest, Unavailable, Unsupported
+from specdec.errors import InvalidRequest, SpecdecError, Unavailable, Unsupported
 from specdec.state.store import SessionStore
 from specdec.types import Mode
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -82,14 +84,17 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     async def Generate(self, request: coordinator_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802
         """Write the events to `context`, which costs one generator less per chunk than yielding them."""
-        subscription = await self._generations.open(validate_request(decode_request(request), self._limits()))
+        subscription = await self._open(request)
         # Logprobs travel in the details, and a call that resumes the request does not ask for them again.
         num_logprobs = subscription.identity.parameters.sampling.num_logprobs
         with_details = request.return_provenance or num_logprobs is not None
         try:
             async with aclosing(subscription.events()) as events:
                 async for event in events:
-                    await context.write(encode_event(event, with_details=with_details))
+                    message = encode_event(event, with_details=with_details)
+                    began_s = time.perf_counter()
+                    await context.write(message)
+                    self._generations.count_client_wait(time.perf_counter() - began_s)
         except asyncio.CancelledError:
             if subscription.behind is None or (task := asyncio.current_task()) is None:
                 raise
@@ -97,6 +102,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             raise subscription.behind from None
         finally:
             subscription.close()
+
+    async def _open(self, request: coordinator_pb2.GenerateRequest) -> Subscription:
+        try:
+            return await self._generations.open(validate_request(decode_request(request), self._limits()))
+        except SpecdecError as error:
+            self._generations.count_refusal(error)
+            raise
 
     async def GetSession(  # noqa: N802
         self, request: coordinator_pb2.GetSessionRequest, context: Any

@@ -11,6 +11,7 @@ import asyncio
 from coordinator.generation.accounting import Account
 from coordinator.generation.generation import Collaborators, Generation, Learners
 from coordinator.generation.held_session import HeldSession
+from coordinator.generation.interrupted_turns import InterruptedTurns
 from coordinator.generation.lease_keeper import LeaseKeeper
 from coordinator.generation.publisher import CommitQueue, Publisher
 from coordinator.generation.removal import SessionRemoval
@@ -28,7 +29,7 @@ from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
 from coordinator.round.target_calls import TargetCalls
 from coordinator.round.timeline import TimelineLog
-from specdec.observability.metrics import CoordinatorMetrics
+from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.state.store import SessionStore
 
 
@@ -46,6 +47,7 @@ class GenerationFactory:
         draft_sources: DraftSourceFactory,
         metrics: CoordinatorMetrics,
         draft_timeout_s: float | None,
+        recovery_s: float,
         tenant: str,
         recorder: Recorder | None = None,
         timelines: TimelineLog | None = None,
@@ -57,6 +59,7 @@ class GenerationFactory:
         self._prefixes = prefixes
         self._draft_sources = draft_sources
         self._metrics = metrics
+        self._interrupted = InterruptedTurns(store, metrics, recovery_s)
         self._draft_timeout_s = draft_timeout_s
         self._tenant = tenant
         self._recorder = recorder
@@ -70,7 +73,8 @@ class GenerationFactory:
         stream = OutputStream(turn.identity)
         if prepared.replayed is not None:
             stream.publish(prepared.replayed)
-        account = Account(turn.identity, prepared.stats, self._metrics, prepared.began)
+        self._interrupted.note_started(turn.identity)
+        account = Account(turn.identity, prepared.stats, self._metrics, self._interrupted, prepared.began)
         setting = self._round_setting(turn)
         router = self._draft_sources.router(turn.identity.parameters.speculation, setting, turn.tokens)
         replicas = self._replicas(prepared, router)
@@ -90,6 +94,7 @@ class GenerationFactory:
 
     async def close(self) -> None:
         """Stop what the generations share. Call it when no generation runs. Idempotent."""
+        await self._interrupted.close()
         await self._lease_keeper.close()
         await self._draft_sources.close()
         if self._recorder is not None:

@@ -168,6 +168,11 @@ class RedisSessionStore:
         """Return the tenant's promotion of a draft pool."""
         return RedisPromotions(self._connection, self._tenant)
 
+    @property
+    def num_failures(self) -> int:
+        """Number of calls that found the store not available."""
+        return self._connection.num_failures
+
     def reopen(self) -> RedisSessionStore:
         return RedisSessionStore(self._url, tenant=self._tenant, session_ttl_s=self._session_ttl_s)
 

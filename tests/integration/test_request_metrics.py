@@ -11,7 +11,7 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from specdec.observability.metrics import start_metrics_server
+from specdec.observability.metrics_server import start_metrics_server
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import Coordinator, Rig, eventually, read_until, request, started_coordinator
 from tests.support.stack import free_port

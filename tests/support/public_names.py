@@ -25,7 +25,8 @@ import specdec.client
 import specdec.v1
 from specdec.cli.__main__ import build_parser
 from specdec.core.restore_rule import RestoreRule
-from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
+from specdec.observability.coordinator_metrics import CoordinatorMetrics
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.settings.base import ServiceSettings
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.draft import DraftSettings
@@ -34,7 +35,6 @@ from specdec.settings.target import TargetSettings
 from specdec.state.keys import prefix_keys, promotion_key, replica_keys, session_keys
 from specdec.state.kv_tally import KvTally
 from specdec.state.kv_values import KvSpace
-from specdec.types import EngineInfo
 
 SERVICES: dict[str, type[ServiceSettings]] = {
     "coordinator": CoordinatorSettings,
@@ -136,13 +136,7 @@ class _Tier:
 
 
 def _replica_registry() -> CollectorRegistry:
-    info = EngineInfo(
-        version="", role="draft", pool="", replica_id="", model="", model_fingerprint="", vocabulary_fingerprint="",
-        vocabulary_size=1, max_context_tokens=1, eos_token_ids=(), max_gamma=1, num_kv_blocks=1, kv_block_tokens=1,
-        kv_usage=0.0, num_sessions=0, draining=False, dtype="", device="",
-    )  # fmt: skip
     metrics = EngineMetrics("model", role="draft")
-    metrics.watch_load(lambda: info)
     metrics.watch_kv_tier(_Tier())
     return metrics.registry
 

@@ -8,7 +8,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from specdec.core.restore_rule import RestoreRule
-from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
+from specdec.observability.coordinator_metrics import CoordinatorMetrics
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.state.kv_tally import KvTally
 from tests.support.reference.markdown import code, document, item, items, paragraph
 
@@ -16,12 +17,6 @@ _INTRODUCTION = """`--metrics HOST:PORT` serves Prometheus text at `/metrics`. A
 the same measurement where there is one, with the prefix `specdec:`. Counters end in `_total`; a histogram has
 `_bucket`, `_sum` and `_count`. The [monitoring guide](../how-to/monitor.md) says which series are worth a graph."""
 _TIER_TEXT = "A replica with `--kv-tier-url` has these series, too."
-
-
-@dataclass(frozen=True)
-class _Load:
-    kv_usage: float = 0.0
-    num_sessions: int = 0
 
 
 @dataclass(frozen=True)
@@ -34,15 +29,16 @@ class _Tier:
 
 def page() -> str:
     """Return the page as it should be."""
+    coordinator = series(CoordinatorMetrics("model").registry)
     replica = EngineMetrics("model", role="target")
-    replica.watch_load(_Load)
     tier = EngineMetrics("model", role="target")
     tier.watch_kv_tier(_Tier(KvTally(), _rule()))
     return document(
         "Metrics",
         paragraph(_INTRODUCTION),
-        "## Coordinator", items(series(CoordinatorMetrics("model").registry)),
-        "## Draft and target replicas", items(series(replica.registry)),
+        "## Every service", items([line for line in coordinator if _is_common(line)]),
+        "## Coordinator", items([line for line in coordinator if not _is_common(line)]),
+        "## Draft and target replicas", items([line for line in series(replica.registry) if not _is_common(line)]),
         "## Cold tier of KV", paragraph(_TIER_TEXT),
         items([line for line in series(tier.registry) if "kv_tier" in line]),
     )  # fmt: skip
@@ -56,7 +52,13 @@ def series(registry: CollectorRegistry) -> list[str]:
 def _series(collector: Any, family: Any) -> str:
     labels = getattr(collector, "_labelnames", None) or getattr(family, "_labelnames", ())
     name = f"{family.name}_total" if family.type == "counter" else family.name
-    return item(f"{code(name)} ({family.type}; {', '.join(map(code, labels))})", family.documentation)
+    kind = f"{family.type}; {', '.join(map(code, labels))}" if labels else family.type
+    return item(f"{code(name)} ({kind})", family.documentation)
+
+
+def _is_common(line: str) -> bool:
+    """Return whether an item is of a series that every service has."""
+    return "`process_" in line or ":build_info`" in line
 
 
 def _rule() -> RestoreRule:
