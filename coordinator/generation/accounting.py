@@ -72,7 +72,7 @@ class Account:
         """Count tokens that are about to be shown."""
         now = time.perf_counter()
         if is_first:
-            self.stats.ttft_s = self._elapsed_s()
+            self.stats.ttft_s = self._elapsed_before_s + now - self._began
             self._metrics.observe_first_token(self.stats.ttft_s, now - self._rounds_began)
         self._metrics.observe_tokens(num_tokens, None if self._last_chunk is None else now - self._last_chunk)
         self._last_chunk = now
