@@ -78,7 +78,7 @@ class LoadClock:
             [({"phase": phase}, float(phase == self._phase)) for phase in PHASES],
         )
         yield self._series.gauge_family(
-            "load_seconds", "Start of the process to serving; rises until then.", [({}, end_s - self._began_s)]
+            "load_seconds", "Time from the start to serving; rises until then.", [({}, end_s - self._began_s)]
         )
 
 

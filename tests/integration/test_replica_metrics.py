@@ -92,6 +92,24 @@ async def test_a_call_that_no_block_is_left_for_is_counted() -> None:
     await verifier.close()
 
 
+async def test_a_waiting_call_that_gives_up_its_blocks_is_counted_as_preempted() -> None:
+    """Of eight blocks, session a keeps three; its next call waits behind one that needs seven."""
+    worker, metrics = TableWorker(num_blocks=8), EngineMetrics("table", role="target")
+    verifier = Verifier(worker, LOCAL_REPLICA, observer=metrics)
+    metrics.watch_engine(verifier.stats, verifier.info)
+    await verifier.verify(_round("a", 40))
+    worker.gate.clear()
+    before = asyncio.create_task(verifier.verify(_round("c", 5)))
+    with served(metrics.registry) as endpoint:
+        await endpoint.until(lambda page: page.value("num_requests_running") == 1)
+        behind = [asyncio.create_task(verifier.verify(one)) for one in (_round("b", 100), _round("a", 44, round_id=2))]
+        await endpoint.until(lambda page: page.value("num_requests_waiting") == 2)
+        worker.gate.set()
+        await asyncio.gather(before, *behind)
+        assert (await endpoint.scrape()).value("num_preemptions_total") == 1
+    await verifier.close()
+
+
 async def test_metrics_are_served_while_the_model_is_loaded(tmp_path: Path) -> None:
     """The load is the test's own: it scrapes the process that waits for it, and then refuses."""
     target, _ = build_tiny_pair("llama", tmp_path)
@@ -117,7 +135,7 @@ async def test_metrics_are_served_while_the_model_is_loaded(tmp_path: Path) -> N
     assert page.value("call_failures_total", reason="KV_EXHAUSTED", **labels) == 0
 
 
-def _round(session_id: str, num_tokens: int) -> VerifyRequest:
+def _round(session_id: str, num_tokens: int, round_id: int = 1) -> VerifyRequest:
     """Return a round of committed tokens of the table worker's vocabulary, without draft tokens."""
     tokens = [2 + (index + ord(session_id)) % 20 for index in range(num_tokens)]
-    return VerifyRequest(make_round(tokens, session_id=session_id), NO_DRAFT, ())
+    return VerifyRequest(make_round(tokens, session_id=session_id, round_id=round_id), NO_DRAFT, ())

@@ -13,6 +13,9 @@ import pytest
 
 from coordinator.generation.interrupted_turns import InterruptedTurns
 from coordinator.generation.request_log import identity_of
+from specdec.errors import Unavailable
+from specdec.observability.coordinator_metrics import CoordinatorMetrics
+from specdec.state.redis_store import open_store
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import (
     Coordinator,
@@ -159,6 +162,16 @@ async def test_a_request_that_does_not_start_counts_as_refused_by_its_reason() -
         refused = {reason: count for (counter, reason), count in ends(await endpoint.scrape()).items()
                    if counter == "refusals"}  # fmt: skip
         assert refused == {"INVALID_REQUEST": 1.0, "POOL_NOT_FOUND": 1.0, "QUEUE_FULL": 1.0}
+
+
+async def test_a_call_of_a_store_that_cannot_be_reached_is_counted() -> None:
+    metrics, store = CoordinatorMetrics("m"), open_store("redis://127.0.0.1:1")
+    metrics.watch_store(lambda: store.num_failures)
+    with served(metrics.registry) as endpoint:
+        with pytest.raises(Unavailable):
+            await store.load("s")
+        assert (await endpoint.scrape()).value("store_errors_total") == 1
+    await store.close()
 
 
 async def test_series_that_alerts_name_are_zero_before_the_first_request() -> None:
