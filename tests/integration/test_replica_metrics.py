@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specdec.engine.loop import watchdog
 from specdec.engine.loop.replica import LOCAL_REPLICA
 from specdec.errors import InvalidRequest, ResourceExhausted
 from specdec.observability.engine_metrics import EngineMetrics
@@ -50,16 +51,18 @@ async def test_calls_that_no_step_has_taken_wait_and_their_number_falls_again() 
     async with started_coordinator() as (rig, coordinator):
         with served(rig.target.metrics.registry) as endpoint:
             rig.target.worker.gate.clear()
-            prompts = [(token, *range(2, 20)) * 4 for token in range(2, 8)]
-            asked = [asyncio.create_task(coordinator.generate(request(prompt, max_new_tokens=4))) for prompt in prompts]
-            page = await endpoint.until(lambda page: page.value("num_requests_waiting") == len(prompts) - 1)
+            first, *others = [request((token, *range(2, 20)) * 4, max_new_tokens=4) for token in range(2, 8)]
+            asked = [asyncio.create_task(coordinator.generate(first))]
+            await endpoint.until(lambda page: page.value("num_requests_running") == 1)
+            asked += [asyncio.create_task(coordinator.generate(other)) for other in others]
+            page = await endpoint.until(lambda page: page.value("num_requests_waiting") == len(others))
             assert page.value("num_requests_running") == 1
             rig.target.worker.gate.set()
             await asyncio.gather(*asked)
             page = await endpoint.scrape()
             assert page.value("num_requests_waiting") == page.value("num_requests_running") == 0
             assert page.value("prefill_backlog_tokens") == 0
-            assert page.value("queue_seconds_count") >= len(prompts)
+            assert page.value("queue_seconds_count") >= len(asked)
             assert page.value("queue_seconds_sum") > 0
             assert page.value("step_seconds_count") == page.value("iteration_tokens_total_count")
 
@@ -92,8 +95,9 @@ async def test_a_call_that_no_block_is_left_for_is_counted() -> None:
     await verifier.close()
 
 
-async def test_a_waiting_call_that_gives_up_its_blocks_is_counted_as_preempted() -> None:
+async def test_a_waiting_call_that_gives_up_its_blocks_is_counted_as_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of eight blocks, session a keeps three; its next call waits behind one that needs seven."""
+    monkeypatch.setattr(watchdog, "PATIENCE_S", 600.0)  # the held step is no stall, however slow the machine
     worker, metrics = TableWorker(num_blocks=8), EngineMetrics("table", role="target")
     verifier = Verifier(worker, LOCAL_REPLICA, observer=metrics)
     metrics.watch_engine(verifier.stats, verifier.info)
