@@ -13,11 +13,13 @@ from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
+import specdec
 from coordinator.front.readiness import Readiness
 from coordinator.front.servicer import CoordinatorServicer
+from coordinator.front.tenants import CallTenants
 from coordinator.generation.generation_service import GenerationService, GenerationSettings
 from coordinator.learning.log import LearningLog
-from coordinator.lookup.history import TokenHistory
+from coordinator.lookup.history import TokenHistories
 from coordinator.lookup.lookup import LookupKind
 from coordinator.replicas.liveness import watch_targets
 from coordinator.replicas.pool import ReplicaPools
@@ -27,6 +29,7 @@ from coordinator.round.timeline import TimelineLog
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
+from specdec.checkpoints.generation_config import recommended_sampling
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.observability.logging import configure_logging
 from specdec.observability.loop_lag import watch_loop_lag
@@ -39,8 +42,11 @@ from specdec.service.lifecycle import require_addresses, run_to_exit_code, stop_
 from specdec.settings.addresses import advertised_address, split_address
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.reading import parse_settings
+from specdec.state.coordinators import coordinator_info
 from specdec.state.redis_store import open_registry, open_store
-from specdec.types import Mode
+from specdec.state.registry import Heartbeat
+from specdec.state.store import ReplicaRegistry
+from specdec.types import EngineInfo, Mode
 
 #: Time that streams have after the drain to send what they hold.
 _FLUSH_S = 1.0
@@ -80,9 +86,10 @@ async def _serve(settings: CoordinatorSettings) -> None:
         await store.ping()
         metrics.watch_store(lambda: store.num_failures)
         readiness = Readiness(lambda is_ready: server.set_serving() if is_ready else server.set_not_serving())
-        pools = _build_pools(settings, tokenizer.fingerprint, readiness, ending)
+        registry = _open_registry(settings, ending)
+        pools = _build_pools(settings, tokenizer.fingerprint, readiness, registry)
         ending.push_async_callback(pools.close)
-        history = TokenHistory(settings.lookup_history_tokens) if LookupKind.SUFFIX in settings.lookup else None
+        histories = TokenHistories(settings.lookup_history_tokens) if LookupKind.SUFFIX in settings.lookup else None
         timelines = None if settings.timeline is None else TimelineLog(settings.timeline)
         if timelines is not None:
             ending.callback(timelines.close)
@@ -91,7 +98,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
             scores, canary = ScoreQueue(pools), Canary(store.promotions())
             canary.start()
             ending.push_async_callback(canary.close)
-        draft_sources = DraftSourceFactory(pools, history, scores, canary, tokenizer.decode)
+        draft_sources = DraftSourceFactory(pools, histories, scores, canary, tokenizer.decode)
         generations = GenerationService(
             _generation_settings(settings),
             store=store,
@@ -110,6 +117,8 @@ async def _serve(settings: CoordinatorSettings) -> None:
             draft_sources=draft_sources,
             tokenizer=tokenizer,
             default_mode=Mode[settings.default_mode.upper()],
+            tenants=CallTenants(settings.tenant, reads_header=settings.tenant_header == "on"),
+            default_sampling=recommended_sampling(settings.tokenizer),
             canary=canary,
         ).add_to(server.grpc_server)
         if settings.metrics:
@@ -120,6 +129,10 @@ async def _serve(settings: CoordinatorSettings) -> None:
         ending.push_async_callback(generations.drain, 0.0)
         address = advertised_address(settings.advertise, settings.listen, server.port)
         _log.info("listening", extra={"address": server.address, "advertised": address})
+        registration = _register(settings, registry, address, tokenizer.fingerprint, generations)
+        if registration is not None:
+            await registration.start()
+            ending.push_async_callback(registration.close)
         await _watch_until(
             stop,
             pools.watch(),
@@ -129,19 +142,52 @@ async def _serve(settings: CoordinatorSettings) -> None:
         )
         _log.info("draining", extra={"grace_s": settings.drain_grace_s, "num_running": generations.num_running})
         await server.set_not_serving()
+        if registration is not None:
+            await registration.close()  # first, so that gateways open no further stream here
         await generations.drain(settings.drain_grace_s)
     _log.info("stopped")
 
 
+def _open_registry(settings: CoordinatorSettings, ending: AsyncExitStack) -> ReplicaRegistry | None:
+    """Return the registry that replicas are found in; None where static endpoints replace it."""
+    if settings.draft_endpoint or settings.target_endpoint:
+        return None
+    registry = open_registry(settings.redis_url)
+    ending.push_async_callback(registry.close)
+    return registry
+
+
+def _register(
+    settings: CoordinatorSettings,
+    registry: ReplicaRegistry | None,
+    address: str,
+    vocabulary_fingerprint: str,
+    generations: GenerationService,
+) -> Heartbeat | None:
+    """Return the registration by which gateways find this coordinator, not started yet; None without a registry."""
+    if registry is None:
+        return None
+
+    def describe() -> EngineInfo:
+        return coordinator_info(
+            generations.coordinator_id,
+            version=specdec.__version__,
+            model=settings.tokenizer,
+            vocabulary_fingerprint=vocabulary_fingerprint,
+            num_running=generations.num_running,
+        )
+
+    return Heartbeat(registry, address=address, describe=describe)
+
+
 def _build_pools(
-    settings: CoordinatorSettings, vocabulary_fingerprint: str, readiness: Readiness, ending: AsyncExitStack
+    settings: CoordinatorSettings,
+    vocabulary_fingerprint: str,
+    readiness: Readiness,
+    registry: ReplicaRegistry | None,
 ) -> ReplicaPools:
     static = [(DRAFT, address) for address in settings.draft_endpoint]
     static += [(TARGET, address) for address in settings.target_endpoint]
-    registry = None
-    if not static:
-        registry = open_registry(settings.redis_url)
-        ending.push_async_callback(registry.close)
 
     return ReplicaPools(
         vocabulary_fingerprint,
@@ -162,7 +208,6 @@ def _generation_settings(settings: CoordinatorSettings) -> GenerationSettings:
         lease_ttl_s=settings.lease_ttl_s,
         draft_timeout_s=settings.draft_timeout_s,
         max_running=settings.max_queue,
-        tenant=settings.tenant,
     )
 
 
@@ -175,6 +220,7 @@ def _open_learning_log(settings: CoordinatorSettings, metrics: CoordinatorMetric
         tenant=settings.tenant,
         max_bytes=settings.learning_log_max_bytes,
         max_age_s=settings.learning_log_max_age_s,
+        serves_all_tenants=settings.tenant_header == "on",
         count=metrics.observe_logged,
     )
 

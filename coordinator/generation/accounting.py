@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
-from coordinator.generation.interrupted_turns import InterruptedTurns
 from coordinator.requests import GenerationIdentity, RequestStats
 from coordinator.round.outcome import RoundOutcome
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
@@ -31,14 +31,21 @@ class Account:
         identity: GenerationIdentity,
         stats: RequestStats,
         metrics: CoordinatorMetrics,
-        interrupted: InterruptedTurns,
+        note_interrupted: Callable[[str], None],
         began: float,
     ) -> None:
-        """`began`: `time.perf_counter()` at admission; the rounds begin now."""
+        """
+        Args:
+            identity: the request.
+            stats: its statistics so far.
+            metrics: counts it.
+            note_interrupted: takes the reason of the error that ends the request; it may be resumed.
+            began: `time.perf_counter()` at admission; the rounds begin now.
+        """
         self.stats = stats
         self._identity = identity
         self._metrics = metrics
-        self._interrupted = interrupted
+        self._note_interrupted = note_interrupted
         self._began = began
         self._rounds_began = time.perf_counter()
         self._elapsed_before_s = stats.e2el_s
@@ -107,7 +114,7 @@ class Account:
     def count_failure(self, reason: str, num_output_tokens: int) -> None:
         """Count a request that ended with an error of this reason; it may be resumed."""
         self.stats.e2el_s = self._elapsed_s()
-        self._interrupted.note(self._identity, reason)
+        self._note_interrupted(reason)
         self._log_end("failed", reason, num_output_tokens)
 
     def _log_end(self, how: str, reason: str, num_output_tokens: int) -> None:

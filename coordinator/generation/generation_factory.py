@@ -7,6 +7,7 @@ queue, the lease keeper and the draft sources' statistics.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from coordinator.generation.accounting import Account
 from coordinator.generation.generation import Collaborators, Generation, Learners
@@ -48,7 +49,6 @@ class GenerationFactory:
         metrics: CoordinatorMetrics,
         draft_timeout_s: float | None,
         recovery_s: float,
-        tenant: str,
         recorder: Recorder | None = None,
         timelines: TimelineLog | None = None,
     ) -> None:
@@ -61,7 +61,6 @@ class GenerationFactory:
         self._metrics = metrics
         self._interrupted = InterruptedTurns(store, metrics, recovery_s)
         self._draft_timeout_s = draft_timeout_s
-        self._tenant = tenant
         self._recorder = recorder
         self._timelines = timelines
         self._commits = CommitQueue(store)
@@ -73,8 +72,10 @@ class GenerationFactory:
         stream = OutputStream(turn.identity)
         if prepared.replayed is not None:
             stream.publish(prepared.replayed)
-        self._interrupted.note_started(turn.identity)
-        account = Account(turn.identity, prepared.stats, self._metrics, self._interrupted, prepared.began)
+        key = turn.lease.key
+        self._interrupted.note_started(key, turn.identity.request_id)
+        note_interrupted = partial(self._interrupted.note, key, turn.identity)
+        account = Account(turn.identity, prepared.stats, self._metrics, note_interrupted, prepared.began)
         setting = self._round_setting(turn)
         router = self._draft_sources.router(turn.identity.parameters.speculation, setting, turn.tokens)
         replicas = self._replicas(prepared, router)
@@ -84,11 +85,18 @@ class GenerationFactory:
                 runner=self._runner(turn, setting, replicas, router),
                 session=self._session(prepared, replicas),
                 publisher=Publisher(
-                    turn, stream, account, store=self._store, commits=self._commits, timelines=self._timelines
+                    turn,
+                    stream,
+                    account,
+                    store=self._store.of_tenant(turn.lease.tenant),
+                    commits=self._commits,
+                    timelines=self._timelines,
                 ),
                 stream=stream,
                 account=account,
-                learners=Learners(self._draft_sources.remember, router, self._record(turn, setting)),
+                learners=Learners(
+                    partial(self._draft_sources.remember, turn.lease.tenant), router, self._record(turn, setting)
+                ),
             ),
         )
 
@@ -107,7 +115,7 @@ class GenerationFactory:
 
     def _replicas(self, prepared: PreparedTurn, router: RequestRouter | None) -> SessionReplicas:
         identity, agreed_len = prepared.turn.identity, prepared.agreed_len
-        replicas = self._placement.session(identity.session_id)
+        replicas = self._placement.session(prepared.turn.lease.key)
         routed_pool = "" if router is None else router.begin()
         replicas.draft_pool = routed_pool or self._pools.model_pool(identity.parameters.speculation.draft_pool)
         replicas.target_fingerprint = identity.parameters.target_fingerprint
@@ -147,6 +155,6 @@ class GenerationFactory:
             num_logprobs=sampling.num_logprobs,
             vocabulary_size=self._pools.target_info.vocabulary_size,
             draft_timeout_s=self._draft_timeout_s,
-            tenant=self._tenant,
+            tenant=turn.lease.tenant,
             is_timed=self._timelines is not None,
         )

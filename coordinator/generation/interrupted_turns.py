@@ -14,6 +14,7 @@ from coordinator.requests import GenerationIdentity
 from specdec.errors import SpecdecError
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.state.store import SessionRecord, SessionStore
+from specdec.tenant import SessionKey
 
 #: Time in which a turn must be resumed. The SDK tries for about this long.
 DEFAULT_RECOVERY_S = 30.0
@@ -30,16 +31,17 @@ class InterruptedTurns:
         self._store = store
         self._metrics = metrics
         self._recovery_s = recovery_s
-        self._open: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._open: dict[tuple[SessionKey, str], asyncio.Task[None]] = {}
 
-    def note(self, identity: GenerationIdentity, reason: str) -> None:
+    def note(self, key: SessionKey, identity: GenerationIdentity, reason: str) -> None:
         """Note a turn that an error of this reason has ended."""
         self._metrics.observe_interrupted(reason)
-        self._open[_key(identity)] = asyncio.create_task(self._settle(identity, reason), name="interrupted turn")
+        settling = asyncio.create_task(self._settle(key, identity, reason), name="interrupted turn")
+        self._open[key, identity.request_id] = settling
 
-    def note_started(self, identity: GenerationIdentity) -> None:
+    def note_started(self, key: SessionKey, request_id: str) -> None:
         """Note that a turn runs here, for the first time or again."""
-        task = self._open.pop(_key(identity), None)
+        task = self._open.pop((key, request_id), None)
         if task is not None:
             task.cancel()
 
@@ -51,20 +53,16 @@ class InterruptedTurns:
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _settle(self, identity: GenerationIdentity, reason: str) -> None:
+    async def _settle(self, key: SessionKey, identity: GenerationIdentity, reason: str) -> None:
         await asyncio.sleep(self._recovery_s)
         try:
-            record = await self._store.load(identity.session_id)
+            record = await self._store.of_tenant(key.tenant).load(key.session_id)
         except SpecdecError as error:
             _log.warning("cannot see whether an interrupted turn was resumed: %s", error)
             record = None
         if record is None or not _has_continued(record, identity):
             self._metrics.observe_failed(reason)
-        self._open.pop(_key(identity), None)
-
-
-def _key(identity: GenerationIdentity) -> tuple[str, str]:
-    return identity.session_id, identity.request_id
+        self._open.pop((key, identity.request_id), None)
 
 
 def _has_continued(record: SessionRecord, identity: GenerationIdentity) -> bool:

@@ -112,7 +112,7 @@ class Publisher:
             turn: the generation's turn; gives the lease, and the tokens for a repair of the log.
             stream: shows committed tokens to the readers.
             account: counts published rounds and tokens.
-            store: receives commits that are repeated, and repairs.
+            store: sessions of the turn's tenant; receives commits that are repeated, and repairs.
             commits: receives the first attempt of each commit.
             timelines: receives the timeline of each round that has one.
         """
@@ -186,7 +186,7 @@ class Publisher:
         self, timelines: TimelineLog, decided: DecidedRound, timeline: RoundTimeline, committed_s: float
     ) -> None:
         timeline.committed_s, timeline.shown_s = committed_s, time.monotonic()
-        timelines.write(self._turn.lease.session_id, decided.round_id, decided.outcome.num_draft_tokens, timeline)
+        timelines.write(self._turn.lease.key, decided.round_id, decided.outcome.num_draft_tokens, timeline)
         if decided.output.finish_reason is not None:
             timelines.flush()
 

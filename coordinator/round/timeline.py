@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specdec.errors import InvalidRequest
+from specdec.tenant import SessionKey
 from specdec.types import Stages
 
 #: Largest number of rounds that are buffered before they are written.
@@ -88,11 +89,12 @@ class TimelineLog:
         self._lines: list[str] = []
         self._has_warned = False
 
-    def write(self, session_id: str, round_id: int, num_draft_tokens: int, timeline: RoundTimeline) -> None:
+    def write(self, key: SessionKey, round_id: int, num_draft_tokens: int, timeline: RoundTimeline) -> None:
         """Add a round after its tokens were shown; times are microseconds since the round began."""
         began_s = timeline.began_s
         line = {
-            "session_id": session_id,
+            "tenant": key.tenant,
+            "session_id": key.session_id,
             "round_id": round_id,
             "began_us": round(began_s * 1e6),
             "num_draft_tokens": num_draft_tokens,

@@ -33,8 +33,13 @@ class CoordinatorSettings(ServiceSettings):
     """HOST:PORT of a target replica; repeatable. Any static endpoint turns the replica registry off."""
 
     tenant: TenantName = DEFAULT_TENANT
-    """Tenant that owns the sessions: 1 to 64 letters, digits, "_", "." or "-". Coordinators of two tenants may share
+    """Tenant of calls that name none: 1 to 64 letters, digits, "_", "." or "-". Coordinators of two tenants may share
     replicas and Redis, but no session, no KV block and no entry of the prefix directory."""
+
+    tenant_header: Literal["on", "off"] = "off"
+    """on: a call may name its tenant in the gRPC metadata "specdec-tenant". The coordinator believes every caller, so
+    only trusted gateways may reach its port. off: a call that names another tenant than --tenant is refused with
+    FORBIDDEN."""
 
     prefix_directory: Literal["on", "off"] = "on"
     """Directory in Redis of the prefixes that replicas hold. A new session goes to a replica that holds its prefix,
@@ -47,8 +52,8 @@ class CoordinatorSettings(ServiceSettings):
     drafts if there is one."""
 
     lookup_history_tokens: int = Field(default=200_000, ge=1_000, le=10_000_000)
-    """Number of tokens of past outputs that suffix drafts search; each takes about 100 bytes of the coordinator's
-    memory."""
+    """Number of tokens of past outputs that suffix drafts search, of all tenants together, at about 100 bytes of the
+    coordinator's memory each. Where there are several tenants, each gets at most half of it."""
 
     default_draft_pool: OptionalPoolName = ""
     """Pool of draft models for requests that name none; routed requests start with it while nothing is known. Unset, or

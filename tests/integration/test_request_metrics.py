@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -16,6 +15,7 @@ from coordinator.generation.request_log import identity_of
 from specdec.errors import Unavailable
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.state.redis_store import open_store
+from specdec.tenant import DEFAULT_TENANT, SessionKey
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import (
     Coordinator,
@@ -125,8 +125,8 @@ async def test_a_request_that_another_coordinator_finishes_does_not_count_as_fai
         assert record.request is not None
         turn = identity_of("finished", record.request)
         interrupted = InterruptedTurns(rig.store, coordinator.metrics, recovery_s=0.0)
-        interrupted.note(turn, "LEASE_LOST")
-        interrupted.note(replace(turn, session_id="gone"), "STORE_UNAVAILABLE")
+        interrupted.note(SessionKey(DEFAULT_TENANT, "finished"), turn, "LEASE_LOST")
+        interrupted.note(SessionKey(DEFAULT_TENANT, "gone"), turn, "STORE_UNAVAILABLE")
         page = await endpoint.until(lambda page: ("failures", "STORE_UNAVAILABLE") in ends(page))
         await interrupted.close()
         assert ends(page) == {

@@ -24,9 +24,10 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from coordinator.front.servicer import CoordinatorServicer
+from coordinator.front.tenants import CallTenants
 from coordinator.generation.generation_service import GenerationService, GenerationSettings
 from coordinator.learning.log import LearningLog
-from coordinator.lookup.history import TokenHistory
+from coordinator.lookup.history import TokenHistories
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
 from coordinator.round.draft_source_factory import DraftSourceFactory
@@ -36,6 +37,7 @@ from coordinator.text.tokenizer import ServedTokenizer
 from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from draft_service.servicer import DraftServicer
+from specdec.checkpoints.generation_config import recommended_sampling
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.observability.engine_metrics import EngineMetrics
@@ -136,16 +138,16 @@ class Coordinator:
     server: ServiceServer
     stub: coordinator_pb2_grpc.CoordinatorServiceStub
     channel: grpc.aio.Channel
-    history: TokenHistory | None = None
+    histories: TokenHistories | None = None
     scores: ScoreQueue | None = None
     canary: Canary | None = None
     """It looks at the store when it is told to."""
 
     async def history_settled(self) -> None:
         """Waits until what was said can be found."""
-        assert self.history is not None
+        assert self.histories is not None
         await eventually(lambda: not self.generations.num_running)  # each has said all that it will
-        await self.history.settle()
+        await self.histories.settle()
 
     async def scores_settled(self) -> None:
         """Waits until all that was said is scored."""
@@ -208,8 +210,13 @@ class Rig:
         draft_salt: int = 1,
         store_url: str = "",
         local_drafts: Mapping[str, int] = MappingProxyType({}),
+        write_checkpoint: Callable[[Path], None] = write_tokenizer,
     ) -> None:
-        """`store_url`: of the session store; one of its own in memory if empty. `local_drafts`: of the targets."""
+        """`store_url`: of the session store; one of its own in memory if empty. `local_drafts`: of the targets.
+
+        `write_checkpoint`: writes the tokenizer into a directory, and what is to lie beside it.
+        """
+        self._write_checkpoint = write_checkpoint
         self._local_drafts = local_drafts
         self._store_url = store_url or f"memory://{secrets.token_hex(8)}"
         self._counts = {TARGET: targets, DRAFT: drafts}
@@ -222,8 +229,9 @@ class Rig:
 
     async def __aenter__(self) -> Self:
         directory = Path(self._directory.name)
-        write_tokenizer(directory)
+        self._write_checkpoint(directory)
         self.tokenizer = ServedTokenizer(str(directory))
+        self._default_sampling = recommended_sampling(directory)
         self.store = self.open_store()
         for role, count in self._counts.items():
             for _ in range(count):
@@ -262,6 +270,7 @@ class Rig:
         self,
         *,
         tenant: str = DEFAULT_TENANT,
+        tenant_header: bool = False,
         has_directory: bool = True,
         lookup: Sequence[str] = (),
         routes: bool = False,
@@ -274,6 +283,7 @@ class Rig:
 
         Args:
             tenant: whose it is.
+            tenant_header: its calls may name their tenants.
             has_directory: it knows who holds which prefix.
             lookup: pools of drafts that it finds in text.
             routes: it routes requests among draft models.
@@ -290,12 +300,12 @@ class Rig:
             lookup_pools=lookup,
             target_wait_s=target_wait_s,
         )
-        history = TokenHistory(10_000) if "suffix" in lookup else None
+        histories = TokenHistories(10_000) if "suffix" in lookup else None
         scores = ScoreQueue(pools, retry_s=0.05) if routes else None
         canary = Canary(store.promotions()) if routes else None
         metrics = CoordinatorMetrics("table")
         metrics.watch_store(lambda: store.num_failures)
-        draft_sources = DraftSourceFactory(pools, history, scores, canary, self.tokenizer.decode)
+        draft_sources = DraftSourceFactory(pools, histories, scores, canary, self.tokenizer.decode)
         generations = GenerationService(
             GenerationSettings(
                 **{
@@ -303,7 +313,6 @@ class Rig:
                     "lease_ttl_s": 30.0,  # a starved machine must not lose leases
                     "draft_timeout_s": None,
                     "max_running": 64,
-                    "tenant": tenant,
                     **settings,
                 }
             ),
@@ -325,6 +334,8 @@ class Rig:
             draft_sources=draft_sources,
             tokenizer=self.tokenizer,
             default_mode=Mode.REJECTION,
+            tenants=CallTenants(tenant, reads_header=tenant_header),
+            default_sampling=self._default_sampling,
             canary=canary,
         ).add_to(server.grpc_server)
         await server.start()
@@ -333,7 +344,7 @@ class Rig:
             await pools.poll()  # again where a starved service was late to describe itself
         channel = grpc.aio.insecure_channel(server.address, options=(("grpc.max_send_message_length", -1),))
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
-        coordinator = Coordinator(generations, pools, metrics, server, stub, channel, history, scores, canary)
+        coordinator = Coordinator(generations, pools, metrics, server, stub, channel, histories, scores, canary)
         self._coordinators.append(coordinator)
         return coordinator
 

@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 
 from coordinator.front.servicer import CoordinatorServicer
+from coordinator.front.tenants import CallTenants
 from coordinator.generation.generation_service import GenerationService, GenerationSettings
 from coordinator.learning.log import LearningLog
 from coordinator.replicas.pool import ReplicaPools
@@ -158,6 +159,7 @@ class ModelStack:
             draft_sources=draft_sources,
             tokenizer=self._tokenizer,
             default_mode=Mode.REJECTION,
+            tenants=CallTenants(),
         ).add_to(server.grpc_server)
         await server.start()
         self._ending.push_async_callback(server.stop, 0.0)

@@ -21,9 +21,11 @@ PLACE = re.compile(r"(?P<begin><!-- figures (?P<name>[\w-]+) -->\n).*?(?P<end><!
 
 Record = dict[str, Any]
 
-#: Tables of the suite `peers`: all ratios, and as many as the README has room for.
-_PEERS = ("peers", "peers-summary")
-_SUMMARY_ROWS = 6
+#: Files of bench/results with rows of the suite `peers`, one for each pair of models.
+_PEERS = ("peers", "peers_qwen")
+#: Names of the systems of the suite `peers`, by their beginnings in its rows.
+_PEER_NAMES = {"specdec_int8": "int8", "specdec": "float32", "vllm": "vLLM", "llama.cpp": "llama.cpp",
+               "transformers": "Transformers"}  # fmt: skip
 
 
 class Comparison(NamedTuple):
@@ -44,6 +46,7 @@ _DEEP = "deep(18, 0.02), 1 stream, greedy"
 _SMOL = "SmolLM2-135M-Instruct, one stream"
 _REPEATS = "deep(18, 0.02), text that repeats"
 _ONE_STREAM = "one stream, greedy"
+_DEMO_PAIR, _QWEN_PAIR = "demo pair, float32", "Qwen2.5-Coder 1.5B with 0.5B"
 
 TABLES: dict[str, Sequence[Comparison]] = {
     "summary": (
@@ -57,6 +60,20 @@ TABLES: dict[str, Sequence[Comparison]] = {
         ),
         Comparison("real", _SMOL, "specdec", "hf_plain", "SmolLM2 135M, one stream", "no draft", "Transformers"),
         Comparison("real", _SMOL, "specdec_bf16", "llama.cpp_bf16", "SmolLM2 135M, bf16", "no draft", "llama.cpp"),
+    ),
+    "peers-summary": (
+        *(
+            Comparison("peers", f"{_DEMO_PAIR}, 1 stream", "specdec_drafted", f"{peer}_drafted",
+                       "demo pair, 1 stream", "draft, float32", f"{_PEER_NAMES[peer]}, draft")
+            for peer in ("vllm", "llama.cpp")
+        ),
+        *(
+            Comparison("peers_qwen", f"{_QWEN_PAIR}, {streams}", f"specdec_int8_{drafts}", f"llama.cpp_{drafts}",
+                       f"Qwen 1.5B with 0.5B, {streams}", f"{what}, int8", f"llama.cpp, {what}, 4 bits")
+            for streams, drafts, what in (
+                ("1 stream", "drafted", "draft"), ("1 stream", "alone", "no draft"), ("8 streams", "drafted", "draft")
+            )
+        ),
     ),
     "latency": (
         Comparison("latency", _DEEP, "specdec", "hf_plain", _ONE_STREAM, "draft model", "Transformers"),
@@ -125,9 +142,7 @@ def table(name: str) -> str:
     Raises:
         LookupError: no table has the name, or a record is missing from bench/results.
     """
-    rows = peer_rows(None if name == "peers" else _SUMMARY_ROWS) if name in _PEERS else TABLES[name]
-    if not rows:
-        return "`python -m bench peers` prints this table; no run is kept in the repository yet.\n"
+    rows = peer_rows() if name == "peers" else TABLES[name]
     found = [(row, record(row)) for row in rows]
     lines = ["| Case | specdec with | compared with | times as fast (95 % interval) |", "|---|---|---|---|"]
     lines += [f"| {row.what} | {row.ours} | {row.other} | {_ratio(each)} |" for row, each in found]
@@ -167,17 +182,24 @@ def rate(system: str) -> float:
     return float(max(found, key=lambda each: str(each["date"]))["value"])
 
 
-def peer_rows(limit: int | None) -> list[Comparison]:
-    """Return one row for each ratio that the suite `peers` kept, at most `limit`; none before its first run."""
-    if not (RESULTS / "peers.json").is_file():
-        return []
+def peer_rows() -> list[Comparison]:
+    """Return one row for each ratio that the suite `peers` kept."""
     return [
         Comparison(
-            "peers", each["case"], each["system"], each["ratio_to"], each["case"], each["system"], each["ratio_to"]
+            suite, each["case"], each["system"], each["ratio_to"],
+            each["case"].partition(", beside")[0], _peer_name(each["system"], ours=True), _peer_name(each["ratio_to"]),
         )
-        for each in records("peers")
+        for suite in _PEERS
+        for each in records(suite)
         if each["metric"] == "tokens_per_s_ratio" and each["ratio_to"]
-    ][:limit]
+    ]  # fmt: skip
+
+
+def _peer_name(system: str, *, ours: bool = False) -> str:
+    """Return the words for a system such as `specdec_int8_drafted`; `ours` leaves out that it is specdec."""
+    kind, _, drafts = system.rpartition("_")
+    name = "specdec" if kind == "specdec" and not ours else _PEER_NAMES[kind]
+    return f"{name}, {'draft' if drafts == 'drafted' else 'no draft'}"
 
 
 @cache

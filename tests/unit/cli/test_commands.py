@@ -249,14 +249,16 @@ def test_logprobs_are_shown_with_each_token(shape: str, coordinator: Serve, caps
     def with_logprobs(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
         chunk = tokens(0, [5], "a")
         chunk.tokens.details[0].logprob = -0.5
-        chunk.tokens.details[0].top_logprobs.add(token_id=7, logprob=-0.25)
+        chunk.tokens.details[0].token_bytes = b"<5>"
+        chunk.tokens.details[0].top_logprobs.add(token_id=7, logprob=-0.25, token_bytes=b"\xc3")
         return [started(request), chunk, finished(1)]
 
     servicer, environ = coordinator(with_logprobs)
     assert run(["generate", "hi", shape, "--logprobs", "1"], environ) == 0
     (detail,) = json.loads(capsys.readouterr().out.splitlines()[0])["details"]
     assert (detail["text"], detail["source"], detail["logprob"]) == ("<5>", "accepted", -0.5)
-    assert detail["top_logprobs"] == [{"token_id": 7, "logprob": -0.25}]
+    assert bytes(detail["token_bytes"]) == b"<5>"
+    assert detail["top_logprobs"] == [{"token_id": 7, "logprob": -0.25, "token_bytes": [0xC3]}]
     assert servicer.requests[0].sampling.logprobs == 1
 
 
