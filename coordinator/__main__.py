@@ -34,8 +34,11 @@ from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.checkpoints.generation_config import recommended_sampling
 from specdec.observability.audit import AuditMetrics
+from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.observability.logging import configure_logging
-from specdec.observability.metrics import CoordinatorMetrics, start_metrics_server
+from specdec.observability.loop_lag import watch_loop_lag
+from specdec.observability.metrics_server import start_metrics_server
+from specdec.observability.series import served_name
 from specdec.observability.tracing import SpanCollector, Tracing, open_tracing
 from specdec.rpc.client import open_link
 from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
@@ -75,7 +78,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
     require_addresses(settings)
     stop = stop_on_signals()
     tokenizer = ServedTokenizer(settings.tokenizer)
-    metrics = CoordinatorMetrics(settings.tokenizer)
+    metrics = CoordinatorMetrics(served_name(settings.tokenizer))
     server = ServiceServer(
         settings.listen,
         service_names=(COORDINATOR_SERVICE,),
@@ -86,6 +89,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
         store = open_store(settings.redis_url, tenant=settings.tenant, session_ttl_s=settings.session_ttl_s)
         ending.push_async_callback(store.close)
         await store.ping()
+        metrics.watch_store(lambda: store.num_failures)
         readiness = Readiness(lambda is_ready: server.set_serving() if is_ready else server.set_not_serving())
         registry = _open_registry(settings, ending)
         pools = _build_pools(settings, tokenizer.fingerprint, readiness, registry)
@@ -137,7 +141,13 @@ async def _serve(settings: CoordinatorSettings) -> None:
         if registration is not None:
             await registration.start()
             ending.push_async_callback(registration.close)
-        await _watch_until(stop, pools.watch(), watch_targets(pools), readiness.watch_store(store))
+        await _watch_until(
+            stop,
+            pools.watch(),
+            watch_targets(pools),
+            readiness.watch_store(store),
+            watch_loop_lag(metrics.observe_loop_lag),
+        )
         _log.info("draining", extra={"grace_s": settings.drain_grace_s, "num_running": generations.num_running})
         await server.set_not_serving()
         if registration is not None:
@@ -204,7 +214,7 @@ def _build_auditor(
     settings: CoordinatorSettings, metrics: CoordinatorMetrics, ending: AsyncExitStack
 ) -> Auditor | None:
     """Return the audit of rounds; None where no round is audited. Its series exist in any case."""
-    audit_metrics = AuditMetrics(metrics.registry, settings.tokenizer)
+    audit_metrics = AuditMetrics(metrics.registry, served_name(settings.tokenizer))
     if settings.audit_share == 0.0:
         return None
     queue = AuditQueue(audit_metrics)

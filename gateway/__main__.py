@@ -20,7 +20,7 @@ from gateway.server import bind, serve
 from gateway.upstream import Upstream
 from specdec.errors import SpecdecError, error_line
 from specdec.observability.logging import configure_logging
-from specdec.observability.metrics import start_metrics_server
+from specdec.observability.metrics_server import start_metrics_server
 from specdec.observability.tracing import SpanCollector, open_tracing
 from specdec.settings.addresses import split_address
 from specdec.settings.gateway import GatewaySettings

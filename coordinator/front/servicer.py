@@ -7,6 +7,7 @@ come back through a subscription to its `stream`, and `wire` encodes them for th
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -35,12 +36,13 @@ from coordinator.front.wire import (
 )
 from coordinator.generation.generation_service import GenerationService
 from coordinator.generation.request_log import no_session
+from coordinator.generation.stream import Subscription
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.routing.promotion import Canary
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.errors import Forbidden, InvalidRequest, Unavailable, Unsupported
+from specdec.errors import Forbidden, InvalidRequest, SpecdecError, Unavailable, Unsupported
 from specdec.observability.tracing import Tracing, trace_headers
 from specdec.state.store import SessionStore
 from specdec.tenant import SessionKey
@@ -109,9 +111,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             await self._generate(request, context)
 
     async def _generate(self, request: coordinator_pb2.GenerateRequest, context: Any) -> None:
-        tenant = self._tenants.of(context)
-        checked = validate_request(decode_request(request), self._limits())
-        subscription = await self._generations.open(replace(checked, tenant=tenant))
+        subscription = await self._open(request, context)
         # Logprobs travel in the details, and a call that resumes the request does not ask for them again.
         num_logprobs = subscription.identity.parameters.sampling.num_logprobs
         with_details = request.return_provenance or num_logprobs is not None
@@ -119,7 +119,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         try:
             async with aclosing(subscription.events()) as events:
                 async for event in events:
-                    await context.write(encode_event(event, with_details=with_details, token_bytes=token_bytes))
+                    message = encode_event(event, with_details=with_details, token_bytes=token_bytes)
+                    began_s = time.perf_counter()
+                    await context.write(message)
+                    self._generations.count_client_wait(time.perf_counter() - began_s)
         except asyncio.CancelledError:
             if subscription.behind is None or (task := asyncio.current_task()) is None:
                 raise
@@ -127,6 +130,15 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             raise subscription.behind from None
         finally:
             subscription.close()
+
+    async def _open(self, request: coordinator_pb2.GenerateRequest, context: Any) -> Subscription:
+        try:
+            tenant = self._tenants.of(context)
+            checked = validate_request(decode_request(request), self._limits())
+            return await self._generations.open(replace(checked, tenant=tenant))
+        except SpecdecError as error:
+            self._generations.count_refusal(error)
+            raise
 
     async def GetSession(  # noqa: N802
         self, request: coordinator_pb2.GetSessionRequest, context: Any

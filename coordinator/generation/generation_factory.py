@@ -13,6 +13,7 @@ from coordinator.audit.turn_audit import Auditor, TurnAudit
 from coordinator.generation.accounting import Account
 from coordinator.generation.generation import Collaborators, Generation, Learners
 from coordinator.generation.held_session import HeldSession
+from coordinator.generation.interrupted_turns import InterruptedTurns
 from coordinator.generation.lease_keeper import LeaseKeeper
 from coordinator.generation.publisher import CommitQueue, Publisher
 from coordinator.generation.removal import SessionRemoval
@@ -31,7 +32,7 @@ from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
 from coordinator.round.target_calls import TargetCalls
 from coordinator.round.timeline import TimelineLog
-from specdec.observability.metrics import CoordinatorMetrics
+from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.state.store import SessionStore
 
 
@@ -49,6 +50,7 @@ class GenerationFactory:
         draft_sources: DraftSourceFactory,
         metrics: CoordinatorMetrics,
         draft_timeout_s: float | None,
+        recovery_s: float,
         recorder: Recorder | None = None,
         timelines: TimelineLog | None = None,
         auditor: Auditor | None = None,
@@ -60,6 +62,7 @@ class GenerationFactory:
         self._prefixes = prefixes
         self._draft_sources = draft_sources
         self._metrics = metrics
+        self._interrupted = InterruptedTurns(store, metrics, recovery_s)
         self._draft_timeout_s = draft_timeout_s
         self._recorder = recorder
         self._timelines = timelines
@@ -73,8 +76,11 @@ class GenerationFactory:
         stream = OutputStream(turn.identity)
         if prepared.replayed is not None:
             stream.publish(prepared.replayed)
+        key = turn.lease.key
+        self._interrupted.note_started(key, turn.identity.request_id)
+        note_interrupted = partial(self._interrupted.note, key, turn.identity)
         trace = begin_request_trace(prepared, self._pools.target_info.model)
-        account = Account(turn.identity, prepared.stats, self._metrics, prepared.began, trace)
+        account = Account(turn.identity, prepared.stats, self._metrics, note_interrupted, prepared.began, trace)
         setting = self._round_setting(turn, is_timed=trace is not None or self._timelines is not None)
         router = self._draft_sources.router(turn.identity.parameters.speculation, setting, turn.tokens)
         replicas = self._replicas(prepared, router)
@@ -105,6 +111,7 @@ class GenerationFactory:
 
     async def close(self) -> None:
         """Stop what the generations share. Call it when no generation runs. Idempotent."""
+        await self._interrupted.close()
         await self._lease_keeper.close()
         await self._draft_sources.close()
         if self._recorder is not None:

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 from coordinator.audit.turn_audit import Auditor
 from coordinator.generation.generation import CancelCause, Generation
 from coordinator.generation.generation_factory import GenerationFactory
+from coordinator.generation.interrupted_turns import DEFAULT_RECOVERY_S
 from coordinator.generation.leases import Leases
 from coordinator.generation.log_repair import LogRepair
 from coordinator.generation.removal import SessionRemoval
@@ -31,8 +32,8 @@ from coordinator.requests import Finished, GenerationRequest, OutputChunk
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.round.timeline import TimelineLog
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.errors import NotFound, ResourceExhausted, SessionBusy, SessionLost, Unavailable
-from specdec.observability.metrics import CoordinatorMetrics
+from specdec.errors import NotFound, ResourceExhausted, SessionBusy, SessionLost, SpecdecError, Unavailable
+from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.state.store import PrefixDirectory, RequestRecord, SessionStore
 from specdec.tenant import SessionKey
 
@@ -49,6 +50,8 @@ class GenerationSettings:
     lease_ttl_s: float
     draft_timeout_s: float | None
     max_running: int
+    recovery_s: float = DEFAULT_RECOVERY_S
+    """Time in which a turn that an error ended must be resumed, or it counts as failed."""
 
 
 class GenerationService:
@@ -101,10 +104,13 @@ class GenerationService:
             draft_sources=draft_sources,
             metrics=metrics,
             draft_timeout_s=settings.draft_timeout_s,
+            recovery_s=settings.recovery_s,
             recorder=None if learning_log is None else Recorder(learning_log, pools),
             timelines=timelines,
             auditor=auditor,
         )
+        metrics.set_capacity(settings.max_running)
+        metrics.watch_replicas(pools.places, pools.draft_pools)
         self._running: dict[SessionKey, Generation] = {}
         self._locks: WeakValueDictionary[SessionKey, asyncio.Lock] = WeakValueDictionary()
         self._num_admitting = 0
@@ -151,6 +157,14 @@ class GenerationService:
             await asyncio.wait([running.task], timeout=LEAVING_GRACE_S)
             has_waited = True
 
+    def count_refusal(self, error: SpecdecError) -> None:
+        """Count a request that ended with an error before it was opened."""
+        self._metrics.observe_refused(error.reason)
+
+    def count_client_wait(self, seconds: float) -> None:
+        """Count a wait until a client's stream took an event."""
+        self._metrics.rounds.observe_client_wait(seconds)
+
     async def delete(self, key: SessionKey) -> None:
         """End the session's generation or admission here, and remove the session everywhere. Idempotent.
 
@@ -183,12 +197,12 @@ class GenerationService:
     async def _admit_counted(self, request: GenerationRequest, began: float) -> Subscription:
         self._check_admission()
         self._num_admitting += 1
-        self._metrics.request_waiting(+1)
+        self._metrics.request_admitting(+1)
         try:
             return await self._admit(request, began)
         finally:
             self._num_admitting -= 1
-            self._metrics.request_waiting(-1)
+            self._metrics.request_admitting(-1)
 
     def _check_admission(self) -> None:
         if self._is_draining:
@@ -235,6 +249,7 @@ class GenerationService:
         resumed = await self._turn_preparer.of_unfinished_turn(key, stored.request_id, num_held, began)
         if isinstance(resumed, LoggedRequest):
             return _replay(resumed, num_held)
+        self._metrics.observe_resumed()
         return await self._start(resumed, num_held)
 
     async def _start(self, prepared: PreparedTurn, num_held: int) -> Subscription:

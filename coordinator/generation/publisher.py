@@ -148,7 +148,9 @@ class Publisher:
         if self._publication is not None:
             # A commit takes less time than a round, so the publication is usually done.
             if not self._publication.done():
+                began_s = time.monotonic()
                 await asyncio.shield(self._publication)
+                self._account.count_store_wait(time.monotonic() - began_s)
             self._publication.result()
 
     async def close(self) -> None:
@@ -166,6 +168,7 @@ class Publisher:
             await asyncio.sleep(0)
 
         self._account.count_round(decided.outcome)
+        began_s = time.monotonic()
         await self._commit(
             Commit(
                 round_id=decided.round_id,
@@ -177,6 +180,7 @@ class Publisher:
         )
 
         committed_s = time.monotonic()
+        self._account.count_commit(committed_s - began_s)
         self._account.count_chunk(len(output.token_ids), is_first=not self._stream.num_tokens)
         self._stream.publish(output, decided.outcome.provenance)
         if decided.outcome.timeline is not None:

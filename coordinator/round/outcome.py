@@ -39,6 +39,8 @@ class RoundOutcome(NamedTuple):
     supports: Sequence[Support]
     """Supports of the draft tokens; empty in greedy and coupled rounds."""
     verification: Verification
+    num_requested: int = 0
+    """Number of draft tokens requested; 0 where no draft was, or no replica answered."""
     timeline: RoundTimeline | None = None
     """Recorded where the setting says so."""
 

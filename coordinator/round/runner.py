@@ -99,6 +99,7 @@ class RoundRunner:
             target_only_cause=draft.missing_cause,
             supports=draft.proposal.supports,
             verification=target.verification,
+            num_requested=draft.num_requested,
             timeline=timeline,
         )
 

@@ -162,6 +162,11 @@ class RedisSessionStore:
         """Return the tenant's promotion of a draft pool."""
         return RedisPromotions(self._connection, self._tenant)
 
+    @property
+    def num_failures(self) -> int:
+        """Number of calls that found the store not available."""
+        return self._connection.num_failures
+
     def of_tenant(self, tenant: str) -> RedisSessionStore:
         """See `SessionStore.of_tenant`. Raises InvalidRequest for an invalid name."""
         if tenant == self._tenant:

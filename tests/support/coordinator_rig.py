@@ -42,7 +42,8 @@ from draft_service.servicer import DraftServicer
 from specdec.checkpoints.generation_config import recommended_sampling
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.observability.audit import AuditMetrics
-from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
+from specdec.observability.coordinator_metrics import CoordinatorMetrics
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.observability.tracing import Tracing
 from specdec.rpc.client import open_link
 from specdec.rpc.server import COORDINATOR_SERVICE, DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
@@ -85,6 +86,7 @@ class Service:
     worker: TableWorker
     server: ServiceServer
     servicer: Any
+    metrics: EngineMetrics
 
     @property
     def address(self) -> str:
@@ -115,14 +117,19 @@ async def start_service(
     worker = TableWorker(vocabulary_size=VOCABULARY, num_blocks=256, context=context, salt=salt,
                          vocabulary=vocabulary, local_drafts=local_drafts, local_gammas=local_gammas)  # fmt: skip
     options = ReplicaOptions(replica_id=f"{role}-{salt}", model="table", pool=pool, max_gamma=max_gamma, shadow=shadow)
-    engine = Proposer(worker, options, DraftOptions(predraft=predraft)) if role == DRAFT else Verifier(worker, options)
-    metrics = EngineMetrics("table", role=role)
+    metrics = EngineMetrics("table", role=role, pool=pool)
+    engine = (
+        Proposer(worker, options, DraftOptions(predraft=predraft), observer=metrics)
+        if role == DRAFT
+        else Verifier(worker, options, observer=metrics)
+    )
+    metrics.watch_engine(engine.stats, engine.info)
     servicer = (DraftServicer if role == DRAFT else TargetServicer)(between(engine), metrics)
     server = ServiceServer(listen, service_names=(DRAFT_SERVICE if role == DRAFT else TARGET_SERVICE,))
     servicer.add_to(server.grpc_server)
     await server.start()
     await server.set_serving()
-    return Service(role, engine, worker, server, servicer)
+    return Service(role, engine, worker, server, servicer, metrics)
 
 
 @dataclass
@@ -316,6 +323,7 @@ class Rig:
         scores = ScoreQueue(pools, retry_s=0.05) if routes else None
         canary = Canary(store.promotions()) if routes else None
         metrics = CoordinatorMetrics("table")
+        metrics.watch_store(lambda: store.num_failures)
         audits = AuditQueue(AuditMetrics(metrics.registry, "table"), max_wait_s=audit_wait_s) if audit_share else None
         draft_sources = DraftSourceFactory(pools, histories, scores, canary, self.tokenizer.decode)
         generations = GenerationService(

@@ -30,7 +30,8 @@ from draft_service.servicer import DraftServicer
 from specdec.client import AsyncClient
 from specdec.engine.base import StepPlan, Worker
 from specdec.engine.loop.replica import ReplicaOptions
-from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
+from specdec.observability.coordinator_metrics import CoordinatorMetrics
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import open_link
 from specdec.rpc.server import COORDINATOR_SERVICE, DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
 from specdec.state.redis_store import open_store
@@ -122,7 +123,7 @@ class ModelStack:
 
     def num_predrafted(self, pool: str, *outcomes: str) -> float:
         """Rounds of a pool that ended so: hit, extended, miss or unasked."""
-        registry, labels = self._draft_metrics[pool].registry, {"model_name": pool, "role": DRAFT}
+        registry, labels = self._draft_metrics[pool].registry, {"model_name": pool, "role": DRAFT, "pool": "default"}
         name = "specdec:predraft_rounds_total"
         return sum(registry.get_sample_value(name, labels | {"outcome": outcome}) or 0.0 for outcome in outcomes)
 

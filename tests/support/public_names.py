@@ -27,7 +27,8 @@ from gateway.metrics import GatewayMetrics
 from specdec.cli.__main__ import build_parser
 from specdec.core.restore_rule import RestoreRule
 from specdec.observability.audit import AuditMetrics
-from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
+from specdec.observability.coordinator_metrics import CoordinatorMetrics
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.settings.base import ProcessSettings
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.draft import DraftSettings
@@ -37,7 +38,6 @@ from specdec.settings.target import TargetSettings
 from specdec.state.keys import prefix_keys, promotion_key, replica_keys, session_keys
 from specdec.state.kv_tally import KvTally
 from specdec.state.kv_values import KvSpace
-from specdec.types import EngineInfo
 
 SERVICES: dict[str, type[ProcessSettings]] = {
     "coordinator": CoordinatorSettings,
@@ -148,13 +148,7 @@ def _coordinator_registry() -> CollectorRegistry:
 
 
 def _replica_registry() -> CollectorRegistry:
-    info = EngineInfo(
-        version="", role="draft", pool="", replica_id="", model="", model_fingerprint="", vocabulary_fingerprint="",
-        vocabulary_size=1, max_context_tokens=1, eos_token_ids=(), max_gamma=1, num_kv_blocks=1, kv_block_tokens=1,
-        kv_usage=0.0, num_sessions=0, draining=False, dtype="", device="",
-    )  # fmt: skip
     metrics = EngineMetrics("model", role="draft")
-    metrics.watch_load(lambda: info)
     metrics.watch_kv_tier(_Tier())
     return metrics.registry
 

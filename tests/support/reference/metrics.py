@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry
 from gateway.metrics import GatewayMetrics
 from specdec.core.restore_rule import RestoreRule
 from specdec.observability.audit import AuditMetrics
-from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
+from specdec.observability.coordinator_metrics import CoordinatorMetrics
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.observability.tracing import SpanCollector
 from specdec.state.kv_tally import KvTally
 from tests.support.reference.markdown import code, document, item, items, paragraph
@@ -22,12 +23,6 @@ _TRACES_TEXT = "A coordinator or gateway that records [traces](../how-to/trace.m
 _GATEWAY_TEXT = """The gateway serves its series at `/metrics` of its own address, too. The counters of speculation have
 vLLM's own names, so that tools made for vLLM read them."""
 _TIER_TEXT = "A replica with `--kv-tier-url` has these series, too."
-
-
-@dataclass(frozen=True)
-class _Load:
-    kv_usage: float = 0.0
-    num_sessions: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,10 +41,10 @@ class _NoSpans:
 
 def page() -> str:
     """Return the page as it should be."""
-    coordinator = CoordinatorMetrics("model")
-    AuditMetrics(coordinator.registry, "model")
+    registry = CoordinatorMetrics("model").registry
+    AuditMetrics(registry, "model")
+    coordinator = series(registry)
     replica = EngineMetrics("model", role="target")
-    replica.watch_load(_Load)
     tier = EngineMetrics("model", role="target")
     tier.watch_kv_tier(_Tier(KvTally(), _rule()))
     traces = CollectorRegistry()
@@ -57,10 +52,11 @@ def page() -> str:
     return document(
         "Metrics",
         paragraph(_INTRODUCTION),
-        "## Coordinator", items(series(coordinator.registry)),
+        "## Every service", items([line for line in coordinator if _is_common(line)]),
+        "## Coordinator", items([line for line in coordinator if not _is_common(line)]),
         "## Traces", paragraph(_TRACES_TEXT), items(series(traces)),
         "## Gateway", paragraph(_GATEWAY_TEXT), items(series(GatewayMetrics().registry)),
-        "## Draft and target replicas", items(series(replica.registry)),
+        "## Draft and target replicas", items([line for line in series(replica.registry) if not _is_common(line)]),
         "## Cold tier of KV", paragraph(_TIER_TEXT),
         items([line for line in series(tier.registry) if "kv_tier" in line]),
     )  # fmt: skip
@@ -76,6 +72,11 @@ def _series(collector: Any, family: Any) -> str:
     name = f"{family.name}_total" if family.type == "counter" else family.name
     notes = "; ".join(filter(None, (family.type, ", ".join(map(code, labels)))))
     return item(f"{code(name)} ({notes})", family.documentation)
+
+
+def _is_common(line: str) -> bool:
+    """Return whether an item is of a series that every service has."""
+    return "`process_" in line or ":build_info`" in line
 
 
 def _rule() -> RestoreRule:
