@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -11,17 +10,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.staticfiles import StaticFiles
 
 import specdec
 from gateway.context import Gateway
 from gateway.http_errors import error_response, read_validation_error
 from gateway.middleware import Authenticated, LimitedBody, Measured
-from gateway.routes import chat, completions, models, sessions, status, tokens
+from gateway.routes import chat, completions, models, playground, sessions, status, tokens
 from gateway.tracing import Traced
 from specdec.errors import Internal, InvalidRequest, NotFound, SpecdecError
-
-PLAYGROUND = Path(__file__).parent / "playground"
 
 _log = logging.getLogger(__name__)
 
@@ -42,8 +38,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_failure)
-    if (PLAYGROUND / "index.html").is_file():
-        app.mount("/", StaticFiles(directory=PLAYGROUND, html=True), name="playground")
+    app.include_router(playground.router())
     return app
 
 

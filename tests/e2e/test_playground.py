@@ -87,6 +87,11 @@ def test_a_prompt_becomes_tokens_that_are_marked_by_their_source(page: Page, url
     expect(page.locator("#main-rate")).to_have_text(re.compile(r"[\d.]+ tokens/s"))
 
 
+def test_the_page_comes_with_a_strict_content_policy(url: str) -> None:
+    with urllib.request.urlopen(url) as page:
+        assert page.headers["Content-Security-Policy"].startswith("default-src 'none'; script-src 'self'; style-src")
+
+
 def test_rounds_and_positions_add_up_to_the_tokens(page: Page) -> None:
     fill(page)
     generate(page)
