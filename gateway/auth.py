@@ -163,11 +163,10 @@ class ApiKeys:
 
     def _read(self, path: Path) -> None:
         try:
-            version = _version_of(path)
+            self._version = _version_of(path)  # also of a file with a mistake, which is reported once
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"api_keys: cannot read {path}: {error}", field="api_keys") from error
-        self._version = version  # also of a file with a mistake, which is reported once
         self._keys = {**parse_keys(text), **self._own}
 
 
