@@ -25,7 +25,13 @@ _GUARDED = ("/v1/", "/tokenize", "/detokenize")
 _BEARER = "bearer "
 _TOO_LARGE = 413
 _TIMED_OUT = 408
+_BAD = 400
 _FAILED = 500
+#: The HTTP parser leaves out the body of a request that asks for another protocol, as Java's client does by default.
+_NO_UPGRADE = (
+    "the body of a request with the header Upgrade is not read: send it without this header; a client that asks for "
+    "HTTP/2 must be set to HTTP/1.1"
+)
 #: Multiple of the limit up to which a body that is too large is read and dropped.
 _MAX_DROPPED = 8
 
@@ -101,6 +107,9 @@ class LimitedBody:
         except InvalidRequest as error:
             await self._refuse(scope, receive, send, error, _TOO_LARGE)
         else:
+            if not body["body"] and "upgrade" in Headers(scope=scope) and _announced_bytes(scope):
+                await self._refuse(scope, receive, send, InvalidRequest(_NO_UPGRADE), _BAD)
+                return
             await self._app(scope, _replay(body, receive), send)
 
     async def _read(self, receive: Receive, announced_bytes: int) -> Message:

@@ -180,6 +180,15 @@ async def test_half_a_request_behind_another_waits_for_its_answer_and_is_then_re
         assert b"HTTP/1.1 408 " in answers
 
 
+async def test_a_body_beside_a_wish_for_another_protocol_is_refused_in_words() -> None:
+    async with running_gateway() as running:
+        headers = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAAQCAAAA"}
+        answer = await running.http.post(CHAT, json={}, headers=headers)
+        assert answer.status_code == 400
+        assert "must be set to HTTP/1.1" in answer.json()["error"]["message"]
+        assert (await running.http.get("/health", headers=headers)).status_code == 200
+
+
 async def _rest(reader: asyncio.StreamReader) -> bytes:
     try:
         return await reader.read()
