@@ -49,6 +49,8 @@ class LimitedHttp(HttpToolsProtocol):
         """Set while headers are awaited."""
         self._num_header_bytes = 0
         """Bytes of the reads that ended within the headers of the current request."""
+        self._is_between_requests = False
+        """Set from the end of a request to the start of the next one."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -71,7 +73,12 @@ class LimitedHttp(HttpToolsProtocol):
         data, self._begin = self._begin, b""
         self._parse(data)
 
+    def on_message_complete(self) -> None:
+        self._is_between_requests = True
+        super().on_message_complete()
+
     def on_message_begin(self) -> None:
+        self._is_between_requests = False
         self._start_timer()
         super().on_message_begin()
 
@@ -94,6 +101,8 @@ class LimitedHttp(HttpToolsProtocol):
 
     def _parse(self, data: bytes) -> None:
         super().data_received(data)
+        if self._is_between_requests and self._header_timer is None and not self._is_answering():
+            self._start_timer()  # uvicorn's timer of idle connections ends with any byte, such as a blank line
         if self._header_timer is not None:
             self._num_header_bytes += len(data)
             if self._num_header_bytes > _MAX_HEADER_BYTES:

@@ -189,6 +189,16 @@ async def test_a_body_beside_a_wish_for_another_protocol_is_refused_in_words() -
         assert (await running.http.get("/health", headers=headers)).status_code == 200
 
 
+async def test_blank_lines_between_requests_do_not_keep_a_connection() -> None:
+    async with running_gateway(header_timeout_s=0.3) as running:
+        reader, writer = await running.connect()
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert await reader.readuntil(b"}")
+        writer.write(b"\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+
+
 async def _rest(reader: asyncio.StreamReader) -> bytes:
     try:
         return await reader.read()
