@@ -161,7 +161,7 @@ async def test_a_session_of_another_tenant_does_not_exist(rig: Rig, tmp_path: Pa
         coordinator.server.address, keys=ApiKeys(tmp_path / "keys", allow_anonymous=False)
     ) as running:
         owner, other = ({"authorization": f"Bearer {name}"} for name in ("acme", "umbrella"))
-        body = {"prompt": [5, 6], "max_tokens": 4, "session_id": "secret"}
+        body = {"prompt": [5, 6], "max_tokens": 4, "session_id": "secret", "ignore_eos": True}
         assert (await running.http.post(COMPLETIONS, json=body, headers=owner)).status_code == 200
         for headers in (other, other | {"specdec-tenant": "acme"}, other | {"accept": "text/event-stream"}):
             answer = await running.http.get("/v1/sessions/secret", headers=headers)
