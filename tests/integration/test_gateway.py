@@ -15,8 +15,8 @@ from gateway.auth import ApiKeys
 from specdec.state.coordinators import coordinator_info
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
-from tests.support.coordinator_rig import Rig, eventually, text_of, write_tokenizer
-from tests.support.gateway_rig import RunningGateway, running_gateway
+from tests.support.coordinator_rig import Rig, text_of, write_tokenizer
+from tests.support.gateway_rig import RunningGateway, eventually, running_gateway
 from tests.support.redis_fixture import redis_server, redis_url
 
 __all__ = ["redis_server", "redis_url"]

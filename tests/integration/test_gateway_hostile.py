@@ -15,8 +15,8 @@ import pytest
 import pytest_asyncio
 
 from gateway.auth import ApiKeys
-from tests.support.coordinator_rig import Coordinator, Rig, eventually, write_tokenizer
-from tests.support.gateway_rig import RunningGateway, running_gateway
+from tests.support.coordinator_rig import Coordinator, Rig, write_tokenizer
+from tests.support.gateway_rig import RunningGateway, eventually, running_gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share services
 

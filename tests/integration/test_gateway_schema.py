@@ -19,8 +19,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.support.coordinator_rig import Rig, eventually, write_tokenizer
-from tests.support.gateway_rig import running_gateway
+from tests.support.coordinator_rig import Rig, write_tokenizer
+from tests.support.gateway_rig import eventually, running_gateway
 
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 CHECKS = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,8 @@ from gateway.server import bind, serve
 from gateway.upstream import Upstream
 from specdec.observability.tracing import Tracing
 from specdec.settings.gateway import GatewaySettings
+
+_POLL_S = 0.01
 
 #: Address at which nothing listens.
 NOWHERE = "127.0.0.1:1"
@@ -72,3 +74,15 @@ async def running_gateway(
             stop.set()
             await serving
             await upstream.close()
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Wait until `condition()` is true.
+
+    Conditions here read a registry or the open files, which takes long. Without a pause between two readings the event
+    loop would hold the interpreter, and a step on the device thread could outlast the limit of the watchdog.
+    """
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(_POLL_S)
