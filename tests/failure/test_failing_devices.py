@@ -35,7 +35,9 @@ class Injured:
             part.module = "tests.support.injured_service"
 
     def injure(self, name: str, how: str, text: str = "") -> None:
-        (self.directory / name / how).write_text(text)
+        written = self.directory / how
+        written.write_text(text)
+        written.rename(self.directory / name / how)  # at once: a step must not read half of the text
 
     def heal(self, name: str) -> None:
         for injury in (self.directory / name).iterdir():
