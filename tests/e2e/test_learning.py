@@ -77,7 +77,7 @@ def test_a_draft_is_distilled_joins_as_a_shadow_and_is_promoted_on_its_score(end
     told, joined = distilled.stdout.splitlines()
     assert re.fullmatch(rf"{made}: KL \d.\d+ -> \d.\d+ nats, expected acceptance .*", told)
     assert joined.startswith("a-new joined as a shadow; ")
-    assert json.loads((made / "distilled.json").read_text())["num_steps"] == 40
+    assert 0 < json.loads((made / "distilled.json").read_text())["num_steps"] <= 40  # held-out text may end it early
 
     assert serve(endpoint, 200, 12) == {"old"}
     with subprocess.Popen([*SPECDEC, "promote", "a-new", "--on-score", "--endpoint", endpoint], env=ENVIRON,
