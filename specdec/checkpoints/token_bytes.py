@@ -56,9 +56,9 @@ def bytes_of_tokens(tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
     parts = decoder_parts(tokenizer)
     kinds = {str(part["type"]) for part in parts}
     if kinds != {"ByteLevel"} and not (kinds <= _PIECES and kinds & _BLANKS):
-        told = ", ".join(sorted(kinds)) or "nothing"
+        decoder_types = ", ".join(sorted(kinds)) or "nothing"
         raise Unsupported(
-            f"tokens decoded by {told[:200]} have no fixed bytes; use a byte-level or SentencePiece tokenizer"
+            f"tokens decoded by {decoder_types[:200]} have no fixed bytes; use a byte-level or SentencePiece tokenizer"
         )
     if len(parts) > _MAX_PARTS:
         raise Unsupported(f"the decoder has {len(parts)} steps; the limit is {_MAX_PARTS}")
