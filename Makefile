@@ -27,7 +27,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durat
 
 .PHONY: help setup demo real demo-real demo-pair peers test test-full test-real model-list reference docs docs-serve \
 	wheel-check test-gpu test-failure \
-	test-loaded mutants bench lint type proto proto-check k8s-validate images up down ci clean redis
+	test-loaded mutants bench lint type proto proto-check k8s-validate images up down ci clean redis browser
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -116,6 +116,12 @@ redis:
 	@command -v redis-server >/dev/null || { command -v apt-get >/dev/null \
 		&& { s=""; [ "$$(id -u)" = 0 ] || s=sudo; $$s apt-get update -qq && $$s apt-get install -y -qq redis-server >/dev/null; }; } \
 		|| { echo "error: the tests need redis-server 7 on the PATH (apt-get install redis-server, brew install redis)" >&2; exit 1; }
+
+# Of the playground; its tests are left out, with the reason, where the program is missing.
+browser:
+	@command -v chromium >/dev/null || { command -v apt-get >/dev/null \
+		&& { s=""; [ "$$(id -u)" = 0 ] || s=sudo; $$s apt-get update -qq && $$s apt-get install -y -qq --no-install-recommends chromium >/dev/null; }; } \
+		|| { echo "error: the tests of the playground need chromium on the PATH" >&2; exit 1; }
 
 test: setup redis  ## all tests against real gRPC and a real Redis (20 minutes on two cores)
 	$(PYTEST) --hypothesis-profile=ci -m "not full and not gpu and not real"
@@ -208,7 +214,7 @@ up:  ## the whole system in containers
 down:  ## stop it and forget its state
 	docker compose down --volumes
 
-ci: lint type proto-check docs k8s-validate test  ## what CI runs
+ci: browser lint type proto-check docs k8s-validate test  ## what CI runs
 
 clean:  ## forget environments and caches
 	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) $(PEERS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants *.egg-info

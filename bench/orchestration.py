@@ -1,10 +1,11 @@
 """Suite `orchestration`: the real processes around simulated engines against the ideal of the configured numbers.
 
-Rows 7 to 10 and 12, what a long prompt does to running streams (`long_prompt`), and gamma chosen for many streams at
-once (`crowd`). A redis-server holds the sessions of the agreed rows. Every figure is simulated: forward passes are
-waits of a stated length, acceptance is set, and delay is added at the engines' ends of both links (a quarter of the
-stated round-trip time on each of a round's four messages). Efficiency is the time per round of docs/protocol.md section
-6 over the time measured at the client, without prefill and without rounds that the token limit cuts short.
+Rows 7 to 10 and 12, what a long prompt does to running streams (`long_prompt`), gamma chosen for many streams at
+once (`crowd`), and the cost of the losslessness audit (`audit`). A redis-server holds the sessions of the agreed rows.
+Every figure is simulated: forward passes are waits of a stated length, acceptance is set, and delay is added at the
+engines' ends of both links (a quarter of the stated round-trip time on each of a round's four messages). Efficiency is
+the time per round of docs/protocol.md section 6 over the time measured at the client, without prefill and without
+rounds that the token limit cuts short.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.audit_cost import measure_audit
 from bench.bare_messages import CARRIERS, BareRounds, Echoes
 from bench.crowd import measure_crowd
 from bench.long_prompt import measure_long_prompt
@@ -50,7 +52,7 @@ _BARE_NAMES = {"grpc": "gRPC echoes", "socket": "socket echoes"}
 _IDLE_S = 0.02
 _NUM_BARE_ROUNDS = 40
 #: The agreed rows by their numbers, and rows that only inform.
-FIGURES = ["7", "8", "9", "10", "12", "long_prompt", "crowd"]
+FIGURES = ["7", "8", "9", "10", "12", "long_prompt", "crowd", "audit"]
 
 Measure = Callable[[int], StreamRun]
 
@@ -65,7 +67,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
         suite = _Suite(write_tokenizer(Path(folder)), arguments.quick)
         measures = [suite.sync, suite.predrafted, suite.predrafted_against_sync, suite.many_clients, suite.drifting]
-        measure_of = dict(zip(FIGURES, [*measures, suite.long_prompt, suite.crowd], strict=True))
+        measure_of = dict(zip(FIGURES, [*measures, suite.long_prompt, suite.crowd, suite.audit], strict=True))
         return [row for name in arguments.rows for row in measure_of[name]()]
 
 
@@ -184,6 +186,11 @@ class _Suite:
         """Gamma auto while many streams share a target."""
         model = f"{PAIR},predraft=off"
         return measure_crowd(self._tokenizer_dir, model, stream_request, self._num_runs, self._row)
+
+    def audit(self) -> list[Row]:
+        """Throughput with and without the losslessness audit."""
+        model = f"{PAIR},predraft=off"
+        return measure_audit(self._tokenizer_dir, model, stream_request, self._num_runs, self._row)
 
     def _efficiency(self, number: int, model: str, delay_ms: int, required: float) -> list[Row]:
         pair = simulated_pair(model)

@@ -13,7 +13,7 @@ import torch
 from specdec.engine.base import ModelShape, StepPlan, Worker
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.engine.simulated.text import EOS_TOKEN_ID, VOCABULARY_SIZE, simulated_vocabulary_fingerprint
-from specdec.observability.metrics import EngineMetrics
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.server import DRAFT_SERVICE, TARGET_SERVICE
 from specdec.service.lifecycle import run_replica, run_to_exit_code, stop_on_signals
 

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import sys
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
+import specdec
+from coordinator.audit.audit_queue import AuditQueue
+from coordinator.audit.turn_audit import Auditor
 from coordinator.front.readiness import Readiness
 from coordinator.front.servicer import CoordinatorServicer
+from coordinator.front.tenants import CallTenants
 from coordinator.generation.generation_service import GenerationService, GenerationSettings
 from coordinator.learning.log import LearningLog
-from coordinator.lookup.history import TokenHistory
+from coordinator.lookup.history import TokenHistories
 from coordinator.lookup.lookup import LookupKind
 from coordinator.replicas.liveness import watch_targets
 from coordinator.replicas.pool import ReplicaPools
@@ -27,8 +32,14 @@ from coordinator.round.timeline import TimelineLog
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
+from specdec.checkpoints.generation_config import recommended_sampling
+from specdec.observability.audit import AuditMetrics
+from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.observability.logging import configure_logging
-from specdec.observability.metrics import CoordinatorMetrics, start_metrics_server
+from specdec.observability.loop_lag import watch_loop_lag
+from specdec.observability.metrics_server import start_metrics_server
+from specdec.observability.series import served_name
+from specdec.observability.tracing import SpanCollector, Tracing, open_tracing
 from specdec.rpc.client import open_link
 from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
 from specdec.service import memory
@@ -36,8 +47,11 @@ from specdec.service.lifecycle import require_addresses, run_to_exit_code, stop_
 from specdec.settings.addresses import advertised_address, split_address
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.reading import parse_settings
+from specdec.state.coordinators import coordinator_info
 from specdec.state.redis_store import open_registry, open_store
-from specdec.types import Mode
+from specdec.state.registry import Heartbeat
+from specdec.state.store import ReplicaRegistry
+from specdec.types import EngineInfo, Mode
 
 #: Time that streams have after the drain to send what they hold.
 _FLUSH_S = 1.0
@@ -64,7 +78,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
     require_addresses(settings)
     stop = stop_on_signals()
     tokenizer = ServedTokenizer(settings.tokenizer)
-    metrics = CoordinatorMetrics(settings.tokenizer)
+    metrics = CoordinatorMetrics(served_name(settings.tokenizer))
     server = ServiceServer(
         settings.listen,
         service_names=(COORDINATOR_SERVICE,),
@@ -75,10 +89,13 @@ async def _serve(settings: CoordinatorSettings) -> None:
         store = open_store(settings.redis_url, tenant=settings.tenant, session_ttl_s=settings.session_ttl_s)
         ending.push_async_callback(store.close)
         await store.ping()
+        metrics.watch_store(lambda: store.num_failures)
         readiness = Readiness(lambda is_ready: server.set_serving() if is_ready else server.set_not_serving())
-        pools = _build_pools(settings, tokenizer.fingerprint, readiness, ending)
+        registry = _open_registry(settings, ending)
+        pools = _build_pools(settings, tokenizer.fingerprint, readiness, registry)
         ending.push_async_callback(pools.close)
-        history = TokenHistory(settings.lookup_history_tokens) if LookupKind.SUFFIX in settings.lookup else None
+        histories = TokenHistories(settings.lookup_history_tokens) if LookupKind.SUFFIX in settings.lookup else None
+        tracing = _open_tracing(settings, metrics, ending)
         timelines = None if settings.timeline is None else TimelineLog(settings.timeline)
         if timelines is not None:
             ending.callback(timelines.close)
@@ -87,7 +104,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
             scores, canary = ScoreQueue(pools), Canary(store.promotions())
             canary.start()
             ending.push_async_callback(canary.close)
-        draft_sources = DraftSourceFactory(pools, history, scores, canary, tokenizer.decode)
+        draft_sources = DraftSourceFactory(pools, histories, scores, canary, tokenizer.decode)
         generations = GenerationService(
             _generation_settings(settings),
             store=store,
@@ -98,6 +115,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
             directory=store.prefixes() if settings.prefix_directory == "on" else None,
             learning_log=_open_learning_log(settings, metrics),
             timelines=timelines,
+            auditor=_build_auditor(settings, metrics, ending),
         )
         CoordinatorServicer(
             generations=generations,
@@ -106,7 +124,10 @@ async def _serve(settings: CoordinatorSettings) -> None:
             draft_sources=draft_sources,
             tokenizer=tokenizer,
             default_mode=Mode[settings.default_mode.upper()],
+            tenants=CallTenants(settings.tenant, reads_header=settings.tenant_header == "on"),
+            default_sampling=recommended_sampling(settings.tokenizer),
             canary=canary,
+            tracing=tracing,
         ).add_to(server.grpc_server)
         if settings.metrics:
             ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
@@ -116,22 +137,65 @@ async def _serve(settings: CoordinatorSettings) -> None:
         ending.push_async_callback(generations.drain, 0.0)
         address = advertised_address(settings.advertise, settings.listen, server.port)
         _log.info("listening", extra={"address": server.address, "advertised": address})
-        await _watch_until(stop, pools.watch(), watch_targets(pools), readiness.watch_store(store))
+        registration = _register(settings, registry, address, tokenizer.fingerprint, generations)
+        if registration is not None:
+            await registration.start()
+            ending.push_async_callback(registration.close)
+        await _watch_until(
+            stop,
+            pools.watch(),
+            watch_targets(pools),
+            readiness.watch_store(store),
+            watch_loop_lag(metrics.observe_loop_lag),
+        )
         _log.info("draining", extra={"grace_s": settings.drain_grace_s, "num_running": generations.num_running})
         await server.set_not_serving()
+        if registration is not None:
+            await registration.close()  # first, so that gateways open no further stream here
         await generations.drain(settings.drain_grace_s)
     _log.info("stopped")
 
 
+def _open_registry(settings: CoordinatorSettings, ending: AsyncExitStack) -> ReplicaRegistry | None:
+    """Return the registry that replicas are found in; None where static endpoints replace it."""
+    if settings.draft_endpoint or settings.target_endpoint:
+        return None
+    registry = open_registry(settings.redis_url)
+    ending.push_async_callback(registry.close)
+    return registry
+
+
+def _register(
+    settings: CoordinatorSettings,
+    registry: ReplicaRegistry | None,
+    address: str,
+    vocabulary_fingerprint: str,
+    generations: GenerationService,
+) -> Heartbeat | None:
+    """Return the registration by which gateways find this coordinator, not started yet; None without a registry."""
+    if registry is None:
+        return None
+
+    def describe() -> EngineInfo:
+        return coordinator_info(
+            generations.coordinator_id,
+            version=specdec.__version__,
+            model=settings.tokenizer,
+            vocabulary_fingerprint=vocabulary_fingerprint,
+            num_running=generations.num_running,
+        )
+
+    return Heartbeat(registry, address=address, describe=describe)
+
+
 def _build_pools(
-    settings: CoordinatorSettings, vocabulary_fingerprint: str, readiness: Readiness, ending: AsyncExitStack
+    settings: CoordinatorSettings,
+    vocabulary_fingerprint: str,
+    readiness: Readiness,
+    registry: ReplicaRegistry | None,
 ) -> ReplicaPools:
     static = [(DRAFT, address) for address in settings.draft_endpoint]
     static += [(TARGET, address) for address in settings.target_endpoint]
-    registry = None
-    if not static:
-        registry = open_registry(settings.redis_url)
-        ending.push_async_callback(registry.close)
 
     return ReplicaPools(
         vocabulary_fingerprint,
@@ -146,13 +210,24 @@ def _build_pools(
     )
 
 
+def _build_auditor(
+    settings: CoordinatorSettings, metrics: CoordinatorMetrics, ending: AsyncExitStack
+) -> Auditor | None:
+    """Return the audit of rounds; None where no round is audited. Its series exist in any case."""
+    audit_metrics = AuditMetrics(metrics.registry, served_name(settings.tokenizer))
+    if settings.audit_share == 0.0:
+        return None
+    queue = AuditQueue(audit_metrics)
+    ending.push_async_callback(queue.close)
+    return Auditor(queue, settings.audit_share)
+
+
 def _generation_settings(settings: CoordinatorSettings) -> GenerationSettings:
     return GenerationSettings(
         coordinator_id=f"c-{secrets.token_hex(6)}",
         lease_ttl_s=settings.lease_ttl_s,
         draft_timeout_s=settings.draft_timeout_s,
         max_running=settings.max_queue,
-        tenant=settings.tenant,
     )
 
 
@@ -165,8 +240,19 @@ def _open_learning_log(settings: CoordinatorSettings, metrics: CoordinatorMetric
         tenant=settings.tenant,
         max_bytes=settings.learning_log_max_bytes,
         max_age_s=settings.learning_log_max_age_s,
+        serves_all_tenants=settings.tenant_header == "on",
         count=metrics.observe_logged,
     )
+
+
+def _open_tracing(settings: CoordinatorSettings, metrics: CoordinatorMetrics, ending: AsyncExitStack) -> Tracing | None:
+    tracing = open_tracing(
+        settings.otlp_endpoint, settings.trace_share, service="specdec-coordinator", environ=os.environ
+    )
+    if tracing is not None:
+        ending.push_async_callback(asyncio.to_thread, tracing.close)
+        metrics.registry.register(SpanCollector(tracing))
+    return tracing
 
 
 async def _watch_until(stop: asyncio.Event, *watching: Coroutine[Any, Any, None]) -> None:

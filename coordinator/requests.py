@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from specdec.tenant import DEFAULT_TENANT, SessionKey
 from specdec.types import FinishReason, Mode, SamplingParams, TokenIds, TokenSource
 
 #: Output limit of a request that names none; a full context lowers it.
@@ -21,10 +23,13 @@ class ChatTurn:
 
     role: str
     content: str
+    extra_json: str = ""
+    """JSON object with the message's further fields; "": none."""
 
-    def as_dict(self) -> dict[str, str]:
-        """Return the message in the form that chat templates take."""
-        return {"role": self.role, "content": self.content}
+    def as_dict(self) -> dict[str, Any]:
+        """Return a checked message in the form that chat templates take."""
+        extra = json.loads(self.extra_json) if self.extra_json else {}
+        return {"role": self.role, "content": self.content, **extra}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,8 @@ class GenerationRequest:
     text: str | None = None
     token_ids: TokenIds | None = None
     messages: tuple[ChatTurn, ...] | None = None
+    template_arguments_json: str = ""
+    """JSON object with further variables of the chat template; "": none."""
     resume_from: int | None = None
     """Number of output tokens that the caller already holds."""
     expected_session_tokens: int | None = None
@@ -66,6 +73,13 @@ class GenerationRequest:
     """Digest of the request without its ids: tells a retry from another request under the same id."""
     former_digests: tuple[str, ...] = ()
     """Digests of the same request in the forms that older versions stored."""
+
+    tenant: str = DEFAULT_TENANT
+    """Tenant that owns the session; not part of the digest, which is compared within one session."""
+
+    @property
+    def key(self) -> SessionKey:
+        return SessionKey(self.tenant, self.session_id)
 
     def is_same_as(self, stored_digest: str) -> bool:
         """Return whether a request stored with this digest, by any version, equals this one."""
@@ -124,10 +138,14 @@ class Provenance(NamedTuple):
     """Pool that drafted the round, or ""."""
     logprobs: tuple[TokenLogprobs, ...]
     """Empty where the request asks for no logprobs."""
+    num_draft_tokens: int = 0
+    """Number of draft tokens of the round."""
 
     def since(self, count: int) -> Provenance:
         """Return the columns without the first `count` tokens."""
-        return Provenance(self.sources[count:], self.p[count:], self.q[count:], self.draft_pool, self.logprobs[count:])
+        return self._replace(
+            sources=self.sources[count:], p=self.p[count:], q=self.q[count:], logprobs=self.logprobs[count:]
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from specdec.checkpoints.vocabulary import load_tokenizer
 from specdec.engine.simulated.engines import SimulatedDraft
 from specdec.engine_api import DraftEngine
 from specdec.errors import SpecdecError
-from specdec.observability.metrics import EngineMetrics
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.server import DRAFT_SERVICE
 from specdec.service.lifecycle import end_process
 from specdec.service.replica_main import ReplicaKind, run_service

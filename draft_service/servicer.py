@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from specdec.engine_api import DraftEngine
-from specdec.observability.metrics import EngineMetrics
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc import codec, proposals
 from specdec.rpc.servicer import Answered, ReplicaServicer
 from specdec.v1 import draft_pb2, draft_pb2_grpc

@@ -8,9 +8,32 @@ described in `specdec.engine.base`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from specdec.types import EngineInfo, Proposal, ProposeRequest, Score, ScoreRequest, Verification, VerifyRequest
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine is doing now, and what it has counted since it began. Read when metrics are scraped."""
+
+    num_waiting_calls: int = 0
+    """Number of calls that no step has taken yet."""
+    num_running_calls: int = 0
+    """Number of calls that a step has taken and that have no answer yet."""
+    num_backlog_tokens: int = 0
+    """Number of tokens of admitted prompts that have not run."""
+    num_kv_blocks: int = 0
+    num_active_kv_blocks: int = 0
+    """Number of KV blocks of sessions with a call now or within the last second."""
+    num_free_kv_blocks: int = 0
+    """Number of KV blocks without contents."""
+    num_kv_exhausted: int = 0
+    """Number of calls that were refused because no KV block was left."""
+    num_preemptions: int = 0
+    """Number of admitted calls that gave up their KV and ran it again."""
+    is_stalled: bool = False
 
 
 class Engine(Protocol):
@@ -42,6 +65,10 @@ class Engine(Protocol):
 
     def info(self) -> EngineInfo:
         """Return the replica's description with its current load."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Return the engine's state and counts; any thread may call this."""
         ...
 
     @property

@@ -1,13 +1,15 @@
 """Tenants: owners of sessions. Two tenants share no session and no KV block, even for equal requests.
 
-A coordinator serves one tenant (`--tenant`) and states it to the store and in every call. The store has it in its keys
-(`specdec.state.keys`). A replica serves many tenants: it keeps sessions under names that contain the tenant, and
-publishes blocks under names that are salted with it (`specdec.core.chain`).
+A coordinator serves its own tenant (`--tenant`), or the tenant that each call names (`--tenant-header on`). It states
+the tenant to the store and in every call of a replica. The store has it in its keys (`specdec.state.keys`). A replica
+serves many tenants: it keeps sessions under names that contain the tenant, and publishes blocks under names that are
+salted with it (`specdec.core.chain`).
 """
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from specdec.errors import InvalidRequest
 
@@ -15,7 +17,17 @@ DEFAULT_TENANT = "default"
 
 MAX_TENANT_CHARS = 64
 
+#: gRPC metadata key with which a client of a coordinator names the tenant of a call.
+TENANT_KEY = "specdec-tenant"
+
 _TENANT = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_TENANT_CHARS}}}")
+
+
+class SessionKey(NamedTuple):
+    """A session among those of all tenants: two tenants may use the same session id."""
+
+    tenant: str
+    session_id: str
 
 
 def check_tenant(tenant: str, *, field: str = "tenant") -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specdec.engine.simulated.engines import SimulatedTarget
-from specdec.observability.metrics import EngineMetrics
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.server import TARGET_SERVICE
 from specdec.service.lifecycle import end_process
 from specdec.service.replica_main import ReplicaKind, run_service

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from specdec.engine_api import TargetEngine
-from specdec.observability.metrics import EngineMetrics
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc import codec, verifications
 from specdec.rpc.servicer import Answered, ReplicaServicer
 from specdec.v1 import target_pb2, target_pb2_grpc

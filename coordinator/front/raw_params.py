@@ -53,6 +53,7 @@ class RawGenerationParams:
     prompt: str | None = None
     prompt_token_ids: Sequence[int] | None = None
     messages: Sequence[ChatTurn] | None = None
+    template_arguments_json: str = ""
     sampling: RawSamplingParams = RawSamplingParams()
     speculation: RawSpeculationParams = RawSpeculationParams()
     resume_from: int | None = None

@@ -7,16 +7,22 @@ come back through a subscription to its `stream`, and `wire` encodes them for th
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Mapping
 from contextlib import aclosing
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import grpc
 
 import specdec
+from coordinator.front.chat_validation import check_template_arguments, validate_messages
+from coordinator.front.tenants import CallTenants
 from coordinator.front.validation import (
     ServingLimits,
+    check_detokenized,
     check_share,
-    validate_messages,
     validate_request,
     validate_session_id,
 )
@@ -30,18 +36,24 @@ from coordinator.front.wire import (
 )
 from coordinator.generation.generation_service import GenerationService
 from coordinator.generation.request_log import no_session
+from coordinator.generation.stream import Subscription
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.routing.promotion import Canary
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.errors import InvalidRequest, Unavailable, Unsupported
+from specdec.errors import Forbidden, InvalidRequest, SpecdecError, Unavailable, Unsupported
+from specdec.observability.tracing import Tracing, trace_headers
 from specdec.state.store import SessionStore
+from specdec.tenant import SessionKey
 from specdec.types import Mode
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 
-#: Limit on the tokens of a text to tokenize while no target replica has told its context length.
+#: Limit on the tokens to encode or decode in one call while no target replica has told its context length.
 _MAX_TOKENS_UNTIL_CONNECTED = 1 << 15
+
+#: Name of the span of a Generate call.
+GENERATE_SPAN = "specdec.v1.CoordinatorService/Generate"
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
@@ -56,17 +68,23 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         draft_sources: DraftSourceFactory,
         tokenizer: ServedTokenizer,
         default_mode: Mode,
+        tenants: CallTenants,
+        default_sampling: Mapping[str, float | int] = MappingProxyType({}),
         canary: Canary | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         """
         Args:
             generations: runs the requests.
-            store: session store, for calls that read a session.
+            store: session store of all tenants, for calls that read a session.
             pools: replicas, for the limits that requests are checked against.
             draft_sources: keeps the statistics of the draft pools.
             tokenizer: tokenizer of the target model.
             default_mode: speculation mode of requests that name none.
+            tenants: decides which tenant a call is served for.
+            default_sampling: sampling parameters that the model recommends, by field name; reported by `GetInfo`.
             canary: promotes draft pools; None where requests are not routed.
+            tracing: records a span of each Generate call; None: none is recorded.
         """
         self._generations = generations
         self._store = store
@@ -74,7 +92,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._draft_sources = draft_sources
         self._tokenizer = tokenizer
         self._default_mode = default_mode
+        self._tenants = tenants
+        recommended: dict[str, Any] = dict(default_sampling)
+        self._default_sampling = coordinator_pb2.SamplingParams(**recommended)
         self._canary = canary
+        self._tracing = tracing
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the service on a server that has not started."""
@@ -82,14 +104,25 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     async def Generate(self, request: coordinator_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802
         """Write the events to `context`, which costs one generator less per chunk than yielding them."""
-        subscription = await self._generations.open(validate_request(decode_request(request), self._limits()))
+        if self._tracing is None:
+            await self._generate(request, context)
+            return
+        with self._tracing.begin(GENERATE_SPAN, trace_headers(context.invocation_metadata() or ())).active():
+            await self._generate(request, context)
+
+    async def _generate(self, request: coordinator_pb2.GenerateRequest, context: Any) -> None:
+        subscription = await self._open(request, context)
         # Logprobs travel in the details, and a call that resumes the request does not ask for them again.
         num_logprobs = subscription.identity.parameters.sampling.num_logprobs
         with_details = request.return_provenance or num_logprobs is not None
+        token_bytes = self._tokenizer.token_bytes
         try:
             async with aclosing(subscription.events()) as events:
                 async for event in events:
-                    await context.write(encode_event(event, with_details=with_details))
+                    message = encode_event(event, with_details=with_details, token_bytes=token_bytes)
+                    began_s = time.perf_counter()
+                    await context.write(message)
+                    self._generations.count_client_wait(time.perf_counter() - began_s)
         except asyncio.CancelledError:
             if subscription.behind is None or (task := asyncio.current_task()) is None:
                 raise
@@ -98,41 +131,68 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         finally:
             subscription.close()
 
+    async def _open(self, request: coordinator_pb2.GenerateRequest, context: Any) -> Subscription:
+        try:
+            tenant = self._tenants.of(context)
+            checked = validate_request(decode_request(request), self._limits())
+            return await self._generations.open(replace(checked, tenant=tenant))
+        except SpecdecError as error:
+            self._generations.count_refusal(error)
+            raise
+
     async def GetSession(  # noqa: N802
         self, request: coordinator_pb2.GetSessionRequest, context: Any
     ) -> coordinator_pb2.GetSessionResponse:
+        store = self._store.of_tenant(self._tenants.of(context))
         session_id = validate_session_id(request.session_id)
-        record = await self._store.load(session_id)
+        record = await store.load(session_id)
         if record is None:
             raise no_session(session_id)
-        token_ids = await self._store.read_tokens(session_id) if request.include_token_ids else ()
+        token_ids = await store.read_tokens(session_id) if request.include_token_ids else ()
         return encode_session(record, token_ids)
 
     async def DeleteSession(  # noqa: N802
         self, request: coordinator_pb2.DeleteSessionRequest, context: Any
     ) -> coordinator_pb2.DeleteSessionResponse:
-        await self._generations.delete(validate_session_id(request.session_id))
+        tenant = self._tenants.of(context)
+        await self._generations.delete(SessionKey(tenant, validate_session_id(request.session_id)))
         return coordinator_pb2.DeleteSessionResponse()
 
     async def Tokenize(  # noqa: N802
         self, request: coordinator_pb2.TokenizeRequest, context: Any
     ) -> coordinator_pb2.TokenizeResponse:
+        self._tenants.of(context)
         kind = request.WhichOneof("input")
         if kind is None:
             raise InvalidRequest("input must be one of text and messages, got none", field="input")
         max_tokens = self._max_tokenized()
         if kind == "messages":
             turns = [turn.as_dict() for turn in validate_messages(decode_messages(request.messages))]
-            token_ids = await in_thread(self._tokenizer.encode_chat, turns, max_tokens=max_tokens)
+            arguments_json = request.messages.template_arguments_json
+            check_template_arguments(arguments_json)
+            token_ids = await in_thread(
+                self._tokenizer.encode_chat, turns, template_arguments_json=arguments_json, max_tokens=max_tokens
+            )
         else:
             token_ids = await in_thread(
                 self._tokenizer.encode, request.text, add_special_tokens=True, field="text", max_tokens=max_tokens
             )
         return coordinator_pb2.TokenizeResponse(token_ids=token_ids)
 
+    async def Detokenize(  # noqa: N802
+        self, request: coordinator_pb2.DetokenizeRequest, context: Any
+    ) -> coordinator_pb2.DetokenizeResponse:
+        self._tenants.of(context)
+        check_detokenized(request.token_ids, self._tokenizer.vocabulary_size, self._max_tokenized())
+        text = await asyncio.to_thread(
+            self._tokenizer.decode, list(request.token_ids), keep_special_tokens=request.keep_special_tokens
+        )
+        return coordinator_pb2.DetokenizeResponse(text=text)
+
     async def GetInfo(  # noqa: N802
         self, request: coordinator_pb2.GetInfoRequest, context: Any
     ) -> coordinator_pb2.GetInfoResponse:
+        is_own = self._tenants.is_own(self._tenants.of(context))
         target = self._pools.target_info
         return coordinator_pb2.GetInfoResponse(
             version=specdec.__version__,
@@ -145,14 +205,17 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 self._pools.all_replicas(),
                 self._pools.lookup_pools,
                 self._draft_sources.draft_stats,
-                self._draft_sources.route_stats,
+                self._draft_sources.route_stats if is_own else lambda pool: [],
             ),
-            promotion=encode_promotion(None if self._canary is None else self._canary.promotion),
+            promotion=encode_promotion(self._canary.promotion if self._canary is not None and is_own else None),
+            default_sampling=self._default_sampling,
         )
 
     async def Promote(  # noqa: N802
         self, request: coordinator_pb2.PromoteRequest, context: Any
     ) -> coordinator_pb2.PromoteResponse:
+        if not self._tenants.is_own(self._tenants.of(context)):
+            raise Forbidden("a promotion affects all tenants, so only the coordinator's own tenant may change it")
         check_share(request.share)
         self._pools.require_model_pool(request.draft_pool)
         if self._canary is None:

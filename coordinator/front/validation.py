@@ -11,12 +11,13 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
+from coordinator.front.chat_validation import check_template_arguments, validate_messages
 from coordinator.front.raw_params import RawGenerationParams, RawSamplingParams, RawSpeculationParams
 from coordinator.requests import DEFAULT_MAX_NEW_TOKENS, ChatTurn, GenerationRequest, SpeculationChoice
 from specdec.errors import InvalidRequest
@@ -27,7 +28,6 @@ MAX_STOP_STRING_CHARACTERS = 1024
 MAX_LOGPROBS = 20
 MAX_ID_CHARACTERS = 128
 MAX_TASK_CHARACTERS = 64
-MAX_MESSAGES = 4096
 MAX_SEED = 2**64 - 1
 
 #: Version of the digest's form. A stored digest outlives the program that wrote it, so a comparison also accepts the
@@ -62,6 +62,7 @@ def validate_request(raw: RawGenerationParams, limits: ServingLimits) -> Generat
     _check_not_negative("expected_session_tokens", raw.expected_session_tokens)
     sampling = _sampling(raw.sampling, limits)
     speculation = _speculation(raw.speculation, limits)
+    check_template_arguments(raw.template_arguments_json)
     token_ids = None if raw.prompt_token_ids is None else _prompt_token_ids(raw.prompt_token_ids, limits)
     return GenerationRequest(
         session_id=session_id,
@@ -72,6 +73,7 @@ def validate_request(raw: RawGenerationParams, limits: ServingLimits) -> Generat
         text=None if raw.prompt is None else _prompt(raw.prompt),
         token_ids=token_ids,
         messages=None if raw.messages is None else validate_messages(raw.messages),
+        template_arguments_json=raw.template_arguments_json,
         resume_from=raw.resume_from,
         expected_session_tokens=raw.expected_session_tokens,
         digest=request_digest(raw, token_ids),
@@ -86,21 +88,15 @@ def validate_session_id(session_id: str) -> str:
     return _checked_id("session_id", session_id)
 
 
-def validate_messages(messages: Sequence[ChatTurn]) -> tuple[ChatTurn, ...]:
-    """Check a conversation. Raises InvalidRequest when it is empty or too long, or a role is missing."""
-    check_num_messages(len(messages))
-    for index, message in enumerate(messages):
-        if not message.role:
-            raise _invalid(f"messages[{index}].role", "must not be empty")
-    return tuple(messages)
-
-
-def check_num_messages(num_messages: int) -> None:
-    """Raise InvalidRequest for an empty or too long conversation. A front calls this before it decodes the messages."""
-    if not num_messages:
-        raise _invalid("messages", "must not be empty")
-    if num_messages > MAX_MESSAGES:
-        raise _invalid("messages", f"must hold at most {MAX_MESSAGES} messages, got {num_messages}")
+def check_detokenized(token_ids: Collection[int], vocabulary_size: int, max_tokens: int) -> None:
+    """Raise InvalidRequest for token ids to detokenize that are too many, or that the vocabulary does not have."""
+    if len(token_ids) > max_tokens:
+        raise InvalidRequest(
+            f"token_ids must hold at most the {max_tokens} tokens of the context, got {len(token_ids)}",
+            reason="CONTEXT_TOO_LONG",
+            field="token_ids",
+        )
+    _check_token_ids("token_ids", token_ids, vocabulary_size)
 
 
 def check_share(share: float) -> None:
@@ -155,16 +151,14 @@ def _prompt_token_ids(ids: Collection[int], limits: ServingLimits) -> TokenIds:
         )
     if not len(ids):
         raise _invalid("prompt_token_ids", "must not be empty")
-    _check_token_ids("prompt_token_ids", ids, limits)
+    _check_token_ids("prompt_token_ids", ids, limits.vocabulary_size)
     return np.fromiter(ids, dtype=np.uint32, count=len(ids))
 
 
-def _check_token_ids(field: str, ids: Iterable[int], limits: ServingLimits) -> None:
+def _check_token_ids(field: str, ids: Iterable[int], vocabulary_size: int) -> None:
     for token_id in ids:
-        if not 0 <= token_id < limits.vocabulary_size:
-            raise _invalid(
-                field, f"must be at least 0 and below the vocabulary size {limits.vocabulary_size}, got {token_id}"
-            )
+        if not 0 <= token_id < vocabulary_size:
+            raise _invalid(field, f"must be at least 0 and below the vocabulary size {vocabulary_size}, got {token_id}")
 
 
 def _sampling(raw: RawSamplingParams, limits: ServingLimits) -> SamplingParams:
@@ -180,7 +174,7 @@ def _sampling(raw: RawSamplingParams, limits: ServingLimits) -> SamplingParams:
     if raw.logprobs is not None and raw.logprobs > MAX_LOGPROBS:
         raise _invalid("sampling.logprobs", f"must be at most {MAX_LOGPROBS}, got {raw.logprobs}")
     _check_num_ids("sampling.stop_token_ids", raw.stop_token_ids, limits)
-    _check_token_ids("sampling.stop_token_ids", raw.stop_token_ids, limits)
+    _check_token_ids("sampling.stop_token_ids", raw.stop_token_ids, limits.vocabulary_size)
     return SamplingParams(
         max_new_tokens=raw.max_new_tokens,
         filters=_filters(raw, limits),
@@ -229,7 +223,7 @@ def _filters(raw: RawSamplingParams, limits: ServingLimits) -> SamplingFilters:
     if repetition_penalty <= 0:
         raise _invalid("sampling.repetition_penalty", f"must be above 0, got {repetition_penalty:g}")
     _check_num_ids("sampling.logit_bias", raw.logit_bias, limits)
-    _check_token_ids("sampling.logit_bias", raw.logit_bias, limits)
+    _check_token_ids("sampling.logit_bias", raw.logit_bias, limits.vocabulary_size)
     for token_id, bias in raw.logit_bias.items():
         if not math.isfinite(bias):
             raise _invalid("sampling.logit_bias", f"must hold finite values, got {bias} for token {token_id}")
@@ -289,10 +283,16 @@ def request_digest(raw: RawGenerationParams, prompt_token_ids: TokenIds | None) 
         sent["input"] = "prompt_token_ids"
         prompt = prompt_token_ids.astype("<u4").tobytes()
     elif raw.messages is not None:
-        sent["input"] = [[turn.role, turn.content] for turn in raw.messages]
+        sent["input"] = [_sent_message(turn) for turn in raw.messages]
+        if raw.template_arguments_json:
+            sent["template_arguments"] = raw.template_arguments_json
     # JSON contains no zero byte, so the prompt cannot be mistaken for a part of it.
     text = json.dumps(sent, sort_keys=True, separators=(",", ":")).encode() + b"\0"
     return _DIGEST_VERSION + hashlib.blake2b(text + prompt, digest_size=16).hexdigest()
+
+
+def _sent_message(turn: ChatTurn) -> list[str]:
+    return [turn.role, turn.content, *([turn.extra_json] if turn.extra_json else [])]
 
 
 def _sent_fields(raw: RawSamplingParams | RawSpeculationParams) -> dict[str, Any]:

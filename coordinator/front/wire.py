@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from google.protobuf.message import Message
 
+from coordinator.front.chat_validation import check_num_messages
 from coordinator.front.raw_params import RawGenerationParams, RawSamplingParams, RawSpeculationParams
-from coordinator.front.validation import check_num_messages
 from coordinator.generation.request_log import decode_stats
 from coordinator.replicas.replica import DRAFT, Replica
 from coordinator.requests import (
@@ -46,6 +46,7 @@ def decode_request(message: coordinator_pb2.GenerateRequest) -> RawGenerationPar
         prompt=message.prompt if kind == "prompt" else None,
         prompt_token_ids=message.prompt_token_ids.ids if kind == "prompt_token_ids" else None,
         messages=decode_messages(message.messages) if kind == "messages" else None,
+        template_arguments_json=message.messages.template_arguments_json,
         sampling=_decode_sampling(message.sampling),
         speculation=_decode_speculation(message.speculation),
         resume_from=_optional(message, "resume_from"),
@@ -57,7 +58,7 @@ def decode_request(message: coordinator_pb2.GenerateRequest) -> RawGenerationPar
 def decode_messages(messages: coordinator_pb2.ChatMessages) -> tuple[ChatTurn, ...]:
     """Decode a conversation. Raises InvalidRequest when it is empty or too long."""
     check_num_messages(len(messages.messages))
-    return tuple(ChatTurn(message.role, message.content) for message in messages.messages)
+    return tuple(ChatTurn(message.role, message.content, message.extra_json) for message in messages.messages)
 
 
 def _decode_sampling(params: coordinator_pb2.SamplingParams) -> RawSamplingParams:
@@ -103,10 +104,18 @@ def _digest_of_form_1(message: coordinator_pb2.GenerateRequest) -> str:
     return hashlib.blake2b(digested.SerializeToString(deterministic=True), digest_size=16).hexdigest()
 
 
-def encode_event(event: Event, *, with_details: bool) -> coordinator_pb2.GenerateResponse:
-    """Return the message of an event; `with_details` adds the origin of each token."""
+def encode_event(
+    event: Event, *, with_details: bool, token_bytes: Callable[[int], bytes]
+) -> coordinator_pb2.GenerateResponse:
+    """Return the message of an event.
+
+    Args:
+        event: an event of a generation.
+        with_details: adds the origin of each token.
+        token_bytes: returns the bytes of a token; called where logprobs are sent.
+    """
     if isinstance(event, OutputChunk):
-        return _encode_chunk(event, with_details=with_details)
+        return _encode_chunk(event, token_bytes if with_details else None)
     if isinstance(event, Started):
         return coordinator_pb2.GenerateResponse(
             started=coordinator_pb2.Started(
@@ -121,18 +130,21 @@ def encode_event(event: Event, *, with_details: bool) -> coordinator_pb2.Generat
     return coordinator_pb2.GenerateResponse(finished=_encode_finished(event))
 
 
-def _encode_chunk(chunk: OutputChunk, *, with_details: bool) -> coordinator_pb2.GenerateResponse:
+def _encode_chunk(chunk: OutputChunk, token_bytes: Callable[[int], bytes] | None) -> coordinator_pb2.GenerateResponse:
+    """Return the message of a chunk, with details where there is a `token_bytes`."""
     response = coordinator_pb2.GenerateResponse()
     message = response.tokens
     message.index = chunk.start
     message.token_ids.extend(chunk.token_ids)
     message.text = "".join(chunk.texts)
-    if with_details:
-        message.details.extend(_encode_detail(chunk, index) for index in range(len(chunk.token_ids)))
+    if token_bytes is not None:
+        message.details.extend(_encode_detail(chunk, index, token_bytes) for index in range(len(chunk.token_ids)))
+        if chunk.provenance is not None:
+            message.num_draft_tokens = chunk.provenance.num_draft_tokens
     return response
 
 
-def _encode_detail(chunk: OutputChunk, index: int) -> coordinator_pb2.TokenDetail:
+def _encode_detail(chunk: OutputChunk, index: int, token_bytes: Callable[[int], bytes]) -> coordinator_pb2.TokenDetail:
     """Return the details of one token. A token replayed from the log has only its text, as no origin is stored."""
     origin = chunk.provenance
     if origin is None:
@@ -147,8 +159,9 @@ def _encode_detail(chunk: OutputChunk, index: int) -> coordinator_pb2.TokenDetai
     )
     if origin.logprobs:
         detail.logprob = origin.logprobs[index].logprob
+        detail.token_bytes = token_bytes(chunk.token_ids[index])
         for top in origin.logprobs[index].top:
-            detail.top_logprobs.add(token_id=top.token_id, logprob=top.logprob)
+            detail.top_logprobs.add(token_id=top.token_id, logprob=top.logprob, token_bytes=token_bytes(top.token_id))
     return detail
 
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
+from coordinator.generation.request_trace import RequestTrace
 from coordinator.requests import GenerationIdentity, RequestStats
 from coordinator.round.outcome import RoundOutcome
-from specdec.observability.metrics import CoordinatorMetrics
+from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.types import FinishReason
 
 _LOGGED_COUNTS = (
@@ -26,17 +28,36 @@ class Account:
     """Counters of one request from its admission here. The counts of a resumed request continue the stored ones."""
 
     def __init__(
-        self, identity: GenerationIdentity, stats: RequestStats, metrics: CoordinatorMetrics, began: float
+        self,
+        identity: GenerationIdentity,
+        stats: RequestStats,
+        metrics: CoordinatorMetrics,
+        note_interrupted: Callable[[str], None],
+        began: float,
+        trace: RequestTrace | None = None,
     ) -> None:
-        """`began`: `time.perf_counter()` at admission."""
+        """
+        Args:
+            identity: the request.
+            stats: its statistics so far.
+            metrics: counts it.
+            note_interrupted: takes the reason of the error that ends the request; it may be resumed.
+            began: `time.perf_counter()` at admission; the rounds begin now.
+            trace: gets the end of the request.
+        """
         self.stats = stats
+        self._trace = trace
         self._identity = identity
         self._metrics = metrics
+        self._note_interrupted = note_interrupted
         self._began = began
+        self._rounds_began = time.perf_counter()
         self._elapsed_before_s = stats.e2el_s
         self._last_chunk: float | None = None
-        if identity.parameters.target_changed and stats.num_rounds == 0:
-            metrics.observe_target_change()
+        metrics.observe_queue(self._rounds_began - began)
+        if stats.num_rounds == 0:
+            parameters = identity.parameters
+            metrics.observe_turn(parameters.target_fingerprint, target_changed=parameters.target_changed)
 
     def count_round(self, outcome: RoundOutcome) -> None:
         """Count a decided round."""
@@ -62,10 +83,18 @@ class Account:
         """Count tokens that are about to be shown."""
         now = time.perf_counter()
         if is_first:
-            self.stats.ttft_s = self._elapsed_s()
-            self._metrics.observe_first_token(self.stats.ttft_s)
+            self.stats.ttft_s = self._elapsed_before_s + now - self._began
+            self._metrics.observe_first_token(self.stats.ttft_s, now - self._rounds_began)
         self._metrics.observe_tokens(num_tokens, None if self._last_chunk is None else now - self._last_chunk)
         self._last_chunk = now
+
+    def count_commit(self, seconds: float) -> None:
+        """Count the commit of a round."""
+        self._metrics.observe_commit(seconds)
+
+    def count_store_wait(self, seconds: float) -> None:
+        """Count a wait for the commit of the round before."""
+        self._metrics.rounds.observe_store_wait(seconds)
 
     def count_finish(self, reason: FinishReason, num_output_tokens: int) -> None:
         """Count a request that reached the end of its output."""
@@ -78,19 +107,24 @@ class Account:
             ttft_s=self.stats.ttft_s,
             e2el_s=self.stats.e2el_s,
         )
-        self._log_end("finished", reason.name.lower(), num_output_tokens)
+        self._end("finished", reason.name.lower(), num_output_tokens)
 
     def count_cancellation(self, cause: str, num_output_tokens: int) -> None:
         """Count a request that its client ended early."""
         self.stats.e2el_s = self._elapsed_s()
         self._metrics.observe_cancelled(cause)
-        self._log_end("cancelled", cause, num_output_tokens)
+        self._end("cancelled", cause, num_output_tokens)
 
     def count_failure(self, reason: str, num_output_tokens: int) -> None:
-        """Count a request that ended with an error of this reason."""
+        """Count a request that ended with an error of this reason; it may be resumed."""
         self.stats.e2el_s = self._elapsed_s()
-        self._metrics.observe_failed(reason)
-        self._log_end("failed", reason, num_output_tokens)
+        self._note_interrupted(reason)
+        self._end("failed", reason, num_output_tokens)
+
+    def _end(self, how: str, reason: str, num_output_tokens: int) -> None:
+        self._log_end(how, reason, num_output_tokens)
+        if self._trace is not None:
+            self._trace.end(how, reason, self.stats, num_output_tokens)
 
     def _log_end(self, how: str, reason: str, num_output_tokens: int) -> None:
         """Log one line with ids, counts and times. Text and tokens are never logged."""
@@ -121,15 +155,20 @@ class Account:
 
     def _observe_round(self, outcome: RoundOutcome) -> None:
         if outcome.num_draft_tokens == 0:
-            self._metrics.observe_target_only_step(
-                cause=outcome.target_only_cause, wire_bytes=outcome.wire_bytes, verify_s=outcome.verify_s
+            self._metrics.rounds.observe_target_only_step(
+                pool=outcome.draft_pool,
+                cause=outcome.target_only_cause,
+                draft_s=outcome.draft_s,
+                verify_s=outcome.verify_s,
+                wire_bytes=outcome.wire_bytes,
             )
             return
-        self._metrics.observe_draft(outcome.draft_s)
-        self._metrics.observe_round(
-            draft_pool=outcome.draft_pool,
+        self._metrics.rounds.observe_round(
+            pool=outcome.draft_pool,
+            num_requested=outcome.num_requested,
             num_draft_tokens=outcome.num_draft_tokens,
             num_accepted=outcome.num_accepted,
-            wire_bytes=outcome.wire_bytes,
+            draft_s=outcome.draft_s,
             verify_s=outcome.verify_s,
+            wire_bytes=outcome.wire_bytes,
         )

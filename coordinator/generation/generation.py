@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from coordinator.audit.turn_audit import TurnAudit
 from coordinator.generation.accounting import Account
 from coordinator.generation.held_session import HeldSession
 from coordinator.generation.publisher import DecidedRound, Publisher
@@ -51,6 +52,8 @@ class Learners:
     """Learns how each draft pool does; None where the request keeps one pool."""
     record: TurnRecord | None = None
     """Takes the target's distributions to the learning log; None where they are not logged."""
+    audit: TurnAudit | None = None
+    """Chooses rounds that are verified again; None where none are."""
 
     def note_round(self, outcome: RoundOutcome, num_tokens: int) -> None:
         """Learn from a round of which `num_tokens` tokens were taken into the session."""
@@ -58,6 +61,8 @@ class Learners:
             self.router.note(outcome, num_tokens)
         if self.record is not None:
             self.record.note(outcome.supports, outcome.verification, num_tokens)
+        if self.audit is not None:
+            self.audit.note(outcome, num_tokens)
 
     def end(self, turn: Turn, stats: RequestStats | None, num_shown: int) -> None:
         """Learn from the whole turn; `stats` is None where it was not completed."""

@@ -7,13 +7,17 @@ queue, the lease keeper and the draft sources' statistics.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
+from coordinator.audit.turn_audit import Auditor, TurnAudit
 from coordinator.generation.accounting import Account
 from coordinator.generation.generation import Collaborators, Generation, Learners
 from coordinator.generation.held_session import HeldSession
+from coordinator.generation.interrupted_turns import InterruptedTurns
 from coordinator.generation.lease_keeper import LeaseKeeper
 from coordinator.generation.publisher import CommitQueue, Publisher
 from coordinator.generation.removal import SessionRemoval
+from coordinator.generation.request_trace import begin_request_trace
 from coordinator.generation.stream import OutputStream
 from coordinator.generation.turn import PreparedTurn, Turn
 from coordinator.learning.recorder import Recorder
@@ -28,7 +32,7 @@ from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
 from coordinator.round.target_calls import TargetCalls
 from coordinator.round.timeline import TimelineLog
-from specdec.observability.metrics import CoordinatorMetrics
+from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.state.store import SessionStore
 
 
@@ -46,9 +50,10 @@ class GenerationFactory:
         draft_sources: DraftSourceFactory,
         metrics: CoordinatorMetrics,
         draft_timeout_s: float | None,
-        tenant: str,
+        recovery_s: float,
         recorder: Recorder | None = None,
         timelines: TimelineLog | None = None,
+        auditor: Auditor | None = None,
     ) -> None:
         self._store = store
         self._pools = pools
@@ -57,10 +62,11 @@ class GenerationFactory:
         self._prefixes = prefixes
         self._draft_sources = draft_sources
         self._metrics = metrics
+        self._interrupted = InterruptedTurns(store, metrics, recovery_s)
         self._draft_timeout_s = draft_timeout_s
-        self._tenant = tenant
         self._recorder = recorder
         self._timelines = timelines
+        self._auditor = auditor
         self._commits = CommitQueue(store)
         self._lease_keeper = LeaseKeeper(store)
 
@@ -70,8 +76,12 @@ class GenerationFactory:
         stream = OutputStream(turn.identity)
         if prepared.replayed is not None:
             stream.publish(prepared.replayed)
-        account = Account(turn.identity, prepared.stats, self._metrics, prepared.began)
-        setting = self._round_setting(turn)
+        key = turn.lease.key
+        self._interrupted.note_started(key, turn.identity.request_id)
+        note_interrupted = partial(self._interrupted.note, key, turn.identity)
+        trace = begin_request_trace(prepared, self._pools.target_info.model)
+        account = Account(turn.identity, prepared.stats, self._metrics, note_interrupted, prepared.began, trace)
+        setting = self._round_setting(turn, is_timed=trace is not None or self._timelines is not None)
         router = self._draft_sources.router(turn.identity.parameters.speculation, setting, turn.tokens)
         replicas = self._replicas(prepared, router)
         return Generation(
@@ -80,16 +90,28 @@ class GenerationFactory:
                 runner=self._runner(turn, setting, replicas, router),
                 session=self._session(prepared, replicas),
                 publisher=Publisher(
-                    turn, stream, account, store=self._store, commits=self._commits, timelines=self._timelines
+                    turn,
+                    stream,
+                    account,
+                    store=self._store.of_tenant(turn.lease.tenant),
+                    commits=self._commits,
+                    timelines=self._timelines,
+                    trace=trace,
                 ),
                 stream=stream,
                 account=account,
-                learners=Learners(self._draft_sources.remember, router, self._record(turn, setting)),
+                learners=Learners(
+                    partial(self._draft_sources.remember, turn.lease.tenant),
+                    router,
+                    self._record(turn, setting),
+                    self._audit(turn, setting, replicas),
+                ),
             ),
         )
 
     async def close(self) -> None:
         """Stop what the generations share. Call it when no generation runs. Idempotent."""
+        await self._interrupted.close()
         await self._lease_keeper.close()
         await self._draft_sources.close()
         if self._recorder is not None:
@@ -100,9 +122,14 @@ class GenerationFactory:
             return None
         return self._recorder.record(setting, turn.identity.parameters.target_fingerprint, len(turn.tokens))
 
+    def _audit(self, turn: Turn, setting: RoundSetting, replicas: SessionReplicas) -> TurnAudit | None:
+        if self._auditor is None:
+            return None
+        return self._auditor.turn(turn.identity.request_id, setting, turn.tokens, replicas)
+
     def _replicas(self, prepared: PreparedTurn, router: RequestRouter | None) -> SessionReplicas:
         identity, agreed_len = prepared.turn.identity, prepared.agreed_len
-        replicas = self._placement.session(identity.session_id)
+        replicas = self._placement.session(prepared.turn.lease.key)
         routed_pool = "" if router is None else router.begin()
         replicas.draft_pool = routed_pool or self._pools.model_pool(identity.parameters.speculation.draft_pool)
         replicas.target_fingerprint = identity.parameters.target_fingerprint
@@ -129,7 +156,7 @@ class GenerationFactory:
         drafts = self._draft_sources.source(choice, setting, tokens, replicas, calls, router)
         return RoundRunner(setting, tokens, replicas, drafts, TargetCalls(setting, replicas, calls))
 
-    def _round_setting(self, turn: Turn) -> RoundSetting:
+    def _round_setting(self, turn: Turn, *, is_timed: bool) -> RoundSetting:
         identity, sampling = turn.identity, turn.identity.parameters.sampling
         return RoundSetting(
             session_id=identity.session_id,
@@ -142,6 +169,6 @@ class GenerationFactory:
             num_logprobs=sampling.num_logprobs,
             vocabulary_size=self._pools.target_info.vocabulary_size,
             draft_timeout_s=self._draft_timeout_s,
-            tenant=self._tenant,
-            is_timed=self._timelines is not None,
+            tenant=turn.lease.tenant,
+            is_timed=is_timed,
         )

@@ -12,8 +12,10 @@ import time
 from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
+from coordinator.audit.turn_audit import Auditor
 from coordinator.generation.generation import CancelCause, Generation
 from coordinator.generation.generation_factory import GenerationFactory
+from coordinator.generation.interrupted_turns import DEFAULT_RECOVERY_S
 from coordinator.generation.leases import Leases
 from coordinator.generation.log_repair import LogRepair
 from coordinator.generation.removal import SessionRemoval
@@ -30,10 +32,10 @@ from coordinator.requests import Finished, GenerationRequest, OutputChunk
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.round.timeline import TimelineLog
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.errors import NotFound, ResourceExhausted, SessionBusy, SessionLost, Unavailable
-from specdec.observability.metrics import CoordinatorMetrics
+from specdec.errors import NotFound, ResourceExhausted, SessionBusy, SessionLost, SpecdecError, Unavailable
+from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.state.store import PrefixDirectory, RequestRecord, SessionStore
-from specdec.tenant import DEFAULT_TENANT
+from specdec.tenant import SessionKey
 
 #: Time that a session's next request waits for the running one. Its client may have just cancelled the running one:
 #: gRPC does not promise to report the end of one call before the start of another.
@@ -48,11 +50,12 @@ class GenerationSettings:
     lease_ttl_s: float
     draft_timeout_s: float | None
     max_running: int
-    tenant: str = DEFAULT_TENANT
+    recovery_s: float = DEFAULT_RECOVERY_S
+    """Time in which a turn that an error ended must be resumed, or it counts as failed."""
 
 
 class GenerationService:
-    """All generations of one coordinator. Used from one event loop."""
+    """All generations of one coordinator, of all tenants. Used from one event loop."""
 
     def __init__(
         self,
@@ -66,18 +69,20 @@ class GenerationService:
         directory: PrefixDirectory | None = None,
         learning_log: LearningLog | None = None,
         timelines: TimelineLog | None = None,
+        auditor: Auditor | None = None,
     ) -> None:
         """
         Args:
             settings: settings of admission and rounds.
-            store: session store of the tenant.
+            store: session store of all tenants.
             pools: replicas that the rounds call.
             tokenizer: tokenizer of the target model.
             draft_sources: draft sources of the requests; closed by `drain`.
             metrics: receives counts and times of requests.
-            directory: prefix directory of the tenant; None: sessions are placed by load alone.
+            directory: prefix directory of all tenants; None: sessions are placed by load alone.
             learning_log: receives the target's distributions, for drafts to learn from; closed by `drain`.
             timelines: receives the timeline of each round.
+            auditor: verifies a share of the rounds again; closed by its owner.
         """
         self._settings = settings
         self._store = store
@@ -85,7 +90,7 @@ class GenerationService:
         leases = Leases(store, settings.coordinator_id, settings.lease_ttl_s)
         placement = Placement(pools)
         self._log_repair = LogRepair(store, leases)
-        self._removal = SessionRemoval(store, self._log_repair, placement, pools, settings.tenant)
+        self._removal = SessionRemoval(store, self._log_repair, placement, pools)
         self._prefixes = Prefixes(directory)
         self._turn_preparer = TurnPreparer(
             store, leases, pools, tokenizer, self._removal, self._prefixes, routes_drafts=draft_sources.is_routing
@@ -99,14 +104,22 @@ class GenerationService:
             draft_sources=draft_sources,
             metrics=metrics,
             draft_timeout_s=settings.draft_timeout_s,
-            tenant=settings.tenant,
+            recovery_s=settings.recovery_s,
             recorder=None if learning_log is None else Recorder(learning_log, pools),
             timelines=timelines,
+            auditor=auditor,
         )
-        self._running: dict[str, Generation] = {}
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        metrics.set_capacity(settings.max_running)
+        metrics.watch_replicas(pools.places, pools.draft_pools)
+        self._running: dict[SessionKey, Generation] = {}
+        self._locks: WeakValueDictionary[SessionKey, asyncio.Lock] = WeakValueDictionary()
         self._num_admitting = 0
         self._is_draining = False
+
+    @property
+    def coordinator_id(self) -> str:
+        """Id of this process, which is new at every start."""
+        return self._settings.coordinator_id
 
     @property
     def num_running(self) -> int:
@@ -127,35 +140,43 @@ class GenerationService:
             Unavailable: the coordinator drains, or no target replica or no store can be reached.
         """
         began = time.perf_counter()
-        session_id = request.session_id or f"s-{secrets.token_hex(12)}"
-        lock = self._locks.setdefault(session_id, asyncio.Lock())
+        request = replace(request, session_id=request.session_id or f"s-{secrets.token_hex(12)}")
+        lock = self._locks.setdefault(request.key, asyncio.Lock())
         has_waited = False
         while True:
             async with lock:
-                running = self._running.get(session_id)
+                running = self._running.get(request.key)
                 if running is not None and (running.is_cancelled or running.stream.is_over):
                     await asyncio.wait([running.task])
                     running = None
                 if running is None:
-                    return await self._admit_counted(replace(request, session_id=session_id), began)
+                    return await self._admit_counted(request, began)
                 if has_waited or _is_about(request, running):
                     return await self._join(running, request)
             # Waits without the lock, so that readers of the running request, and its deletion, are not held up.
             await asyncio.wait([running.task], timeout=LEAVING_GRACE_S)
             has_waited = True
 
-    async def delete(self, session_id: str) -> None:
+    def count_refusal(self, error: SpecdecError) -> None:
+        """Count a request that ended with an error before it was opened."""
+        self._metrics.observe_refused(error.reason)
+
+    def count_client_wait(self, seconds: float) -> None:
+        """Count a wait until a client's stream took an event."""
+        self._metrics.rounds.observe_client_wait(seconds)
+
+    async def delete(self, key: SessionKey) -> None:
         """End the session's generation or admission here, and remove the session everywhere. Idempotent.
 
         Raises Unavailable where the store cannot be reached.
         """
-        lock = self._locks.setdefault(session_id, asyncio.Lock())
+        lock = self._locks.setdefault(key, asyncio.Lock())
         async with lock:
-            running = self._running.get(session_id)
+            running = self._running.get(key)
             if running is not None:
-                running.cancel(no_session(session_id), CancelCause.SESSION_DELETED)
+                running.cancel(no_session(key.session_id), CancelCause.SESSION_DELETED)
                 await asyncio.wait([running.task])
-            await self._removal.remove(session_id)
+            await self._removal.remove(key)
 
     async def drain(self, grace_s: float) -> None:
         """Stop admission, let generations finish within `grace_s`, then cancel the others. All leases are released."""
@@ -176,12 +197,12 @@ class GenerationService:
     async def _admit_counted(self, request: GenerationRequest, began: float) -> Subscription:
         self._check_admission()
         self._num_admitting += 1
-        self._metrics.request_waiting(+1)
+        self._metrics.request_admitting(+1)
         try:
             return await self._admit(request, began)
         finally:
             self._num_admitting -= 1
-            self._metrics.request_waiting(-1)
+            self._metrics.request_admitting(-1)
 
     def _check_admission(self) -> None:
         if self._is_draining:
@@ -202,11 +223,12 @@ class GenerationService:
         check_held(num_held, running.stream.num_tokens, has_finished=False)
         if num_held >= running.stream.num_dropped_tokens:
             return running.subscribe(num_held)
-        output = (await self._turn_preparer.read_log(identity.session_id, identity.request_id)).output
+        output = (await self._turn_preparer.read_log(request.key, identity.request_id)).output
         return running.subscribe(num_held, OutputChunk(0, output.token_ids, output.texts, None))
 
     async def _admit(self, request: GenerationRequest, began: float) -> Subscription:
-        record = await self._log_repair.repair(request.session_id, await self._store.load(request.session_id))
+        loaded = await self._store.of_tenant(request.tenant).load(request.session_id)
+        record = await self._log_repair.repair(request.key, loaded)
         stored = record.request if record else None
         if request.resume_from is not None and stored is None:
             raise _nothing_to_resume(request.session_id, request.resume_from)
@@ -218,15 +240,16 @@ class GenerationService:
 
     async def _resume(self, stored: RequestRecord, request: GenerationRequest, began: float) -> Subscription:
         """Replay the session's last request from the log, and continue it if it is unfinished."""
-        session_id, num_held = request.session_id, request.resume_from or 0
+        key, num_held = request.key, request.resume_from or 0
         check_same_request(request, stored.request_id, stored.request_digest)
         if stored.finish_reason is not None:
-            logged = await self._turn_preparer.read_log(session_id, stored.request_id)
+            logged = await self._turn_preparer.read_log(key, stored.request_id)
             check_held(num_held, len(logged.output.token_ids), has_finished=True)
             return _replay(logged, num_held)
-        resumed = await self._turn_preparer.of_unfinished_turn(session_id, stored.request_id, num_held, began)
+        resumed = await self._turn_preparer.of_unfinished_turn(key, stored.request_id, num_held, began)
         if isinstance(resumed, LoggedRequest):
             return _replay(resumed, num_held)
+        self._metrics.observe_resumed()
         return await self._start(resumed, num_held)
 
     async def _start(self, prepared: PreparedTurn, num_held: int) -> Subscription:
@@ -235,13 +258,13 @@ class GenerationService:
             raise await asyncio.shield(self._turn_preparer.give_up(prepared)) or _draining()
         # Nothing is awaited from here on: the generation owns the lease, and a drain that starts now finds it.
         generation = self._factory.start(prepared)
-        self._running[generation.turn.identity.session_id] = generation
+        self._running[generation.turn.lease.key] = generation
         self._metrics.request_running(+1)
         generation.task.add_done_callback(lambda _: self._forget(generation))
         return generation.subscribe(num_held)
 
     def _forget(self, generation: Generation) -> None:
-        self._running.pop(generation.turn.identity.session_id, None)
+        self._running.pop(generation.turn.lease.key, None)
         self._metrics.request_running(-1)
         stream = generation.stream
         if stream.num_tokens:

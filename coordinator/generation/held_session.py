@@ -50,7 +50,7 @@ class HeldSession:
         """Tell the prefix directory which replicas hold the session's tokens, as far as it is known now."""
         tokens = self._turn.tokens
         held = {holder: min(count, len(tokens)) for holder, count in self.replicas.num_held.items()}
-        self._prefixes.note(tokens.prefix_hash, held)
+        self._prefixes.note(self._turn.lease.tenant, tokens.prefix_hash, held)
 
     def end_turn(self, num_rows: int | None) -> None:
         """Stop renewing the lease, and end the turn on the replicas.

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from specdec.errors import LeaseLost, NotFound, SpecdecError
 from specdec.state.store import Lease, SessionStore
+from specdec.tenant import SessionKey
 
 #: Time without a turn of the event loop after which the loop is taken for hung.
 LOOP_TIMEOUT_S = 10.0
@@ -40,8 +41,8 @@ class LeaseKeeper:
         self._store = store
         self._loop_timeout_s = loop_timeout_s
         self._lock = threading.Lock()
-        self._kept: dict[str, _Kept] = {}
-        """Leases by session id. The thread reads them too, under the lock."""
+        self._kept: dict[SessionKey, _Kept] = {}
+        """Leases by session. The thread reads them too, under the lock."""
         self._turned_at = 0.0
         """`time.monotonic()` of the event loop's last known turn."""
         self._closing = threading.Event()
@@ -55,7 +56,7 @@ class LeaseKeeper:
     def keep(self, lease: Lease) -> None:
         """Renew a lease that was just taken, until `drop` or until it is lost."""
         with self._lock:
-            self._kept[lease.session_id] = _Kept(lease, time.monotonic() + lease.ttl_s / 3)
+            self._kept[lease.key] = _Kept(lease, time.monotonic() + lease.ttl_s / 3)
         if self._thread is None:
             self._closing = threading.Event()
             self._note_turn()
@@ -67,9 +68,9 @@ class LeaseKeeper:
     def drop(self, lease: Lease) -> None:
         """Stop renewing a lease; a renewal under way may still reach the store. Idempotent."""
         with self._lock:
-            kept = self._kept.get(lease.session_id)
+            kept = self._kept.get(lease.key)
             if kept is not None and kept.lease is lease:
-                del self._kept[lease.session_id]
+                del self._kept[lease.key]
 
     async def close(self) -> None:
         """End the thread; leases that are still kept expire. Idempotent."""
@@ -116,7 +117,7 @@ class LeaseKeeper:
 
     def _note_lost(self, lease: Lease, error: SpecdecError) -> None:
         with self._lock:
-            is_ours = lease.session_id in self._kept and self._kept[lease.session_id].lease is lease
+            is_ours = lease.key in self._kept and self._kept[lease.key].lease is lease
         if is_ours:  # otherwise it was given back during the renewal
-            _log.warning("lease lost: session=%s: %s", lease.session_id, error)
+            _log.warning("lease lost: tenant=%s session=%s: %s", lease.tenant, lease.session_id, error)
             self.drop(lease)

@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from specdec.errors import SessionBusy, SpecdecError
 from specdec.state.store import Lease, SessionStore
+from specdec.tenant import SessionKey
 
 #: Pause between attempts to take over a session whose owner may be dead.
 TAKEOVER_PAUSE_S = 0.1
@@ -33,13 +34,14 @@ class Leases:
         """Return whether this process took the lease of this owner name."""
         return owner.startswith(self._owner_prefix)
 
-    async def acquire(self, session_id: str, *, create: bool, owner: str = "") -> Lease:
+    async def acquire(self, key: SessionKey, *, create: bool, owner: str = "") -> Lease:
         """Take a session that is free, or whose lease `owner` holds. Raises as `SessionStore.acquire`.
 
         Cancelling leaves no lease behind, and no session that was created by this call.
         """
         owner = owner or f"{self._owner_prefix}{next(self._nonces)}"
-        taking = asyncio.ensure_future(self._store.acquire(session_id, owner=owner, ttl_s=self._ttl_s, create=create))
+        store = self._store.of_tenant(key.tenant)
+        taking = asyncio.ensure_future(store.acquire(key.session_id, owner=owner, ttl_s=self._ttl_s, create=create))
         try:
             return await asyncio.shield(taking)
         except asyncio.CancelledError:
@@ -50,12 +52,12 @@ class Leases:
         """Undo an acquisition whose caller was cancelled. Where the store cannot be reached, the lease expires."""
         with suppress(SpecdecError):
             lease = await taking
-            record = await self._store.load(lease.session_id)
+            record = await self._store.of_tenant(lease.tenant).load(lease.session_id)
             if record is not None and record.request is None:
                 await self._store.discard(lease)
             await self._store.release(lease, left=lease.was_left)
 
-    async def take_over(self, session_id: str) -> Lease:
+    async def take_over(self, key: SessionKey) -> Lease:
         """Take a session with an unfinished request. Wait as long as the lease of a dead owner may still live.
 
         Raises:
@@ -65,7 +67,7 @@ class Leases:
         deadline = time.monotonic() + self._ttl_s + TAKEOVER_PAUSE_S
         while True:
             try:
-                return await self.acquire(session_id, create=False)
+                return await self.acquire(key, create=False)
             except SessionBusy:
                 if time.monotonic() > deadline:
                     raise

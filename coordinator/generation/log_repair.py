@@ -22,6 +22,7 @@ from coordinator.generation.turn import Turn
 from coordinator.requests import RequestStats
 from specdec.errors import SessionLost, SpecdecError
 from specdec.state.store import Lease, RequestRecord, SessionRecord, SessionStore
+from specdec.tenant import SessionKey
 from specdec.types import FinishReason, TokenIds
 
 #: Limits on remembered sessions and on tokens of each. A store that syncs its log every second cannot lose more.
@@ -63,8 +64,8 @@ class LogRepair:
     def __init__(self, store: SessionStore, leases: Leases) -> None:
         self._store = store
         self._leases = leases
-        self._tails: OrderedDict[str, LogTail] = OrderedDict()
-        self._repairing: dict[str, asyncio.Task[None]] = {}
+        self._tails: OrderedDict[SessionKey, LogTail] = OrderedDict()
+        self._repairing: dict[SessionKey, asyncio.Task[None]] = {}
 
     def remember(self, turn: Turn, finish_reason: FinishReason | None, stats: RequestStats, num_shown: int) -> None:
         """Remember the end of a turn of which `num_shown` output tokens were committed and shown."""
@@ -72,77 +73,81 @@ class LogRepair:
         end = turn.identity.output_start + num_shown
         base = max(0, end - MAX_TAIL_TOKENS)
         token_ids = turn.tokens.tail(base)[: end - base]
-        session_id = turn.lease.session_id
-        self._tails.pop(session_id, None)
-        self._tails[session_id] = LogTail(turn.lease, request, base, token_ids)
+        key = turn.lease.key
+        self._tails.pop(key, None)
+        self._tails[key] = LogTail(turn.lease, request, base, token_ids)
         if len(self._tails) > MAX_SESSIONS:
             self._tails.popitem(last=False)
 
-    def forget(self, session_id: str) -> None:
-        self._tails.pop(session_id, None)
+    def forget(self, key: SessionKey) -> None:
+        self._tails.pop(key, None)
 
-    async def repair(self, session_id: str, record: SessionRecord | None) -> SessionRecord | None:
+    async def repair(self, key: SessionKey, record: SessionRecord | None) -> SessionRecord | None:
         """Return a session's record, after appending to the log what the store has lost of it.
 
         A repair that has started completes even when its caller is cancelled. Otherwise the lease would be given back
         too early, and the session would look as if another coordinator had written it since.
 
         Args:
-            session_id: id of a session that no generation here uses.
+            key: a session that no generation here uses.
             record: record of the session as just loaded.
 
         Raises:
             SessionLost: the store lost more tokens than are remembered.
             SessionBusy: another owner holds the session.
         """
-        if (repairing := self._repairing.get(session_id)) is not None:
+        if (repairing := self._repairing.get(key)) is not None:
             await asyncio.wait([repairing])
-            record = await self._store.load(session_id)
-        tail = self._tails.get(session_id)
+            record = await self._load(key)
+        tail = self._tails.get(key)
         if tail is None:
             return record
         if record is None or record.epoch > tail.lease.epoch:  # gone, or written by another coordinator since
-            self.forget(session_id)
+            self.forget(key)
             return record
         if tail.is_whole_in(record):
             return replace(record, was_left=True)
-        lost = await self._missing_of(tail, session_id, record)
+        lost = await self._missing_of(tail, record)
         task = asyncio.create_task(self._put_back(tail, record, lost))
-        self._repairing[session_id] = task
-        task.add_done_callback(lambda _: self._repairing.pop(session_id).cancelled() or task.exception())
+        self._repairing[key] = task
+        task.add_done_callback(lambda _: self._repairing.pop(key).cancelled() or task.exception())
         await asyncio.shield(task)
-        return await self._store.load(session_id)
+        return await self._load(key)
+
+    async def _load(self, key: SessionKey) -> SessionRecord | None:
+        return await self._store.of_tenant(key.tenant).load(key.session_id)
 
     async def _put_back(self, tail: LogTail, record: SessionRecord, lost: TokenIds) -> None:
-        session_id = record.session_id
+        key = tail.lease.key
         # The record may name a lease of this process although no generation uses the session: the lease was given
         # back, and the store has lost that write too.
         owner = record.owner if self._leases.is_ours(record.owner) else ""
-        lease = await self._leases.acquire(session_id, create=False, owner=owner)
-        self._tails[session_id] = replace(tail, lease=lease)
+        lease = await self._leases.acquire(key, create=False, owner=owner)
+        self._tails[key] = replace(tail, lease=lease)
         is_repaired = False
         try:
             is_repaired = await self._append(lease, record, tail.request, lost)
         finally:
             await self._release(lease, left=is_repaired or lease.was_left)
 
-    async def _missing_of(self, tail: LogTail, session_id: str, record: SessionRecord) -> TokenIds:
+    async def _missing_of(self, tail: LogTail, record: SessionRecord) -> TokenIds:
         """Return the tokens that the store lost. Raises SessionLost when the tail does not continue the stored ones."""
         is_same_turn = record.request is not None and record.request.request_id == tail.request.request_id
-        stored = await self._store.read_tokens(session_id, tail.base)
+        stored = await self._store.of_tenant(tail.lease.tenant).read_tokens(record.session_id, tail.base)
         is_prefix = record.num_tokens >= tail.base and np.array_equal(stored, tail.token_ids[: len(stored)])
         # A record of an older turn may hold other tokens before `tail.base`: a later turn may have cut them away.
         if not is_prefix or (tail.base > 0 and not is_same_turn):
             raise SessionLost(
-                f"the store lost the end of session {session_id}: {record.num_tokens} of {tail.end} tokens are left"
+                f"the store lost the end of session {record.session_id}: {record.num_tokens} of {tail.end} tokens are "
+                "left"
             )
         return tail.token_ids[len(stored) :]
 
     async def _append(self, lease: Lease, record: SessionRecord, request: RequestRecord, lost: TokenIds) -> bool:
         """Append the lost tokens unless the session has changed since `record`; return whether they were appended."""
-        held = await self._store.load(lease.session_id)
+        held = await self._load(lease.key)
         if held is None or (held.num_tokens, held.request) != (record.num_tokens, record.request):
-            self.forget(lease.session_id)
+            self.forget(lease.key)
             return False
         _log.warning("appending tokens that the store lost: session=%s num_tokens=%d", lease.session_id, len(lost))
         await self._store.begin_request(lease, request, keep=record.num_tokens, token_ids=lost)

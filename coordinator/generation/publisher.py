@@ -16,6 +16,7 @@ import numpy as np
 
 from coordinator.generation.accounting import Account
 from coordinator.generation.request_log import encode_stats
+from coordinator.generation.request_trace import RequestTrace
 from coordinator.generation.stream import OutputStream
 from coordinator.generation.turn import Turn
 from coordinator.round.outcome import RoundOutcome
@@ -106,15 +107,17 @@ class Publisher:
         store: SessionStore,
         commits: CommitQueue,
         timelines: TimelineLog | None = None,
+        trace: RequestTrace | None = None,
     ) -> None:
         """
         Args:
             turn: the generation's turn; gives the lease, and the tokens for a repair of the log.
             stream: shows committed tokens to the readers.
             account: counts published rounds and tokens.
-            store: receives commits that are repeated, and repairs.
+            store: sessions of the turn's tenant; receives commits that are repeated, and repairs.
             commits: receives the first attempt of each commit.
-            timelines: receives the timeline of each round that has one.
+            timelines: receives the timeline of each round.
+            trace: receives each round with its timeline.
         """
         self._turn = turn
         self._stream = stream
@@ -122,6 +125,7 @@ class Publisher:
         self._store = store
         self._commits = commits
         self._timelines = timelines
+        self._trace = trace
         self._publication: asyncio.Task[None] | None = None
         """Task that publishes the latest round."""
 
@@ -144,7 +148,9 @@ class Publisher:
         if self._publication is not None:
             # A commit takes less time than a round, so the publication is usually done.
             if not self._publication.done():
+                began_s = time.monotonic()
                 await asyncio.shield(self._publication)
+                self._account.count_store_wait(time.monotonic() - began_s)
             self._publication.result()
 
     async def close(self) -> None:
@@ -162,6 +168,7 @@ class Publisher:
             await asyncio.sleep(0)
 
         self._account.count_round(decided.outcome)
+        began_s = time.monotonic()
         await self._commit(
             Commit(
                 round_id=decided.round_id,
@@ -173,18 +180,22 @@ class Publisher:
         )
 
         committed_s = time.monotonic()
+        self._account.count_commit(committed_s - began_s)
         self._account.count_chunk(len(output.token_ids), is_first=not self._stream.num_tokens)
         self._stream.publish(output, decided.outcome.provenance)
-        if self._timelines is not None and decided.outcome.timeline is not None:
-            self._log_timeline(self._timelines, decided, decided.outcome.timeline, committed_s)
+        if decided.outcome.timeline is not None:
+            self._record(decided, decided.outcome.timeline, committed_s)
 
-    def _log_timeline(
-        self, timelines: TimelineLog, decided: DecidedRound, timeline: RoundTimeline, committed_s: float
-    ) -> None:
+    def _record(self, decided: DecidedRound, timeline: RoundTimeline, committed_s: float) -> None:
+        """Record the times of a round that was just shown."""
         timeline.committed_s, timeline.shown_s = committed_s, time.monotonic()
-        timelines.write(self._turn.lease.session_id, decided.round_id, decided.outcome.num_draft_tokens, timeline)
-        if decided.output.finish_reason is not None:
-            timelines.flush()
+        outcome, output = decided.outcome, decided.output
+        if self._trace is not None:
+            self._trace.note_round(decided.round_id, len(output.token_ids), outcome, timeline)
+        if self._timelines is not None:
+            self._timelines.write(self._turn.lease.key, decided.round_id, outcome.num_draft_tokens, timeline)
+            if output.finish_reason is not None:
+                self._timelines.flush()
 
     async def _commit(self, commit: Commit) -> None:
         """Commit, and try again after errors that may pass. Raises as `SessionStore.commit`."""

@@ -13,28 +13,26 @@ from coordinator.replicas.placement import Placement
 from coordinator.replicas.pool import ReplicaPools
 from specdec.errors import NotFound, Unavailable
 from specdec.state.store import Lease, SessionStore
+from specdec.tenant import SessionKey
 
 
 class SessionRemoval:
-    """Removes the sessions of one tenant that no generation here uses."""
+    """Removes sessions that no generation here uses."""
 
-    def __init__(
-        self, store: SessionStore, log_repair: LogRepair, placement: Placement, pools: ReplicaPools, tenant: str
-    ) -> None:
+    def __init__(self, store: SessionStore, log_repair: LogRepair, placement: Placement, pools: ReplicaPools) -> None:
         self._store = store
         self._log_repair = log_repair
         self._placement = placement
         self._pools = pools
-        self._tenant = tenant
 
-    async def remove(self, session_id: str) -> None:
+    async def remove(self, key: SessionKey) -> None:
         """Remove a session. A coordinator that still writes it gets NotFound. Idempotent.
 
         Raises Unavailable when the store cannot be reached.
         """
-        self._forget(session_id)
-        await self._store.delete(session_id)
-        await self._pools.release(session_id, tenant=self._tenant)
+        self._forget(key)
+        await self._store.of_tenant(key.tenant).delete(key.session_id)
+        await self._release(key)
 
     async def after_failure(self, lease: Lease, *, is_useless: bool) -> None:
         """Check that a session whose request failed still exists, and remove it where it is of no use.
@@ -54,15 +52,18 @@ class SessionRemoval:
         try:
             await (self._store.discard(lease) if is_useless else self._store.renew(lease))
         except NotFound:
-            self._forget(lease.session_id)
+            self._forget(lease.key)
             with suppress(Unavailable):
-                if await self._store.load(lease.session_id) is None:
-                    await self._pools.release(lease.session_id, tenant=self._tenant)
+                if await self._store.of_tenant(lease.tenant).load(lease.session_id) is None:
+                    await self._release(lease.key)
             raise
         if is_useless:
-            self._forget(lease.session_id)
-            await self._pools.release(lease.session_id, tenant=self._tenant)
+            self._forget(lease.key)
+            await self._release(lease.key)
 
-    def _forget(self, session_id: str) -> None:
-        self._placement.forget(session_id)
-        self._log_repair.forget(session_id)
+    async def _release(self, key: SessionKey) -> None:
+        await self._pools.release(key.session_id, tenant=key.tenant)
+
+    def _forget(self, key: SessionKey) -> None:
+        self._placement.forget(key)
+        self._log_repair.forget(key)

@@ -37,6 +37,7 @@ from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.errors import NotFound, SessionBusy, SessionLost, SpecdecError
 from specdec.state.store import Lease, SessionRecord, SessionStore
+from specdec.tenant import SessionKey
 from specdec.types import SamplingParams, TokenIds
 
 _log = logging.getLogger(__name__)
@@ -83,10 +84,11 @@ class TurnPreparer:
             SessionLost: the session does not hold what the caller expects.
             Unavailable: no target replica or no store can be reached.
         """
-        session_id = request.session_id
+        key, session_id = request.key, request.session_id
+        store = self._store.of_tenant(key.tenant)
         await wait_for_any_target(self._pools)
         draft_pool = self._pools.route_draft(request.speculation.draft_pool, is_settled=not self._routes_drafts)
-        held = await self._store.read_tokens(session_id) if record else np.empty(0, np.uint32)
+        held = await store.read_tokens(session_id) if record else np.empty(0, np.uint32)
         check_expected(request.expected_session_tokens, session_id, len(held) if record else None)
         check_left(request, record)
         max_context_tokens = self._pools.max_context_tokens
@@ -96,11 +98,11 @@ class TurnPreparer:
         tokens = SessionTokens([*held[: prompt.keep].tolist(), *prompt.new_token_ids.tolist()])
 
         # Sent in the same turn of the event loop as the lease's call, so that both take one round trip.
-        looking_up = self._prefixes.look_up(len(tokens), tokens.prefix_hash)
-        lease = await self._leases.acquire(session_id, create=record is None or record.request is None)
+        looking_up = self._prefixes.look_up(key.tenant, len(tokens), tokens.prefix_hash)
+        lease = await self._leases.acquire(key, create=record is None or record.request is None)
         is_new = False
         try:
-            fresh = await self._store.load(session_id)
+            fresh = await store.load(session_id)
             # Another coordinator may have created, used and left the session since `record` was loaded.
             is_new = fresh is not None and fresh.request is None
             if fresh is None or not _is_unchanged(fresh, record, held):
@@ -115,6 +117,7 @@ class TurnPreparer:
                 began=began,
                 agreed_len=prompt.keep,
                 is_new_session=is_new,
+                is_chat=request.messages is not None,
                 kv_locations=fresh.locations,
                 prefix_tokens=await self._prefixes.answer(looking_up),
             )
@@ -123,12 +126,12 @@ class TurnPreparer:
             raise
 
     async def of_unfinished_turn(
-        self, session_id: str, request_id: str, num_held: int, began: float
+        self, key: SessionKey, request_id: str, num_held: int, began: float
     ) -> PreparedTurn | LoggedRequest:
         """Take over the session's last request. Wait as long as the lease of a dead owner may still live.
 
         Args:
-            session_id: id of the session.
+            key: the session.
             request_id: id of its last request.
             num_held: number of output tokens that the caller already holds.
             began: `time.perf_counter()` at admission.
@@ -144,16 +147,16 @@ class TurnPreparer:
             Unavailable: no target replica or no store can be reached.
         """
         await wait_for_any_target(self._pools)
-        lease = await self._leases.take_over(session_id)
+        lease = await self._leases.take_over(key)
         try:
-            logged = await self.read_log(session_id, request_id)
+            logged = await self.read_log(key, request_id)
             check_held(num_held, len(logged.output.token_ids), has_finished=logged.finish_reason is not None)
             if logged.finish_reason is not None:
                 await self._store.release(lease)
                 return logged
             identity = await self._with_served_model(logged, lease)
             tokens = SessionTokens(logged.token_ids)
-            looking_up = self._prefixes.look_up(len(tokens), tokens.prefix_hash)
+            looking_up = self._prefixes.look_up(key.tenant, len(tokens), tokens.prefix_hash)
             prefix_tokens = await self._prefixes.answer(looking_up)
         except BaseException as error:
             await self._give_up_after(error, lease, is_new=False)
@@ -176,16 +179,17 @@ class TurnPreparer:
         """
         return await self._give_up(prepared.turn.lease, is_new=prepared.is_new_session)
 
-    async def read_log(self, session_id: str, request_id: str) -> LoggedRequest:
+    async def read_log(self, key: SessionKey, request_id: str) -> LoggedRequest:
         """Return a request from the log that was just seen to be the session's last one.
 
         Raises as `read_logged_request`, and SessionLost where the session's last request is now another one.
         """
         eos_token_ids = self._pools.target_info.eos_token_ids
-        logged = await read_logged_request(self._store, session_id, self._tokenizer, eos_token_ids)
+        store = self._store.of_tenant(key.tenant)
+        logged = await read_logged_request(store, key.session_id, self._tokenizer, eos_token_ids)
         if logged.identity.request_id != request_id:
             raise SessionLost(
-                f"session {session_id} has gone on from request {request_id!r} to another one", field="request_id"
+                f"session {key.session_id} has gone on from request {request_id!r} to another one", field="request_id"
             )
         return logged
 

@@ -1,8 +1,9 @@
-"""The learning log of one tenant: segments that a thread of its own writes, and deletes after their retention time.
+"""The learning log: segments of each tenant that a thread of its own writes, and deletes after their retention time.
 
 No request waits for the log. Turns are dropped while the queue is full, and lost where a file cannot be written; both
-are counted, and a failure is logged once, not for every segment. Only the owner may read the files and their folder.
-`specdec.learning.log_files` defines a segment, and `turn_record` makes its contents.
+are counted, and a failure is logged once, not for every segment. Each tenant has a folder of its own. Only the owner
+may read the files and their folder. `specdec.learning.log_files` defines a segment, and `turn_record` makes its
+contents.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from specdec.errors import InvalidRequest
-from specdec.learning.log_files import SUFFIX, LogFacts, LoggedTurn, encode_segment, tenant_folder
+from specdec.learning.log_files import SUFFIX, TENANT_PREFIX, LogFacts, LoggedTurn, encode_segment, tenant_folder
 
 #: Largest number of tasks that wait for the thread, and of bytes of unfinished turns; anything more is dropped.
 MAX_WAITING = 256
 MAX_HELD_BYTES = 64 << 20
 
-#: Size and age at which a segment is written.
+#: Size and age at which a segment is written, and the bytes of all tenants' segments at which all are written.
 SEGMENT_BYTES = 1 << 20
 SEGMENT_AGE_S = 5.0
+MAX_SEGMENTS_BYTES = 64 << 20
 
 #: Interval at which old segments are deleted.
 RETENTION_INTERVAL_S = 60.0
@@ -41,6 +44,17 @@ _UNFINISHED = ".unfinished"
 _log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class _Segment:
+    """The turns of a tenant's next file, all with the same facts."""
+
+    facts: LogFacts
+    due_s: float
+    """Time, by `time.monotonic`, at which the file is written."""
+    turns: list[LoggedTurn] = field(default_factory=list)
+    num_bytes: int = 0
+
+
 class LearningLog:
     """Writes turns in a thread of its own, which ends with `close`."""
 
@@ -51,32 +65,33 @@ class LearningLog:
         tenant: str,
         max_bytes: int,
         max_age_s: float,
+        serves_all_tenants: bool = False,
         count: Callable[[str, int], None] = lambda outcome, num_tokens: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """
         Args:
             folder: folder of the logs of all tenants; created where it does not exist.
-            tenant: tenant of this log.
-            max_bytes: largest size of all its segments; the oldest are deleted first.
+            tenant: the coordinator's own tenant, whose folder is created at once.
+            max_bytes: largest size of all segments of a tenant; the oldest are deleted first.
             max_age_s: age at which a segment is deleted.
+            serves_all_tenants: delete old segments of every tenant in the folder, also of those that send nothing.
             count: called with the number of output tokens that were written, dropped or failed; from any thread.
             clock: returns seconds since 1970.
 
         Raises:
             InvalidRequest: no private folder can be created there.
         """
-        self._folder = _private_folder(folder, tenant)
+        self._folder, self._tenant = folder, tenant
+        _require_usable(folder, tenant)
         self._max_bytes, self._max_age_s = max_bytes, max_age_s
+        self._serves_all_tenants = serves_all_tenants
         self._count, self._clock = count, clock
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._held: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         """Bytes of unfinished turns. Only the thread uses this field and those below."""
-        self._turns: list[LoggedTurn] = []
-        """Turns of the next segment."""
-        self._facts: LogFacts | None = None
-        self._num_bytes = 0
-        self._due_s = 0.0
+        self._segments: dict[str, _Segment] = {}
+        """Segments that are not written yet, by tenant."""
         self._retention_due_s = 0.0
         self._has_warned = False
         self._thread = threading.Thread(target=self._run, name="learning-log", daemon=True)
@@ -101,17 +116,20 @@ class LearningLog:
         self._held[record] = num_bytes
         return True
 
-    def add(self, facts: LogFacts, turn: LoggedTurn) -> None:
-        """Add a complete turn to the next segment. Called in the thread."""
-        if facts != self._facts:
-            self._write()
-        if not self._turns:
-            self._due_s = time.monotonic() + SEGMENT_AGE_S
-        self._facts = facts
-        self._turns.append(turn)
-        self._num_bytes += turn.num_bytes
-        if self._num_bytes >= SEGMENT_BYTES:
-            self._write()
+    def add(self, tenant: str, facts: LogFacts, turn: LoggedTurn) -> None:
+        """Add a complete turn to a tenant's next segment. Called in the thread."""
+        segment = self._segments.get(tenant)
+        if segment is not None and facts != segment.facts:
+            self._write(tenant)
+            segment = None
+        if segment is None:
+            self._segments[tenant] = segment = _Segment(facts, time.monotonic() + SEGMENT_AGE_S)
+        segment.turns.append(turn)
+        segment.num_bytes += turn.num_bytes
+        if segment.num_bytes >= SEGMENT_BYTES:
+            self._write(tenant)
+        elif sum(waiting.num_bytes for waiting in self._segments.values()) >= MAX_SEGMENTS_BYTES:
+            self._write_due(float("inf"))
 
     def close(self) -> None:
         """Write the remaining turns, for at most `CLOSE_TIMEOUT_S`. Blocks; idempotent."""
@@ -125,7 +143,7 @@ class LearningLog:
                 is_open = self._step()
             except Exception:
                 _log.exception("learning log failed")
-        self._write()
+        self._write_due(float("inf"))
 
     def _step(self) -> bool:
         """Do one piece of work; return False after the last one."""
@@ -133,27 +151,31 @@ class LearningLog:
         if now_s >= self._retention_due_s:
             self._retention_due_s = now_s + RETENTION_INTERVAL_S
             self._delete_old()
-        due_s = min(self._retention_due_s, self._due_s) if self._turns else self._retention_due_s
+        due_s = min([self._retention_due_s, *(segment.due_s for segment in self._segments.values())])
+        work = None
         try:
             work = self._waiting.get(timeout=max(0.0, due_s - now_s))
+            is_open = work is not None
         except queue.Empty:
-            self._write()
-            return True
+            is_open = True
         if work is not None:
             work()
-        if self._turns and time.monotonic() >= self._due_s:
-            self._write()
-        return work is not None
+        self._write_due(time.monotonic())
+        return is_open
 
-    def _write(self) -> None:
-        turns, self._turns, self._num_bytes = self._turns, [], 0
-        if not turns or self._facts is None:
-            return
-        num_tokens = sum(len(turn.num_entries) for turn in turns)
+    def _write_due(self, now_s: float) -> None:
+        for tenant, segment in list(self._segments.items()):
+            if segment.due_s <= now_s:
+                self._write(tenant)
+
+    def _write(self, tenant: str) -> None:
+        segment = self._segments.pop(tenant)
+        num_tokens = sum(len(turn.num_entries) for turn in segment.turns)
         name = f"{round(self._clock() * 1e3):015d}-{secrets.token_hex(4)}"
         try:
-            _write_private(self._folder / f"{name}{SUFFIX}", encode_segment(self._facts, turns))
-            self._delete_old()
+            folder = _private_folder(self._folder, tenant)
+            _write_private(folder / f"{name}{SUFFIX}", encode_segment(segment.facts, segment.turns))
+            self._delete_old_of(folder)
         except OSError as error:
             self._count("failed", num_tokens)
             self._warn(error)
@@ -162,17 +184,28 @@ class LearningLog:
         self._count("written", num_tokens)
 
     def _delete_old(self) -> None:
-        """Delete segments that are too old, then the oldest while all are too large, of any coordinator."""
-        try:
-            segments = sorted(_segments(self._folder))
-            oldest_s = self._clock() - self._max_age_s
-            left = sum(num_bytes for _, num_bytes, _ in segments)
-            for written_s, num_bytes, path in segments:
-                if written_s < oldest_s or left > self._max_bytes:
-                    path.unlink(missing_ok=True)
-                    left -= num_bytes
-        except OSError as error:
-            self._warn(error)
+        folders = [tenant_folder(self._folder, self._tenant)]
+        if self._serves_all_tenants:
+            folders = sorted(self._folder.glob(f"{TENANT_PREFIX}*"))
+        for folder in folders:
+            try:
+                _require_private(folder)
+                self._delete_old_of(folder)
+            except OSError as error:
+                self._warn(error)
+
+    def _delete_old_of(self, folder: Path) -> None:
+        """Delete segments that are too old, then the oldest while all are too large, of any coordinator.
+
+        Raises OSError.
+        """
+        segments = sorted(_segments(folder))
+        oldest_s = self._clock() - self._max_age_s
+        left = sum(num_bytes for _, num_bytes, _ in segments)
+        for written_s, num_bytes, path in segments:
+            if written_s < oldest_s or left > self._max_bytes:
+                path.unlink(missing_ok=True)
+                left -= num_bytes
 
     def _warn(self, error: OSError) -> None:
         if not self._has_warned:
@@ -202,19 +235,28 @@ def _write_private(path: Path, content: bytes) -> None:
         raise
 
 
-def _private_folder(log: Path, tenant: str) -> Path:
-    """Return the tenant's folder, created where it does not exist. Raises InvalidRequest."""
-    folder = tenant_folder(log, tenant)
+def _require_usable(log: Path, tenant: str) -> None:
+    """Create the log's folder and the tenant's where they do not exist. Raises InvalidRequest where that fails."""
     try:
         log.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise PermissionError(0, "it must be a folder that this user owns and no other user may enter")
-        probe = folder / f"{secrets.token_hex(4)}.probe"
+        probe = _private_folder(log, tenant) / f"{secrets.token_hex(4)}.probe"
         _write_private(probe, b"")
         probe.unlink()
     except OSError as error:
-        words = f"--learning-log: {folder} cannot be used: {error.strerror or error}"
+        words = f"--learning-log: {tenant_folder(log, tenant)} cannot be used: {error.strerror or error}"
         raise InvalidRequest(words, field="learning_log") from error
+
+
+def _private_folder(log: Path, tenant: str) -> Path:
+    """Return the tenant's folder, created where it does not exist. Raises OSError."""
+    folder = tenant_folder(log, tenant)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    _require_private(folder)
     return folder
+
+
+def _require_private(folder: Path) -> None:
+    """Raise PermissionError unless the folder is this user's and closed to other users."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise PermissionError(0, "it must be a folder that this user owns and no other user may enter")

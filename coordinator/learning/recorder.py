@@ -35,7 +35,8 @@ class Recorder:
             return None
         digest = hashlib.blake2b(f"{setting.tenant}\0{setting.session_id}".encode(), digest_size=8).digest()
         facts = LogFacts(target_fingerprint, self._pools.vocabulary_fingerprint, setting.vocabulary_size)
-        return TurnRecord(self._log, facts, int.from_bytes(digest), setting.filters.temperature, start)
+        session = int.from_bytes(digest)
+        return TurnRecord(self._log, setting.tenant, facts, session, setting.filters.temperature, start)
 
     def close(self) -> None:
         """Close the log. Blocks for up to some seconds. Idempotent."""

@@ -43,16 +43,20 @@ class TurnRecord:
     Used from the event loop; the log's thread runs the methods whose names begin with `_log_`.
     """
 
-    def __init__(self, log: LearningLog, facts: LogFacts, session: int, temperature: float, start: int) -> None:
+    def __init__(
+        self, log: LearningLog, tenant: str, facts: LogFacts, session: int, temperature: float, start: int
+    ) -> None:
         """
         Args:
-            log: log of the tenant.
+            log: log of all tenants.
+            tenant: tenant whose segments get the turn.
             facts: facts about the target.
             session: hash of the session's id.
             temperature: temperature of the request.
             start: position of the next token; above 0.
         """
         self._log = log
+        self._tenant = tenant
         self._facts = facts
         self._session = session
         self._temperature = temperature
@@ -113,7 +117,7 @@ class TurnRecord:
             entry_ids=np.concatenate(self._ids[:num_known]),
             entry_weights=np.concatenate(self._weights[:num_known]),
         )
-        self._log.add(self._facts, turn)
+        self._log.add(self._tenant, self._facts, turn)
 
 
 def _entries(

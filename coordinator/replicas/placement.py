@@ -20,6 +20,7 @@ from coordinator.replicas.target_wait import wait_for_target
 from specdec.core.forward_time import RunningMean
 from specdec.errors import Unavailable
 from specdec.state.store import KvLocation
+from specdec.tenant import SessionKey
 
 #: Number of sessions remembered between their turns. A forgotten one costs one KV_MISS per replica, nothing else.
 MAX_REMEMBERED_SESSIONS = 65536
@@ -245,15 +246,15 @@ class Placement:
         self._pools = pools
         self._capacity = capacity
         self.rule = PrefixRule()
-        self._sessions: OrderedDict[str, SessionReplicas] = OrderedDict()
+        self._sessions: OrderedDict[SessionKey, SessionReplicas] = OrderedDict()
 
-    def session(self, session_id: str) -> SessionReplicas:
+    def session(self, key: SessionKey) -> SessionReplicas:
         """Return a session's replicas; new ones for an unknown session."""
-        replicas = self._sessions.pop(session_id, None) or SessionReplicas(session_id, self._pools, self.rule)
-        self._sessions[session_id] = replicas
+        replicas = self._sessions.pop(key, None) or SessionReplicas(key.session_id, self._pools, self.rule)
+        self._sessions[key] = replicas
         while len(self._sessions) > self._capacity:
             self._sessions.popitem(last=False)
         return replicas
 
-    def forget(self, session_id: str) -> None:
-        self._sessions.pop(session_id, None)
+    def forget(self, key: SessionKey) -> None:
+        self._sessions.pop(key, None)

@@ -94,6 +94,14 @@ class ReplicaPools:
     def all_replicas(self) -> list[Replica[Any]]:
         return self._known(TARGET) + self._known(DRAFT)
 
+    def places(self) -> list[tuple[str, str, str]]:
+        """Return role, pool and state of every replica, also of one that never answered. Any thread may call this."""
+        return [(replica.role, replica.pool, replica.state) for replica in list(self._replicas.values())]
+
+    def draft_pools(self) -> list[str]:
+        """Return the names of all draft pools that have been seen. Any thread may call this."""
+        return list(self._names.all)
+
     def _known(self, role: str) -> list[Replica[Any]]:
         return [replica for (kind, _), replica in self._replicas.items() if kind == role and replica.info]
 

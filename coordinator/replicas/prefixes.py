@@ -54,14 +54,15 @@ class Prefixes:
         self._look_ups: set[asyncio.Task[dict[str, int]]] = set()
         self._is_answered = True
 
-    def look_up(self, num_tokens: int, hash_at: Callable[[int], bytes]) -> asyncio.Task[dict[str, int]]:
+    def look_up(self, tenant: str, num_tokens: int, hash_at: Callable[[int], bytes]) -> asyncio.Task[dict[str, int]]:
         """Start the lookup of how many of a session's tokens each replica holds; `answer` returns its result.
 
         Args:
+            tenant: tenant that owns the session.
             num_tokens: number of tokens of the session.
             hash_at: returns the chain hash of the tokens at a length.
         """
-        looking_up = asyncio.create_task(self._ask(num_tokens, hash_at))
+        looking_up = asyncio.create_task(self._ask(tenant, num_tokens, hash_at))
         self._look_ups.add(looking_up)
         looking_up.add_done_callback(self._look_ups.discard)
         return looking_up
@@ -75,10 +76,11 @@ class Prefixes:
         self._warn_once(f"no answer within {LOOK_UP_TIMEOUT_S:g} s")
         return {}
 
-    def note(self, hash_at: Callable[[int], bytes], num_held: Mapping[str, int]) -> None:
+    def note(self, tenant: str, hash_at: Callable[[int], bytes], num_held: Mapping[str, int]) -> None:
         """Start to note in the background how many leading tokens of a session each replica holds.
 
         Args:
+            tenant: tenant that owns the session.
             hash_at: returns the chain hash of the session's tokens at a length.
             num_held: number of tokens by incarnation.
         """
@@ -90,7 +92,8 @@ class Prefixes:
             for holder, num_tokens in num_held.items()
             if (count := sum(length <= num_tokens for length in lengths))
         }
-        writing = asyncio.create_task(self._write(self._directory, [hash_at(length) for length in lengths], counts))
+        chain_hashes = [hash_at(length) for length in lengths]
+        writing = asyncio.create_task(self._write(self._directory.of_tenant(tenant), chain_hashes, counts))
         self._notes.add(writing)
         writing.add_done_callback(self._notes.discard)
 
@@ -101,12 +104,12 @@ class Prefixes:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
 
-    async def _ask(self, num_tokens: int, hash_at: Callable[[int], bytes]) -> dict[str, int]:
+    async def _ask(self, tenant: str, num_tokens: int, hash_at: Callable[[int], bytes]) -> dict[str, int]:
         lengths = prefix_lengths(num_tokens)
         if self._directory is None or not lengths:
             return {}
         try:
-            holders = await self._directory.holders([hash_at(length) for length in lengths])
+            holders = await self._directory.of_tenant(tenant).holders([hash_at(length) for length in lengths])
         except SpecdecError as error:
             self._warn_once(error.message)
             return {}

@@ -152,6 +152,15 @@ class Replica(Generic[LinkT]):
         return self.is_alive and not self.health.is_out(self.link.heard_at)
 
     @property
+    def state(self) -> str:
+        """State for operators: up, late (missed a deadline and not heard of since), draining or down."""
+        if self.info is None or not self.is_alive:
+            return "down"
+        if self.info.draining:
+            return "draining"
+        return "late" if self.health.is_marked else "up"
+
+    @property
     def load(self) -> tuple[int, int]:
         """Number of sessions that call the replica, and number that it holds; both include those sent to it since it
         last described itself. The first one counts more: old sessions that are only held cost nothing."""

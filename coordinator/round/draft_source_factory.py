@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from coordinator.lookup.history import TokenHistory
+from coordinator.lookup.history import TokenHistories
 from coordinator.lookup.lookup import Lookup, LookupKind
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.pool import ReplicaPools
@@ -43,7 +43,7 @@ class DraftSourceFactory:
     def __init__(
         self,
         pools: ReplicaPools,
-        history: TokenHistory | None,
+        histories: TokenHistories | None,
         scores: ScoreQueue | None = None,
         canary: Canary | None = None,
         text_of: Callable[[Sequence[int]], str] = lambda token_ids: "",
@@ -51,13 +51,13 @@ class DraftSourceFactory:
         """
         Args:
             pools: the draft pools.
-            history: text that `suffix` searches beside the session's own; None for none.
+            histories: text that `suffix` searches beside the session's own, by tenant; None for none.
             scores: queue of spans to score, by which requests are routed among draft models; None: no routing.
             canary: names the requests that get a pool under promotion, where requests are routed.
             text_of: decodes tokens; prompts are classified by their text.
         """
         self._pools = pools
-        self._history = history
+        self._histories = histories
         self._stats: defaultdict[str, DraftPoolStats] = defaultdict(DraftPoolStats)
         self._deadlines: defaultdict[str, DraftDeadline] = defaultdict(DraftDeadline)
         self._routes = None if scores is None else RoutingTable(pools, self._stats, scores, canary, text_of)
@@ -87,15 +87,15 @@ class DraftSourceFactory:
         request_class = self._routes.class_of(wanted.task, setting.mode, setting.filters, end_of_prompt)
         return RequestRouter(request_class, self._routes, setting, tokens)
 
-    def remember(self, token_ids: Sequence[int]) -> None:
+    def remember(self, tenant: str, token_ids: Sequence[int]) -> None:
         """Add the output of a turn to the text in which later drafts are searched."""
-        if self._history is not None:
-            self._history.add(token_ids)
+        if self._histories is not None:
+            self._histories.add(tenant, token_ids)
 
     async def close(self) -> None:
         """Release everything. Call it when no generation runs. Idempotent."""
-        if self._history is not None:
-            await self._history.close()
+        if self._histories is not None:
+            await self._histories.close()
         if self._routes is not None:
             await self._routes.close()
 
@@ -134,7 +134,7 @@ class DraftSourceFactory:
             return models
         return LookupDraftSource(
             pool,
-            Lookup(LookupKind(pool), self._history),
+            Lookup(LookupKind(pool), None if self._histories is None else self._histories.of(setting.tenant)),
             tokens,
             self._chooser(pool, wanted, self._pools.target_info.max_gamma),
             models if local or replicas.draft_pool else None,

@@ -14,7 +14,7 @@ import numpy as np
 from coordinator.requests import Provenance, TokenLogprobs, TopLogprob
 from coordinator.round.timeline import RoundTimeline
 from specdec.core.rejection import Decision
-from specdec.types import LogitRow, Support, Verification
+from specdec.types import LogitRow, Proposal, Support, TokenIds, Verification
 
 
 class RoundOutcome(NamedTuple):
@@ -22,6 +22,7 @@ class RoundOutcome(NamedTuple):
 
     token_ids: tuple[int, ...]
     provenance: Provenance
+    draft_token_ids: TokenIds
     num_draft_tokens: int
     num_accepted: int
     draft_s: float
@@ -38,20 +39,22 @@ class RoundOutcome(NamedTuple):
     supports: Sequence[Support]
     """Supports of the draft tokens; empty in greedy and coupled rounds."""
     verification: Verification
+    num_requested: int = 0
+    """Number of draft tokens requested; 0 where no draft was, or no replica answered."""
     timeline: RoundTimeline | None = None
     """Recorded where the setting says so."""
 
 
-def trace_tokens(
-    decision: Decision, supports: Sequence[Support], verification: Verification, draft_pool: str
-) -> Provenance:
+def trace_tokens(decision: Decision, proposal: Proposal, verification: Verification, draft_pool: str) -> Provenance:
     """Return where the decided tokens came from, as columns; logprobs are set when the target sent logit rows."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     if verification.logit_rows:
         logprobs = tuple(
-            _logprobs(token_id, index, supports, verification) for index, token_id in enumerate(decision.token_ids)
+            _logprobs(token_id, index, proposal.supports, verification)
+            for index, token_id in enumerate(decision.token_ids)
         )
-    return Provenance(decision.sources, decision.p, decision.q, draft_pool, logprobs)
+    num_draft_tokens = len(proposal.draft_token_ids)
+    return Provenance(decision.sources, decision.p, decision.q, draft_pool, logprobs, num_draft_tokens)
 
 
 def _logprobs(token_id: int, index: int, supports: Sequence[Support], verification: Verification) -> TokenLogprobs:

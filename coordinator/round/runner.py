@@ -70,12 +70,13 @@ class RoundRunner:
         # A round emits one token more than it has draft tokens.
         draft = await self._drafts.propose(round_id, remaining - 1, committed_len)
         if timeline is not None:
-            timeline.note_draft(draft.sent_s, draft.received_s, draft.replica is not None, draft.proposal.stages)
+            address = "" if draft.replica is None else draft.replica.address
+            timeline.note_draft(draft.sent_s, draft.received_s, draft.proposal.stages, address)
 
         wire = WireStats()
         target = await self._target_calls.verify(round_id, draft, wire)
         if timeline is not None:
-            timeline.note_target(wire.sent_s, wire.heard_s, target.verification.stages)
+            timeline.note_target(wire.sent_s, wire.heard_s, target.verification.stages, target.replica.address)
         draft = self._drafts.complete(draft, target)
 
         decision = self._decide(draft.proposal, target.verification, committed_len)
@@ -86,7 +87,8 @@ class RoundRunner:
             timeline.decided_s = time.monotonic()
         return RoundOutcome(
             token_ids=decision.token_ids,
-            provenance=trace_tokens(decision, draft.proposal.supports, target.verification, draft.pool),
+            provenance=trace_tokens(decision, draft.proposal, target.verification, draft.pool),
+            draft_token_ids=draft.proposal.draft_token_ids,
             num_draft_tokens=len(draft.proposal.draft_token_ids),
             num_accepted=decision.num_accepted,
             draft_s=draft.wait_s,
@@ -97,6 +99,7 @@ class RoundRunner:
             target_only_cause=draft.missing_cause,
             supports=draft.proposal.supports,
             verification=target.verification,
+            num_requested=draft.num_requested,
             timeline=timeline,
         )
 

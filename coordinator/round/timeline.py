@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specdec.errors import InvalidRequest
+from specdec.tenant import SessionKey
 from specdec.types import Stages
 
 #: Largest number of rounds that are buffered before they are written.
@@ -37,15 +38,33 @@ class CallTimeline:
     answered_s: float
     """Time at which the round had the answer."""
     stages: Stages | None
+    replica: str
+    """HOST:PORT of the replica that answered."""
+
+    @property
+    def replica_interval_s(self) -> tuple[float, float]:
+        """Times at which the replica had read the request and handed over its answer, on the coordinator's clock.
+
+        Without times of the replica, the interval is that of the whole call.
+        """
+        if self.stages is None:
+            return self.sent_s, self.heard_s
+        received_s = self.sent_s + self._way_s
+        return received_s, received_s + min(self.stages.sent_s, self.heard_s - self.sent_s)
 
     def offsets_us(self, began_s: float) -> dict[str, int]:
         """Return the known times in microseconds since the round began; a replica's times are named `replica_...`."""
         at_s = {"asked": self.asked_s, "sent": self.sent_s, "heard": self.heard_s, "answered": self.answered_s}
         if self.stages is not None:
-            way_s = max(0.0, self.heard_s - self.sent_s - self.stages.sent_s) / 2
+            way_s = self._way_s
             for name, stage_s in self.stages._asdict().items():
                 at_s[f"replica_{name.removesuffix('_s')}"] = self.sent_s + way_s + stage_s
         return {name: round((at - began_s) * 1e6) for name, at in at_s.items()}
+
+    @property
+    def _way_s(self) -> float:
+        """Time of the request on the wire, assumed to equal that of the answer."""
+        return max(0.0, self.heard_s - self.sent_s - (self.stages.sent_s if self.stages else 0.0)) / 2
 
 
 @dataclass(slots=True)
@@ -61,15 +80,15 @@ class RoundTimeline:
     committed_s: float = 0.0
     shown_s: float = 0.0
 
-    def note_draft(self, sent_s: float, heard_s: float, is_answered: bool, stages: Stages | None) -> None:
-        """Record the times of the draft call, whose draft has just arrived; `is_answered`: a draft replica answered."""
+    def note_draft(self, sent_s: float, heard_s: float, stages: Stages | None, replica: str) -> None:
+        """Record the times of the draft call; `replica` is "" where no draft replica answered."""
         self.drafted_s = time.monotonic()
-        if is_answered:
-            self.draft = CallTimeline(self.began_s, sent_s, heard_s, self.drafted_s, stages)
+        if replica:
+            self.draft = CallTimeline(self.began_s, sent_s, heard_s, self.drafted_s, stages, replica)
 
-    def note_target(self, sent_s: float, heard_s: float, stages: Stages | None) -> None:
+    def note_target(self, sent_s: float, heard_s: float, stages: Stages | None, replica: str) -> None:
         """Record the times of the target call, whose verification has just arrived."""
-        self.target = CallTimeline(self.drafted_s, sent_s, heard_s, time.monotonic(), stages)
+        self.target = CallTimeline(self.drafted_s, sent_s, heard_s, time.monotonic(), stages, replica)
 
 
 class TimelineLog:
@@ -88,11 +107,12 @@ class TimelineLog:
         self._lines: list[str] = []
         self._has_warned = False
 
-    def write(self, session_id: str, round_id: int, num_draft_tokens: int, timeline: RoundTimeline) -> None:
+    def write(self, key: SessionKey, round_id: int, num_draft_tokens: int, timeline: RoundTimeline) -> None:
         """Add a round after its tokens were shown; times are microseconds since the round began."""
         began_s = timeline.began_s
         line = {
-            "session_id": session_id,
+            "tenant": key.tenant,
+            "session_id": key.session_id,
             "round_id": round_id,
             "began_us": round(began_s * 1e6),
             "num_draft_tokens": num_draft_tokens,

@@ -2,8 +2,8 @@
 
 A class consists of the request's task label, or of the kind of its prompt where it has no label; of the mode; and of a
 band of temperature, because acceptance depends on both. The kind of a prompt is derived from its last part by two
-counts: how much of it repeats, and how much of it is punctuation that occurs in code rather than in prose. A
-coordinator serves one tenant, so no class spans two tenants.
+counts: how much of it repeats, and how much of it is punctuation that occurs in code rather than in prose. Tenants
+share the classes, which hold counts and times and no text; only the coordinator's own tenant is shown their names.
 """
 
 from __future__ import annotations

@@ -60,7 +60,13 @@ def encode_prompt(
     max_tokens = None if max_context_tokens is None else max_context_tokens - 1
     if request.messages is not None:
         turns = [turn.as_dict() for turn in request.messages]
-        whole = np.asarray(tokenizer.encode_chat(turns, max_tokens=max_tokens, given_up=given_up), np.uint32)
+        encoded = tokenizer.encode_chat(
+            turns,
+            template_arguments_json=request.template_arguments_json,
+            max_tokens=max_tokens,
+            given_up=given_up,
+        )
+        whole = np.asarray(encoded, np.uint32)
         keep = _common_prefix_len(held, whole)
         prompt = Prompt(keep, whole[keep:], "messages")
     elif request.token_ids is not None:

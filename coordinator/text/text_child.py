@@ -47,8 +47,14 @@ def write_message(file: IO[bytes], message: Any) -> None:
     file.flush()
 
 
-def render(setting: Mapping[str, Any], messages: list[dict[str, str]]) -> str:
-    """Return the conversation as text, with the opening of the assistant's next turn."""
+def render(setting: Mapping[str, Any], messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+    """Return the conversation as text, with the opening of the assistant's next turn.
+
+    Args:
+        setting: first message of this process.
+        messages: the conversation.
+        arguments: further variables of the template, none of them a special token.
+    """
     from transformers.utils.chat_template_utils import render_jinja_template
 
     with _bounded():
@@ -58,6 +64,7 @@ def render(setting: Mapping[str, Any], messages: list[dict[str, str]]) -> str:
             chat_template=setting["template"],
             add_generation_prompt=True,
             **setting["special_tokens"],
+            **arguments,
         )
     if len(text) > MAX_RENDERED_CHARACTERS:
         raise ValueError(f"it makes {len(text)} characters of them, the limit is {MAX_RENDERED_CHARACTERS}")
@@ -105,7 +112,7 @@ def _held_bytes() -> int:
 def _answer(setting: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
     try:
         if "messages" in request:
-            return {"text": render(setting, request["messages"])}
+            return {"text": render(setting, request["messages"], request["template_arguments"])}
         return {"token_ids": encode(setting, request["text"], request["add_special_tokens"])}
     # Every error of the template or the tokenizer becomes an answer, including a panic of the tokenizer.
     except BaseException as error:

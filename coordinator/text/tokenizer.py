@@ -7,17 +7,18 @@ ends when the call is given up. `detokenizer` decodes text that grows token by t
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from coordinator.text.text_bounds import text_bounds
 from coordinator.text.text_process import TextProcess
-from specdec.checkpoints.token_bytes import decoder_parts
+from specdec.checkpoints.token_bytes import bytes_of_token, decoder_parts, has_fixed_bytes
 from specdec.checkpoints.vocabulary import is_tokenizer_fault, load_tokenizer, vocabulary_fingerprint, vocabulary_size
 from specdec.errors import Internal, InvalidRequest
 
@@ -26,6 +27,19 @@ _MAX_REMEMBERED_TOKENS = 1 << 16
 #: A longer text is encoded in the other process, where it can be given up. Text of this length takes a tenth of a
 #: second to encode, or a second in the worst case.
 _MAX_CHARACTERS_HERE = 1 << 17
+#: Variables of a chat template that the server sets, beside the special tokens.
+_TEMPLATE_VARIABLES = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversations",
+        "documents",
+        "messages",
+        "return_assistant_tokens_mask",
+        "tools",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +78,7 @@ class ServedTokenizer:
         self.fingerprint = vocabulary_fingerprint(vocabulary)
         """Fingerprint that `EngineInfo.vocabulary_fingerprint` of every replica must equal."""
         try:
+            parts = decoder_parts(self._tokenizer)
             self.rules = _read_rules(self._tokenizer)
             self._template = self._tokenizer.get_chat_template() if self._tokenizer.chat_template else None
             special_tokens = _special_tokens(self._tokenizer)
@@ -76,6 +91,9 @@ class ServedTokenizer:
         # Two processes, because a long text takes many seconds, for which conversations should not wait.
         self._templates, self._long_texts = TextProcess(setting), TextProcess(setting)
         self._token = lru_cache(maxsize=_MAX_REMEMBERED_TOKENS)(self._tokenizer.backend_tokenizer.id_to_token)
+        token_bytes = partial(_token_bytes, self._tokenizer.backend_tokenizer, parts, self.rules.special_token_ids)
+        self._token_bytes = lru_cache(maxsize=_MAX_REMEMBERED_TOKENS)(token_bytes)
+        self._set_variables = _TEMPLATE_VARIABLES | special_tokens.keys()
 
     @property
     def has_chat_template(self) -> bool:
@@ -122,21 +140,24 @@ class ServedTokenizer:
 
     def encode_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
+        template_arguments_json: str = "",
         max_tokens: int | None = None,
         given_up: threading.Event | None = None,
     ) -> list[int]:
         """Return the token ids of a whole conversation, with the opening of the assistant's next turn.
 
         Args:
-            messages: messages with `role` and `content`.
+            messages: messages with `role`, `content` and further fields.
+            template_arguments_json: JSON object with further variables of the template; "": none.
             max_tokens: as for `encode`.
             given_up: as for `encode`.
 
         Raises:
-            InvalidRequest: the model has no chat template (NO_CHAT_TEMPLATE), the template refuses the messages or
-                takes too much time or memory for them, or as `encode`.
+            InvalidRequest: the model has no chat template (NO_CHAT_TEMPLATE), an argument has the name of a variable
+                that the server sets, the template refuses the messages or takes too much time or memory for them, or
+                as `encode`.
             GivenUp: `given_up` was set.
         """
         if not self.has_chat_template:
@@ -146,10 +167,21 @@ class ServedTokenizer:
                 field="messages",
             )
         given_up = given_up or threading.Event()
-        request = {"messages": [dict(message) for message in messages]}
+        arguments = json.loads(template_arguments_json) if template_arguments_json else {}
+        self._check_argument_names(arguments)
+        request = {"messages": [dict(message) for message in messages], "template_arguments": arguments}
         text: str = self._templates.ask(request, "messages", given_up)["text"]
         # The template writes the special tokens.
         return self.encode(text, add_special_tokens=False, field="messages", max_tokens=max_tokens, given_up=given_up)
+
+    def _check_argument_names(self, arguments: Collection[str]) -> None:
+        """Refuse variables that the server sets. A template ignores any other name that it does not read."""
+        for name in arguments:
+            if name in self._set_variables:
+                raise InvalidRequest(
+                    f"messages.template_arguments_json must not hold {name}, which the server sets",
+                    field="messages.template_arguments_json",
+                )
 
     def _check_length(self, text: str, field: str, max_tokens: int | None) -> None:
         if max_tokens is None or (excess := self._bounds.excess(text, max_tokens)) is None:
@@ -162,10 +194,15 @@ class ServedTokenizer:
             field=field,
         )
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a whole output without special tokens, cleaned up where the tokenizer does so."""
+    def decode(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
+        """Return the text of a whole output, cleaned up where the tokenizer does so.
+
+        Special tokens add no text unless `keep_special_tokens`, which adds their names.
+        """
         with _panics_as_errors():
-            return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)  # type: ignore[return-value]
+            return self._tokenizer.decode(  # type: ignore[return-value]
+                list(token_ids), skip_special_tokens=not keep_special_tokens
+            )
 
     def decode_uncleaned(self, token_ids: Sequence[int]) -> str:
         """Return the text as `decode` does, but before the clean-up of spaces."""
@@ -175,6 +212,15 @@ class ServedTokenizer:
     def token(self, token_id: int) -> str | None:
         """Return the token as the vocabulary spells it; None for an id without a token."""
         return self._token(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for: a special token's name; b"" for an id without a token.
+
+        The bytes of an output's tokens join to the UTF-8 of its text, also where a character is split over tokens. A
+        space that the decoder removes at the start of a text, or in a clean-up, is included. With a decoder that treats
+        a token by its neighbours, the bytes are those of the token decoded by itself.
+        """
+        return self._token_bytes(token_id)
 
 
 @contextmanager
@@ -186,6 +232,21 @@ def _panics_as_errors() -> Iterator[None]:
         if isinstance(error, Exception) or not is_tokenizer_fault(error):
             raise
         raise Internal(f"the tokenizer cannot decode: {ascii(str(error))[:200]}") from error
+
+
+def _token_bytes(
+    backend: Any, parts: Sequence[Mapping[str, Any]], special_token_ids: Collection[int], token_id: int
+) -> bytes:
+    token: str | None = backend.id_to_token(token_id)
+    if token is None:
+        return b""
+    if token_id in special_token_ids:
+        return token.encode()
+    if has_fixed_bytes(parts):
+        return bytes_of_token(token, parts)
+    with _panics_as_errors():
+        text: str = backend.decode([token_id], skip_special_tokens=True)
+    return text.encode()
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, str | list[str]]:

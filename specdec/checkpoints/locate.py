@@ -17,7 +17,14 @@ from specdec.errors import InvalidRequest, Unsupported
 _log = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_SMALL_FILES = ["config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.jinja"]
+_SMALL_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "*.jinja",
+]
 _MODEL_FILES = [*_SMALL_FILES, "*.json", "*.safetensors"]
 
 # Quantisation methods whose weights transformers converts to plain ones on every device.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +54,8 @@ def bytes_of_tokens(tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
             depend on its neighbours; or the vocabulary, a token or the decoder exceeds a limit.
     """
     parts = decoder_parts(tokenizer)
-    kinds = {str(part["type"]) for part in parts}
-    if kinds != {"ByteLevel"} and not (kinds <= _PIECES and kinds & _BLANKS):
-        decoder_types = ", ".join(sorted(kinds)) or "nothing"
+    if not has_fixed_bytes(parts):
+        decoder_types = ", ".join(sorted({str(part["type"]) for part in parts})) or "nothing"
         raise Unsupported(
             f"tokens decoded by {decoder_types[:200]} have no fixed bytes; use a byte-level or SentencePiece tokenizer"
         )
@@ -74,15 +73,32 @@ def bytes_of_tokens(tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
     table = [b""] * (largest + 1)
     for token, token_id in vocabulary.items():
         if token_id not in special:
-            piece = _byte_level_bytes(token) if kinds == {"ByteLevel"} else _piece_bytes(token, parts)
+            piece = bytes_of_token(token, parts)
             _check_length(len(piece))
             table[token_id] = piece
     return table
 
 
-def _piece_bytes(token: str, parts: list[Mapping[str, Any]]) -> bytes:
+def has_fixed_bytes(parts: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a decoder is byte-level or of SentencePiece's kind, so that a token's bytes are its own."""
+    kinds = {str(part["type"]) for part in parts}
+    return kinds == {"ByteLevel"} or (kinds <= _PIECES and not kinds.isdisjoint(_BLANKS))
+
+
+def bytes_of_token(token: str, parts: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return the bytes of a token that is not special.
+
+    Args:
+        token: the token as the vocabulary spells it.
+        parts: steps of a decoder for which `has_fixed_bytes` is true.
+
+    Raises:
+        Unsupported: the token exceeds the limit.
+    """
     for part in parts:
         kind = part["type"]
+        if kind == "ByteLevel":
+            return _byte_level_bytes(token)
         if kind == "ByteFallback" and (matched := BYTE_TOKEN.fullmatch(token)):
             return bytes([int(matched[1], 16)])
         if kind == "Replace" and isinstance(pattern := part["pattern"].get("String"), str):

@@ -11,7 +11,7 @@ from specdec.errors import InvalidRequest, SpecdecError, error_line
 
 _SERVING_HINTS = {
     **dict.fromkeys(("--model", "-m", "-hf", "--hf-repo"), "--target PATH_OR_HUB_ID"),
-    **dict.fromkeys(("--port", "--host"), "--listen HOST:PORT"),
+    **dict.fromkeys(("--port", "--host"), "--http HOST:PORT, or --listen HOST:PORT for gRPC"),
     **dict.fromkeys(("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), "--tensor-parallel N"),
     **dict.fromkeys(("--max-model-len", "--context-length", "--ctx-size", "-c"), "--max-context-tokens N"),
     **dict.fromkeys(("-ngl", "--n-gpu-layers", "--gpu-layers"), "--device cuda or --device cpu for the whole model"),
@@ -33,6 +33,8 @@ _SERVING_HINTS = {
     "--enforce-eager": "--compile-backend eager",
     "--tokenizer-path": "--tokenizer PATH_OR_HUB_ID",
     "-d": "--detach",
+    "--served-model-name": "--set gateway.served_model_name=NAME",
+    "--allow-anonymous": "--set gateway.allow_anonymous=true",
     "--seed": "--seed with each request, as in specdec generate --seed N",
     "--lane": "--set target.unix_socket=off and --set draft.unix_socket=off",
 }  # fmt: skip
@@ -53,8 +55,7 @@ _ABSENT = {
     **dict.fromkeys(("--max-num-seqs", "--parallel", "-np"), "a replica runs all its sessions in one batch"),
     **dict.fromkeys(("--enable-prefix-caching", "--cache-reuse"), "prefix caching is always on"),
     "--trust-remote-code": "code of a checkpoint is never run",
-    "--api-key": "API keys do not exist yet; listen on a loopback address",
-    "--served-model-name": "a system serves one model, and requests name none",
+    **dict.fromkeys(("--api-key", "--api-keys"), "keys are a matter of specdec up --http and python -m gateway"),
 }
 
 #: Flags of vLLM, SGLang and llama.cpp, with what to write here, by command.

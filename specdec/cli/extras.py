@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from specdec.errors import Unsupported
+
+#: Top-level modules that the gateway needs beside those of `specdec up`.
+GATEWAY_MODULES = ("fastapi", "uvicorn", "httptools")
 
 #: Top-level modules of each extra of pyproject.toml.
 _MODULES = {
@@ -11,8 +16,10 @@ _MODULES = {
         "redis", "safetensors", "tokenizers", "torch", "transformers",
     ),
     "embedded": ("fakeredis",),
+    "gateway": GATEWAY_MODULES,
     "gguf": ("accelerate", "gguf"),
     "ray": ("ray",),
+    "otel": ("opentelemetry",),
 }  # fmt: skip
 
 
@@ -28,3 +35,10 @@ def missing_extra(error: ModuleNotFoundError, command: str) -> Unsupported:
             install = f'pip install "specdec[{extra}]"'
             return Unsupported(f"specdec {command} needs the package {package}, which is not installed: run {install}")
     raise error
+
+
+def require_modules(names: tuple[str, ...]) -> None:
+    """Raises ModuleNotFoundError for the first module that is not installed. Imports none of them."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)

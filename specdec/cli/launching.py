@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from specdec.cli.draft_pools import joining_pool
-from specdec.cli.listening import later_metrics_address
+from specdec.cli.listening import dialled_address, later_metrics_address
 from specdec.cli.service_settings import GivenSettings
 from specdec.cli.up_flags import (
     LOOKUPS,
@@ -25,7 +25,7 @@ from specdec.cli.up_flags import (
 )
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.settings.reading import flag_of
-from specdec.supervision.fleet import COORDINATOR, role_of
+from specdec.supervision.fleet import COORDINATOR, GATEWAY, role_of
 from specdec.supervision.processes import Child, free_ports
 from specdec.supervision.services import Service
 
@@ -36,7 +36,7 @@ _QUIET = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
 
 
 class Launcher:
-    """Starts the services of one system, each by its name: "coordinator", or ROLE-NUMBER."""
+    """Starts the services of one system, each by its name: "coordinator", "gateway", or ROLE-NUMBER."""
 
     def __init__(
         self,
@@ -44,6 +44,7 @@ class Launcher:
         served: Models,
         *,
         endpoint: str,
+        http: str = "",
         redis_url: str,
         metrics: Mapping[str, str],
         environ: Mapping[str, str],
@@ -54,12 +55,14 @@ class Launcher:
             args: the flags of `up`.
             served: the models.
             endpoint: address of the coordinator.
+            http: address of the gateway; "" for no gateway.
             redis_url: store that all services share.
             metrics: metrics addresses of the services that are started first, by name; empty for no metrics.
             environ: environment of the caller.
             ray_address: address of the cluster on whose nodes replicas are placed; "" for this machine alone.
         """
         self._args, self._served, self._endpoint, self._redis_url = args, served, endpoint, redis_url
+        self._http = http
         self._metrics, self._environ, self._ray_address = dict(metrics), environ, ray_address
         self._settings: GivenSettings = args.settings
         self._ports: set[int] = set()
@@ -96,12 +99,20 @@ class Launcher:
         arguments = [*self.coordinator_arguments(), *self._metrics_flag(COORDINATOR)]
         return Child(COORDINATOR, "coordinator", arguments, self._environ, shown_level=self._args.log_level)
 
+    def gateway(self) -> Service:
+        """Start the gateway."""
+        arguments = ["--listen", self._http, "--coordinator", dialled_address(self._endpoint)]
+        arguments += [*self._settings.arguments(GATEWAY), *self._common(GATEWAY), *self._metrics_flag(GATEWAY)]
+        return Child(GATEWAY, "gateway", arguments, self._environ, shown_level=self._args.log_level)
+
     def coordinator_arguments(self) -> list[str]:
         """Return the coordinator's flags, except for its metrics address."""
         arguments = ["--listen", self._endpoint, *self._settings.arguments(COORDINATOR)]
         arguments += self._unless_given(COORDINATOR, "tokenizer", self._served.target)
         arguments += self._unless_given(COORDINATOR, "poll_interval_s", str(_POLL_INTERVAL_S))
         arguments += [word for kind in self._args.lookup for word in ("--lookup", kind)]
+        if self._settings.value(GATEWAY, "api_keys") and self._http:  # each key has a tenant
+            arguments += self._unless_given(COORDINATOR, "tenant_header", "on")
         if len(self._served.drafts) > 1:
             arguments += self._unless_given(COORDINATOR, "default_draft_pool", self._served.drafts[0].name)
         return arguments + self._common(COORDINATOR)

@@ -1,4 +1,4 @@
-"""The addresses at which `specdec up` and its services listen: the coordinator's, and those of metrics."""
+"""The addresses at which `specdec up` and its services listen: coordinator, gateway and metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from specdec.cli.control import require_unused
 from specdec.errors import Unavailable
 from specdec.rpc.channels import require_free
 from specdec.settings.addresses import WILDCARD_HOSTS, join_address, split_address
+from specdec.settings.gateway import is_loopback
 from specdec.supervision.processes import free_ports
+from specdec.supervision.services import tell
+
+#: Address of the gateway of `specdec serve`.
+DEFAULT_HTTP = "127.0.0.1:8000"
+
+_NO_GATEWAY = "none"
 
 
 def listen_address(args: argparse.Namespace) -> str:
@@ -28,16 +35,62 @@ def listen_address(args: argparse.Namespace) -> str:
     return address
 
 
-def metrics_addresses(args: argparse.Namespace, names: list[str], endpoint: str) -> dict[str, str]:
+def http_address(args: argparse.Namespace) -> str:
+    """Return the address at which the gateway is to listen, with a free port in place of port 0; "" for no gateway.
+
+    Raises:
+        Usage: `--http` is not an address, or is reached from other machines without a key.
+        Unavailable: it is in use (ADDRESS_IN_USE).
+    """
+    if args.http == _NO_GATEWAY or not (args.http or args.default_http):
+        return ""
+    if not args.http:
+        return _default_http(args.default_http)
+    host, port = split_flag("--http", args.http)
+    address = join_address(host, port or free_ports(1)[0])
+    _require_keys(args, address)
+    _require_free("--http", address)
+    return address
+
+
+def _default_http(address: str) -> str:
+    """Return `address`, or a free port of its host with a note if it is in use."""
+    try:
+        require_free(address)
+    except Unavailable:
+        other = join_address(split_address(address)[0], free_ports(1)[0])
+        tell(f"note: {address} is in use, so HTTP is served at {other}; choose an address with --http")
+        return other
+    return address
+
+
+def _require_keys(args: argparse.Namespace, address: str) -> None:
+    given = args.settings
+    has_access = any(given.value("gateway", name) for name in ("api_keys", "api_key", "allow_anonymous"))
+    if not has_access and not is_loopback(address):
+        raise Usage(
+            f"--http {address} is reached from other machines: give --api-keys or --api-key, or --set "
+            "gateway.allow_anonymous=true to answer everyone"
+        )
+
+
+def dialled_address(address: str) -> str:
+    """Return what programs of this machine dial to reach a service that listens on `address`."""
+    host, port = split_address(address)
+    return join_address({"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host), port)
+
+
+def metrics_addresses(args: argparse.Namespace, names: list[str], endpoint: str, http: str = "") -> dict[str, str]:
     """Return where each of the named services serves its metrics; empty without `--metrics`.
 
     Args:
         args: the flags.
         names: names of the services.
         endpoint: the coordinator's address, from `listen_address`.
+        http: the gateway's address, from `http_address`; "": no gateway.
 
     Raises:
-        Usage: `--metrics` is not an address, has too few ports after it, or would take the coordinator's.
+        Usage: `--metrics` is not an address, has too few ports after it, or would take one of these addresses.
         Unavailable: one of them is in use (ADDRESS_IN_USE).
     """
     if not args.metrics:
@@ -46,14 +99,20 @@ def metrics_addresses(args: argparse.Namespace, names: list[str], endpoint: str)
     ports = list(range(port, port + len(names))) if port else free_ports(len(names))
     if ports[-1] > 65535:
         raise Usage(f"--metrics: {len(names)} ports are needed from {port} on")
-    listening_host, listening_port = split_address(endpoint)
-    is_one_host = host == listening_host or host in WILDCARD_HOSTS or listening_host in WILDCARD_HOSTS
-    if is_one_host and listening_port in ports:
-        raise Usage(f"--metrics {args.metrics} takes the ports {ports[0]} to {ports[-1]}, and --listen is {endpoint}")
+    for flag, taken in (("--listen", endpoint), ("--http", http)):
+        if taken and _overlaps(host, ports, taken):
+            raise Usage(f"--metrics {args.metrics} takes the ports {ports[0]} to {ports[-1]}, and {flag} is {taken}")
     addresses = {name: join_address(host, each) for name, each in zip(names, ports, strict=True)}
     for address in addresses.values():
         _require_free("--metrics", address)
     return addresses
+
+
+def _overlaps(host: str, ports: list[int], address: str) -> bool:
+    """Return whether `address` is one of the ports of `host`."""
+    other_host, other_port = split_address(address)
+    is_one_host = host == other_host or host in WILDCARD_HOSTS or other_host in WILDCARD_HOSTS
+    return is_one_host and other_port in ports
 
 
 def later_metrics_address(args: argparse.Namespace, taken: Collection[str]) -> str:

@@ -12,16 +12,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specdec.cli import Usage
-from specdec.settings.base import ServiceSettings
+from specdec.settings.base import ProcessSettings
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.draft import DraftSettings
+from specdec.settings.gateway import GatewaySettings
 from specdec.settings.reading import checked_value, flag_of
 from specdec.settings.target import TargetSettings
 
-SETTINGS_TYPES: Mapping[str, type[ServiceSettings]] = {
+SETTINGS_TYPES: Mapping[str, type[ProcessSettings]] = {
     "target": TargetSettings,
     "draft": DraftSettings,
     "coordinator": CoordinatorSettings,
+    "gateway": GatewaySettings,
 }
 
 #: Settings that `specdec up` chooses itself, with what to use instead.
@@ -32,12 +34,15 @@ _CHOSEN_BY_UP = {
     "metrics": "use --metrics",
     "redis_url": "use --redis-url, which all services share",
     "log_format": "it reads the services' records",
-    **dict.fromkeys(("config", "replica_id", "draft_endpoint", "target_endpoint"), "it sets this for every service"),
+    **dict.fromkeys(
+        ("config", "replica_id", "draft_endpoint", "target_endpoint", "coordinator"), "it sets this for every service"
+    ),
 }
 _LISTEN = {
     "coordinator": "use --listen",
     "target": "replicas listen on free ports",
     "draft": "replicas listen on free ports",
+    "gateway": "use --http",
 }
 
 

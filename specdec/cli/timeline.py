@@ -130,9 +130,9 @@ def _round_in(line: bytes) -> dict[str, Any] | None:
 
 def pictures_of(rounds: Iterable[dict[str, Any]]) -> list[Picture]:
     """Return a picture of the rounds with a call of a draft replica and one of those without, as far as they exist."""
-    sessions: dict[str, list[dict[str, Any]]] = {}
+    sessions: dict[tuple[str | None, str], list[dict[str, Any]]] = {}
     for entry in rounds:
-        sessions.setdefault(entry["session_id"], []).append(entry)
+        sessions.setdefault((entry.get("tenant"), entry["session_id"]), []).append(entry)
     with_draft: list[tuple[dict[str, Any], int]] = []
     without: list[tuple[dict[str, Any], int]] = []
     for own in sessions.values():

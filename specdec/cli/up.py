@@ -20,9 +20,10 @@ from specdec.cli import up_flags
 from specdec.cli.control import ControlSocket, RunningSystem
 from specdec.cli.control_folder import unmark_starting
 from specdec.cli.detached import start_detached
+from specdec.cli.extras import GATEWAY_MODULES, require_modules
 from specdec.cli.health import is_serving
 from specdec.cli.launching import Launcher
-from specdec.cli.listening import listen_address, metrics_addresses
+from specdec.cli.listening import dialled_address, http_address, listen_address, metrics_addresses
 from specdec.cli.up_flags import Models
 from specdec.cli.up_parser import add_parser, add_serve_parser
 from specdec.cli.waiting import Waiting
@@ -35,7 +36,7 @@ from specdec.settings.base import current_backend
 from specdec.settings.devices import likely_device, require_device, require_gpu_each
 from specdec.state.embedded import EmbeddedRedis
 from specdec.state.own_redis import OwnRedis, throwaway_redis
-from specdec.supervision.fleet import Fleet
+from specdec.supervision.fleet import GATEWAY, Fleet, role_of
 from specdec.supervision.processes import Child
 from specdec.supervision.services import Service, tell
 from specdec.types import SIMULATED_PREFIX
@@ -98,7 +99,11 @@ def run(args: argparse.Namespace, argv: Sequence[str], environ: Mapping[str, str
     if args.detach:
         return start_detached(args, argv, environ, stop)
     endpoint = listen_address(args)
-    metrics = metrics_addresses(args, up_flags.names_of(args), endpoint)
+    http = http_address(args)
+    if http:
+        require_modules(GATEWAY_MODULES)
+    names = [*up_flags.names_of(args), *([GATEWAY] if http else [])]
+    metrics = metrics_addresses(args, names, endpoint, http)
     if not (served.drafts or args.lookup or args.local_draft) and args.replicas_draft is None:
         tell("note: no --draft was given: target-only, every token takes a step of the target")
     for warning in up_flags.needs_of_drafts(args):
@@ -125,6 +130,7 @@ def run(args: argparse.Namespace, argv: Sequence[str], environ: Mapping[str, str
             args,
             served,
             endpoint=endpoint,
+            http=http,
             redis_url=args.redis_url if store is None else store.url,
             metrics=metrics,
             environ=environ,
@@ -133,7 +139,7 @@ def run(args: argparse.Namespace, argv: Sequence[str], environ: Mapping[str, str
         fleet = Fleet(launcher)
         stack.callback(fleet.stop)
         stack.callback(_tell_on_stop, stop, "stopping")
-        fleet.begin(up_flags.counts(args))
+        fleet.begin(up_flags.counts(args), with_gateway=bool(http))
         _await_ready(fleet, endpoint, start)
         waiting.close()
         fleet.settle()
@@ -141,10 +147,11 @@ def run(args: argparse.Namespace, argv: Sequence[str], environ: Mapping[str, str
             system.set_ready(fleet)
             for name, address in metrics.items():
                 tell(f"[{name}] metrics at http://{address}/metrics")
+            ready = f"ready grpc={endpoint}" + (f" http={http}" if http else "")
             try:
-                print(f"ready grpc={endpoint}", flush=True)
+                print(ready, flush=True)
             except OSError as error:
-                tell(f"ready grpc={endpoint} (stdout: {error.strerror})")
+                tell(f"{ready} (stdout: {error.strerror})")
         _keep(fleet, own_ray, store, stop)
         return 0
 
@@ -290,12 +297,13 @@ def _tokens_in_common(models: Mapping[str, str]) -> dict[str, str]:
 
 
 def _await_ready(fleet: Fleet, endpoint: str, start: _Start) -> None:
-    """Wait until the coordinator serves and knows every replica. Raises as `_Start.poll`."""
-    dialled = endpoint.replace("0.0.0.0:", "127.0.0.1:").replace("[::]:", "[::1]:")
-    num_replicas = len(fleet.services) - 1
+    """Wait until the coordinator serves and knows every replica, and the gateway listens. Raises as `_Start.poll`."""
+    dialled = dialled_address(endpoint)
+    num_replicas = sum(1 for service in fleet.services if role_of(service.name))
     with dial_blocking(dialled) as channel, Client(dialled, budgets=Budgets(connect_s=0)) as client:
         start.poll(lambda: fleet.services, lambda: is_serving(channel))
         start.poll(lambda: fleet.services, lambda: _num_replicas(client) >= num_replicas)
+        start.poll(lambda: fleet.services, lambda: all(s.has_started for s in fleet.services if s.name == GATEWAY))
 
 
 def _num_replicas(client: Client) -> int:

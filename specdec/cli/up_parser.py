@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from specdec.cli import Usage
+from specdec.cli.listening import DEFAULT_HTTP
 from specdec.cli.service_settings import SETTINGS_TYPES, GivenSettings
 from specdec.cli.up_flags import DEFAULT_UTILIZATION, LOOKUPS, MEMORY_STORE, ROLES, UTILIZATION_ALONE
 from specdec.settings.draft_specs import is_local_draft, parse_local_drafts
@@ -43,6 +44,10 @@ _SERVICE_FLAGS = (
     _ServiceFlag("tenant", ("coordinator",)),
     _ServiceFlag("learning_log", ("coordinator",)),
     _ServiceFlag("timeline", ("coordinator",)),
+    _ServiceFlag("otlp_endpoint", ("coordinator", "gateway")),
+    _ServiceFlag("trace_share", ("coordinator", "gateway")),
+    _ServiceFlag("api_keys", ("gateway",), prefix="Of --http: "),
+    _ServiceFlag("api_key", ("gateway",), prefix="Of --http: "),
     _ServiceFlag("device", ROLES),
     _ServiceFlag("dtype", ROLES),
     _ServiceFlag("compile_backend", ROLES),
@@ -139,10 +144,10 @@ def add_serve_parser(commands: Any) -> None:
     parser = commands.add_parser("serve", description="Run the whole system on this machine; the same as `specdec up "
                                  "--target MODEL`.", allow_abbrev=False)  # fmt: skip
     parser.add_argument("target", metavar="MODEL", action=_Model, help="Target model: a path or a hub id.")
-    _add_flags(parser)
+    _add_flags(parser, default_http=DEFAULT_HTTP)
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
+def _add_flags(parser: argparse.ArgumentParser, default_http: str = "") -> None:
     parser.add_argument(
         "--draft", metavar="DRAFT", default=(), action=_Draft,
         help="Source of drafts; repeatable. [NAME=]PATH_OR_HUB_ID: a draft model, in a pool that requests select by "
@@ -151,10 +156,15 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "medusa:PATH, eagle3:PATH, mtp: heads on the target. If a lookup finds nothing, the other drafts are used. "
         "Default: the demo pair's draft; with --target none.",
     )  # fmt: skip
-    parser.set_defaults(lookup=(), local_draft=(), settings=GivenSettings())
+    parser.set_defaults(lookup=(), local_draft=(), settings=GivenSettings(), default_http=default_http)
     parser.add_argument(
         "--listen", default="127.0.0.1:50051", metavar="HOST:PORT",
-        help="Address of the coordinator, for clients. Port 0 takes a free one. Default: 127.0.0.1:50051.",
+        help="Address of the coordinator, for clients over gRPC. Port 0 takes a free one. Default: 127.0.0.1:50051.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--http", metavar="HOST:PORT",
+        help="Address of the HTTP gateway, with OpenAI's API and the playground. Port 0 takes a free one; none: no "
+        f"gateway. Default: {f'{default_http}, or a free port if it is taken' if default_http else 'none'}.",
     )  # fmt: skip
     parser.add_argument(
         "--detach", action="store_true",
@@ -163,8 +173,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--metrics", default="", metavar="HOST:PORT",
-        help="Address of the coordinator's Prometheus metrics. Each target and then each draft replica takes the next "
-        "port. Port 0 takes free ones. Default: no metrics.",
+        help="Address of the coordinator's Prometheus metrics. Each target, each draft replica and then the gateway "
+        "takes the next port. Port 0 takes free ones. Default: no metrics.",
     )  # fmt: skip
     parser.add_argument(
         "--redis-url", default=MEMORY_STORE, metavar="URL",
@@ -190,8 +200,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         _add_service_flag(parser, each)
     parser.add_argument(
         "--set", action=_Setting, dest="settings", metavar="SERVICE.FIELD=VALUE",
-        help="Any other setting of a service, for instance draft.predraft=on; repeatable. SERVICE is target, draft or "
-        "coordinator; `python -m target_service --help` lists the target's settings. --set wins over the flags above.",
+        help="Any other setting of a service, for instance draft.predraft=on; repeatable. SERVICE is target, draft, "
+        "coordinator or gateway; `python -m target_service --help` lists the target's settings. --set wins over "
+        "the flags above.",
     )  # fmt: skip
 
 

@@ -11,22 +11,21 @@ it.
             print(chunk.text, end="")
 """
 
-from specdec.client.async_client import AsyncClient, AsyncStream
+from specdec.client.async_client import AsyncClient
+from specdec.client.async_stream import AsyncStream
+from specdec.client.messages import ChatMessage, TextPart
 from specdec.client.recovery import Budgets
-from specdec.client.request import ChatMessage, GenerateOptions, TextPart
+from specdec.client.request import GenerateOptions
 from specdec.client.results import (
     Chunk,
     Completion,
     GenerationStats,
-    Pool,
-    Promotion,
-    Replica,
-    Route,
-    ServerInfo,
     Session,
     TokenDetail,
+    TopLogprob,
     Usage,
 )
+from specdec.client.server_info import Pool, Promotion, Replica, Route, ServerInfo
 from specdec.client.sync_client import Client, Stream
 
 __all__ = [
@@ -48,5 +47,6 @@ __all__ = [
     "Stream",
     "TextPart",
     "TokenDetail",
+    "TopLogprob",
     "Usage",
 ]

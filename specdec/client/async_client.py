@@ -6,182 +6,45 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
 import grpc
 import tenacity
 
+from specdec.client.async_stream import AsyncStream
 from specdec.client.coordinators import AsyncAttempts, AsyncCoordinators
 from specdec.client.failures import closed
-from specdec.client.recovery import Budgets, Recovery, ended_early
+from specdec.client.identity import Identity, trace_metadata
+from specdec.client.messages import ChatMessage
+from specdec.client.recovery import Budgets, Recovery
 from specdec.client.request import (
-    ChatMessage,
     GenerateOptions,
     Input,
+    build_detokenize_request,
     build_message,
     build_request,
     build_tokenize_request,
 )
-from specdec.client.results import (
-    Chunk,
-    Completion,
-    Promotion,
-    ServerInfo,
-    Session,
-    read_promotion,
-    read_server_info,
-    read_session,
-)
-from specdec.client.sessions import SessionSizes
+from specdec.client.results import Completion, Session, read_session
+from specdec.client.server_info import Promotion, ServerInfo, read_promotion, read_server_info
 from specdec.client.transcript import Transcript
 from specdec.errors import SpecdecError
 from specdec.v1 import coordinator_pb2 as pb
 
 
-class AsyncStream(AsyncIterator[Chunk]):
-    """One output, streamed. Iterate it or await `result()`, and end it by `async with`, `aclose()` or its last chunk.
-
-    After a lost connection, coordinator or lease the stream reconnects and resumes after the last token it returned, so
-    that no token is lost or repeated. A failure ends it: the error has the output so far in `error.partial`.
-    Cancelling the task that iterates cancels the call.
-    """
-
-    def __init__(self, attempts: AsyncAttempts, transcript: Transcript, recovery: Recovery) -> None:
-        self._attempts = attempts
-        self._transcript = transcript
-        self._recovery = recovery
-        self._retrying = tenacity.AsyncRetrying(**self._recovery.tenacity_options())
-        self._call: Any = None
-        self._closed = False
-        self._failure: SpecdecError | None = None
-        """The error that ended the stream, until `result()` has raised it."""
-
-    @property
-    def session_id(self) -> str:
-        return self._transcript.request.session_id
-
-    @property
-    def request_id(self) -> str:
-        return self._transcript.request_id
-
-    @property
-    def target_fingerprint(self) -> str:
-        """Fingerprint of the model that decides every token; "" before the first chunk."""
-        return self._transcript.target_fingerprint
-
-    @property
-    def target_changed(self) -> bool:
-        """True if another target model decided the session's previous turn; False before the first chunk."""
-        return self._transcript.target_changed
-
-    async def __anext__(self) -> Chunk:
-        """Return the next chunk.
-
-        Raises:
-            SpecdecError: the server refused, or the interruption outlasted its budget. The stream is over then.
-        """
-        try:
-            chunk = await self._next_chunk()
-        except SpecdecError as error:
-            self._end()
-            error.partial = self._transcript.partial()
-            self._failure = error
-            raise error.with_traceback(None) from None  # without the frames of the retries
-        if chunk is None:
-            self._end()
-            raise StopAsyncIteration
-        return chunk
-
-    async def result(self) -> Completion:
-        """Read to the end and return the whole output; after `aclose()`, the part received ("cancelled").
-
-        Raises:
-            SpecdecError: the stream failed. The same error is raised once, also if iteration has raised it before; a
-                further call returns the part received.
-        """
-        with contextlib.suppress(SpecdecError):  # kept in _failure
-            async for _ in self:
-                pass
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure.with_traceback(None) from None
-        return self._transcript.completion()
-
-    async def aclose(self) -> None:
-        """Cancel the call unless it has ended. A task that iterates sees the end of the stream. Idempotent."""
-        self._failure = None
-        self._end()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    async def _next_chunk(self) -> Chunk | None:
-        """Return the next chunk; None at the end. Raises SpecdecError."""
-        while not (self._transcript.finished or self._closed):
-            response: pb.GenerateResponse | None = await self._retrying(self._read)
-            if response is None:
-                break
-            chunk = self._transcript.accept(response)
-            self._recovery.answered(with_new_tokens=chunk is not None)
-            if chunk is not None:
-                return chunk
-        return None
-
-    def _end(self) -> None:
-        self._closed = True
-        call, self._call = self._call, None
-        if call is not None:
-            call.cancel()
-
-    async def _read(self) -> pb.GenerateResponse | None:
-        """Return the next message; None once the stream is closed."""
-        if self._closed:
-            return None  # closed during the wait for a retry
-        call = self._call
-        if call is None:
-            call = await self._attempts.begin("Generate", self._transcript.next_request(), self._recovery)
-            if self._closed:  # closed while a coordinator was chosen
-                call.cancel()
-                return None
-            self._call = call
-        try:
-            response = await call.read()
-        except grpc.RpcError as error:
-            self._call = None
-            raise self._attempts.failed(error) from error
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                self._end()
-                raise
-            # gRPC raises it for a call that another task has cancelled: by `aclose`, or by closing the client.
-            self._call = None
-            if self._closed:
-                return None
-            raise ended_early() from None
-        except BaseException:
-            self._end()
-            raise
-        if response is grpc.aio.EOF:
-            self._call = None
-            raise ended_early()
-        message: pb.GenerateResponse = response
-        return message
-
-
-class AsyncClient:
+class AsyncClient(Identity):
     """Client of a coordinator, for one event loop. Close it or use `async with`; calls then raise ClientClosed."""
 
     def __init__(
-        self, endpoint: str | None = None, *, budgets: Budgets | None = None, timeout: float | None = None
+        self,
+        endpoint: str | None = None,
+        *,
+        budgets: Budgets | None = None,
+        timeout: float | None = None,
+        api_key: str | None = None,
+        remembers_sessions: bool = True,
     ) -> None:
         """Make a client that connects at its first call.
 
@@ -190,15 +53,18 @@ class AsyncClient:
                 variable SPECDEC_ENDPOINT, or 127.0.0.1:50051.
             budgets: limits on the time for which calls are retried. None: the defaults of `Budgets`.
             timeout: seconds that each call without a timeout of its own may take as a whole; None: no limit.
+            api_key: key that is sent with every call; None: no key. The connection is not encrypted.
+            remembers_sessions: whether the next turn of a session states how many tokens it should hold. False for a
+                client whose sessions other clients continue, too.
 
         Raises:
-            InvalidRequest: the endpoint is neither HOST:PORT nor a gRPC target.
+            InvalidRequest: the endpoint is neither HOST:PORT nor a gRPC target, or the key has other characters than
+                printable ASCII.
         """
         self._timeout = timeout
-        self._closed = False
         self._budgets = budgets or Budgets()
         self._coordinators = AsyncCoordinators(endpoint)
-        self._sizes = SessionSizes()
+        self._identify(api_key, remembers_sessions=remembers_sessions)
 
     @overload
     def generate(
@@ -228,15 +94,22 @@ class AsyncClient:
             InvalidRequest: an option does not fit the request message. The call itself raises this one.
             SpecdecError: awaiting or iterating raises the other errors, such as DeadlineExceeded.
         """
-        output = self._stream(self._sizes.add_expected_tokens(build_request(prompt, options)), options.get("timeout"))
+        request = self._sizes.add_expected_tokens(build_request(prompt, options))
+        output = self._stream(request, options.get("timeout"), options.get("traceparent"))
         if not stream:
             return _completed(output)
-        if self._closed:  # awaiting a completion raises it by itself
+        if self._coordinators.is_closed:  # awaiting a completion raises it by itself
             raise closed()
         return output
 
     def resume(
-        self, session_id: str, resume_from: int, *, provenance: bool = False, timeout: float | None = None
+        self,
+        session_id: str,
+        resume_from: int,
+        *,
+        provenance: bool = False,
+        timeout: float | None = None,
+        traceparent: str | None = None,
     ) -> AsyncStream:
         """Stream the session's last request from output token `resume_from` on.
 
@@ -247,9 +120,9 @@ class AsyncClient:
         request = build_message(
             pb.GenerateRequest, session_id=session_id, resume_from=resume_from, return_provenance=provenance
         )
-        if self._closed:
+        if self._coordinators.is_closed:
             raise closed()
-        return self._stream(request, timeout)
+        return self._stream(request, timeout, traceparent)
 
     async def get_session(self, session_id: str, *, include_token_ids: bool = False) -> Session:
         """Return a session's record. Raises NotFound for an unknown session."""
@@ -268,10 +141,24 @@ class AsyncClient:
         self._sizes.forget(session_id)  # again: a turn may have begun before the deletion
 
     async def tokenize(
-        self, text: str | None = None, *, messages: Sequence[ChatMessage] | None = None
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[ChatMessage] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         """Return the token ids of a text or conversation as a new session would hold them."""
-        return tuple((await self._call("Tokenize", build_tokenize_request(text, messages))).token_ids)
+        request = build_tokenize_request(text, messages, chat_template_kwargs)
+        return tuple((await self._call("Tokenize", request)).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids, as `generate` would make it from them.
+
+        Special tokens add no text, or their names where `skip_special_tokens` is False. Raises InvalidRequest for more
+        ids than the context holds, or an id outside the vocabulary.
+        """
+        request = build_detokenize_request(token_ids, skip_special_tokens=skip_special_tokens)
+        return str((await self._call("Detokenize", request)).text)
 
     async def promote(self, draft_pool: str, share: float = 1.0) -> Promotion | None:
         """Move sessions to a draft pool in steps, up to the share `share` of them; 0 ends the current promotion.
@@ -287,9 +174,9 @@ class AsyncClient:
         return read_server_info(await self._call("GetInfo", pb.GetInfoRequest()))
 
     async def close(self) -> None:
-        """End every call and close the connection. Idempotent."""
-        self._closed = True
-        await self._coordinators.close()
+        """End every call and close the connection; no effect on a client that `for_tenant` returned. Idempotent."""
+        if not self._is_view:
+            await self._coordinators.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -299,13 +186,14 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> AsyncStream:
+    def _stream(self, request: pb.GenerateRequest, timeout: float | None, traceparent: str | None) -> AsyncStream:
         recovery = Recovery(self._budgets, self._timeout if timeout is None else timeout, needs_target=True)
-        return AsyncStream(AsyncAttempts(self._coordinators), Transcript(request, self._sizes), recovery)
+        attempts = AsyncAttempts(self._coordinators, (*self._metadata, *trace_metadata(traceparent)))
+        return AsyncStream(attempts, Transcript(request, self._sizes), recovery)
 
     async def _call(self, method: str, request: Any) -> Any:
         recovery = Recovery(self._budgets, self._timeout)
-        attempts = AsyncAttempts(self._coordinators)
+        attempts = AsyncAttempts(self._coordinators, self._metadata)
 
         async def once() -> Any:
             try:
@@ -314,7 +202,7 @@ class AsyncClient:
                 raise attempts.failed(error) from error
             except asyncio.CancelledError:
                 task = asyncio.current_task()
-                if self._closed and task is not None and not task.cancelling():
+                if self._coordinators.is_closed and task is not None and not task.cancelling():
                     raise closed() from None  # gRPC cancels the calls of a closed channel
                 raise
 

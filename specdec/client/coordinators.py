@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.client.endpoints import resolve_endpoint
 from specdec.client.failures import closed, is_from_coordinator, read_failure
+from specdec.client.identity import Metadata
 from specdec.client.recovery import CHANNEL_OPTIONS, Recovery
 from specdec.errors import ResourceExhausted, SpecdecError, Unavailable
 from specdec.rpc.channels import dial, dial_blocking
@@ -74,6 +75,11 @@ class _Coordinators(Generic[ChannelT]):
         suspect, self.suspect = self.suspect, None
         return suspect if suspect is self.chosen else None
 
+    @property
+    def is_closed(self) -> bool:
+        """True once the client has closed its connections."""
+        return self._closed
+
     def require_open(self) -> None:
         """Raise ClientClosed if the client is closed."""
         if self._closed:
@@ -84,6 +90,7 @@ class _Attempts(Generic[ChannelT]):
     """Base of the attempts of one call, made one after the other."""
 
     _coordinators: _Coordinators[ChannelT]
+    _metadata: Metadata
     _connection: _Connection[ChannelT]
     _must_choose = False
     """True if the next attempt must choose a serving coordinator first, unless another call has done so."""
@@ -107,7 +114,8 @@ class _Attempts(Generic[ChannelT]):
         self._coordinators.require_open()
         self._connection = self._coordinators.chosen
         try:
-            return getattr(self._connection.stub, method)(request, timeout=recovery.remaining_s)
+            call = getattr(self._connection.stub, method)
+            return call(request, timeout=recovery.remaining_s, metadata=self._metadata)
         except ValueError:  # gRPC's error for a closed channel
             self._coordinators.require_open()
             raise
@@ -163,8 +171,9 @@ class AsyncCoordinators(_Coordinators[grpc.aio.Channel]):
 class AsyncAttempts(_Attempts[grpc.aio.Channel]):
     """Attempts of one call, made one after the other."""
 
-    def __init__(self, coordinators: AsyncCoordinators) -> None:
+    def __init__(self, coordinators: AsyncCoordinators, metadata: Metadata) -> None:
         self._coordinators: AsyncCoordinators = coordinators
+        self._metadata = metadata
 
     async def begin(self, method: str, request: Message, recovery: Recovery) -> Any:
         """Begin a call on the chosen connection, after the checks that the last failure asked for.
@@ -224,8 +233,9 @@ class Coordinators(_Coordinators[grpc.Channel]):
 class Attempts(_Attempts[grpc.Channel]):
     """Attempts of one call, made one after the other."""
 
-    def __init__(self, coordinators: Coordinators) -> None:
+    def __init__(self, coordinators: Coordinators, metadata: Metadata) -> None:
         self._coordinators: Coordinators = coordinators
+        self._metadata = metadata
 
     def begin(self, method: str, request: Message, recovery: Recovery) -> Any:
         """Begin a call on the chosen connection, after the checks that the last failure asked for.

@@ -10,10 +10,12 @@ from __future__ import annotations
 import difflib
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from google.protobuf.message import Message
 
+from specdec.client.fields import assign, extend
+from specdec.client.messages import ChatMessage, fill_messages
 from specdec.errors import InvalidRequest
 from specdec.types import Mode
 from specdec.v1 import coordinator_pb2 as pb
@@ -33,25 +35,7 @@ _SAMPLING_SCALARS = (
     "logprobs",
 )
 
-_KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "True or False"}
-
 MessageT = TypeVar("MessageT", bound=Message)
-
-
-class TextPart(TypedDict):
-    """Part of a message in OpenAI's form. Text is the only supported type."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(TypedDict):
-    """One message of a conversation, in the form that chat templates take."""
-
-    role: str
-    content: str | Sequence[TextPart]
-    """Text of the message. Parts are joined by line breaks."""
-
 
 Input = str | Sequence[ChatMessage] | None
 """First argument of `generate`: a prompt, or messages. None: the input is among the options."""
@@ -64,6 +48,8 @@ class GenerateOptions(TypedDict, total=False):
     """Input as token ids, instead of text."""
     messages: Sequence[ChatMessage] | None
     """Input as the whole conversation, oldest message first, instead of text."""
+    chat_template_kwargs: Mapping[str, Any] | None
+    """Further variables of the chat template, such as `enable_thinking`; JSON values, only with messages."""
     session_id: str | None
     """Session to continue. None: a new session."""
     expected_session_tokens: int | None
@@ -102,6 +88,8 @@ class GenerateOptions(TypedDict, total=False):
     timeout: float | None
     """Seconds that the call may take until its last token, retries included; then DeadlineExceeded is raised, whose
     `partial` has the tokens received so far. None: the client's `timeout`."""
+    traceparent: str | None
+    """W3C trace context of the caller, which the server's trace of the request continues."""
 
 
 def build_request(prompt: Input, options: GenerateOptions) -> pb.GenerateRequest:
@@ -119,30 +107,45 @@ def build_request(prompt: Input, options: GenerateOptions) -> pb.GenerateRequest
             f"generate() got unexpected keyword arguments: {', '.join(map(_with_suggestion, sorted(unknown)))}"
         )
     request = pb.GenerateRequest(return_provenance=bool(options.get("provenance")))
-    _assign(request, "session_id", options.get("session_id") or uuid.uuid4().hex, "")
-    _assign(request, "request_id", options.get("request_id") or uuid.uuid4().hex, "")
+    assign(request, "session_id", options.get("session_id") or uuid.uuid4().hex)
+    assign(request, "request_id", options.get("request_id") or uuid.uuid4().hex)
     if options.get("expected_session_tokens") is not None:
-        _assign(request, "expected_session_tokens", options.get("expected_session_tokens"), "")
+        assign(request, "expected_session_tokens", options.get("expected_session_tokens"))
     _set_input(request, prompt, options)
     _set_sampling(request.sampling, options)
     _set_speculation(request.speculation, options)
     return request
 
 
-def build_tokenize_request(text: str | None, messages: Sequence[ChatMessage] | None) -> pb.TokenizeRequest:
+def build_tokenize_request(
+    text: str | None, messages: Sequence[ChatMessage] | None, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> pb.TokenizeRequest:
     """Build a `TokenizeRequest` from exactly one of text and messages.
 
     Raises:
-        InvalidRequest: both are given or none is.
+        InvalidRequest: both are given or none is, or a text comes with `chat_template_kwargs`.
     """
+    _require_messages(messages, chat_template_kwargs)
     if (text is None) == (messages is None):
         raise InvalidRequest("give exactly one of text and messages", field="input")
     request = pb.TokenizeRequest()
     if text is not None:
-        _assign(request, "text", text, "")
+        assign(request, "text", text)
     else:
-        _fill_messages(request.messages, messages or ())
+        fill_messages(request.messages, messages or (), chat_template_kwargs)
     return request
+
+
+def build_detokenize_request(token_ids: Sequence[int], *, skip_special_tokens: bool) -> pb.DetokenizeRequest:
+    """Build a `DetokenizeRequest`. Raises InvalidRequest for an id that is not a whole number of 32 bits."""
+    request = pb.DetokenizeRequest(keep_special_tokens=not skip_special_tokens)
+    extend(request, "token_ids", token_ids)
+    return request
+
+
+def _require_messages(messages: object, chat_template_kwargs: object) -> None:
+    if chat_template_kwargs is not None and messages is None:
+        raise InvalidRequest("chat_template_kwargs needs messages", field="chat_template_kwargs")
 
 
 def _with_suggestion(name: str) -> str:
@@ -166,13 +169,14 @@ def _set_input(request: pb.GenerateRequest, prompt: Input, options: GenerateOpti
     if len(given) != 1:
         what = " and ".join(given) if given else "none"
         raise InvalidRequest(f"give exactly one of prompt, prompt_token_ids and messages (got {what})", field="input")
+    _require_messages(messages, options.get("chat_template_kwargs"))
     if prompt is not None:
-        _assign(request, "prompt", prompt, "")
+        assign(request, "prompt", prompt)
     elif prompt_token_ids is not None:
         request.prompt_token_ids.SetInParent()  # an empty list is still this input
-        _extend(request.prompt_token_ids, "ids", prompt_token_ids, "prompt_token_ids.")
+        extend(request.prompt_token_ids, "ids", prompt_token_ids, "prompt_token_ids.")
     elif messages is not None:
-        _fill_messages(request.messages, messages)
+        fill_messages(request.messages, messages, options.get("chat_template_kwargs"))
 
 
 def _as_messages(prompt: Any) -> Sequence[ChatMessage]:
@@ -185,42 +189,14 @@ def _as_messages(prompt: Any) -> Sequence[ChatMessage]:
     )
 
 
-def _fill_messages(target: pb.ChatMessages, messages: Sequence[ChatMessage]) -> None:
-    target.SetInParent()
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        if not isinstance(message, Mapping) or message.keys() != {"role", "content"}:
-            got = ", ".join(map(str, message)) if isinstance(message, Mapping) else type(message).__name__
-            raise InvalidRequest(f"{where} must have exactly role and content, got {got}", field="messages")
-        entry = target.messages.add()
-        _assign(entry, "role", message["role"], f"{where}.")
-        _assign(entry, "content", _joined(message["content"], f"{where}.content"), f"{where}.")
-
-
-def _joined(content: Any, where: str) -> Any:
-    """Return the text of a message's parts. Content that is not a list of parts is returned unchanged."""
-    if isinstance(content, str | bytes) or not isinstance(content, Sequence):
-        return content
-    texts = []
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(text, str):
-            raise InvalidRequest(
-                f'{where}[{index}] must be {{"type": "text", "text": ...}}, got type {str(kind)[:64]!r}', field=where
-            )
-        texts.append(text)
-    return "\n".join(texts)
-
-
 def _set_sampling(sampling: pb.SamplingParams, options: GenerateOptions) -> None:
     values: Mapping[str, Any] = options
     for name in _SAMPLING_SCALARS:
         if values.get(name) is not None:
-            _assign(sampling, name, values[name], "sampling.")
+            assign(sampling, name, values[name], "sampling.")
     stop = options.get("stop") or ()
-    _extend(sampling, "stop", (stop,) if isinstance(stop, str) else stop, "sampling.")
-    _extend(sampling, "stop_token_ids", options.get("stop_token_ids") or (), "sampling.")
+    extend(sampling, "stop", (stop,) if isinstance(stop, str) else stop, "sampling.")
+    extend(sampling, "stop_token_ids", options.get("stop_token_ids") or (), "sampling.")
     try:
         sampling.logit_bias.update(options.get("logit_bias") or {})
     except (TypeError, ValueError, OverflowError) as error:
@@ -235,36 +211,18 @@ def _set_speculation(speculation: pb.SpeculationParams, options: GenerateOptions
             raise InvalidRequest(f"speculation.mode must be one of {names} (got {mode!r})", field="speculation.mode")
         mode = Mode[mode.upper()]
     if mode is not None:
-        _assign(speculation, "mode", int(mode), "speculation.")
+        assign(speculation, "mode", int(mode), "speculation.")
     if options.get("gamma") is not None:
-        _assign(speculation, "gamma", options.get("gamma"), "speculation.")
+        assign(speculation, "gamma", options.get("gamma"), "speculation.")
     if options.get("draft_pool"):
-        _assign(speculation, "draft_pool", options.get("draft_pool"), "speculation.")
+        assign(speculation, "draft_pool", options.get("draft_pool"), "speculation.")
     if options.get("task"):
-        _assign(speculation, "task", options.get("task"), "speculation.")
+        assign(speculation, "task", options.get("task"), "speculation.")
 
 
 def build_message(kind: type[MessageT], **fields: Any) -> MessageT:
     """Build a message from plain fields. Raises InvalidRequest, which names a field whose value does not fit."""
     message = kind()
     for name, value in fields.items():
-        _assign(message, name, value, "")
+        assign(message, name, value)
     return message
-
-
-def _assign(message: Any, name: str, value: Any, prefix: str) -> None:
-    try:
-        setattr(message, name, value)
-    except TypeError:  # protobuf's own message speaks of its internals
-        wanted = _KINDS[type(getattr(message, name))]
-        got = "None" if value is None else type(value).__name__
-        raise InvalidRequest(f"{prefix}{name} must be {wanted}, got {got}", field=f"{prefix}{name}") from None
-    except (ValueError, OverflowError) as error:  # UnicodeEncodeError is a ValueError
-        raise InvalidRequest(f"{prefix}{name}: {error}", field=f"{prefix}{name}") from None
-
-
-def _extend(message: Any, name: str, values: Sequence[Any], prefix: str) -> None:
-    try:
-        getattr(message, name).extend(values)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequest(f"{prefix}{name}: {error}", field=f"{prefix}{name}") from None

@@ -5,9 +5,8 @@ Programs see these classes only, because protobuf types stop at this package.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from specdec.types import FinishReason, TokenSource
 from specdec.v1 import coordinator_pb2 as pb
@@ -18,6 +17,16 @@ CANCELLED = "cancelled"
 _FINISH_REASONS = {int(reason): reason.name.lower() for reason in FinishReason}
 #: A source that this version does not know, from a newer server, is read as TARGET.
 _SOURCES = {int(source): source for source in TokenSource}
+
+
+class TopLogprob(NamedTuple):
+    """One of the likeliest tokens at a position."""
+
+    token_id: int
+    logprob: float
+    """Log-probability before the sampling filters."""
+    token_bytes: bytes = b""
+    """Bytes of the token itself, for a special token those of its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +41,24 @@ class TokenDetail:
     draft_pool: str
     logprob: float | None
     """Log-probability before the filters; None unless the request asked for logprobs."""
-    top_logprobs: tuple[tuple[int, float], ...]
-    """Pairs of (token id, logprob), highest first."""
+    top_logprobs: tuple[TopLogprob, ...]
+    """Likeliest tokens at this position, highest first."""
     text: str
     """Text that this token completed. The texts of a chunk's tokens join to `Chunk.text`."""
+    token_bytes: bytes = b""
+    """Bytes of the token itself, for a special token those of its name. They may be a part of a character. Empty unless
+    the request asked for logprobs."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dictionary with the proto's field names; `logprob` and `top_logprobs` only if requested."""
+        """Return a dictionary with the proto's field names; those of logprobs only if requested.
+
+        Bytes are lists of numbers.
+        """
         fields = asdict(self) | {"source": self.source.name.lower()}
-        fields["top_logprobs"] = [{"token_id": token_id, "logprob": value} for token_id, value in self.top_logprobs]
+        fields["top_logprobs"] = [top._asdict() | {"token_bytes": list(top.token_bytes)} for top in self.top_logprobs]
+        fields["token_bytes"] = list(self.token_bytes)
         if self.logprob is None:
-            del fields["logprob"], fields["top_logprobs"]
+            del fields["logprob"], fields["top_logprobs"], fields["token_bytes"]
         return fields
 
 
@@ -56,6 +72,8 @@ class Chunk:
     text: str
     details: tuple[TokenDetail, ...]
     """One entry per token if the request asked for provenance or logprobs, else empty."""
+    num_draft_tokens: int | None = None
+    """Number of draft tokens of the round; None without details, and for tokens that a resumption replays."""
 
     def to_dict(self, *, with_details: bool = False) -> dict[str, Any]:
         """Return the object that `specdec generate --json-lines` prints, with the proto's field names."""
@@ -136,87 +154,13 @@ class Session:
     stats: GenerationStats
 
 
-@dataclass(frozen=True, slots=True)
-class Replica:
-    replica_id: str
-    address: str
-    draining: bool
-    num_sessions: int
-    kv_usage: float
-    """Used share of the KV cache, 0 to 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Statistics of a draft pool for one class of requests."""
-
-    request_class: str
-    """Task label or kind of prompt, mode and temperature: `code/rejection/greedy`."""
-    alpha: float | None
-    """Acceptance that the pool has, or would have had, on recently committed tokens; None before the first."""
-    goodput: float | None
-    """Predicted tokens per second of a stream; None until there is enough data."""
-    weight: float
-    """Routing weight among the pools of the class, 0 to 1."""
-    share: float
-    """Share of the class's recent rounds, 0 to 1."""
-    is_chosen: bool
-    """True if new requests of the class get their drafts from this pool."""
-    num_tested: float = 0.0
-    """Number of draft tokens that alpha was measured on, older ones weighted less."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    name: str
-    role: str
-    """Role of the replicas: draft | target."""
-    model: str
-    replicas: tuple[Replica, ...]
-    alpha: float | None = None
-    """Draft pools: accepted share of the draft tokens tested recently; None before the first."""
-    gamma: float | None = None
-    """Draft pools: draft tokens requested per round recently, near 0 while drafting gives no speedup; None before the
-    first round whose gamma the server chose."""
-    routes: tuple[Route, ...] = ()
-    """Draft pools of a system with request routing: statistics by class of requests."""
-    dtype: str = ""
-    """Type of the weights: float32 | bfloat16 | float16 | int8; "" for drafts found in the text."""
-    shadow: bool = False
-    """Draft pools: True if the pool is scored, and used only by requests that name it or by promotion."""
-
-
-@dataclass(frozen=True, slots=True)
-class Promotion:
-    """Draft pool that a share of the sessions gets instead of its own."""
-
-    draft_pool: str
-    share: float
-    """Share of the sessions now, 0 to 1."""
-    most: float
-    """Largest share, as requested."""
-    status: str
-    """State: running | done | rolled_back, because the pool gave fewer tokens per second."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    version: str
-    target_model: str
-    vocabulary_fingerprint: str
-    vocabulary_size: int
-    max_context_tokens: int
-    max_gamma: int
-    pools: tuple[Pool, ...]
-    promotion: Promotion | None = None
-
-
 def read_chunk(message: pb.TokenChunk) -> Chunk:
     return Chunk(
         index=message.index,
         token_ids=tuple(message.token_ids),
         text=message.text,
         details=tuple(_read_detail(detail) for detail in message.details),
+        num_draft_tokens=message.num_draft_tokens if message.HasField("num_draft_tokens") else None,
     )
 
 
@@ -256,56 +200,6 @@ def read_session(message: pb.GetSessionResponse) -> Session:
     )
 
 
-def read_server_info(message: pb.GetInfoResponse) -> ServerInfo:
-    return ServerInfo(
-        version=message.version,
-        target_model=message.target_model,
-        vocabulary_fingerprint=message.vocabulary_fingerprint,
-        vocabulary_size=message.vocabulary_size,
-        max_context_tokens=message.max_context_tokens,
-        max_gamma=message.max_gamma,
-        pools=tuple(map(_read_pool, message.pools)),
-        promotion=read_promotion(message.promotion) if message.HasField("promotion") else None,
-    )
-
-
-def read_promotion(message: pb.PromotionInfo) -> Promotion:
-    return Promotion(message.draft_pool, message.share, message.most, message.status)
-
-
-def _read_pool(message: pb.PoolInfo) -> Pool:
-    return Pool(
-        name=message.name,
-        role=message.role,
-        model=message.model,
-        replicas=_read_replicas(message.replicas),
-        alpha=message.alpha if message.HasField("alpha") else None,
-        gamma=message.gamma if message.HasField("gamma") else None,
-        routes=tuple(map(_read_route, message.routes)),
-        dtype=message.dtype,
-        shadow=message.shadow,
-    )
-
-
-def _read_route(message: pb.RouteInfo) -> Route:
-    return Route(
-        request_class=message.request_class,
-        alpha=message.alpha if message.HasField("alpha") else None,
-        goodput=message.goodput if message.HasField("goodput") else None,
-        weight=message.weight,
-        share=message.share,
-        is_chosen=message.is_chosen,
-        num_tested=message.num_tested,
-    )
-
-
-def _read_replicas(messages: Sequence[pb.ReplicaInfo]) -> tuple[Replica, ...]:
-    return tuple(
-        Replica(replica.replica_id, replica.address, replica.draining, replica.num_sessions, replica.kv_usage)
-        for replica in messages
-    )
-
-
 def _read_detail(message: pb.TokenDetail) -> TokenDetail:
     return TokenDetail(
         source=_SOURCES.get(message.source, TokenSource.TARGET),
@@ -313,6 +207,7 @@ def _read_detail(message: pb.TokenDetail) -> TokenDetail:
         q=message.q,
         draft_pool=message.draft_pool,
         logprob=message.logprob if message.HasField("logprob") else None,
-        top_logprobs=tuple((top.token_id, top.logprob) for top in message.top_logprobs),
+        top_logprobs=tuple(TopLogprob(top.token_id, top.logprob, top.token_bytes) for top in message.top_logprobs),
         text=message.text,
+        token_bytes=message.token_bytes,
     )

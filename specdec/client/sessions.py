@@ -28,7 +28,9 @@ class _Turn:
 class SessionSizes:
     """Token counts by session id."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, remembers: bool = True) -> None:
+        """Make an empty record. `remembers` is False for a client whose sessions other clients continue, too."""
+        self.remembers = remembers
         self._turns: OrderedDict[str, _Turn] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -42,6 +44,8 @@ class SessionSizes:
 
     def begin(self, session_id: str, request_id: str) -> None:
         """Note that a turn has begun. Its size stays unknown until `learn`, because its stream may be closed early."""
+        if not self.remembers:
+            return
         with self._lock:
             self._turns[session_id] = _Turn(request_id)
             self._turns.move_to_end(session_id)

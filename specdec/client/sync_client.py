@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
@@ -15,26 +15,19 @@ import tenacity
 
 from specdec.client.coordinators import Attempts, Coordinators
 from specdec.client.failures import closed
+from specdec.client.identity import Identity, trace_metadata
+from specdec.client.messages import ChatMessage
 from specdec.client.recovery import Budgets, Recovery, ended_early
 from specdec.client.request import (
-    ChatMessage,
     GenerateOptions,
     Input,
+    build_detokenize_request,
     build_message,
     build_request,
     build_tokenize_request,
 )
-from specdec.client.results import (
-    Chunk,
-    Completion,
-    Promotion,
-    ServerInfo,
-    Session,
-    read_promotion,
-    read_server_info,
-    read_session,
-)
-from specdec.client.sessions import SessionSizes
+from specdec.client.results import Chunk, Completion, Session, read_session
+from specdec.client.server_info import Promotion, ServerInfo, read_promotion, read_server_info
 from specdec.client.transcript import Transcript
 from specdec.errors import SpecdecError
 from specdec.v1 import coordinator_pb2 as pb
@@ -167,11 +160,16 @@ class Stream(Iterator[Chunk]):
             raise
 
 
-class Client:
+class Client(Identity):
     """Client of a coordinator. Close it or use it by `with`; afterwards every call raises ClientClosed."""
 
     def __init__(
-        self, endpoint: str | None = None, *, budgets: Budgets | None = None, timeout: float | None = None
+        self,
+        endpoint: str | None = None,
+        *,
+        budgets: Budgets | None = None,
+        timeout: float | None = None,
+        api_key: str | None = None,
     ) -> None:
         """Make a client that connects at its first call.
 
@@ -180,15 +178,16 @@ class Client:
                 variable SPECDEC_ENDPOINT, or 127.0.0.1:50051.
             budgets: limits on the time for which calls are retried. None: the defaults of `Budgets`.
             timeout: seconds that each call without a timeout of its own may take as a whole; None: no limit.
+            api_key: key that is sent with every call; None: no key. The connection is not encrypted.
 
         Raises:
-            InvalidRequest: the endpoint is neither HOST:PORT nor a gRPC target.
+            InvalidRequest: the endpoint is neither HOST:PORT nor a gRPC target, or the key has other characters than
+                printable ASCII.
         """
         self._timeout = timeout
-        self._closed = False
         self._budgets = budgets or Budgets()
         self._coordinators = Coordinators(endpoint)
-        self._sizes = SessionSizes()
+        self._identify(api_key)
 
     @overload
     def generate(
@@ -218,14 +217,21 @@ class Client:
             InvalidRequest: an option does not fit the request message. The call itself raises this one.
             SpecdecError: the request failed, or took longer than its timeout; a stream raises it when it is read.
         """
-        output = self._stream(self._sizes.add_expected_tokens(build_request(prompt, options)), options.get("timeout"))
+        request = self._sizes.add_expected_tokens(build_request(prompt, options))
+        output = self._stream(request, options.get("timeout"), options.get("traceparent"))
         if stream:
             return output
         with output:
             return output.result()
 
     def resume(
-        self, session_id: str, resume_from: int, *, provenance: bool = False, timeout: float | None = None
+        self,
+        session_id: str,
+        resume_from: int,
+        *,
+        provenance: bool = False,
+        timeout: float | None = None,
+        traceparent: str | None = None,
     ) -> Stream:
         """Stream the session's last request from output token `resume_from` on.
 
@@ -236,7 +242,7 @@ class Client:
         request = build_message(
             pb.GenerateRequest, session_id=session_id, resume_from=resume_from, return_provenance=provenance
         )
-        return self._stream(request, timeout)
+        return self._stream(request, timeout, traceparent)
 
     def get_session(self, session_id: str, *, include_token_ids: bool = False) -> Session:
         """Return a session's record. Raises NotFound for an unknown session."""
@@ -254,9 +260,24 @@ class Client:
         self._call("DeleteSession", request)
         self._sizes.forget(session_id)  # again: a turn may have begun before the deletion
 
-    def tokenize(self, text: str | None = None, *, messages: Sequence[ChatMessage] | None = None) -> tuple[int, ...]:
+    def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[ChatMessage] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
         """Return the token ids of a text or conversation as a new session would hold them."""
-        return tuple(self._call("Tokenize", build_tokenize_request(text, messages)).token_ids)
+        return tuple(self._call("Tokenize", build_tokenize_request(text, messages, chat_template_kwargs)).token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids, as `generate` would make it from them.
+
+        Special tokens add no text, or their names where `skip_special_tokens` is False. Raises InvalidRequest for more
+        ids than the context holds, or an id outside the vocabulary.
+        """
+        request = build_detokenize_request(token_ids, skip_special_tokens=skip_special_tokens)
+        return str(self._call("Detokenize", request).text)
 
     def promote(self, draft_pool: str, share: float = 1.0) -> Promotion | None:
         """Move sessions to a draft pool in steps, up to the share `share` of them; 0 ends the current promotion.
@@ -272,9 +293,9 @@ class Client:
         return read_server_info(self._call("GetInfo", pb.GetInfoRequest()))
 
     def close(self) -> None:
-        """End every call and close the connection. Idempotent."""
-        self._closed = True
-        self._coordinators.close()
+        """End every call and close the connection; no effect on a client that `for_tenant` returned. Idempotent."""
+        if not self._is_view:
+            self._coordinators.close()
 
     def __enter__(self) -> Self:
         return self
@@ -284,15 +305,16 @@ class Client:
     ) -> None:
         self.close()
 
-    def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> Stream:
-        if self._closed:
+    def _stream(self, request: pb.GenerateRequest, timeout: float | None, traceparent: str | None) -> Stream:
+        if self._coordinators.is_closed:
             raise closed()
         recovery = Recovery(self._budgets, self._timeout if timeout is None else timeout, needs_target=True)
-        return Stream(Attempts(self._coordinators), Transcript(request, self._sizes), recovery)
+        attempts = Attempts(self._coordinators, (*self._metadata, *trace_metadata(traceparent)))
+        return Stream(attempts, Transcript(request, self._sizes), recovery)
 
     def _call(self, method: str, request: Any) -> Any:
         recovery = Recovery(self._budgets, self._timeout)
-        attempts = Attempts(self._coordinators)
+        attempts = Attempts(self._coordinators, self._metadata)
 
         def once() -> Any:
             try:

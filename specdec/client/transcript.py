@@ -45,7 +45,8 @@ class Transcript:
         self._token_ids: list[int] = []
         self._texts: list[str] = []
         self._details: list[TokenDetail] = []
-        self._num_prompt_tokens = 0
+        self.num_prompt_tokens = 0
+        """Number of tokens before the output, once the server has begun."""
         self._finished: pb.Finished | None = None
 
     @property
@@ -93,7 +94,7 @@ class Transcript:
             if self.request_id and request_id not in ("", self.request_id):
                 raise Internal(f"the server answered request {request_id!r}, not {self.request_id!r}")
             self.request_id = request_id
-            self._num_prompt_tokens = response.started.num_prompt_tokens
+            self.num_prompt_tokens = response.started.num_prompt_tokens
             self.target_fingerprint = response.started.target_fingerprint
             self.target_changed = response.started.target_changed
             self._sizes.begin(self.request.session_id, self.request_id)
@@ -123,7 +124,7 @@ class Transcript:
             text="".join(self._texts),
             token_ids=tuple(self._token_ids),
             finish_reason=read_finish_reason(finished.reason) if finished else CANCELLED,
-            usage=read_usage(finished.usage) if finished else Usage(self._num_prompt_tokens, self.num_tokens, 0),
+            usage=read_usage(finished.usage) if finished else Usage(self.num_prompt_tokens, self.num_tokens, 0),
             stats=read_stats(finished.stats) if finished else GenerationStats.nothing(),
             details=tuple(self._details),
             target_fingerprint=self.target_fingerprint,

@@ -205,3 +205,7 @@ class StepObserver(Protocol):
     def observe_step(self, *, num_sequences: int, num_tokens: int, seconds: float) -> None:
         """Record a step; `seconds` is the time from its plan until its logits were processed."""
         ...
+
+    def observe_queue(self, seconds: float) -> None:
+        """Record that an answered call waited `seconds` for its first step."""
+        ...

@@ -28,6 +28,9 @@ from specdec.types import WEIGHT_TOTAL, TokenIds
 
 SUFFIX = ".safetensors"
 
+#: Beginning of the name of each tenant's folder.
+TENANT_PREFIX = "tenant-"
+
 #: Maximum number of top entries that are kept of a distribution. Other tokens go into the tail mass.
 MAX_ENTRIES = 64
 
@@ -79,7 +82,7 @@ class LoggedTurn:
 
 def tenant_folder(log: Path, tenant: str) -> Path:
     """Return the folder of a tenant's segments. The tenant's name is checked, so it cannot lead to another folder."""
-    return log / f"tenant-{check_tenant(tenant)}"
+    return log / f"{TENANT_PREFIX}{check_tenant(tenant)}"
 
 
 def encode_segment(facts: LogFacts, turns: Sequence[LoggedTurn]) -> bytes:

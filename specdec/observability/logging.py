@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Literal, TextIO
 
 #: Ids that a record may have, in the order in which they are printed.
-ID_NAMES = ("request_id", "session_id", "replica_id", "epoch", "round_id")
+ID_NAMES = ("request_id", "tenant", "session_id", "replica_id", "epoch", "round_id", "trace_id", "span_id")
 
 _NO_IDS: Mapping[str, str | int] = MappingProxyType({})
 _ids: ContextVar[Mapping[str, str | int]] = ContextVar("specdec_log_ids", default=_NO_IDS)
@@ -35,14 +35,27 @@ def bind(**ids: str | int) -> Iterator[None]:
     Raises:
         ValueError: a name is not in `ID_NAMES`.
     """
-    for name in ids:
-        if name not in ID_NAMES:
-            raise ValueError(f"{name} is not one of {', '.join(ID_NAMES)}")
-    token = _ids.set({**_ids.get(), **ids})
+    token = _ids.set(_with(ids))
     try:
         yield
     finally:
         _ids.reset(token)
+
+
+def bind_task(**ids: str | int) -> None:
+    """Add ids to every further record of the current task, and of the tasks that it starts from now on.
+
+    Raises:
+        ValueError: a name is not in `ID_NAMES`.
+    """
+    _ids.set(_with(ids))
+
+
+def _with(ids: Mapping[str, str | int]) -> Mapping[str, str | int]:
+    for name in ids:
+        if name not in ID_NAMES:
+            raise ValueError(f"{name} is not one of {', '.join(ID_NAMES)}")
+    return {**_ids.get(), **ids}
 
 
 def configure_logging(
@@ -60,7 +73,7 @@ def configure_logging(
     handler.setFormatter(_JsonFormatter(service) if log_format == "json" else _TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # Other libraries log one line per HTTP request or per compiled graph; only their warnings are shown.
-    for name in ("httpx", "urllib3", "huggingface_hub", "transformers", "asyncio", "grpc"):
+    for name in ("httpx", "httpx2", "uvicorn", "urllib3", "huggingface_hub", "transformers", "asyncio", "grpc"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
     # Two libraries write to stderr without `logging` and read these variables at their first use: gRPC's C core reports
     # every connection that a peer closed, and the Hugging Face libraries draw progress bars.

@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 
 from specdec.engine_api import Engine
 from specdec.errors import InvalidRequest, Unavailable
-from specdec.observability.metrics import EngineMetrics
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc import codec
 from specdec.rpc.device_thread_socket import DeviceThreadEngine, DeviceThreadSocket
 from specdec.rpc.frames import FrameServer

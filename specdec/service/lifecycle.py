@@ -20,10 +20,10 @@ import grpc
 
 from specdec.engine_api import Engine
 from specdec.errors import SpecdecError, error_line
-from specdec.observability.metrics import EngineMetrics, start_metrics_server
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.channels import require_free
 from specdec.rpc.server import ServiceServer
-from specdec.settings.addresses import advertised_address, split_address
+from specdec.settings.addresses import advertised_address
 from specdec.settings.base import ReplicaSettings, ServiceSettings
 from specdec.types import EngineInfo
 
@@ -97,7 +97,7 @@ async def run_replica(
         service_name: full protobuf name of the service.
         engine: closed on every return, also after an error.
         servicer: the service in front of `engine`.
-        metrics: served over HTTP where the settings ask for it.
+        metrics: reads the state of `engine` from now on.
         register: None for a replica that is not in a registry.
         stop: set by a signal handler.
         note_serving: called once the replica accepts calls.
@@ -115,12 +115,11 @@ async def run_replica(
     servicer.add_to(server.grpc_server)
     async with AsyncExitStack() as ending:
         ending.push_async_callback(engine.close)
-        metrics.watch_load(servicer.info)
-        if settings.metrics:
-            ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
+        metrics.watch_engine(engine.stats, servicer.info)
         await server.start()
         ending.push_async_callback(server.stop, 0.0)
         _log.info("warming up")
+        metrics.note_phase("warming_up")
         await engine.warm_up()
         if settings.unix_socket == "on":
             await servicer.open_unix_sockets(settings.max_message_bytes)
@@ -132,6 +131,7 @@ async def run_replica(
             await registration.start()
             ending.push_async_callback(registration.close)
         _log.info("listening", extra={"address": server.address, "advertised": address})
+        metrics.note_phase("serving")
         if note_serving is not None:
             note_serving()
         device_watch = asyncio.create_task(_watch_device(engine, server, registration))

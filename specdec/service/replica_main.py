@@ -29,8 +29,10 @@ from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
 from specdec.engine.simulated.pair import simulated_pair
 from specdec.engine_api import Engine
 from specdec.errors import InvalidRequest
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.observability.logging import bind, configure_logging
-from specdec.observability.metrics import EngineMetrics
+from specdec.observability.metrics_server import start_metrics_server
+from specdec.observability.series import served_name
 from specdec.service import memory
 from specdec.service.lifecycle import (
     Servicer,
@@ -40,6 +42,7 @@ from specdec.service.lifecycle import (
     stop_on_signals,
 )
 from specdec.service.rank_group import run_ranks
+from specdec.settings.addresses import split_address
 from specdec.settings.base import ReplicaSettings
 from specdec.settings.devices import require_device
 from specdec.settings.draft_specs import LocalDraftSpec
@@ -118,11 +121,13 @@ async def serve_replica(
         SpecdecError: the replica cannot start, or its engine failed.
     """
     replica_id = settings.replica_id or f"{kind.role}-{secrets.token_hex(6)}"
-    metrics = EngineMetrics(settings.model, role=kind.role)
+    metrics = EngineMetrics(served_name(settings.model), role=kind.role, pool=settings.pool)
     async with AsyncExitStack() as ending:
         ending.enter_context(bind(replica_id=replica_id))
         # Cheap checks come before the model is loaded.
         require_addresses(settings)
+        if settings.metrics:  # from now on, so that the load can be watched
+            ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
         registry = None if settings.redis_url.startswith("memory:") else open_registry(settings.redis_url)
         if registry is not None:
             ending.push_async_callback(registry.close)
@@ -177,6 +182,7 @@ def _load_engine(
     locate_checkpoint(settings.model)
     kind.check(settings)
     _log.info("loading %s", settings.model)
+    metrics.note_phase("loading")
     with memory.collector_at_rest():  # torch takes seconds to import, so settings are checked before
         from specdec.engine.loop.replica import ReplicaOptions
 

@@ -1,4 +1,4 @@
-"""Settings that every service shares, and those that draft and target replicas share.
+"""Settings that every process shares, those of gRPC services, and those that draft and target replicas share.
 
 A service's settings are a frozen model. Each field is a flag of the service, an environment variable
 (`SPECDEC_DRAFT__LISTEN`) and a key of its TOML file, and the docstring under the field is its `--help` text. A model
@@ -95,22 +95,15 @@ TenantName = Annotated[str, AfterValidator(_checked_tenant)]
 """1 to 64 letters, digits, "_", "." or "-"."""
 
 
-class ServiceSettings(BaseSettings):
-    """Flags that every service has. A service subclasses it and sets `env_prefix`."""
+class ProcessSettings(BaseSettings):
+    """Flags that every process has. A service subclasses it and sets `env_prefix`."""
 
     model_config = SettingsConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True, protected_namespaces=()
     )
 
     listen: Address
-    """HOST:PORT to serve gRPC on. Port 0 takes a free one, which the log line "listening" names."""
-
-    advertise: OptionalAddress = ""
-    """HOST:PORT that other services should dial. Unset: --listen with the port really bound; for a host of 0.0.0.0 or
-    [::], this machine's own address."""
-
-    health: OptionalAddress = ""
-    """HOST:PORT of a second, plaintext port that serves only grpc.health.v1. Unset: no such port."""
+    """HOST:PORT to serve on. Port 0 takes a free one, which the log line "listening" names."""
 
     metrics: OptionalAddress = ""
     """HOST:PORT that serves Prometheus metrics over HTTP at /metrics. Unset: no metrics."""
@@ -124,9 +117,6 @@ class ServiceSettings(BaseSettings):
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log records that are written. Prompts and tokens appear at debug only."""
-
-    max_message_bytes: int = Field(default=4 * 1024 * 1024, ge=64 * 1024, lt=1 << 31)
-    """Size of the largest gRPC message accepted. A larger one is refused with RESOURCE_EXHAUSTED."""
 
     drain_grace_s: float = Field(default=30.0, ge=0.0)
     """Time that calls in flight may still run after SIGTERM before they are cancelled."""
@@ -145,6 +135,20 @@ class ServiceSettings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Read arguments only: `specdec.settings.reading` reads the environment and files."""
         return (init_settings,)
+
+
+class ServiceSettings(ProcessSettings):
+    """Flags that every gRPC service has."""
+
+    advertise: OptionalAddress = ""
+    """HOST:PORT that other services should dial. Unset: --listen with the port really bound; for a host of 0.0.0.0 or
+    [::], this machine's own address."""
+
+    health: OptionalAddress = ""
+    """HOST:PORT of a second, plaintext port that serves only grpc.health.v1. Unset: no such port."""
+
+    max_message_bytes: int = Field(default=4 * 1024 * 1024, ge=64 * 1024, lt=1 << 31)
+    """Size of the largest gRPC message accepted. A larger one is refused with RESOURCE_EXHAUSTED."""
 
 
 class ReplicaSettings(ServiceSettings):

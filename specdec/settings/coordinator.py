@@ -10,12 +10,13 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from specdec.settings.base import DAY_S, Address, AddressList, ServiceSettings, TenantName, split_commas
 from specdec.settings.pool_names import OptionalPoolName
+from specdec.settings.tracing import TracingSettings
 from specdec.tenant import DEFAULT_TENANT
 
 LookupKinds = Annotated[tuple[Literal["ngram", "suffix"], ...], NoDecode, BeforeValidator(split_commas)]
 
 
-class CoordinatorSettings(ServiceSettings):
+class CoordinatorSettings(TracingSettings, ServiceSettings):
     """The coordinator: owns sessions, runs rounds between draft and target replicas, and serves clients."""
 
     model_config = SettingsConfigDict(env_prefix="SPECDEC_COORDINATOR__")
@@ -33,8 +34,13 @@ class CoordinatorSettings(ServiceSettings):
     """HOST:PORT of a target replica; repeatable. Any static endpoint turns the replica registry off."""
 
     tenant: TenantName = DEFAULT_TENANT
-    """Tenant that owns the sessions: 1 to 64 letters, digits, "_", "." or "-". Coordinators of two tenants may share
+    """Tenant of calls that name none: 1 to 64 letters, digits, "_", "." or "-". Coordinators of two tenants may share
     replicas and Redis, but no session, no KV block and no entry of the prefix directory."""
+
+    tenant_header: Literal["on", "off"] = "off"
+    """on: a call may name its tenant in the gRPC metadata "specdec-tenant". The coordinator believes every caller, so
+    only trusted gateways may reach its port. off: a call that names another tenant than --tenant is refused with
+    FORBIDDEN."""
 
     prefix_directory: Literal["on", "off"] = "on"
     """Directory in Redis of the prefixes that replicas hold. A new session goes to a replica that holds its prefix,
@@ -47,8 +53,8 @@ class CoordinatorSettings(ServiceSettings):
     drafts if there is one."""
 
     lookup_history_tokens: int = Field(default=200_000, ge=1_000, le=10_000_000)
-    """Number of tokens of past outputs that suffix drafts search; each takes about 100 bytes of the coordinator's
-    memory."""
+    """Number of tokens of past outputs that suffix drafts search, of all tenants together, at about 100 bytes of the
+    coordinator's memory each. Where there are several tenants, each gets at most half of it."""
 
     default_draft_pool: OptionalPoolName = ""
     """Pool of draft models for requests that name none; routed requests start with it while nothing is known. Unset, or
@@ -67,6 +73,10 @@ class CoordinatorSettings(ServiceSettings):
 
     learning_log_max_age_s: float = Field(default=7 * 86400.0, gt=0.0)
     """Seconds after which texts of the tenant's learning log are deleted, while a coordinator that writes it runs."""
+
+    audit_share: float = Field(default=0.002, ge=0.0, le=1.0)
+    """Share of the rounds that are verified again in the background, each in a target-only pass of its own while its
+    target is idle. The series `specdec:audit_...` and an error in the log name rounds that differ. 0: none."""
 
     timeline: Path | None = None
     """File that gets one JSON line a round with the times of each step in the coordinator and its replicas. It holds no

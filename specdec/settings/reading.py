@@ -23,13 +23,17 @@ from specdec.errors import InvalidRequest, error_line
 
 #: Name of a flag's value in `--help`, by the end of the flag, else by its type.
 _VALUE_NAMES = {
-    **dict.fromkeys(("listen", "advertise", "health", "metrics", "endpoint"), "HOST:PORT"),
+    "otlp-endpoint": "URL",
+    **dict.fromkeys(("listen", "advertise", "health", "metrics", "endpoint", "--coordinator"), "HOST:PORT"),
     **dict.fromkeys(("lookup", "local-draft"), "KIND"),
     **dict.fromkeys(("model", "tokenizer"), "PATH_OR_HUB_ID"),
     **dict.fromkeys(("redis-url", "tier-url"), "URL"),
-    **dict.fromkeys(("config", "timeline"), "FILE"),
+    **dict.fromkeys(("config", "timeline", "api-keys"), "FILE"),
     "learning-log": "DIR",
-    "utilization": "SHARE",
+    "api-key": "KEY",
+    "cors-origin": "ORIGIN",
+    "served-model-name": "NAME",
+    **dict.fromkeys(("utilization", "share"), "SHARE"),
     "-s": "SECONDS",
     "-ms": "MILLISECONDS",
     "-bytes": "BYTES",

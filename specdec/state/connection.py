@@ -59,6 +59,8 @@ class RedisConnection:
         Raises:
             InvalidRequest: the URL has another form.
         """
+        self.num_failures = 0
+        """Number of commands and scripts that failed after their retries."""
         self._place = describe_url(url)
         self._client: Any = _open_client(url)
         self._scripts = _ScriptRunner(self._client)
@@ -98,6 +100,7 @@ class RedisConnection:
         await self._client.aclose()
 
     def _unavailable(self, error: Exception) -> Unavailable:
+        self.num_failures += 1
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         return Unavailable(f"the store at {self._place} is not available: {reason}", reason="STORE_UNAVAILABLE")
 

@@ -36,6 +36,10 @@ class RedisPrefixDirectory:
         self._tenant = tenant
         self._ttl_ms = max(1, round(ttl_s * 1000))
 
+    def of_tenant(self, tenant: str) -> RedisPrefixDirectory:
+        """See `PrefixDirectory.of_tenant`."""
+        return RedisPrefixDirectory(self._connection, tenant, ttl_s=self._ttl_ms / 1000)
+
     async def note(self, chain_hashes: Sequence[bytes], num_held: Mapping[str, int]) -> None:
         """See `PrefixDirectory.note`."""
         keys = prefix_keys(self._tenant, chain_hashes)

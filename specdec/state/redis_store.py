@@ -6,41 +6,35 @@ coordinator and, for the registry, by every service.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 from typing import Any
 
 from specdec.errors import Internal, LeaseLost, NotFound, SessionBusy, SessionLost, SpecdecError
 from specdec.state.connection import RedisConnection
+from specdec.state.coordinators import COORDINATOR
 from specdec.state.keys import TOKEN_BYTES, pack_tokens, replica_keys, session_keys, unpack_tokens
 from specdec.state.prefix_directory import RedisPrefixDirectory
 from specdec.state.promotions import RedisPromotions
 from specdec.state.replica_records import MAX_RECORD_BYTES, MAX_REPLICA_ID_BYTES, decode_record, encode_record
-from specdec.state.store import (
-    Commit,
-    KvLocation,
-    Lease,
-    ReplicaRecord,
-    ReplicaRegistry,
-    RequestRecord,
-    SessionRecord,
+from specdec.state.session_fields import (
+    read_locations,
+    read_request,
+    request_fields,
+    write_finish_reason,
+    write_locations,
 )
-from specdec.tenant import DEFAULT_TENANT, check_tenant
-from specdec.types import FinishReason, TokenIds
+from specdec.state.store import Commit, KvLocation, Lease, ReplicaRecord, ReplicaRegistry, RequestRecord, SessionRecord
+from specdec.tenant import DEFAULT_TENANT, SessionKey, check_tenant
+from specdec.types import TokenIds
 
 DEFAULT_SESSION_TTL_S = 3600.0
 
-ROLES = ("draft", "target")
+ROLES = ("draft", "target", COORDINATOR)
 
 #: Lifetime of a deletion mark, from which a coordinator that still writes the session learns of the deletion.
 _DELETION_TTL_S = 600.0
-
-#: `finish_reason` of a running request.
-_RUNNING = 0
-
-#: Limits of a session's stored KV locations: their number, a target and a draft, and the digits of a token count.
-_MAX_LOCATIONS = 2
-_MAX_COUNT_DIGITS = 9
 
 _log = logging.getLogger(__name__)
 
@@ -72,12 +66,12 @@ class RedisSessionStore:
     async def acquire(self, session_id: str, *, owner: str, ttl_s: float, create: bool) -> Lease:
         """See `SessionStore.acquire`. The same owner may acquire again, which raises the epoch again."""
         args: list[str | bytes | int] = [owner, _milliseconds(ttl_s), self._session_ttl_ms, int(create)]
-        answer = await self._run("acquire", session_id, args)
+        answer = await self._run("acquire", self._key(session_id), args)
         if answer[0] == b"BUSY":
             raise SessionBusy(f"session {session_id!r} is running another request", field="session_id")
         if answer[0] == b"NOT_FOUND":
             raise NotFound(f"session {session_id!r} does not exist", field="session_id")
-        return Lease(session_id, owner, int(answer[1]), ttl_s, was_left=answer[2] == b"1")
+        return Lease(session_id, owner, int(answer[1]), ttl_s, was_left=answer[2] == b"1", tenant=self._tenant)
 
     async def renew(self, lease: Lease) -> None:
         (error,) = await self.renew_all([lease])
@@ -86,17 +80,17 @@ class RedisSessionStore:
 
     async def renew_all(self, leases: Sequence[Lease]) -> list[SpecdecError | None]:
         calls = [
-            (self._keys(lease.session_id), self._fence(lease, _milliseconds(lease.ttl_s))) for lease in leases
+            (session_keys(*lease.key), self._fence(lease, _milliseconds(lease.ttl_s))) for lease in leases
         ]  # fmt: skip
         answers = await self._connection.run_scripts("renew", calls)
         return [_loss(answer, lease) for answer, lease in zip(answers, leases, strict=True)]
 
     async def release(self, lease: Lease, *, left: bool = True, locations: Sequence[KvLocation] = ()) -> None:
-        await self._run("release", lease.session_id, [*self._fence(lease), int(left), _write_locations(locations)])
+        await self._run("release", lease.key, [*self._fence(lease), int(left), write_locations(locations)])
 
     async def begin_request(self, lease: Lease, request: RequestRecord, *, keep: int, token_ids: TokenIds) -> None:
-        args = [*self._fence(lease), keep, pack_tokens(token_ids), *_request_fields(request)]
-        answer = await self._run("begin_request", lease.session_id, args)
+        args = [*self._fence(lease), keep, pack_tokens(token_ids), *request_fields(request)]
+        answer = await self._run("begin_request", lease.key, args)
         _check_owned(answer, lease)
         _check_log(answer, lease, keep)
 
@@ -106,7 +100,7 @@ class RedisSessionStore:
             raise error
 
     async def commit_all(self, commits: Sequence[tuple[Lease, Commit]]) -> list[SpecdecError | None]:
-        calls = [(self._keys(lease.session_id), self._commit_args(lease, commit)) for lease, commit in commits]
+        calls = [(session_keys(*lease.key), self._commit_args(lease, commit)) for lease, commit in commits]
         answers = await self._connection.run_scripts("commit", calls)
         return [
             None if answer == b"OK" else _refusal(answer, lease, commit)
@@ -120,16 +114,16 @@ class RedisSessionStore:
             commit.base_len,
             pack_tokens(commit.token_ids),
             commit.stats_json,
-            _RUNNING if commit.finish_reason is None else int(commit.finish_reason),
+            write_finish_reason(commit.finish_reason),
         ]
 
     async def repair(self, lease: Lease, *, base_len: int, token_ids: TokenIds) -> None:
-        answer = await self._run("repair", lease.session_id, [*self._fence(lease), base_len, pack_tokens(token_ids)])
+        answer = await self._run("repair", lease.key, [*self._fence(lease), base_len, pack_tokens(token_ids)])
         _check_owned(answer, lease)
         _check_log(answer, lease, base_len)
 
     async def load(self, session_id: str) -> SessionRecord | None:
-        answer = await self._run("load", session_id, [])
+        answer = await self._run("load", self._key(session_id), [])
         if not answer:
             return None
         flat, num_bytes, owner, expires_in_ms = answer
@@ -139,23 +133,23 @@ class RedisSessionStore:
             epoch=int(meta["epoch"]),
             round_id=int(meta["round"]),
             num_tokens=num_bytes // TOKEN_BYTES,
-            request=_read_request(meta),
+            request=read_request(meta),
             owner=owner.decode(),
             expires_in_s=max(0, expires_in_ms) / 1000,
             was_left=meta.get("left") == meta["epoch"],
-            locations=_read_locations(meta.get("homes", "")),
+            locations=read_locations(meta.get("homes", "")),
         )
 
     async def read_tokens(self, session_id: str, start: int = 0) -> TokenIds:
         """See `SessionStore.read_tokens`. Empty beyond the log's end, and for a session that does not exist."""
-        tokens_key = session_keys(self._tenant, session_id)[1]
+        tokens_key = session_keys(*self._key(session_id))[1]
         return unpack_tokens(await self._connection.run_command("GETRANGE", tokens_key, start * TOKEN_BYTES, -1))
 
     async def delete(self, session_id: str) -> None:
-        await self._run("delete", session_id, [_milliseconds(_DELETION_TTL_S)])
+        await self._run("delete", self._key(session_id), [_milliseconds(_DELETION_TTL_S)])
 
     async def discard(self, lease: Lease) -> None:
-        _check_owned(await self._run("discard", lease.session_id, [lease.owner, lease.epoch]), lease)
+        _check_owned(await self._run("discard", lease.key, [lease.owner, lease.epoch]), lease)
 
     async def ping(self) -> None:
         await self._connection.run_command("PING")
@@ -168,17 +162,30 @@ class RedisSessionStore:
         """Return the tenant's promotion of a draft pool."""
         return RedisPromotions(self._connection, self._tenant)
 
+    @property
+    def num_failures(self) -> int:
+        """Number of calls that found the store not available."""
+        return self._connection.num_failures
+
+    def of_tenant(self, tenant: str) -> RedisSessionStore:
+        """See `SessionStore.of_tenant`. Raises InvalidRequest for an invalid name."""
+        if tenant == self._tenant:
+            return self
+        other = copy.copy(self)
+        other._tenant = check_tenant(tenant)
+        return other
+
     def reopen(self) -> RedisSessionStore:
         return RedisSessionStore(self._url, tenant=self._tenant, session_ttl_s=self._session_ttl_s)
 
     async def close(self) -> None:
         await self._connection.close()
 
-    async def _run(self, script: str, session_id: str, args: list[str | bytes | int]) -> Any:
-        return await self._connection.run_script(script, self._keys(session_id), args)
+    async def _run(self, script: str, key: SessionKey, args: list[str | bytes | int]) -> Any:
+        return await self._connection.run_script(script, session_keys(*key), args)
 
-    def _keys(self, session_id: str) -> tuple[str, str, str, str]:
-        return session_keys(self._tenant, session_id)
+    def _key(self, session_id: str) -> SessionKey:
+        return SessionKey(self._tenant, session_id)
 
     def _fence(self, lease: Lease, *between: int) -> list[str | bytes | int]:
         """Return the first arguments of every fenced script."""
@@ -237,47 +244,6 @@ class RedisReplicaRegistry:
 def open_registry(url: str) -> ReplicaRegistry:
     """Return the registry at a URL; it connects at the first command. Raises InvalidRequest for a malformed URL."""
     return RedisReplicaRegistry(url)
-
-
-def _request_fields(request: RequestRecord) -> list[str | bytes | int]:
-    return [
-        *("request_id", request.request_id),
-        *("request_digest", request.request_digest),
-        *("parameters_json", request.parameters_json),
-        *("turn", request.turn),
-        *("output_start", request.output_start),
-        *("finish_reason", _RUNNING if request.finish_reason is None else int(request.finish_reason)),
-        *("stats_json", request.stats_json),
-    ]
-
-
-def _read_request(meta: dict[str, str]) -> RequestRecord | None:
-    if "request_id" not in meta:
-        return None
-    finish_reason = int(meta["finish_reason"])
-    return RequestRecord(
-        request_id=meta["request_id"],
-        request_digest=meta["request_digest"],
-        parameters_json=meta["parameters_json"],
-        turn=int(meta["turn"]),
-        output_start=int(meta["output_start"]),
-        finish_reason=None if finish_reason == _RUNNING else FinishReason(finish_reason),
-        stats_json=meta["stats_json"],
-    )
-
-
-def _write_locations(locations: Sequence[KvLocation]) -> str:
-    return " ".join(f"{location.incarnation}:{location.num_tokens}" for location in locations)
-
-
-def _read_locations(text: str) -> tuple[KvLocation, ...]:
-    """Return the locations in a stored text; invalid parts are skipped, because locations are hints."""
-    parts = (part.rpartition(":") for part in text.split(" ")[:_MAX_LOCATIONS])
-    return tuple(
-        KvLocation(incarnation, int(count))
-        for incarnation, _, count in parts
-        if incarnation and count.isascii() and count.isdigit() and len(count) <= _MAX_COUNT_DIGITS
-    )
 
 
 def _refusal(answer: Any, lease: Lease, commit: Commit) -> SpecdecError:

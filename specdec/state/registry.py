@@ -1,4 +1,4 @@
-"""The heartbeat that keeps a draft or target replica in the registry (`redis_store`)."""
+"""The heartbeat that keeps a replica or a coordinator in the registry (`redis_store`)."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from specdec.errors import SpecdecError
+from specdec.tenant import DEFAULT_TENANT, SessionKey
 from specdec.types import EngineInfo, FinishReason, TokenIds
 
 
@@ -27,6 +28,12 @@ class Lease:
     ttl_s: float
     was_left: bool = False
     """Set if the previous owner gave the session back in order (`SessionRecord.was_left`)."""
+    tenant: str = DEFAULT_TENANT
+    """Tenant that owns the session."""
+
+    @property
+    def key(self) -> SessionKey:
+        return SessionKey(self.tenant, self.session_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +100,10 @@ class Commit:
 
 
 class SessionStore(Protocol):
-    """Sessions and their token logs. Every method but `commit_all` and `renew_all` is one atomic step.
+    """Sessions of one tenant and their token logs. Every method but `commit_all` and `renew_all` is one atomic step.
+
+    A method that takes a lease works on the tenant of the lease, whichever that is, so that leases and commits of
+    several tenants can be sent together.
 
     All methods raise Unavailable (STORE_UNAVAILABLE) if the store cannot be reached. In place of LeaseLost they raise
     NotFound if the session was deleted under the lease a short time ago, even if it has been created again since.
@@ -189,6 +199,10 @@ class SessionStore(Protocol):
         """Raise Unavailable if the store is not available."""
         ...
 
+    def of_tenant(self, tenant: str) -> SessionStore:
+        """Return the sessions of a tenant, on the connections of this store. Closing either one closes both."""
+        ...
+
     def reopen(self) -> SessionStore:
         """Return the same store with new connections, for another event loop. The caller closes it."""
         ...
@@ -205,7 +219,8 @@ class ReplicaRecord:
 
 
 class ReplicaRegistry(Protocol):
-    """The serving replicas. Entries expire `ttl_s` after their last heartbeat."""
+    """The serving replicas, and the coordinators that clients may call. Entries expire `ttl_s` after their last
+    heartbeat."""
 
     async def publish(self, record: ReplicaRecord, *, ttl_s: float) -> None:
         """Add a replica for `ttl_s`. Raises InvalidRequest for a record that readers would skip."""
@@ -214,7 +229,7 @@ class ReplicaRegistry(Protocol):
     async def remove(self, replica_id: str) -> None: ...
 
     async def replicas(self, role: str) -> list[ReplicaRecord]:
-        """Return the live replicas of a role ("draft" or "target"), ordered by replica id."""
+        """Return the live replicas of a role ("draft", "target" or "coordinator"), ordered by replica id."""
         ...
 
     async def close(self) -> None: ...
@@ -223,8 +238,12 @@ class ReplicaRegistry(Protocol):
 class PrefixDirectory(Protocol):
     """The replicas that hold the KV of one tenant's prefixes. Entries expire some time after the last note.
 
-    Both methods raise Unavailable (STORE_UNAVAILABLE) if the directory cannot be reached.
+    `note` and `holders` raise Unavailable (STORE_UNAVAILABLE) if the directory cannot be reached.
     """
+
+    def of_tenant(self, tenant: str) -> PrefixDirectory:
+        """Return the directory of another tenant, on the same connections."""
+        ...
 
     async def note(self, chain_hashes: Sequence[bytes], num_held: Mapping[str, int]) -> None:
         """Record which prefixes of one chain replicas hold. Idempotent.

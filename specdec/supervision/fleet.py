@@ -20,8 +20,11 @@ from specdec.errors import InvalidRequest, SpecdecError, StaleEpoch, Unavailable
 from specdec.supervision.services import STOP_GRACE_S, Service
 from specdec.supervision.supervisor import Supervisor
 
-#: Name of the coordinator's service. The other services are called ROLE-NUMBER.
+#: Name of the coordinator's service. Replicas are called ROLE-NUMBER.
 COORDINATOR = "coordinator"
+
+#: Name of the gateway's service.
+GATEWAY = "gateway"
 
 #: Most replicas of a role. Each is a process that holds a model.
 MAX_REPLICAS = 256
@@ -31,7 +34,7 @@ KNOWN_AFTER_S = 2.0
 
 
 def role_of(name: str) -> str:
-    """Return the role of a service called ROLE-NUMBER; for replicas of one of several draft pools, draft-POOL."""
+    """Return the role of a service called ROLE-NUMBER; draft-POOL for one of several draft pools; "" for no replica."""
     return name.rpartition("-")[0]
 
 
@@ -42,6 +45,8 @@ class Launches(Protocol):
     def roles(self) -> tuple[str, ...]: ...
 
     def coordinator(self) -> Service: ...
+
+    def gateway(self) -> Service: ...
 
     def replica(self, name: str, num_alike: int) -> Service: ...
 
@@ -78,7 +83,10 @@ class Scaling:
 
 
 class Fleet:
-    """One coordinator and the replicas of each role. One thread uses it; others may call `scale` and `join`."""
+    """One coordinator, the replicas of each role, and perhaps a gateway.
+
+    One thread uses it; others may call `scale` and `join`.
+    """
 
     def __init__(self, launcher: Launches, clock: Callable[[], float] = time.monotonic) -> None:
         self._launcher = launcher
@@ -102,12 +110,14 @@ class Fleet:
         everyone = [*self._kept, *self._starting, *self._leaving]
         return sorted(everyone, key=lambda service: service.name == COORDINATOR)
 
-    def begin(self, counts: Mapping[str, int]) -> None:
-        """Start `counts` replicas of each role, and the coordinator."""
+    def begin(self, counts: Mapping[str, int], *, with_gateway: bool = False) -> None:
+        """Start `counts` replicas of each role, the coordinator, and the gateway if there is to be one."""
         self._wanted = dict(counts)
         for role, number in counts.items():
             for index in range(number):
                 self._starting.append(self._launcher.replica(f"{role}-{index}", number))
+        if with_gateway:
+            self._starting.append(self._launcher.gateway())
         self._starting.append(self._launcher.coordinator())
 
     def settle(self) -> None:
@@ -165,13 +175,15 @@ class Fleet:
             self._forget_unserved()
 
     def stop(self) -> None:
-        """End the coordinator, then all replicas together."""
+        """End the gateway, then the coordinator, then all replicas together."""
         with self._lock:
             if self._scaling is not None:
                 self._scaling.end(self._wanted, Unavailable("specdec up is ending", reason="DRAINING"))
-            services = self.services[::-1]
-            for service in services[:1]:
-                service.stop()
+            services = self.services
+            for name in (GATEWAY, COORDINATOR):
+                for service in services:
+                    if service.name == name:
+                        service.stop()
             for service in services:
                 service.ask_to_stop()
             for service in services:

@@ -55,6 +55,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=specdec_dot_v1_dot_coordinator__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=specdec_dot_v1_dot_coordinator__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/specdec.v1.CoordinatorService/Detokenize',
+                request_serializer=specdec_dot_v1_dot_coordinator__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=specdec_dot_v1_dot_coordinator__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.GetInfo = channel.unary_unary(
                 '/specdec.v1.CoordinatorService/GetInfo',
                 request_serializer=specdec_dot_v1_dot_coordinator__pb2.GetInfoRequest.SerializeToString,
@@ -99,6 +104,13 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Detokenize(self, request, context):
+        """Text of token ids, as Generate would make it from them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetInfo(self, request, context):
         """What is being served, and by which replicas.
         """
@@ -135,6 +147,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.Tokenize,
                     request_deserializer=specdec_dot_v1_dot_coordinator__pb2.TokenizeRequest.FromString,
                     response_serializer=specdec_dot_v1_dot_coordinator__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=specdec_dot_v1_dot_coordinator__pb2.DetokenizeRequest.FromString,
+                    response_serializer=specdec_dot_v1_dot_coordinator__pb2.DetokenizeResponse.SerializeToString,
             ),
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
@@ -256,6 +273,33 @@ class CoordinatorService(object):
             '/specdec.v1.CoordinatorService/Tokenize',
             specdec_dot_v1_dot_coordinator__pb2.TokenizeRequest.SerializeToString,
             specdec_dot_v1_dot_coordinator__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specdec.v1.CoordinatorService/Detokenize',
+            specdec_dot_v1_dot_coordinator__pb2.DetokenizeRequest.SerializeToString,
+            specdec_dot_v1_dot_coordinator__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

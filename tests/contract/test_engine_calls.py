@@ -46,6 +46,9 @@ class _HeldSteps:
         self.entered.release()
         self.gate.wait()
 
+    def observe_queue(self, seconds: float) -> None:
+        """Only steps are observed."""
+
 
 class EngineRig:
     """An engine of either role; a test can block its steps and advance its clock."""

@@ -11,6 +11,7 @@ import pytest
 
 from specdec.errors import Unavailable
 from specdec.state.connection import RedisConnection
+from specdec.state.coordinators import COORDINATOR, coordinator_info, live_coordinators
 from specdec.state.keys import replica_keys
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
@@ -60,6 +61,7 @@ async def registry(store_url: str, raw: RedisConnection) -> AsyncIterator[Replic
     """Return an empty registry; earlier tests use the same names on the server."""
     await raw.run_command("DEL", *replica_keys("draft"))
     await raw.run_command("DEL", *replica_keys("target"))
+    await raw.run_command("DEL", *replica_keys(COORDINATOR))
     registry = open_registry(store_url)
     yield registry
     await registry.close()
@@ -288,3 +290,29 @@ async def test_a_heartbeat_survives_a_restart_of_redis(tmp_path_factory: pytest.
             pass
     await registry.close()
     server.stop()
+
+
+def coordinator(coordinator_id: str, address: str) -> ReplicaRecord:
+    info = coordinator_info(coordinator_id, version="1", model="m", vocabulary_fingerprint="v", num_running=2)
+    return ReplicaRecord(address, info)
+
+
+async def test_live_coordinators_are_listed_by_address_and_are_no_replicas(registry: ReplicaRegistry) -> None:
+    assert await live_coordinators(registry) == []
+    leaving = coordinator("c-3", "h:3")
+    leaving = replace(leaving, engine=replace(leaving.engine, draining=True))
+    for record in (coordinator("c-1", "h:2"), coordinator("c-2", "h:1"), leaving, replica("d-1")):
+        await registry.publish(record, ttl_s=LONG_TTL_S)
+    assert await live_coordinators(registry) == ["h:1", "h:2"]
+    assert await registry.replicas(COORDINATOR) == [coordinator("c-1", "h:2"), coordinator("c-2", "h:1"), leaving]
+    assert [await ids(registry, role) for role in ("draft", "target")] == [["d-1"], []]
+    await registry.remove("c-2")
+    assert await live_coordinators(registry) == ["h:2"]
+
+
+async def test_a_coordinator_that_sends_no_heartbeat_is_not_listed_for_long(registry: ReplicaRegistry) -> None:
+    await registry.publish(coordinator("c-1", "h:1"), ttl_s=SHORT_TTL_S)
+    await registry.publish(coordinator("c-2", "h:2"), ttl_s=LONG_TTL_S)
+    async with asyncio.timeout(10):
+        while await live_coordinators(registry) != ["h:2"]:
+            pass

@@ -7,11 +7,12 @@ import contextlib
 
 import pytest
 
-from specdec.errors import Unavailable
+from specdec.errors import InvalidRequest, Unavailable
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import session_keys
 from specdec.state.redis_store import open_store
 from specdec.state.store import Lease, SessionStore
+from tests.support.store_sessions import REQUEST, a_round, tokens
 
 SESSIONS = [f"batch-{index}" for index in range(40)]
 
@@ -79,3 +80,20 @@ async def test_closing_fails_running_scripts(store_url: str) -> None:
     await store.close()
     with pytest.raises(Unavailable, match="closed"):
         await under_way
+
+
+async def test_leases_of_several_tenants_are_renewed_and_committed_in_one_message(store: SessionStore) -> None:
+    tenants = ("default", "batch-ours", "batch-theirs")
+    views = [store.of_tenant(tenant) for tenant in tenants]
+    leases = [await acquire(view, "batch-shared") for view in views]
+    assert [lease.tenant for lease in leases] == list(tenants)
+    for number, lease in enumerate(leases):
+        await store.begin_request(lease, REQUEST, keep=0, token_ids=tokens(number))
+    answers = await store.commit_all([(lease, a_round(0, 1, 7)) for lease in leases])
+    assert answers == await store.renew_all(leases) == [None] * 3
+    for number, view in enumerate(views):
+        assert (await view.read_tokens("batch-shared")).tolist() == [number, 7]
+    await store.discard(leases[1])
+    assert [await view.load("batch-shared") is None for view in views] == [False, True, False]
+    with pytest.raises(InvalidRequest, match="is not 1 to 64 letters"):
+        store.of_tenant("a:b")

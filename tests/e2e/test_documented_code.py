@@ -43,6 +43,7 @@ EXCUSES = {
     r"specdec up --draft suffix --draft code=": "starts a system of its own; test_draft_pools has one",
     r"specdec (serve|advise --target) (Qwen/|.*\.gguf)": "needs the Hugging Face hub or a model of the reader's own",
     r"python -m (target_service|draft_service|coordinator) .*redis://redis": "needs a GPU and other machines",
+    r"specdec up --otlp-endpoint ": "sends traces to a collector of the reader's own; test_traces has one",
     r"(python3? -m )?pip ": "installs packages",
     r"\.venv/bin/python -m pytest ": "is a test",
     r"(docker|kubectl|kustomize|helm|git|apt-get|brew) ": "needs a cluster, a daemon or the network",

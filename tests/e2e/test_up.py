@@ -24,6 +24,7 @@ from specdec.rpc.transport_selector import LONE_CALLS
 from specdec.supervision.processes import free_ports
 from tests.support.process_rig import greedy, ranks_of
 from tests.support.tiny_models import build_tiny_model
+from tests.support.trace_collector import TraceCollector
 from tests.support.up_rig import child_running, children_of, complaints, specdec, start_up, wait_until_gone
 
 REPLICA_STAGES = ("received", "decoded", "admitted", "step_began", "step_ended", "answered", "encoded", "sent")
@@ -201,14 +202,19 @@ def test_services_of_one_machine_exchange_frames_over_unix_sockets(model: Path) 
         assert [(name[:14], ends.count(name)) for name in names] == [("@specdec-lane-", 2)] * 2
 
 
-def test_the_timeline_of_its_rounds_becomes_a_picture(model: Path, tmp_path: Path) -> None:
+def test_its_rounds_become_a_picture_and_spans_of_a_collector(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "timeline.jsonl"
-    with running("--target", str(model), "--draft", str(model), "--timeline", str(file)) as (_, endpoint):
+    collector = TraceCollector()
+    recording = ("--timeline", str(file), "--otlp-endpoint", collector.endpoint)
+    with collector, running("--target", str(model), "--draft", str(model), *recording) as (up, endpoint):
         with Client(endpoint) as client:
             ask = {"prompt_token_ids": [5, 6, 7], "ignore_eos": True, "temperature": 0, "max_new_tokens": 24}
             completion = client.generate(gamma=2, **ask)
             client.generate(mode="off", **ask)
         rounds = [json.loads(line) for line in file.read_text().splitlines()]
+        up.send_signal(signal.SIGTERM)
+        up.communicate()  # the last spans are exported by now
+    assert len(collector.named("round")) == len(rounds)
     assert len(rounds) == completion.stats.num_rounds + 24
     for entry in rounds:
         for call in filter(None, (entry["draft"], entry["target"])):
@@ -273,8 +279,14 @@ def test_up_that_stops_while_a_child_is_down_leaves_nothing() -> None:
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
 
 
-def test_help_shows_no_flag_that_only_refuses_and_one_for_each_limit() -> None:
+def test_help_shows_a_flag_for_each_address_and_limit() -> None:
     shown = specdec("up", "--help").stdout
-    assert "--http" not in shown
-    for flag in ("--metrics HOST:PORT", "--num-threads-target N", "--max-context-tokens N", "--log-level {"):
+    for flag in (
+        "--http HOST:PORT",
+        "--api-keys FILE",
+        "--metrics HOST:PORT",
+        "--num-threads-target N",
+        "--max-context-tokens N",
+        "--log-level {",
+    ):
         assert flag in shown

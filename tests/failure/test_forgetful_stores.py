@@ -25,6 +25,9 @@ class FailingCommits:
         self._error = error
         self.num_left = 0
 
+    def of_tenant(self, tenant: str) -> FailingCommits:
+        return self
+
     def __getattr__(self, name: str) -> Any:
         if name == "commit_all" and self.num_left > 0:
             return self._fail

@@ -37,6 +37,7 @@ UNARY = [
     "/specdec.v1.CoordinatorService/GetSession",
     "/specdec.v1.CoordinatorService/DeleteSession",
     "/specdec.v1.CoordinatorService/Tokenize",
+    "/specdec.v1.CoordinatorService/Detokenize",
     "/specdec.v1.CoordinatorService/GetInfo",
     "/specdec.v1.DraftService/Release",
     "/specdec.v1.DraftService/GetEngineInfo",
@@ -88,6 +89,7 @@ EXPLOSIONS = {
         "stop tokens": field(3, b"p") + field(6, field(13, b"\x01" * (MANY - 64))),
     },
     "/specdec.v1.CoordinatorService/Tokenize": {"messages": field(2, b"\x0a\x00" * (MANY - 32))},
+    "/specdec.v1.CoordinatorService/Detokenize": {"ids one by one": b"\x08\x01" * MANY},
     "/specdec.v1.TargetService/Release": {
         "sessions": b"\x0a\x00" * MANY,
         "some sessions": b"\x0a\x00" * 100_000,

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from coordinator.front.servicer import CoordinatorServicer
+from coordinator.front.tenants import CallTenants
 from coordinator.replicas.replica import TARGET
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.text.prompt import encode_prompt
@@ -304,6 +305,7 @@ async def served(tokenizer: ServedTokenizer, context: int) -> AsyncIterator[Coor
             draft_sources=DraftSourceFactory(coordinator.pools, None),
             tokenizer=tokenizer,
             default_mode=Mode.REJECTION,
+            tenants=CallTenants(),
         )
         servicer.add_to(server.grpc_server)
         await server.start()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from specdec.state.store import Commit, Lease, RequestRecord
+from specdec.tenant import DEFAULT_TENANT, SessionKey
 from tests.support.coordinator_rig import PROMPT, Rig, eventually, read_rest, read_until, request
 from tests.support.interrupted_store import InterruptedStore, coordinator_on, keys_of, reason_of
 
@@ -108,7 +109,7 @@ async def test_readers_get_the_end_of_a_request_whose_session_is_deleted_as_it_e
         stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=12))
         output = await read_until(stream, 12)
         await ending.wait()
-        deletion = asyncio.ensure_future(coordinator.generations.delete("s"))
+        deletion = asyncio.ensure_future(coordinator.generations.delete(SessionKey(DEFAULT_TENANT, "s")))
         await asyncio.sleep(0)
         gate.set()
         async with asyncio.timeout(10):

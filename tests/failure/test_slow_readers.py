@@ -72,7 +72,7 @@ async def test_a_reader_that_never_reads_is_cut_off_and_resumes_without_repeat_o
         assert error.retryable
         assert "resume" in error.message
         failures = {"model_name": "table", "reason": "QUEUE_FULL"}  # not a cancellation: the server ended the stream
-        assert coordinator.metrics.registry.get_sample_value("specdec:request_failures_total", failures) == 1.0
+        assert coordinator.metrics.registry.get_sample_value("specdec:request_interruptions_total", failures) == 1.0
         num_read = len(output.token_ids)
         assert 0 < num_read < NUM_TOKENS
         rest = await coordinator.generate(request(None, session_id="s", resume_from=num_read))

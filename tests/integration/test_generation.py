@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from specdec.rpc.status import from_rpc_error
+from specdec.tenant import DEFAULT_TENANT, SessionKey
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import (
     EOS,
@@ -66,6 +67,7 @@ async def test_statistics_add_up_and_drafts_are_really_accepted_and_rejected() -
         sources = [detail.source for detail in output.details]
         assert stats.num_accepted_tokens == sources.count(pb.TOKEN_SOURCE_ACCEPTED) == sum(stats.accepted_per_position)
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+        assert sum(chunk.num_draft_tokens for chunk in output.chunks) == stats.num_draft_tokens
         assert stats.num_rounds == len(output.chunks)
         assert stats.num_target_only_steps == sources.count(pb.TOKEN_SOURCE_TARGET)
         assert usage.num_output_tokens == 60
@@ -317,7 +319,7 @@ async def test_a_request_whose_session_is_deleted_before_its_first_step_fails_wi
         call = asyncio.create_task(coordinator.generate(request(session_id="s")))
         while not coordinator.generations.num_running:  # noqa: ASYNC110  the next step of the loop is too late
             await asyncio.sleep(0)
-        await coordinator.generations.delete("s")
+        await coordinator.generations.delete(SessionKey(DEFAULT_TENANT, "s"))
         await _check_gone(rig, call, "s")
 
 
@@ -327,7 +329,7 @@ async def test_a_session_deleted_during_the_admission_of_its_first_request_stays
             call = asyncio.create_task(coordinator.generate(request(session_id=session_id, max_new_tokens=300)))
             while await rig.store.load(session_id) is None:
                 pass
-            await coordinator.generations.delete(session_id)
+            await coordinator.generations.delete(SessionKey(DEFAULT_TENANT, session_id))
             await _check_gone(rig, call, session_id)
 
 

@@ -19,7 +19,7 @@ from draft_service.proposer import DraftOptions, Proposer
 from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.options import LoadRequest
-from specdec.observability.metrics import EngineMetrics
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.types import EngineInfo, Mode, Proposal, ProposeRequest, SamplingFilters
 from target_service.verifier import Verifier
 from tests.support.round_driver import RoundDriver
@@ -65,7 +65,7 @@ class _PatientDraft:
         await self.proposer.close()
 
     def rounds(self, outcome: str) -> float:
-        labels = {"model_name": "m", "role": "draft", "outcome": outcome}
+        labels = {"model_name": "m", "role": "draft", "pool": "default", "outcome": outcome}
         return self.metrics.registry.get_sample_value("specdec:predraft_rounds_total", labels) or 0.0
 
 

@@ -105,6 +105,9 @@ class Clock:
     def observe_step(self, *, num_sequences: int, num_tokens: int, seconds: float) -> None:
         self.busy_s += seconds
 
+    def observe_queue(self, seconds: float) -> None:
+        """Only steps are observed."""
+
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 async def test_response_time_does_not_reveal_that_another_tenant_sent_a_prefix(role: str) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from specdec.core.reference import filtered_distribution
 from specdec.engine.logits.filters import filtered_distributions
 from specdec.engine.logits.penalties import FilterContext
-from specdec.observability.metrics import EngineMetrics
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import TargetLink
 from specdec.rpc.server import TARGET_SERVICE, ServiceServer
 from specdec.types import WEIGHT_TOTAL, SamplingFilters, VerifyRequest

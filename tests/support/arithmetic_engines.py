@@ -14,6 +14,7 @@ import numpy as np
 
 from specdec import errors
 from specdec.core.reference import chain_hash
+from specdec.engine_api import EngineStats
 from specdec.types import (
     WEIGHT_TOTAL,
     DistributionRow,
@@ -118,6 +119,9 @@ class _Engine:
             dtype="float32",
             device="cpu",
         )
+
+    def stats(self) -> EngineStats:
+        return EngineStats(num_kv_blocks=100)
 
     async def wait_ended(self) -> None:
         await self.broken.wait()

@@ -23,10 +23,13 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from coordinator.audit.audit_queue import AuditQueue
+from coordinator.audit.turn_audit import Auditor
 from coordinator.front.servicer import CoordinatorServicer
+from coordinator.front.tenants import CallTenants
 from coordinator.generation.generation_service import GenerationService, GenerationSettings
 from coordinator.learning.log import LearningLog
-from coordinator.lookup.history import TokenHistory
+from coordinator.lookup.history import TokenHistories
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
 from coordinator.round.draft_source_factory import DraftSourceFactory
@@ -36,8 +39,12 @@ from coordinator.text.tokenizer import ServedTokenizer
 from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from draft_service.servicer import DraftServicer
+from specdec.checkpoints.generation_config import recommended_sampling
 from specdec.engine.loop.replica import ReplicaOptions
-from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
+from specdec.observability.audit import AuditMetrics
+from specdec.observability.coordinator_metrics import CoordinatorMetrics
+from specdec.observability.engine_metrics import EngineMetrics
+from specdec.observability.tracing import Tracing
 from specdec.rpc.client import open_link
 from specdec.rpc.server import COORDINATOR_SERVICE, DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
 from specdec.state.redis_store import RedisSessionStore, open_store
@@ -79,6 +86,7 @@ class Service:
     worker: TableWorker
     server: ServiceServer
     servicer: Any
+    metrics: EngineMetrics
 
     @property
     def address(self) -> str:
@@ -109,14 +117,19 @@ async def start_service(
     worker = TableWorker(vocabulary_size=VOCABULARY, num_blocks=256, context=context, salt=salt,
                          vocabulary=vocabulary, local_drafts=local_drafts, local_gammas=local_gammas)  # fmt: skip
     options = ReplicaOptions(replica_id=f"{role}-{salt}", model="table", pool=pool, max_gamma=max_gamma, shadow=shadow)
-    engine = Proposer(worker, options, DraftOptions(predraft=predraft)) if role == DRAFT else Verifier(worker, options)
-    metrics = EngineMetrics("table", role=role)
+    metrics = EngineMetrics("table", role=role, pool=pool)
+    engine = (
+        Proposer(worker, options, DraftOptions(predraft=predraft), observer=metrics)
+        if role == DRAFT
+        else Verifier(worker, options, observer=metrics)
+    )
+    metrics.watch_engine(engine.stats, engine.info)
     servicer = (DraftServicer if role == DRAFT else TargetServicer)(between(engine), metrics)
     server = ServiceServer(listen, service_names=(DRAFT_SERVICE if role == DRAFT else TARGET_SERVICE,))
     servicer.add_to(server.grpc_server)
     await server.start()
     await server.set_serving()
-    return Service(role, engine, worker, server, servicer)
+    return Service(role, engine, worker, server, servicer, metrics)
 
 
 @dataclass
@@ -129,16 +142,17 @@ class Coordinator:
     server: ServiceServer
     stub: coordinator_pb2_grpc.CoordinatorServiceStub
     channel: grpc.aio.Channel
-    history: TokenHistory | None = None
+    histories: TokenHistories | None = None
     scores: ScoreQueue | None = None
     canary: Canary | None = None
     """It looks at the store when it is told to."""
+    audits: AuditQueue | None = None
 
     async def history_settled(self) -> None:
         """Waits until what was said can be found."""
-        assert self.history is not None
+        assert self.histories is not None
         await eventually(lambda: not self.generations.num_running)  # each has said all that it will
-        await self.history.settle()
+        await self.histories.settle()
 
     async def scores_settled(self) -> None:
         """Waits until all that was said is scored."""
@@ -146,9 +160,17 @@ class Coordinator:
         await eventually(lambda: not self.generations.num_running)
         await self.scores.settle()
 
+    async def audits_settled(self) -> None:
+        """Wait until no request runs and no round waits for its audit."""
+        assert self.audits is not None
+        await eventually(lambda: not self.generations.num_running)
+        await self.audits.settle()
+
     async def stop(self) -> None:
         await self.channel.close()
         await self.generations.drain(0.0)
+        if self.audits is not None:
+            await self.audits.close()
         await self.server.stop(0.0)
         await self.pools.close()
 
@@ -201,8 +223,13 @@ class Rig:
         draft_salt: int = 1,
         store_url: str = "",
         local_drafts: Mapping[str, int] = MappingProxyType({}),
+        write_checkpoint: Callable[[Path], None] = write_tokenizer,
     ) -> None:
-        """`store_url`: of the session store; one of its own in memory if empty. `local_drafts`: of the targets."""
+        """`store_url`: of the session store; one of its own in memory if empty. `local_drafts`: of the targets.
+
+        `write_checkpoint`: writes the tokenizer into a directory, and what is to lie beside it.
+        """
+        self._write_checkpoint = write_checkpoint
         self._local_drafts = local_drafts
         self._store_url = store_url or f"memory://{secrets.token_hex(8)}"
         self._counts = {TARGET: targets, DRAFT: drafts}
@@ -215,8 +242,9 @@ class Rig:
 
     async def __aenter__(self) -> Self:
         directory = Path(self._directory.name)
-        write_tokenizer(directory)
+        self._write_checkpoint(directory)
         self.tokenizer = ServedTokenizer(str(directory))
+        self._default_sampling = recommended_sampling(directory)
         self.store = self.open_store()
         for role, count in self._counts.items():
             for _ in range(count):
@@ -255,24 +283,32 @@ class Rig:
         self,
         *,
         tenant: str = DEFAULT_TENANT,
+        tenant_header: bool = False,
         has_directory: bool = True,
         lookup: Sequence[str] = (),
         routes: bool = False,
         num_alive: int | None = None,
         target_wait_s: float = 0.0,
         learning_log: LearningLog | None = None,
+        audit_share: float = 0.0,
+        audit_wait_s: float = 60.0,
+        tracing: Tracing | None = None,
         **settings: Any,
     ) -> Coordinator:
         """Starts a coordinator connected to every service.
 
         Args:
             tenant: whose it is.
+            tenant_header: its calls may name their tenants.
             has_directory: it knows who holds which prefix.
             lookup: pools of drafts that it finds in text.
             routes: it routes requests among draft models.
             num_alive: services that it is to accept; None: all.
             target_wait_s: how long its requests wait for a lost target.
             learning_log: where it logs what the target says; closed with it.
+            audit_share: share of rounds that it verifies again.
+            audit_wait_s: how long an audit waits for its target to be idle.
+            tracing: records its requests.
             settings: of `GenerationSettings`.
         """
         store = self.store if tenant == DEFAULT_TENANT else self.open_store(tenant)
@@ -283,11 +319,13 @@ class Rig:
             lookup_pools=lookup,
             target_wait_s=target_wait_s,
         )
-        history = TokenHistory(10_000) if "suffix" in lookup else None
+        histories = TokenHistories(10_000) if "suffix" in lookup else None
         scores = ScoreQueue(pools, retry_s=0.05) if routes else None
         canary = Canary(store.promotions()) if routes else None
         metrics = CoordinatorMetrics("table")
-        draft_sources = DraftSourceFactory(pools, history, scores, canary, self.tokenizer.decode)
+        metrics.watch_store(lambda: store.num_failures)
+        audits = AuditQueue(AuditMetrics(metrics.registry, "table"), max_wait_s=audit_wait_s) if audit_share else None
+        draft_sources = DraftSourceFactory(pools, histories, scores, canary, self.tokenizer.decode)
         generations = GenerationService(
             GenerationSettings(
                 **{
@@ -295,7 +333,6 @@ class Rig:
                     "lease_ttl_s": 30.0,  # a starved machine must not lose leases
                     "draft_timeout_s": None,
                     "max_running": 64,
-                    "tenant": tenant,
                     **settings,
                 }
             ),
@@ -306,6 +343,7 @@ class Rig:
             metrics=metrics,
             directory=store.prefixes() if has_directory else None,
             learning_log=learning_log,
+            auditor=None if audits is None else Auditor(audits, audit_share),
         )
         server = ServiceServer(
             "127.0.0.1:0", service_names=(COORDINATOR_SERVICE,), max_message_bytes=MESSAGE_LIMIT_BYTES
@@ -317,7 +355,10 @@ class Rig:
             draft_sources=draft_sources,
             tokenizer=self.tokenizer,
             default_mode=Mode.REJECTION,
+            tenants=CallTenants(tenant, reads_header=tenant_header),
+            default_sampling=self._default_sampling,
             canary=canary,
+            tracing=tracing,
         ).add_to(server.grpc_server)
         await server.start()
         num_wanted = len(self.services) if num_alive is None else num_alive
@@ -325,7 +366,7 @@ class Rig:
             await pools.poll()  # again where a starved service was late to describe itself
         channel = grpc.aio.insecure_channel(server.address, options=(("grpc.max_send_message_length", -1),))
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
-        coordinator = Coordinator(generations, pools, metrics, server, stub, channel, history, scores, canary)
+        coordinator = Coordinator(generations, pools, metrics, server, stub, channel, histories, scores, canary, audits)
         self._coordinators.append(coordinator)
         return coordinator
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from draft_service.proposer import Proposer
 from draft_service.servicer import DraftServicer
-from specdec.observability.metrics import EngineMetrics
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import DraftLink
 from specdec.rpc.server import DRAFT_SERVICE, ServiceServer
 from specdec.types import ProposeRequest

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVICES = ("draft_service", "target_service", "coordinator")
+SERVICES = ("draft_service", "target_service", "coordinator", "gateway")
 PRODUCT = ("specdec", *SERVICES, "bench")
 
 LAYERS: dict[str, Any] = tomllib.loads((ROOT / "tests" / "architecture" / "layers.toml").read_text(encoding="utf-8"))

@@ -37,6 +37,10 @@ class InterruptedStore:
     ) -> None:
         self._method, self._before, self._after = method, before, after
 
+    def of_tenant(self, tenant: str) -> InterruptedStore:
+        """Return this store: its tests have one tenant."""
+        return self
+
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._store, name)
         if name != self._method:

@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 
 from coordinator.front.servicer import CoordinatorServicer
+from coordinator.front.tenants import CallTenants
 from coordinator.generation.generation_service import GenerationService, GenerationSettings
 from coordinator.learning.log import LearningLog
 from coordinator.replicas.pool import ReplicaPools
@@ -29,7 +30,8 @@ from draft_service.servicer import DraftServicer
 from specdec.client import AsyncClient
 from specdec.engine.base import StepPlan, Worker
 from specdec.engine.loop.replica import ReplicaOptions
-from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
+from specdec.observability.coordinator_metrics import CoordinatorMetrics
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import open_link
 from specdec.rpc.server import COORDINATOR_SERVICE, DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
 from specdec.state.redis_store import open_store
@@ -121,7 +123,7 @@ class ModelStack:
 
     def num_predrafted(self, pool: str, *outcomes: str) -> float:
         """Rounds of a pool that ended so: hit, extended, miss or unasked."""
-        registry, labels = self._draft_metrics[pool].registry, {"model_name": pool, "role": DRAFT}
+        registry, labels = self._draft_metrics[pool].registry, {"model_name": pool, "role": DRAFT, "pool": "default"}
         name = "specdec:predraft_rounds_total"
         return sum(registry.get_sample_value(name, labels | {"outcome": outcome}) or 0.0 for outcome in outcomes)
 
@@ -157,6 +159,7 @@ class ModelStack:
             draft_sources=draft_sources,
             tokenizer=self._tokenizer,
             default_mode=Mode.REJECTION,
+            tenants=CallTenants(),
         ).add_to(server.grpc_server)
         await server.start()
         self._ending.push_async_callback(server.stop, 0.0)

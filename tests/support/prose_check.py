@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Path(__file__).with_name("prose_limits.toml")
-PRODUCT = ("specdec/", "coordinator/", "draft_service/", "target_service/")
+PRODUCT = ("specdec/", "coordinator/", "draft_service/", "target_service/", "gateway/")
 
 #: First words of a docstring that is a fragment instead of a sentence or a noun phrase.
 FRAGMENT = re.compile(

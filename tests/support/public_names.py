@@ -23,22 +23,26 @@ from prometheus_client import CollectorRegistry
 
 import specdec.client
 import specdec.v1
+from gateway.metrics import GatewayMetrics
 from specdec.cli.__main__ import build_parser
 from specdec.core.restore_rule import RestoreRule
-from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
-from specdec.settings.base import ServiceSettings
+from specdec.observability.audit import AuditMetrics
+from specdec.observability.coordinator_metrics import CoordinatorMetrics
+from specdec.observability.engine_metrics import EngineMetrics
+from specdec.settings.base import ProcessSettings
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.draft import DraftSettings
+from specdec.settings.gateway import GatewaySettings
 from specdec.settings.reading import parse_settings
 from specdec.settings.target import TargetSettings
 from specdec.state.keys import prefix_keys, promotion_key, replica_keys, session_keys
 from specdec.state.kv_tally import KvTally
 from specdec.state.kv_values import KvSpace
-from specdec.types import EngineInfo
 
-SERVICES: dict[str, type[ServiceSettings]] = {
+SERVICES: dict[str, type[ProcessSettings]] = {
     "coordinator": CoordinatorSettings,
     "draft_service": DraftSettings,
+    "gateway": GatewaySettings,
     "target_service": TargetSettings,
 }
 
@@ -61,7 +65,8 @@ def collect() -> Names:
         "flags": {**{name: service_flags(kind) for name, kind in SERVICES.items()}, **command_flags(build_parser({}))},
         "lua_sha1": dict(_script_digests()),
         "metrics": {
-            "coordinator": metric_names(CoordinatorMetrics("model").registry),
+            "coordinator": metric_names(_coordinator_registry()),
+            "gateway": metric_names(GatewayMetrics().registry),
             "replicas": metric_names(_replica_registry()),
         },
         "proto": proto_names(),
@@ -83,7 +88,7 @@ def flags_of(parser: argparse.ArgumentParser) -> list[str]:
     return sorted(flag for action in parser._actions for flag in action.option_strings)
 
 
-def service_flags(settings_type: type[ServiceSettings]) -> list[str]:
+def service_flags(settings_type: type[ProcessSettings]) -> list[str]:
     """Return the flags of a service, from the parser that prints its `--help`."""
     parsers: list[argparse.ArgumentParser] = []
 
@@ -135,14 +140,15 @@ class _Tier:
     rule: RestoreRule = field(default_factory=RestoreRule)
 
 
+def _coordinator_registry() -> CollectorRegistry:
+    """Return the registry of a coordinator, the audit's series included."""
+    registry = CoordinatorMetrics("model").registry
+    AuditMetrics(registry, "model")
+    return registry
+
+
 def _replica_registry() -> CollectorRegistry:
-    info = EngineInfo(
-        version="", role="draft", pool="", replica_id="", model="", model_fingerprint="", vocabulary_fingerprint="",
-        vocabulary_size=1, max_context_tokens=1, eos_token_ids=(), max_gamma=1, num_kv_blocks=1, kv_block_tokens=1,
-        kv_usage=0.0, num_sessions=0, draining=False, dtype="", device="",
-    )  # fmt: skip
     metrics = EngineMetrics("model", role="draft")
-    metrics.watch_load(lambda: info)
     metrics.watch_kv_tier(_Tier())
     return metrics.registry
 

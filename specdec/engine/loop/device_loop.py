@@ -42,6 +42,7 @@ from specdec.engine.loop.device_health import DeviceLost
 from specdec.engine.loop.idle_drafting import Branch, IdleDrafting
 from specdec.engine.loop.inbox import Inbox
 from specdec.engine.loop.job import Job, Program
+from specdec.engine.loop.loop_stats import read_stats
 from specdec.engine.loop.preemptible_calls import PreemptibleCalls
 from specdec.engine.loop.steps import StepRunner
 from specdec.engine.loop.tier_restorer import TierRestorer
@@ -53,6 +54,7 @@ from specdec.engine.sessions.block_manager import BlockManager
 from specdec.engine.sessions.calls import Call, Calls
 from specdec.engine.sessions.sequence import Sequence
 from specdec.engine.sessions.table import DEFAULT_PIN_TTL_S, SessionTable
+from specdec.engine_api import EngineStats
 from specdec.errors import Internal, SpecdecError, Unavailable
 
 #: Time limit of the work between two steps, such as copies of KV blocks.
@@ -117,6 +119,9 @@ class EngineLoop:
         self._calls: Calls[Job, Waiter] = Calls(self._sessions, self._outbox.put)
         self._scheduler = Scheduler(max_step_tokens, prefill_budget_s)
         self._awaited = AwaitedSessions()
+        self._observer = observer
+        self._arrived: set[Waiter] = set()
+        """Waiters of calls that the device thread has not admitted yet."""
         self._preemptible_calls = PreemptibleCalls(self._calls)
         self._publish = self._sessions.publish
         self._tier_restorer: TierRestorer | None = None
@@ -159,7 +164,10 @@ class EngineLoop:
         waiter = Waiter()
         if not self._inbox.is_closed:
             self._watchdog.require_moving()
+        if not call.preemptible:
+            self._arrived.add(waiter)
         if not self._inbox.post(functools.partial(self._admit, call, waiter, self._clock())):
+            self._arrived.discard(waiter)
             raise Unavailable("this replica is draining", reason="DRAINING")
         try:
             return await self._watchdog.answer_to(waiter)
@@ -221,6 +229,10 @@ class EngineLoop:
             num_steps=self._watchdog.num_steps,
             step_limit_s=self._step_limit_s(),
         )
+
+    def stats(self) -> EngineStats:
+        """Return the state and the counts of the loop; any thread may call this."""
+        return read_stats(self._calls, len(self._arrived), is_stalled=self._watchdog.is_stalled)
 
     def usual_step_s(self, num_context_tokens: int) -> float:
         """Return the mean seconds of a step of one token with this context; 0 before any measurement."""
@@ -338,6 +350,7 @@ class EngineLoop:
             checked.set_result(None)
 
     def _admit(self, call: Call, waiter: Waiter, arrival_s: float) -> None:
+        self._arrived.discard(waiter)
         if waiter.future.done():  # cancelled, or failed because the device is stalled
             return
         sequence: Sequence | None = None
@@ -387,6 +400,8 @@ class EngineLoop:
         self._calls.finish(job, job.answer)
         if job.call.preemptible:
             return
+        if self._observer is not None:
+            self._observer.observe_queue(job.queue_s)
         self._awaited.note_answered(job.sequence.session_id, self._clock())
         self._idle_drafting.note_answered(job)
 

@@ -71,6 +71,16 @@ class Job:
         """Set by `finish`."""
 
     @property
+    def has_run(self) -> bool:
+        """True once a step has taken the job."""
+        return self._first_step_s is not None
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds from the call's arrival to its first step; to its admission where its answer needed no step."""
+        return (self._admitted_s if self._first_step_s is None else self._first_step_s) - self._arrival_s
+
+    @property
     def elapsed_s(self) -> float:
         """Seconds since the call arrived."""
         return self._clock() - self._arrival_s

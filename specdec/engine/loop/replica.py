@@ -20,6 +20,7 @@ from specdec.engine.loop.device_loop import EngineLoop
 from specdec.engine.loop.idle_drafting import IdleDrafting
 from specdec.engine.loop.job import Program
 from specdec.engine.schedule.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S
+from specdec.engine_api import EngineStats
 from specdec.types import BLOCK_TOKENS, DrawRule, EngineInfo, SamplingFilters, SessionPosition
 
 # Braces: the store refuses such an id, so it is never a client's session.
@@ -117,6 +118,10 @@ class ReplicaEngine:
             num_steps=load.num_steps,
             step_limit_s=load.step_limit_s,
         )
+
+    def stats(self) -> EngineStats:
+        """Return the state and the counts of the device loop; see `Engine.stats`."""
+        return self._engine_loop.stats()
 
     @property
     def is_stalled(self) -> bool:

@@ -148,15 +148,16 @@ class StepRunner:
             slice_of(job.sequence, chunk.num_tokens, chunk.num_logit_rows)
             for job, chunk in zip(jobs, chunks, strict=True)
         )
+        step_tokens = sum(chunk.num_tokens for chunk in chunks)
+        for job in jobs:
+            job.note_step(began_s, step_tokens)
         self.watchdog.plan = plan = StepPlan(slices)
         run = self._multi_step_draft(jobs, chunks, plan, num_awaited)
         if run is not None and not run.run_on(self._worker, plan):
             run = None
         logits = self._worker.execute(plan) if run is None else None
-        step_tokens = sum(chunk.num_tokens for chunk in chunks)
         for job, chunk in zip(jobs, chunks, strict=True):
             job.sequence.kv_len += chunk.num_tokens
-            job.note_step(began_s, step_tokens)
         ready = [job for job in jobs if not job.num_pending]
         if run is not None:
             ready = self._take_drafts(run, ready)

@@ -46,6 +46,11 @@ class BlockManager:
         return len(self._free) + len(self._cached)
 
     @property
+    def num_free(self) -> int:
+        """Number of blocks whose contents are not needed."""
+        return len(self._free)
+
+    @property
     def num_held(self) -> int:
         """Number of blocks in at least one table."""
         return self.num_blocks - self.num_available

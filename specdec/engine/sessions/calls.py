@@ -88,6 +88,8 @@ class Calls(Generic[JobT, WaiterT]):
 
         Infinite: try again when a restoring job goes on. None: no such wait.
         """
+        self.num_exhausted = 0
+        """Number of calls that ended because no KV block was left."""
         self._tell = tell
         self._waiters: dict[JobT, list[WaiterT]] = {}
         self._waiting: deque[JobT] = deque()  # for KV blocks, in order of arrival
@@ -146,6 +148,7 @@ class Calls(Generic[JobT, WaiterT]):
                         break
                     raise ResourceExhausted("no KV block is left on this replica", reason="KV_EXHAUSTED")
             except ResourceExhausted as error:
+                self.num_exhausted += 1
                 self.end(job, error)
             else:
                 job.num_cached_tokens = min(job.sequence.kv_len, job.call.position.committed_len)

@@ -59,6 +59,8 @@ class SessionTable:
         self._max_sessions = max_sessions
         self._clock = clock
         self._sessions: OrderedDict[str, Sequence] = OrderedDict()
+        self.num_preemptions = 0
+        """Number of times that a call in progress gave up its KV to another one."""
         self._answered: OrderedDict[Sequence, None] = OrderedDict()  # those with a stored answer, oldest answer first
 
     @property
@@ -74,6 +76,16 @@ class SessionTable:
         return sum(
             1 for sequence in list(self._sessions.values()) if sequence.in_flight or sequence.called_s >= since_s
         )
+
+    @property
+    def num_active_blocks(self) -> int:
+        """Number of KV blocks of sessions that are running (as `num_running` says) or pinned. Any thread may call."""
+        now_s = self._clock()
+        active: set[int] = set()
+        for sequence in list(self._sessions.values()):
+            if sequence.called_s >= now_s - _RUNNING_S or not _is_evictable(sequence, now_s):
+                active.update(sequence.block_table)
+        return len(active)
 
     def get(self, session_id: str) -> Sequence | None:
         """Return a session's sequence, or None for an unknown id."""
@@ -183,6 +195,7 @@ class SessionTable:
             return False
         for other in (*idle, *preempted):
             if other.in_flight:
+                self.num_preemptions += bool(other.block_table)
                 other.drop_kv(self.blocks)
             else:
                 other.forget(self.blocks)

@@ -127,6 +127,8 @@ class Work:
     kv_len: int = 0
     num_logit_rows: int = 1
     last_step: int = 0
+    began_s: float | None = None
+    """Time at which its first step began; None before that."""
     step_s: float = 0.0
     """Duration of its newest step."""
     step_tokens: int = 0
@@ -192,6 +194,8 @@ class SimulatedDevice:
             (self._running[chunk.job_index], chunk.num_tokens)
             for chunk in self.scheduler.plan_chunks(self._running, num_awaited=num_awaited)
         ]
+        for work, _ in plan:
+            work.began_s = now_s if work.began_s is None else work.began_s
         num_tokens = sum(num_tokens for _, num_tokens in plan)
         step_s = self.forward.step_s(num_tokens)
         self._occupy(now_s, step_s, len(plan), num_tokens, lambda end_s: self._end_call_step(plan, step_s, end_s))

@@ -18,7 +18,7 @@ import numpy as np
 
 import specdec
 from specdec.engine.base import StepObserver
-from specdec.engine.schedule.scheduler import Scheduler
+from specdec.engine.schedule.scheduler import Scheduler, is_short
 from specdec.engine.sessions.block_manager import BlockManager
 from specdec.engine.sessions.calls import Call, Calls
 from specdec.engine.sessions.sequence import Sequence
@@ -26,6 +26,7 @@ from specdec.engine.sessions.table import SessionTable
 from specdec.engine.simulated.device import ForwardTime, SimulatedDevice, Timeline, Work
 from specdec.engine.simulated.pair import SimulatedPair
 from specdec.engine.simulated.text import EOS_TOKEN_ID, VOCABULARY_SIZE, simulated_vocabulary_fingerprint
+from specdec.engine_api import EngineStats
 from specdec.errors import Unavailable
 from specdec.types import BLOCK_TOKENS, EngineInfo, TokenIds
 
@@ -84,6 +85,7 @@ class SimulatedReplica:
         self._blocks = BlockManager(num_kv_blocks)
         self._sessions = SessionTable(self._blocks, clock=clock)
         self._calls: Calls[SimulatedJob, asyncio.Future[Any]] = Calls(self._sessions, _resolve)
+        self._observer = observer
         self._timeline = Timeline()
         self._device = SimulatedDevice(self._forward, self._timeline, scheduler or Scheduler(), observer)
         self._pin_timer: asyncio.TimerHandle | None = None
@@ -123,6 +125,21 @@ class SimulatedReplica:
             num_sessions=self._sessions.num_with_kv,
             num_running=self._sessions.num_running,
             draining=self._is_closing,
+        )
+
+    def stats(self) -> EngineStats:
+        """Return the state and the counts; see `Engine.stats`."""
+        works = [job.work for job in list(self._calls.jobs.values())]
+        num_running = sum(work is not None and work.began_s is not None for work in works)
+        return EngineStats(
+            num_waiting_calls=len(works) - num_running,
+            num_running_calls=num_running,
+            num_backlog_tokens=sum(work.num_pending for work in works if work is not None and not is_short(work)),
+            num_kv_blocks=self._blocks.num_blocks,
+            num_active_kv_blocks=self._sessions.num_active_blocks,
+            num_free_kv_blocks=self._blocks.num_free,
+            num_kv_exhausted=self._calls.num_exhausted,
+            num_preemptions=self._sessions.num_preemptions,
         )
 
     async def warm_up(self) -> None:
@@ -224,6 +241,8 @@ class SimulatedReplica:
         sequence.append(job.new_token_ids)
         sequence.kv_len = len(sequence)
         self._sessions.publish(sequence, job.call.position.committed_len)
+        if self._observer is not None and job.work is not None and job.work.began_s is not None:
+            self._observer.observe_queue(max(0.0, job.work.began_s - job.arrival_s - self._pair.link_delay_s))
         self._calls.finish(job, replace(job.answer, kv_len=sequence.kv_len, **self._times(job)))
         self._start_waiting(time.monotonic())
 

@@ -1,4 +1,4 @@
-"""The configuration page: every setting of the three services, from their settings models."""
+"""The configuration page: every setting of the services, from their settings models."""
 
 from __future__ import annotations
 
@@ -9,23 +9,31 @@ from typing import Any, Literal, Union
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from specdec.settings.base import ReplicaSettings, ServiceSettings
+from specdec.settings.base import ProcessSettings, ReplicaSettings, ServiceSettings
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.draft import DraftSettings
+from specdec.settings.gateway import GatewaySettings
 from specdec.settings.target import TargetSettings
+from specdec.settings.tracing import TracingSettings
 from tests.support.reference.markdown import code, document, item, items, paragraph
 
-_SERVICES: dict[str, type[ServiceSettings]] = {
+_SERVICES: dict[str, type[ProcessSettings]] = {
     "Coordinator": CoordinatorSettings,
     "Draft service": DraftSettings,
     "Target service": TargetSettings,
+    "Gateway": GatewaySettings,
 }
-_MODULES = {"Coordinator": "coordinator", "Draft service": "draft_service", "Target service": "target_service"}
+_MODULES = {
+    "Coordinator": "coordinator",
+    "Draft service": "draft_service",
+    "Target service": "target_service",
+    "Gateway": "gateway",
+}
 
 _INTRODUCTION = """A value is taken from the flag, else from the environment, else from the TOML file of `--config`,
 else from the default. A flag `--log-format` is the variable `SPECDEC_COORDINATOR__LOG_FORMAT` (or `SPECDEC_DRAFT__…`,
-`SPECDEC_TARGET__…`) and the key `log_format` of the file. Unknown variables and keys are refused. `specdec up` passes
-any of these settings on with `--set ROLE.FIELD=VALUE`, for example `--set draft.predraft=on`."""
+`SPECDEC_TARGET__…`, `SPECDEC_GATEWAY__…`) and the key `log_format` of the file. Unknown variables and keys are refused.
+`specdec up` passes any of these settings on with `--set ROLE.FIELD=VALUE`, for example `--set draft.predraft=on`."""
 
 
 def page() -> str:
@@ -39,17 +47,21 @@ def page() -> str:
         blocks.append(items([_setting(name, field) for name, field in _own_fields(settings).items()]))
     blocks += ["## Settings of draft and target", paragraph("Both replica services take these settings, too.")]
     blocks.append(items(_settings(ReplicaSettings, ServiceSettings)))
-    blocks += ["## Settings of every service", paragraph("All three services take these settings, too.")]
-    blocks.append(items([_setting(name, field) for name, field in ServiceSettings.model_fields.items()]))
+    blocks += ["## Settings of traces", paragraph("Coordinator and gateway take these, too.")]
+    blocks.append(items([_setting(name, field) for name, field in TracingSettings.model_fields.items()]))
+    blocks += ["## Settings of gRPC services", paragraph("Coordinator, draft and target service take these, too.")]
+    blocks.append(items(_settings(ServiceSettings, ProcessSettings)))
+    blocks += ["## Settings of every service", paragraph("All services, the gateway included, take these, too.")]
+    blocks.append(items([_setting(name, field) for name, field in ProcessSettings.model_fields.items()]))
     return document("Configuration", *blocks)
 
 
-def _own_fields(settings: type[ServiceSettings]) -> dict[str, FieldInfo]:
+def _own_fields(settings: type[ProcessSettings]) -> dict[str, FieldInfo]:
     own = set(settings.__annotations__)
     return {name: field for name, field in settings.model_fields.items() if name in own}
 
 
-def _settings(settings: type[ServiceSettings], base: type[ServiceSettings]) -> list[str]:
+def _settings(settings: type[ProcessSettings], base: type[ProcessSettings]) -> list[str]:
     return [_setting(name, field) for name, field in settings.model_fields.items() if name not in base.model_fields]
 
 

@@ -1,27 +1,28 @@
-"""The metrics page: every series of a coordinator and of a replica, from the registries that they serve."""
+"""The metrics page: every series of a coordinator, a replica and a gateway, from the registries that they serve."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from prometheus_client import CollectorRegistry
 
+from gateway.metrics import GatewayMetrics
 from specdec.core.restore_rule import RestoreRule
-from specdec.observability.metrics import CoordinatorMetrics, EngineMetrics
+from specdec.observability.audit import AuditMetrics
+from specdec.observability.coordinator_metrics import CoordinatorMetrics
+from specdec.observability.engine_metrics import EngineMetrics
+from specdec.observability.tracing import SpanCollector
 from specdec.state.kv_tally import KvTally
 from tests.support.reference.markdown import code, document, item, items, paragraph
 
 _INTRODUCTION = """`--metrics HOST:PORT` serves Prometheus text at `/metrics`. A series has the name that vLLM gives to
 the same measurement where there is one, with the prefix `specdec:`. Counters end in `_total`; a histogram has
 `_bucket`, `_sum` and `_count`. The [monitoring guide](../how-to/monitor.md) says which series are worth a graph."""
+_TRACES_TEXT = "A coordinator or gateway that records [traces](../how-to/trace.md) has this series, too."
+_GATEWAY_TEXT = """The gateway serves its series at `/metrics` of its own address, too. The counters of speculation have
+vLLM's own names, so that tools made for vLLM read them."""
 _TIER_TEXT = "A replica with `--kv-tier-url` has these series, too."
-
-
-@dataclass(frozen=True)
-class _Load:
-    kv_usage: float = 0.0
-    num_sessions: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,30 @@ class _Tier:
     rule: RestoreRule
 
 
+class _NoSpans:
+    """Traces that have recorded nothing."""
+
+    span_counts: ClassVar[dict[str, int]] = {}
+
+
 def page() -> str:
     """Return the page as it should be."""
+    registry = CoordinatorMetrics("model").registry
+    AuditMetrics(registry, "model")
+    coordinator = series(registry)
     replica = EngineMetrics("model", role="target")
-    replica.watch_load(_Load)
     tier = EngineMetrics("model", role="target")
     tier.watch_kv_tier(_Tier(KvTally(), _rule()))
+    traces = CollectorRegistry()
+    traces.register(SpanCollector(_NoSpans()))
     return document(
         "Metrics",
         paragraph(_INTRODUCTION),
-        "## Coordinator", items(series(CoordinatorMetrics("model").registry)),
-        "## Draft and target replicas", items(series(replica.registry)),
+        "## Every service", items([line for line in coordinator if _is_common(line)]),
+        "## Coordinator", items([line for line in coordinator if not _is_common(line)]),
+        "## Traces", paragraph(_TRACES_TEXT), items(series(traces)),
+        "## Gateway", paragraph(_GATEWAY_TEXT), items(series(GatewayMetrics().registry)),
+        "## Draft and target replicas", items([line for line in series(replica.registry) if not _is_common(line)]),
         "## Cold tier of KV", paragraph(_TIER_TEXT),
         items([line for line in series(tier.registry) if "kv_tier" in line]),
     )  # fmt: skip
@@ -56,7 +70,13 @@ def series(registry: CollectorRegistry) -> list[str]:
 def _series(collector: Any, family: Any) -> str:
     labels = getattr(collector, "_labelnames", None) or getattr(family, "_labelnames", ())
     name = f"{family.name}_total" if family.type == "counter" else family.name
-    return item(f"{code(name)} ({family.type}; {', '.join(map(code, labels))})", family.documentation)
+    notes = "; ".join(filter(None, (family.type, ", ".join(map(code, labels)))))
+    return item(f"{code(name)} ({notes})", family.documentation)
+
+
+def _is_common(line: str) -> bool:
+    """Return whether an item is of a series that every service has."""
+    return "`process_" in line or ":build_info`" in line
 
 
 def _rule() -> RestoreRule:

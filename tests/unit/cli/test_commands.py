@@ -109,7 +109,8 @@ def test_an_endpoint_without_a_system_is_one_line_and_exit_code_1(capsys: pytest
         ["up", "--log-level", "loud"],
         ["up", "--listen", "nowhere"],
         ["up", "--listen", "127.0.0.1:70000"],
-        ["up", "--http", "127.0.0.1:8000"],
+        ["up", "--http", "8000"],
+        ["up", "--http", "0.0.0.0:8000"],
         ["health"],
         ["up", "--target", ""],
         ["up", "--draft", ""],
@@ -169,7 +170,7 @@ def test_standard_input_is_a_prompt_to_its_last_byte(
         (["generate", "--max-tokens=3", "hi"], "--max-tokens is not a flag of specdec: use --max-new-tokens N"),
         (["up", "--tensor-paralel", "2"], "did you mean --tensor-parallel? See specdec up --help"),
         (["status", "--xyzzy"], "unrecognized argument --xyzzy; see specdec status --help"),
-        (["serve", "m", "--api-key", "k"], "--api-key is not a flag of specdec: API keys do not exist yet"),
+        (["status", "--api-key", "k"], "--api-key is not a flag of specdec: keys are a matter of specdec up --http"),
         (
             ["up", "--parallel", "4"],
             "--parallel is not a flag of specdec: a replica runs all its sessions in one batch",
@@ -251,14 +252,16 @@ def test_logprobs_are_shown_with_each_token(shape: str, coordinator: Serve, caps
     def with_logprobs(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
         chunk = tokens(0, [5], "a")
         chunk.tokens.details[0].logprob = -0.5
-        chunk.tokens.details[0].top_logprobs.add(token_id=7, logprob=-0.25)
+        chunk.tokens.details[0].token_bytes = b"<5>"
+        chunk.tokens.details[0].top_logprobs.add(token_id=7, logprob=-0.25, token_bytes=b"\xc3")
         return [started(request), chunk, finished(1)]
 
     servicer, environ = coordinator(with_logprobs)
     assert run(["generate", "hi", shape, "--logprobs", "1"], environ) == 0
     (detail,) = json.loads(capsys.readouterr().out.splitlines()[0])["details"]
     assert (detail["text"], detail["source"], detail["logprob"]) == ("<5>", "accepted", -0.5)
-    assert detail["top_logprobs"] == [{"token_id": 7, "logprob": -0.25}]
+    assert bytes(detail["token_bytes"]) == b"<5>"
+    assert detail["top_logprobs"] == [{"token_id": 7, "logprob": -0.25, "token_bytes": [0xC3]}]
     assert servicer.requests[0].sampling.logprobs == 1
 
 
@@ -348,8 +351,8 @@ def test_a_json_error_names_the_field_that_the_server_refuses(
     [
         (["up", "--model", "m"], "use --target PATH_OR_HUB_ID"),
         (["up", "-m", "m"], "use --target PATH_OR_HUB_ID"),
-        (["up", "--port", "8000"], "use --listen HOST:PORT"),
-        (["serve", "m", "--host", "0.0.0.0"], "use --listen HOST:PORT"),
+        (["up", "--port", "8000"], "use --http HOST:PORT"),
+        (["serve", "m", "--host", "0.0.0.0"], "or --listen HOST:PORT for gRPC"),
         (["up", "--tensor-parallel-size", "2"], "use --tensor-parallel N"),
         (["serve", "m", "--max-model-len", "4096"], "use --max-context-tokens N"),
         (["up", "-ngl", "99"], "use --device cuda"),

@@ -57,6 +57,9 @@ class Launcher:
     def coordinator(self) -> Service:
         return Child("coordinator", "some_service", [], self._environ)
 
+    def gateway(self) -> Service:
+        return Child("gateway", "some_service", [], self._environ)
+
     def replica(self, name: str, num_alike: int) -> Service:
         self.num_alike[name] = num_alike
         return Child(name, "some_service", [], self._environ)
@@ -305,3 +308,14 @@ def test_stopping_ends_those_that_start_and_those_that_leave_too(fleet: Fleet, c
     fleet.stop()
     assert not any(service.is_alive for service in services)
     assert told(scaling) == "error: specdec up is ending (DRAINING)"
+
+
+def test_a_gateway_is_started_and_supervised_beside_the_coordinator(launcher: Launcher, clock: Clock) -> None:
+    fleet = Fleet(launcher, clock)
+    fleet.begin({"target": 1, "draft": 0}, with_gateway=True)
+    look_until(fleet, lambda: all(service.has_started for service in fleet.services), looks=False)
+    fleet.settle()
+    assert [service.name for service in fleet.services] == ["target-0", "gateway", "coordinator"]
+    services = fleet.services
+    fleet.stop()
+    assert not any(service.is_alive for service in services)

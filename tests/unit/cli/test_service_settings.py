@@ -15,7 +15,7 @@ from specdec.settings.reading import parse_settings
 
 #: Settings that `specdec up` chooses for every service.
 CHOSEN = {"listen", "model", "for_tokenizer", "pool", "local_draft", "lookup", "shadow", "metrics", "redis_url",
-          "log_format", "config", "replica_id", "draft_endpoint", "target_endpoint"}  # fmt: skip
+          "log_format", "config", "replica_id", "draft_endpoint", "target_endpoint", "coordinator"}  # fmt: skip
 
 
 def settings_of(*flags: str) -> dict[str, Any]:
@@ -94,13 +94,14 @@ def test_every_setting_can_be_set_or_says_what_to_use_instead(service: str, caps
     [
         ("draft.predraf=on", "the draft service has no such setting; did you mean draft.predraft?"),
         ("target.max_gama=2", "the target service has no such setting; did you mean target.max_gamma?"),
-        ("drafts.predraft=on", "takes SERVICE.FIELD=VALUE with target, draft or coordinator as SERVICE, not"),
+        ("drafts.predraft=on", "takes SERVICE.FIELD=VALUE with target, draft, coordinator or gateway as SERVICE, not"),
         ("predraft=on", "takes SERVICE.FIELD=VALUE"),
         ("draft.predraft", "takes SERVICE.FIELD=VALUE"),
         ("draft.predraft=perhaps", "--set draft.predraft must be 'on', 'off' or 'auto'"),
         ("target.max_gamma=0", "--set target.max_gamma must be greater than or equal to 1"),
         ("target.listen=h:1", "replicas listen on free ports"),
         ("coordinator.listen=h:1", "use --listen"),
+        ("gateway.listen=h:1", "use --http"),
     ],
 )
 def test_a_setting_that_is_refused_is_one_line(
@@ -115,7 +116,7 @@ def test_a_setting_that_is_refused_is_one_line(
 def test_serve_is_up_with_the_target_that_it_names() -> None:
     served = build_parser({}).parse_args(["serve", "some/model", "--dtype", "float32", "--draft", "other/model"])
     up = build_parser({}).parse_args(["up", "--target", "some/model", "--dtype", "float32", "--draft", "other/model"])
-    assert vars(served) | {"command": "up"} == vars(up)
+    assert vars(served) | {"command": "up", "default_http": ""} == vars(up)  # serve starts a gateway by itself
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
 
-from specdec.client.request import ChatMessage, GenerateOptions, TextPart, build_request
+from specdec.client.messages import ChatMessage, TextPart
+from specdec.client.request import GenerateOptions, build_detokenize_request, build_request, build_tokenize_request
 from specdec.client.results import Completion, GenerationStats, Usage
 from specdec.errors import InvalidRequest
 from specdec.types import Mode
@@ -116,6 +118,30 @@ def test_text_parts_of_a_message_are_joined_by_line_breaks() -> None:
     assert request.messages.messages[0].content == "one\ntwo"
 
 
+def test_further_fields_of_a_message_travel_as_json_and_none_is_absent() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+    messages: list[ChatMessage] = [
+        {"role": "assistant", "content": None, "tool_calls": [call], "name": None},
+        {"role": "tool", "content": "3", "tool_call_id": "c1"},
+        {"role": "user", "content": "x"},
+    ]
+    asked = build_request(messages, GenerateOptions(chat_template_kwargs={"enable_thinking": False})).messages
+    first, second, third = asked.messages
+    assert (first.content, json.loads(first.extra_json)) == ("", {"tool_calls": [call], "content": None})
+    assert (second.content, json.loads(second.extra_json)) == ("3", {"tool_call_id": "c1"})
+    assert third == pb.ChatMessage(role="user", content="x")
+    assert json.loads(asked.template_arguments_json) == {"enable_thinking": False}
+    tokenized = build_tokenize_request(None, messages, {"enable_thinking": False})
+    assert tokenized.messages == asked
+
+
+def test_ids_to_detokenize_that_protobuf_cannot_hold_are_refused_by_name() -> None:
+    assert build_detokenize_request([3], skip_special_tokens=False).keep_special_tokens
+    with pytest.raises(InvalidRequest) as caught:
+        build_detokenize_request([-1], skip_special_tokens=True)
+    assert caught.value.field == "token_ids"
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "field", "words"),
     [
@@ -123,7 +149,11 @@ def test_text_parts_of_a_message_are_joined_by_line_breaks() -> None:
         (7, {}, "prompt", "got int"),
         ({"role": "user", "content": "x"}, {}, "prompt", "list of messages"),
         ([{"role": "user", "content": "x"}], {"messages": []}, "messages", "once"),
-        ([{"role": "user", "content": "x", "name": "n"}], {}, "messages", "got role, content, name"),
+        ([{"role": "user", "content": "x", "refusal": "n"}], {}, "messages", "got role, content, refusal"),
+        ([{"role": "user", "name": "n"}], {}, "messages", "must have content, unless it has tool_calls"),
+        ([{"role": "tool", "content": "x", "name": math.nan}], {}, "messages[0]", "must be JSON"),
+        ("p", {"chat_template_kwargs": {}}, "chat_template_kwargs", "needs messages"),
+        ([], {"chat_template_kwargs": {"a": {1, 2}}}, "chat_template_kwargs", "must be JSON"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}],
             {},

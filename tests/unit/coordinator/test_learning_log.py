@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from specdec.errors import InvalidRequest
 from specdec.learning.log_files import LogFacts, LoggedTurn, encode_segment, read_segment
+from specdec.tenant import DEFAULT_TENANT
 from tests.support.logged import CountedLog, logged
 
 FACTS = LogFacts("target", "words", 100)
@@ -24,7 +25,7 @@ TURN = LoggedTurn(
 
 
 def write(log: CountedLog, turn: LoggedTurn = TURN) -> None:
-    log.put(lambda: log.add(FACTS, turn))
+    log.put(lambda: log.add(DEFAULT_TENANT, FACTS, turn))
 
 
 def test_a_segment_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ def test_segments_that_are_too_old_or_beyond_the_size_limit_are_deleted(tmp_path
 def test_turns_of_two_targets_are_in_two_segments(tmp_path: Path) -> None:
     log = CountedLog(tmp_path)
     write(log)
-    log.put(lambda: log.add(replace(FACTS, target_fingerprint="other"), TURN))
+    log.put(lambda: log.add(DEFAULT_TENANT, replace(FACTS, target_fingerprint="other"), TURN))
     log.close()
     assert {facts.target_fingerprint for facts in logged(tmp_path)[0]} == {"target", "other"}
 
@@ -121,3 +122,33 @@ def test_a_segment_with_impossible_values_is_refused(tmp_path: Path, name: str, 
     save_file(load_file(path) | {name: value}, path, metadata)
     with pytest.raises(InvalidRequest, match=words):
         read_segment(path)
+
+
+def test_turns_of_two_tenants_are_in_two_folders_with_their_own_limits(tmp_path: Path) -> None:
+    log = CountedLog(tmp_path, max_bytes=1)
+    for tenant in ("a", "b"):
+        log.put(lambda tenant=tenant: log.add(tenant, FACTS, replace(TURN, session=ord(tenant))))
+    log.put(lambda: log.add("b", FACTS, replace(TURN, session=9)))
+    log.close()
+    assert log.counts == {"written": 6}
+    kept = CountedLog(tmp_path)
+    for tenant in ("a", "b"):
+        kept.put(lambda tenant=tenant: kept.add(tenant, FACTS, replace(TURN, session=ord(tenant))))
+    kept.close()
+    for tenant in ("a", "b"):
+        assert [turn.session for turn in logged(tmp_path, tenant)[1]] == [ord(tenant)]
+
+
+@pytest.mark.parametrize(("serves_all_tenants", "left"), [(True, []), (False, ["old"])])
+def test_old_texts_of_tenants_that_send_nothing_are_deleted_where_all_tenants_are_served(
+    tmp_path: Path, serves_all_tenants: bool, left: list[str]
+) -> None:
+    first = CountedLog(tmp_path, "acme")
+    first.put(lambda: first.add("acme", FACTS, TURN))
+    first.close()
+    (segment,) = (tmp_path / "tenant-acme").iterdir()
+    old = segment.rename(segment.with_name("old.safetensors"))
+    os.utime(old, (0, 0))
+    log = CountedLog(tmp_path, serves_all_tenants=serves_all_tenants)
+    log.close()
+    assert [path.stem for path in (tmp_path / "tenant-acme").iterdir()] == left

@@ -166,7 +166,7 @@ async def test_a_lost_lease_is_dropped_and_a_failed_renewal_is_repeated_at_the_n
     assert batches[0] == ["lost", "failed", "kept"]
     assert all(batch == ["failed"] for batch in batches[1:])
     assert keeper.num_kept == 2
-    assert caplog.messages == ["lease lost: session=lost: taken"]
+    assert caplog.messages == ["lease lost: tenant=default session=lost: taken"]
 
 
 async def test_a_lease_released_during_its_renewal_is_not_reported_lost_and_its_successor_is_kept(

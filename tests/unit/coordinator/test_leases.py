@@ -12,7 +12,10 @@ from coordinator.generation.leases import TAKEOVER_PAUSE_S, Leases
 from specdec.errors import NotFound, SessionBusy, Unavailable
 from specdec.state.redis_store import open_store
 from specdec.state.store import Lease, SessionStore
+from specdec.tenant import DEFAULT_TENANT, SessionKey
 from tests.support.store_sessions import LONG_TTL_S, REQUEST, tokens
+
+KEY = SessionKey(DEFAULT_TENANT, "s")
 
 
 class HeldStore:
@@ -24,6 +27,9 @@ class HeldStore:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
+
+    def of_tenant(self, tenant: str) -> HeldStore:
+        return self
 
     async def acquire(self, session_id: str, **options: Any) -> Lease:
         lease = await self._store.acquire(session_id, **options)
@@ -48,7 +54,7 @@ async def test_only_the_process_that_took_a_lease_recognises_it_as_its_own(
     store: SessionStore,
 ) -> None:
     ours, theirs = leases(store), leases(store)
-    lease = await ours.acquire("s", create=True)
+    lease = await ours.acquire(KEY, create=True)
     assert ours.is_ours(lease.owner)
     assert not theirs.is_ours(lease.owner)
     assert lease.owner.startswith("c:")
@@ -60,24 +66,24 @@ async def test_only_the_process_that_took_a_lease_recognises_it_as_its_own(
 
 async def test_two_requests_of_one_coordinator_do_not_share_a_session(store: SessionStore) -> None:
     ours = leases(store)
-    first = await ours.acquire("s", create=True)
+    first = await ours.acquire(KEY, create=True)
     with pytest.raises(SessionBusy):
-        await ours.acquire("s", create=True)
-    again = await ours.acquire("s", create=False, owner=first.owner)
+        await ours.acquire(KEY, create=True)
+    again = await ours.acquire(KEY, create=False, owner=first.owner)
     assert (again.owner, again.epoch > first.epoch) == (first.owner, True)
 
 
 async def test_a_session_is_created_only_on_request(store: SessionStore) -> None:
     with pytest.raises(NotFound):
-        await leases(store).acquire("s", create=False)
+        await leases(store).acquire(KEY, create=False)
     with pytest.raises(NotFound):
-        await leases(store).take_over("s")
+        await leases(store).take_over(KEY)
     assert await store.load("s") is None
 
 
 async def abandoned(held: HeldStore, *, create: bool) -> None:
     """Cancel an acquisition after the store has done it and before its answer."""
-    taking = asyncio.ensure_future(leases(held).acquire("s", create=create))
+    taking = asyncio.ensure_future(leases(held).acquire(KEY, create=create))
     await asyncio.wait_for(held.taken.wait(), 10)
     taking.cancel()
     await asyncio.sleep(0)
@@ -116,7 +122,7 @@ async def test_cancelling_an_acquisition_that_fails_raises_only_the_cancellation
 
 async def test_a_takeover_waits_for_a_dead_owners_lease_to_end(store: SessionStore) -> None:
     dead = await store.acquire("s", owner="dead", ttl_s=0.3, create=True)
-    taken = await leases(store, ttl_s=0.3).take_over("s")
+    taken = await leases(store, ttl_s=0.3).take_over(KEY)
     assert taken.epoch > dead.epoch
 
 
@@ -124,5 +130,5 @@ async def test_a_takeover_from_a_live_owner_is_refused_in_the_end(store: Session
     await store.acquire("s", owner="alive", ttl_s=LONG_TTL_S, create=True)
     began = asyncio.get_running_loop().time()
     with pytest.raises(SessionBusy):
-        await asyncio.wait_for(leases(store, ttl_s=0.3).take_over("s"), 60)
+        await asyncio.wait_for(leases(store, ttl_s=0.3).take_over(KEY), 60)
     assert asyncio.get_running_loop().time() - began > 0.3 + TAKEOVER_PAUSE_S

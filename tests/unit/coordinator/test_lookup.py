@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.lookup.history import TokenHistory
+from coordinator.lookup.history import MAX_TENANTS, TokenHistories, TokenHistory
 from coordinator.lookup.lookup import LEAST_MATCH, Lookup, LookupKind
 
 SENTENCE = [10, 11, 12, 13, 14, 15, 16]
@@ -103,3 +103,42 @@ async def test_text_beyond_the_limit_is_dropped() -> None:
     await history.settle()
     assert len(history.newer) == len(history.older) == 0
     await history.close()
+
+
+async def test_a_tenants_outputs_are_in_its_own_history() -> None:
+    histories = TokenHistories(1000)
+    histories.add("ours", SENTENCE)
+    await histories.settle()
+    assert lookup_of(LookupKind.SUFFIX, SENTENCE[:3], histories.of("ours")).find(8) == SENTENCE[3:]
+    assert lookup_of(LookupKind.SUFFIX, SENTENCE[:3], histories.of("theirs")).find(8) == []
+
+
+async def test_a_request_finds_what_its_tenant_adds_after_the_request_began() -> None:
+    histories = TokenHistories(1000)
+    lookup = lookup_of(LookupKind.SUFFIX, [1, 2], histories.of("ours"))
+    histories.add("ours", SENTENCE)
+    await histories.settle()
+    lookup.read(SENTENCE[:3])
+    assert lookup.find(8) == SENTENCE[3:]
+
+
+async def test_the_histories_of_all_tenants_together_are_bounded_and_the_largest_gives_way() -> None:
+    histories = TokenHistories(200)
+    histories.add("small", SENTENCE)
+    for start in range(1000, 1500, 20):
+        for tenant in ("large", "larger", "larger"):
+            histories.add(tenant, list(range(start, start + 20)))
+            await histories.settle()
+            assert sum(history.num_tokens for history in histories._kept.values()) <= 200
+    assert lookup_of(LookupKind.SUFFIX, SENTENCE[:3], histories.of("small")).find(8) == SENTENCE[3:]
+    assert lookup_of(LookupKind.SUFFIX, [1480, 1481, 1482], histories.of("larger")).find(2) == [1483, 1484]
+
+
+async def test_the_tenant_that_added_nothing_for_the_longest_time_is_dropped_first() -> None:
+    histories = TokenHistories(1 << 20)
+    for number in range(MAX_TENANTS + 1):
+        histories.add(f"t{number}", SENTENCE)
+        if number == 1:
+            histories.add("t0", SENTENCE)
+    await histories.settle()
+    assert [histories.of(tenant).num_tokens > 0 for tenant in ("t0", "t1", "t2")] == [True, False, True]

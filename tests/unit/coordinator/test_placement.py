@@ -12,6 +12,7 @@ from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import TARGET, TargetReplica
 from specdec.errors import NotFound, Unavailable
 from specdec.rpc.client import TargetLink, open_link
+from specdec.tenant import SessionKey
 from specdec.types import EngineInfo
 from tests.support.coordinator_rig import Rig
 
@@ -216,22 +217,22 @@ def test_only_tokens_that_a_replica_may_lack_are_sent() -> None:
 
 def test_the_least_recently_used_sessions_are_forgotten_first() -> None:
     placement = Placement(ReplicaPools("v", open_link), capacity=2)
-    first, second = placement.session("a"), placement.session("b")
-    assert placement.session("a") is first
-    third = placement.session("c")
-    assert placement.session("a") is first
-    assert placement.session("c") is third
-    assert placement.session("b") is not second
-    placement.forget("c")
-    placement.forget("nobody")
-    assert placement.session("c") is not third
+    first, second = placement.session(SessionKey("t", "a")), placement.session(SessionKey("t", "b"))
+    assert placement.session(SessionKey("t", "a")) is first
+    third = placement.session(SessionKey("t", "c"))
+    assert placement.session(SessionKey("t", "a")) is first
+    assert placement.session(SessionKey("t", "c")) is third
+    assert placement.session(SessionKey("t", "b")) is not second
+    placement.forget(SessionKey("t", "c"))
+    placement.forget(SessionKey("t", "nobody"))
+    assert placement.session(SessionKey("t", "c")) is not third
 
 
 async def test_a_session_finds_its_own_replicas_in_the_pools_of_its_coordinator(rig: Rig) -> None:
     pools = await connect(rig)
     placement, chosen = Placement(pools), set()
     for index in range(40):
-        replicas = placement.session(f"session-{index}")
+        replicas = placement.session(SessionKey("t", f"session-{index}"))
         replicas.target_fingerprint = "table-0-table"
         chosen.add(replicas.choose_target().address)
     assert chosen == {service.address for service in rig.of_role(TARGET)}

@@ -20,6 +20,7 @@ from specdec.state.connection import RedisConnection
 from specdec.state.prefix_directory import RedisPrefixDirectory
 from specdec.state.redis_store import RedisSessionStore, open_store
 from specdec.state.store import KvLocation
+from specdec.tenant import DEFAULT_TENANT
 from specdec.types import BLOCK_TOKENS, EngineInfo
 
 
@@ -44,7 +45,7 @@ async def settled(prefixes: Prefixes) -> None:
 
 
 async def held(prefixes: Prefixes, num_tokens: int, hash_at: Callable[[int], bytes]) -> dict[str, int]:
-    return await prefixes.answer(prefixes.look_up(num_tokens, hash_at))
+    return await prefixes.answer(prefixes.look_up(DEFAULT_TENANT, num_tokens, hash_at))
 
 
 async def test_a_prefix_that_two_prompts_share_is_found_at_the_longest_noted_length(
@@ -53,7 +54,7 @@ async def test_a_prefix_that_two_prompts_share_is_found_at_the_longest_noted_len
     prefixes = Prefixes(store.prefixes())
     shared = list(range(1, 1_001))
     ours, theirs = ChainHasher([*shared, 7]), ChainHasher([*shared, 8] * 2)
-    prefixes.note(ours.at, {"target": 1_001, "draft": 300, "nothing": 63})
+    prefixes.note(DEFAULT_TENANT, ours.at, {"target": 1_001, "draft": 300, "nothing": 63})
     await settled(prefixes)
     assert await held(prefixes, 1_001, ours.at) == {"target": 992, "draft": 256}
     assert await held(prefixes, 2_002, theirs.at) == {"target": 512, "draft": 256}
@@ -63,7 +64,7 @@ async def test_a_prefix_that_two_prompts_share_is_found_at_the_longest_noted_len
 
 async def test_without_a_directory_nothing_is_known_and_nothing_is_noted() -> None:
     prefixes = Prefixes(None)
-    prefixes.note(ChainHasher(range(100)).at, {"a": 100})
+    prefixes.note(DEFAULT_TENANT, ChainHasher(range(100)).at, {"a": 100})
     assert await held(prefixes, 100, ChainHasher(range(100)).at) == {}
     await prefixes.close()
 
@@ -94,7 +95,7 @@ async def test_a_directory_that_does_not_answer_in_time_is_ignored_and_logged_on
         "prefix directory unavailable: no answer within 0.1 s"
     ]
     for _ in range(3 * MAX_NOTES):
-        prefixes.note(hashes.at, {"a": 100})
+        prefixes.note(DEFAULT_TENANT, hashes.at, {"a": 100})
     assert len(prefixes._notes) == MAX_NOTES
     async with asyncio.timeout(5):
         await prefixes.close()
@@ -110,7 +111,7 @@ async def test_a_directory_that_answers_again_is_used_again(
     assert await held(prefixes, 100, hashes.at) == {}
     prefixes._directory = store.prefixes()
     monkeypatch.setattr(module, "LOOK_UP_TIMEOUT_S", 5.0)
-    prefixes.note(hashes.at, {"a": 100})
+    prefixes.note(DEFAULT_TENANT, hashes.at, {"a": 100})
     await settled(prefixes)
     assert await held(prefixes, 100, hashes.at) == {"a": 96}
     await connection.close()

@@ -72,7 +72,10 @@ def round_of(pool: str, num_draft_tokens: int, num_accepted: int) -> RoundOutcom
         choice_token_ids=np.full(count, 7, np.uint32), choice_probabilities=np.ones(count), rows=(), logit_rows=(),
         kv_len=0, num_cached_tokens=0, forward_s=0.02, step_tokens=count,
     )  # fmt: skip
-    return RoundOutcome((7,) * count, provenance, num_draft_tokens, num_accepted, 0.0, 0.02, 0, 0, pool, "", (), answer)
+    drafted = np.full(num_draft_tokens, 7, np.uint32)
+    return RoundOutcome(
+        (7,) * count, provenance, drafted, num_draft_tokens, num_accepted, 0.0, 0.02, 0, 0, pool, "", (), answer
+    )
 
 
 class Request:

@@ -34,6 +34,16 @@ def chat(*roles: str) -> pb.GenerateRequest:
     )
 
 
+def extra(extra_json: str, *, num_messages: int = 1) -> pb.GenerateRequest:
+    message = pb.ChatMessage(role="user", extra_json=extra_json)
+    return pb.GenerateRequest(messages=pb.ChatMessages(messages=[message] * num_messages))
+
+
+def arguments(arguments_json: str) -> pb.GenerateRequest:
+    messages = [pb.ChatMessage(role="user", content="x")]
+    return pb.GenerateRequest(messages=pb.ChatMessages(messages=messages, template_arguments_json=arguments_json))
+
+
 @pytest.mark.parametrize(
     ("request_", "field", "message"),
     [
@@ -44,6 +54,19 @@ def chat(*roles: str) -> pb.GenerateRequest:
         (chat(), "messages", "messages must not be empty"),
         (chat(*["user"] * 4097), "messages", "at most 4096 messages, got 4097"),
         (chat("user", ""), "messages[1].role", "must not be empty"),
+        (extra("[1]"), "messages[0].extra_json", "must be a JSON object, got list"),
+        (extra("{"), "messages[0].extra_json", "must be a JSON object: "),
+        (extra("[" * 100_000), "messages[0].extra_json", "must be a JSON object: "),
+        (extra('{"name": NaN}'), "messages[0].extra_json", "must be a JSON object: NaN is not JSON"),
+        (extra('{"refusal": "x"}'), "messages[0].extra_json", "tool_calls, content; got 'refusal'"),
+        (extra('{"name": 1}'), "messages[0].extra_json", "must hold a text as name, got int"),
+        (extra('{"tool_calls": {}}'), "messages[0].extra_json", "a list of JSON objects as tool_calls"),
+        (extra('{"tool_calls": [1]}'), "messages[0].extra_json", "a list of JSON objects as tool_calls"),
+        (extra('{"content": null}'), "messages[0].extra_json", "may hold content only as null"),
+        (extra('{"content": "x", "tool_calls": [{}]}'), "messages[0].extra_json", "may hold content only as null"),
+        (extra("x" * (1 << 19), num_messages=3), "messages", "at most 1048576 characters of extra_json together"),
+        (arguments("[]"), "messages.template_arguments_json", "must be a JSON object, got list"),
+        (arguments("x" * 65_537), "messages.template_arguments_json", "at most 65536 characters, got 65537"),
         (sampling(temperature=math.nan), "sampling.temperature", "must be a finite number, got nan"),
         (sampling(temperature=math.inf), "sampling.temperature", "must be a finite number, got inf"),
         (sampling(temperature=-0.5), "sampling.temperature", "must be at least 0, got -0.5"),
@@ -158,6 +181,9 @@ def test_a_retry_has_the_same_digest_and_another_request_has_another_one() -> No
         sampling(seed=1, logit_bias={3: 1.0, 4: 2.0}, stop=["x"]),
         pb.GenerateRequest(prompt="hello!", sampling=first.sampling),
         pb.GenerateRequest(messages=chat("user").messages, sampling=first.sampling),
+        pb.GenerateRequest(messages=extra('{"name": "n"}').messages, sampling=first.sampling),
+        pb.GenerateRequest(messages=extra('{"name": "m"}').messages, sampling=first.sampling),
+        pb.GenerateRequest(messages=arguments("{}").messages, sampling=first.sampling),
         pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[5]), sampling=first.sampling),
         pb.GenerateRequest(prompt="hello", sampling=first.sampling, speculation=pb.SpeculationParams(gamma=0)),
     ]
@@ -200,6 +226,12 @@ def test_digests_equal_those_that_stored_records_hold() -> None:
     assert (every_field.former_digests, few.former_digests) == (
         ("2164242a50dc17f4c58c558a34c8c394",),
         ("bcccbdfbc4558d1c0c378a2835f13ec4",),
+    )
+    conversation = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hello")])
+    chatting = validated(pb.GenerateRequest(messages=conversation))
+    assert (chatting.digest, chatting.former_digests) == (
+        "2:2614480cd455048d67e9ed1def061c6d",
+        ("92439e81b098013949177cd3d0b0b7bb",),
     )
 
 

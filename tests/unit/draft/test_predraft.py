@@ -10,7 +10,7 @@ import pytest
 from draft_service.fan_out_policy import MAX_FAN_OUT, Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from specdec.errors import Internal, KvMiss
-from specdec.observability.metrics import EngineMetrics
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.settings.draft import DraftSettings
 from specdec.types import DrawRule, Proposal, ProposeRequest, SamplingFilters, VerifyRequest
 from target_service.verifier import Verifier
@@ -74,7 +74,7 @@ class _Replica:
         return proposal
 
     def counts(self, name: str, **labels) -> float:
-        labels = {"model_name": "table", "role": "draft"} | labels
+        labels = {"model_name": "table", "role": "draft", "pool": "default"} | labels
         return self.metrics.registry.get_sample_value(f"specdec:{name}_total", labels) or 0.0
 
     def outcomes(self) -> dict[str, float]:

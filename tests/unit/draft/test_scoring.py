@@ -11,7 +11,7 @@ import pytest
 from draft_service.proposer import Proposer
 from draft_service.servicer import DraftServicer
 from specdec.errors import InvalidRequest, ResourceExhausted
-from specdec.observability.metrics import EngineMetrics
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import DraftLink
 from specdec.rpc.server import DRAFT_SERVICE, ServiceServer
 from specdec.types import DrawRule, Proposal, ProposeRequest, SamplingFilters, ScoreRequest

@@ -47,6 +47,9 @@ class StepLog:
         self.seconds.append(seconds)
         self.num_tokens.append(num_tokens)
 
+    def observe_queue(self, seconds: float) -> None:
+        """Only steps are observed."""
+
 
 async def _run_session(verifier: Verifier, worker: TimedWorker, prompt: asyncio.Task[object]) -> list[int]:
     """Rounds of one token each until the prompt has run; the session's tokens."""

@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from specdec.observability.logging import ID_NAMES, bind, configure_logging
+from specdec.observability.logging import ID_NAMES, bind, bind_task, configure_logging
 from tests.support.log_stream import lines, stream
 
 __all__ = ["stream"]
@@ -75,3 +75,23 @@ def test_attributes_that_a_library_adds_to_every_record_are_not_shown(stream: io
     configure_logging("text", "debug", service="draft", stream=stream)
     log.debug("drafted", extra={"num_draft_tokens": 4, "_stamp_ns": 5})
     assert stream.getvalue().endswith("DEBUG specdec.test drafted num_draft_tokens=4\n")
+
+
+async def test_ids_that_are_bound_to_a_task_stay_in_it_and_in_the_tasks_that_it_starts(stream: io.StringIO) -> None:
+    configure_logging("json", "info", service="coordinator", stream=stream)
+
+    async def report(name: str) -> None:
+        log.info(name)
+
+    async def serve() -> None:
+        bind_task(tenant="acme")
+        log.info("in the task")
+        await asyncio.create_task(report("in a task of the task"))
+
+    await asyncio.create_task(serve())
+    log.info("outside")
+    assert [(record["message"], record.get("tenant")) for record in lines(stream)] == [
+        ("in the task", "acme"), ("in a task of the task", "acme"), ("outside", None),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="colour is not one of"):
+        bind_task(colour="red")

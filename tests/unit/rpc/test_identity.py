@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specdec.errors import Unavailable
-from specdec.observability.metrics import EngineMetrics
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import TargetLink
 from specdec.rpc.server import TARGET_SERVICE, ServiceServer
 from specdec.types import Verification, VerifyRequest

@@ -12,7 +12,7 @@ import pytest
 
 from draft_service.servicer import DraftServicer
 from specdec import errors
-from specdec.observability.metrics import EngineMetrics
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc import codec, proposals
 from specdec.rpc.client import DraftLink, TargetLink, WireStats
 from specdec.rpc.frames import MAX_OPEN_ITEMS, FrameServer
@@ -360,10 +360,9 @@ async def test_calls_are_counted_by_outcome() -> None:
         with pytest.raises(errors.KvMiss):
             await link.propose(ask("raise:KvMiss"))
         value = replica.metrics.registry.get_sample_value
-        labels = {"model_name": "arithmetic", "role": "draft"}
+        labels = {"model_name": "arithmetic", "role": "draft", "pool": "default"}
         assert value("specdec:draft_tokens_total", labels) == 3
-        assert value("specdec:call_failures_total", {**labels, "reason": "KV_MISS"}) == 1
-        assert value("specdec:num_requests_running", labels) == 0
+        assert value("specdec:call_repeats_total", {**labels, "reason": "KV_MISS"}) == 1
 
 
 async def test_a_pending_description_fails_when_the_link_is_closed() -> None:

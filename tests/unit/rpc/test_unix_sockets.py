@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from draft_service.servicer import DraftServicer
 from specdec import errors
-from specdec.observability.metrics import EngineMetrics
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc import codec, unix_socket_server, unix_sockets
 from specdec.rpc.client import DraftLink
 from specdec.rpc.frames import MAX_OPEN_ITEMS

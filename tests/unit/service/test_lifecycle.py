@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from draft_service.servicer import DraftServicer
 from specdec import errors
-from specdec.observability.metrics import EngineMetrics
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import DraftLink
 from specdec.rpc.server import DRAFT_SERVICE
 from specdec.service.lifecycle import require_addresses, run_replica, run_to_exit_code

@@ -15,7 +15,7 @@ from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.errors import InvalidRequest, ResourceExhausted
-from specdec.observability.metrics import EngineMetrics
+from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import TargetLink
 from specdec.rpc.server import TARGET_SERVICE, ServiceServer
 from specdec.settings.draft_specs import LocalDraftSpec

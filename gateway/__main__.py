@@ -1,0 +1,71 @@
+"""`python -m gateway`: reads the settings, builds the gateway, and serves until SIGTERM or Ctrl-C.
+
+This is the only module of the gateway that reads the environment and handles signals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+from gateway.app import build_app
+from gateway.auth import ApiKeys
+from gateway.context import Gateway
+from gateway.metrics import GatewayMetrics
+from gateway.server import bind, serve
+from gateway.upstream import Upstream
+from specdec.errors import SpecdecError, error_line
+from specdec.observability.logging import configure_logging
+from specdec.observability.metrics_server import start_metrics_server
+from specdec.observability.tracing import SpanCollector, open_tracing
+from specdec.settings.addresses import split_address
+from specdec.settings.gateway import GatewaySettings
+from specdec.settings.reading import parse_settings
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the service; return the exit code."""
+    settings = parse_settings(GatewaySettings, prog="python -m gateway", argv=sys.argv[1:] if argv is None else argv)
+    configure_logging(settings.log_format, settings.log_level, service="gateway")
+    try:
+        asyncio.run(_serve(settings))
+    except SpecdecError as error:
+        print(error_line(error), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+async def _serve(settings: GatewaySettings) -> None:
+    """Serve until SIGTERM or SIGINT, then drain.
+
+    Raises:
+        SpecdecError: the gateway cannot start: an address, or the file of API keys.
+    """
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    has_keys = bool(settings.api_keys or settings.api_key)
+    keys = ApiKeys(settings.api_keys, key=settings.api_key, allow_anonymous=settings.allow_anonymous or not has_keys)
+    metrics = GatewayMetrics()
+    tracing = open_tracing(settings.otlp_endpoint, settings.trace_share, service="specdec-gateway", environ=os.environ)
+    async with AsyncExitStack() as ending:
+        if tracing is not None:
+            ending.push_async_callback(asyncio.to_thread, tracing.close)
+            metrics.registry.register(SpanCollector(tracing))
+        if settings.metrics:
+            ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
+        upstream = Upstream(settings)
+        ending.push_async_callback(upstream.close)
+        await upstream.start()
+        listener = ending.enter_context(bind(settings.listen))
+        await serve(build_app(Gateway(settings, upstream, keys, metrics, tracing)), listener, settings, stop)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Builds the gateway's ASGI application: routes, error answers, and the layers around them."""
+
+from __future__ import annotations
+
+import logging
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+import specdec
+from gateway.context import Gateway
+from gateway.http_errors import error_response, read_validation_error
+from gateway.middleware import Authenticated, LimitedBody, Measured
+from gateway.routes import chat, completions, models, playground, sessions, status, tokens
+from gateway.tracing import Traced
+from specdec.errors import Internal, InvalidRequest, NotFound, SpecdecError
+
+_log = logging.getLogger(__name__)
+
+
+def build_app(gateway: Gateway) -> FastAPI:
+    """Return the application of one gateway."""
+    app = FastAPI(
+        title="specdec",
+        summary="OpenAI-compatible HTTP over distributed speculative decoding",
+        version=specdec.__version__,
+        middleware=_layers(gateway),
+        docs_url=None,
+        redoc_url=None,
+    )
+    for module in (chat, completions, models, sessions, tokens, status):
+        app.include_router(module.router(gateway))
+    app.add_exception_handler(SpecdecError, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid_body)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_failure)
+    app.include_router(playground.router())
+    return app
+
+
+def _layers(gateway: Gateway) -> list[Middleware]:
+    """Return the layers around the routes, the outermost first."""
+    settings = gateway.settings
+    layers = [Middleware(Measured, metrics=gateway.metrics)]
+    if gateway.tracing is not None:
+        layers.append(Middleware(Traced, tracing=gateway.tracing))
+    if settings.cors_origin:
+        layers.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(settings.cors_origin),
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["*"],
+            )
+        )
+    layers.append(Middleware(Authenticated, keys=gateway.keys))
+    layers.append(Middleware(LimitedBody, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s))
+    return layers
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, SpecdecError)  # the handler is registered for these
+    if error.code == "INTERNAL":
+        _log.error("request failed: %s", error.message, extra={"path": request.url.path})
+    return error_response(error, request.url.path)
+
+
+async def _on_invalid_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)  # the handler is registered for these
+    told = read_validation_error(error.errors(), request.headers.get("content-type", ""))
+    return error_response(told, request.url.path)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Answer for a path or method that does not exist, and for a body that the framework cannot read."""
+    assert isinstance(error, HTTPException)  # the handler is registered for these
+    path = request.url.path
+    if error.status_code == 404:
+        told: SpecdecError = NotFound(f"there is nothing at {path[:256]}", reason="NOT_FOUND")
+    elif error.status_code == 405:
+        told = InvalidRequest(f"{path[:256]} does not take {request.method}", reason="METHOD_NOT_ALLOWED")
+    else:
+        told = InvalidRequest(str(error.detail))
+    return error_response(told, path, status=error.status_code, headers=error.headers)
+
+
+async def _on_failure(request: Request, error: Exception) -> Response:
+    """Answer for an error of the gateway itself, whose traceback the server logs."""
+    return error_response(Internal("the gateway failed; its log has the cause"), request.url.path)

@@ -1,0 +1,169 @@
+"""Runs the outputs of one request: the only place of the gateway that calls `generate`.
+
+Several outputs of one prompt are sessions of their own. The first starts alone and the others follow once its first
+token has come, because they then find the keys and values of their common prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, cast
+
+from gateway.metrics import GatewayMetrics
+from gateway.tracing import traceparent
+from specdec.client import AsyncClient, AsyncStream, Chunk, Completion, GenerateOptions
+from specdec.errors import InvalidRequest
+
+_SEEDS = 1 << 64
+#: Events that an output may be ahead of the others and of the connection.
+_MAX_AHEAD = 2
+
+Prompt = str | Sequence[int] | None
+"""A text, token ids, or None if the input is among the options."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A part of one output: a chunk, or its end."""
+
+    index: int
+    """Index of the output among those of the request."""
+    stream: AsyncStream
+    chunk: Chunk | None
+    """None for the end."""
+    completion: Completion | None = None
+    """The whole output, at its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One output to generate."""
+
+    index: int
+    prompt: str | None
+    options: GenerateOptions
+    leader: int
+    """Index of the first output of the same prompt."""
+
+
+def plan(prompts: Sequence[Prompt], num_outputs: int, options: GenerateOptions, seed: int | None) -> list[Job]:
+    """Return the jobs of a request, those of one prompt next to each other.
+
+    Args:
+        prompts: inputs; None where `options` have the input.
+        num_outputs: outputs of each prompt.
+        options: options of every output.
+        seed: seed of each prompt's first output; the others draw with the numbers after it.
+    """
+    jobs = []
+    for number, prompt in enumerate(prompts):
+        leader = number * num_outputs
+        for place in range(num_outputs):
+            own: dict[str, Any] = {**options}
+            if prompt is not None and not isinstance(prompt, str):
+                own["prompt_token_ids"] = prompt
+            if seed is not None:
+                own["seed"] = (seed + place) % _SEEDS
+            text = prompt if isinstance(prompt, str) else None
+            jobs.append(Job(leader + place, text, cast(GenerateOptions, own), leader))
+    return jobs
+
+
+def session_options(session_id: str | None, request_id: str | None, num_outputs: int) -> Mapping[str, str]:
+    """Return the options that continue a session. Raises InvalidRequest where several outputs would share it."""
+    given = {name: value for name, value in (("session_id", session_id), ("request_id", request_id)) if value}
+    if given and num_outputs > 1:
+        name = next(iter(given))
+        raise InvalidRequest(f"{name}: {num_outputs} outputs cannot share one session; leave it out", field=name)
+    return given
+
+
+class Outputs:
+    """The outputs of one request. Iterate `events` once, or await `completions`."""
+
+    def __init__(self, client: AsyncClient, jobs: Sequence[Job], metrics: GatewayMetrics) -> None:
+        self._client, self._jobs, self._metrics = client, jobs, metrics
+        self._began_s = time.monotonic()
+        self._has_begun = [asyncio.Event() for _ in jobs]
+        """Set for an output that has a token or has ended."""
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """Yield the parts of all outputs as they come. Closing the iterator cancels what still runs.
+
+        Raises:
+            SpecdecError: an output failed; the others are cancelled.
+        """
+        source = self._output(self._jobs[0]) if len(self._jobs) == 1 else self._merged()
+        is_first = True
+        async with aclosing(source) as events:
+            async for event in events:
+                if is_first:
+                    self._metrics.observe_first_token(time.monotonic() - self._began_s)
+                    is_first = False
+                if event.completion is not None:
+                    self._metrics.observe_finished(event.completion)
+                yield event
+
+    async def completions(self) -> list[Completion]:
+        """Return all outputs in the order of their jobs. Raises SpecdecError as `events`."""
+        finished: dict[int, Completion] = {}
+        async with aclosing(self.events()) as events:
+            async for event in events:
+                if event.completion is not None:
+                    finished[event.index] = event.completion
+        return [finished[job.index] for job in self._jobs]
+
+    async def _output(self, job: Job) -> AsyncGenerator[Event, None]:
+        options = cast(GenerateOptions, {**job.options, "traceparent": traceparent()})
+        async with self._client.generate(job.prompt, stream=True, **options) as stream:
+            async for chunk in stream:
+                yield Event(job.index, stream, chunk)
+            yield Event(job.index, stream, None, await stream.result())
+
+    async def _merged(self) -> AsyncGenerator[Event, None]:
+        queue: asyncio.Queue[Event | BaseException] = asyncio.Queue(_MAX_AHEAD * len(self._jobs))
+        tasks = [asyncio.create_task(self._feed(job, queue)) for job in self._jobs]
+        try:
+            num_left = len(tasks)
+            while num_left:
+                event = await queue.get()
+                if isinstance(event, BaseException):
+                    raise event
+                num_left -= event.completion is not None
+                yield event
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _feed(self, job: Job, queue: asyncio.Queue[Event | BaseException]) -> None:
+        """Put an output's events into the queue, and its error in place of the rest."""
+        try:
+            if job.index != job.leader:
+                await self._has_begun[job.leader].wait()
+            async with aclosing(self._output(job)) as events:
+                async for event in events:
+                    self._has_begun[job.index].set()
+                    await queue.put(event)
+        except Exception as error:
+            await queue.put(error)
+        finally:
+            self._has_begun[job.index].set()
+
+
+@contextlib.asynccontextmanager
+async def resumed(stream: AsyncStream) -> AsyncIterator[AsyncGenerator[Event, None]]:
+    """Give the events of a stream of `AsyncClient.resume`, as the only output of a request."""
+
+    async def events() -> AsyncGenerator[Event, None]:
+        async for chunk in stream:
+            yield Event(0, stream, chunk)
+        yield Event(0, stream, None, await stream.result())
+
+    async with stream:
+        yield events()

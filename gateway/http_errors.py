@@ -1,0 +1,158 @@
+"""Errors as HTTP answers: status, headers and OpenAI's error object.
+
+Routes raise errors of the tree (`specdec.errors`); `app` installs the handlers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from specdec.errors import InvalidRequest, ResourceExhausted, SpecdecError, Unavailable
+
+_STATUS_BY_CODE = {
+    "INVALID_ARGUMENT": 400,
+    "UNIMPLEMENTED": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
+    "NOT_FOUND": 404,
+    "FAILED_PRECONDITION": 409,
+    "DATA_LOSS": 409,
+    "ABORTED": 409,
+    "RESOURCE_EXHAUSTED": 429,
+    "CANCELLED": 503,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+#: Routes with the errors of Anthropic's API begin with this path.
+ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+#: Names of our fields in OpenAI's requests.
+_PARAMS = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "prompt_token_ids": "prompt",
+    "messages.template_arguments_json": "chat_template_kwargs",
+}
+_OUR_NAMES = re.compile(r"\b(sampling\.)?(max_new_tokens|min_new_tokens|prompt_token_ids)\b|\bsampling\.(?=\w)")
+_VALUE_ERROR = re.compile(r"^(Value error|Assertion failed), ")
+_MAX_PATH_PARTS = 8
+
+
+def status_of(error: SpecdecError) -> int:
+    """Return the HTTP status of an error."""
+    return _STATUS_BY_CODE.get(error.code, 500)
+
+
+def type_of(status: int) -> str:
+    """Return the type of OpenAI's error object for a status."""
+    return _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+
+
+def error_object(error: SpecdecError, status: int | None = None) -> dict[str, Any]:
+    """Return OpenAI's error object: `{"error": {"message", "type", "param", "code"}}`."""
+    return {
+        "error": {
+            "message": _in_their_names(error.message),
+            "type": type_of(status or status_of(error)),
+            "param": param_of(error.field),
+            "code": error.reason.lower(),
+        }
+    }
+
+
+def error_headers(error: SpecdecError) -> dict[str, str]:
+    """Return the headers of an error: when to try again, and how to send a key."""
+    headers = {}
+    if isinstance(error, ResourceExhausted | Unavailable) or error.retryable:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or 1.0)))
+    if error.code == "UNAUTHENTICATED":
+        headers["www-authenticate"] = "Bearer"
+    return headers
+
+
+def param_of(field: str) -> str | None:
+    """Return the name of a field in OpenAI's requests; None without a field."""
+    name = field.removeprefix("sampling.")
+    return _PARAMS.get(name, name) or None
+
+
+def read_validation_error(errors: Sequence[Mapping[str, Any]], content_type: str) -> InvalidRequest:
+    """Return the error of a request body that pydantic has refused.
+
+    Args:
+        errors: pydantic's errors, of which the first is told.
+        content_type: the request's header.
+    """
+    first = errors[0]
+    kind, message = str(first["type"]), str(first["msg"])
+    if kind == "json_invalid":
+        detail = (first.get("ctx") or {}).get("error", message)
+        return InvalidRequest(f"the request body is not valid JSON: {detail}")
+    field = _path(first["loc"])
+    if not field and "json" not in content_type.lower():
+        return InvalidRequest("the request body must be JSON: send the header content-type: application/json")
+    if not field and kind == "missing":
+        return InvalidRequest("the request body must be a JSON object, got none")
+    message = _VALUE_ERROR.sub("", message).replace("Input should", "must").replace("Field required", "is required")
+    return InvalidRequest(f"{field or 'the request body'}: {message}", field=field)
+
+
+def _path(location: Sequence[Any]) -> str:
+    """Return a location in a body as a path, such as `messages[0].content`, without the names of alternatives."""
+    path = ""
+    for part in location[1:_MAX_PATH_PARTS]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif re.fullmatch(r"[a-z][a-z0-9_]*", str(part)) and not (path and str(part) in _ALTERNATIVES):
+            path += f".{part}" if path else str(part)
+    return path
+
+
+#: Names that pydantic gives to the alternatives of a union.
+_ALTERNATIVES = frozenset(("str", "int", "float", "bool", "list", "dict", "constrained"))
+
+
+def _in_their_names(message: str) -> str:
+    return _OUR_NAMES.sub(lambda found: _PARAMS.get(found[2], "") if found[2] else "", message)
+
+
+def error_response(
+    error: SpecdecError, path: str, *, status: int | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return the answer to a request that failed.
+
+    Args:
+        error: the error.
+        path: path of the request; those of Anthropic's API get its error object.
+        status: status in place of the error's own.
+        headers: headers beside the error's own.
+    """
+    status = status or status_of(error)
+    shape = anthropic_error_object if path.startswith(ANTHROPIC_PATH) else error_object
+    body = json.dumps(shape(error, status), ensure_ascii=False).encode("utf-8", "backslashreplace")
+    return Response(body, status, media_type="application/json", headers={**error_headers(error), **(headers or {})})
+
+
+def anthropic_error_object(error: SpecdecError, status: int) -> dict[str, Any]:
+    """Return Anthropic's error object: `{"type": "error", "error": {"type", "message"}}`."""
+    kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": _in_their_names(error.message)}}

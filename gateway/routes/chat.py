@@ -1,0 +1,99 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from gateway.chunks import FINGERPRINT_CHARS, ChatChunks, ChunkOptions
+from gateway.context import Gateway, wants_event_ids
+from gateway.generation import Outputs, plan, session_options
+from gateway.logprobs import chat_logprobs
+from gateway.responses import ANSWERS, json_response, provenance_of, stream
+from gateway.schemas.chat import ChatRequest
+from gateway.schemas.common import StreamOptions
+from gateway.sse import while_connected
+from gateway.upstream import Served
+from gateway.usage import FINISH_REASONS, metrics_object, usage_of
+from specdec.client import AsyncClient, Completion, GenerateOptions
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """Return the routes of chat completions."""
+    routes = APIRouter(tags=["OpenAI"])
+
+    @routes.post("/v1/chat/completions", response_model=None, responses=ANSWERS)
+    async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+        """Continue a conversation."""
+        served = await gateway.upstream.served()
+        model = served.require(body.model)
+        body.require_supported()
+        client = gateway.client(request)
+        options = body.options(served.default_sampling)
+        options.update(session_options(body.session_id, body.request_id, body.num_outputs))  # type: ignore[typeddict-item]
+        options["max_new_tokens"] = await _max_new_tokens(body, client, served, options)
+        outputs = Outputs(client, plan([None], body.num_outputs, options, body.seed), gateway.metrics)
+        answer = f"chatcmpl-{uuid.uuid4().hex}"
+        if body.stream:
+            encoder = ChatChunks(
+                ChunkOptions(
+                    answer,
+                    model,
+                    int(time.time()),
+                    num_outputs=body.num_outputs,
+                    outputs_per_prompt=body.num_outputs,
+                    stream_options=body.stream_options or StreamOptions(),
+                    has_logprobs=bool(body.logprobs),
+                    has_provenance=bool(body.return_provenance),
+                    has_metrics=body.wants_metrics,
+                    has_event_ids=wants_event_ids(request),
+                )
+            )
+            return stream(gateway, encoder, outputs)
+        completions = await while_connected(request.receive, outputs.completions())
+        return json_response(_answer(answer, model, body, completions))
+
+    return routes
+
+
+async def _max_new_tokens(body: ChatRequest, client: AsyncClient, served: Served, options: GenerateOptions) -> int:
+    """Return the limit on the output: the request's, else the room in the context, at most what the model recommends.
+
+    The room is known only once the conversation has been tokenized, so a request without a limit costs one more call.
+    """
+    if body.max_new_tokens is not None:
+        return body.max_new_tokens
+    prompt = await client.tokenize(
+        messages=options["messages"], chat_template_kwargs=options.get("chat_template_kwargs")
+    )
+    room = max(1, served.max_context_tokens - len(prompt))
+    return int(min(room, served.default_sampling.get("max_new_tokens", room)))
+
+
+def _answer(answer_id: str, model: str, body: ChatRequest, completions: Sequence[Completion]) -> dict[str, Any]:
+    answer = {
+        "id": answer_id,
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": completions[0].target_fingerprint[:FINGERPRINT_CHARS],
+        "session_id": completions[0].session_id,
+        "choices": [_choice(index, body, completion) for index, completion in enumerate(completions)],
+        "usage": usage_of(completions, body.num_outputs),
+    }
+    return answer | ({"metrics": metrics_object(completions)} if body.wants_metrics else {})
+
+
+def _choice(index: int, body: ChatRequest, completion: Completion) -> dict[str, Any]:
+    return {
+        "index": index,
+        "message": {"role": "assistant", "content": completion.text, "refusal": None},
+        "logprobs": chat_logprobs(completion.details) if body.logprobs else None,
+        "finish_reason": FINISH_REASONS.get(completion.finish_reason),
+        "session_id": completion.session_id,
+    } | (provenance_of(completion) if body.return_provenance else {})

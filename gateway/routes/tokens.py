@@ -1,0 +1,73 @@
+"""/tokenize and /detokenize, in vLLM's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from gateway.context import Gateway
+from gateway.responses import ERRORS, json_response
+from gateway.schemas.chat import Message
+from gateway.schemas.common import Flag, Text, TokenId, refuse
+from gateway.schemas.common import Request as Body
+from specdec.errors import InvalidRequest
+
+
+class TokenizeRequest(Body):
+    """A text or a conversation."""
+
+    model: Text | None = None
+    """Name of the model; absent: the one that is served."""
+    prompt: Text | None = None
+    """A text."""
+    messages: list[Message] | None = None
+    """A conversation, in place of a text."""
+    add_special_tokens: Flag | None = None
+    """Only true is supported for a text: the tokens are those that a new session would hold."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the chat template."""
+
+
+class DetokenizeRequest(Body):
+    """Token ids."""
+
+    model: Text | None = None
+    """Name of the model; absent: the one that is served."""
+    tokens: list[TokenId]
+    """Token ids."""
+    skip_special_tokens: Flag = False
+    """Leave special tokens out of the text."""
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """Return the routes of tokens."""
+    routes = APIRouter(tags=["tokens"])
+
+    @routes.post("/tokenize", response_model=None, responses=ERRORS)
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+        """Return the token ids of a text or a conversation, as a new session would hold them."""
+        served = await gateway.upstream.served()
+        served.require(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("give exactly one of prompt and messages", field="prompt")
+        if body.prompt is not None and body.add_special_tokens is False:
+            raise refuse("add_special_tokens", "the tokens are those that a new session would hold")
+        token_ids = await gateway.client(request).tokenize(
+            body.prompt,
+            messages=None if body.messages is None else [message.for_template() for message in body.messages],
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        return json_response(
+            {"count": len(token_ids), "max_model_len": served.max_context_tokens, "tokens": list(token_ids)}
+        )
+
+    @routes.post("/detokenize", response_model=None, responses=ERRORS)
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        """Return the text of token ids."""
+        (await gateway.upstream.served()).require(body.model)
+        text = await gateway.client(request).detokenize(body.tokens, skip_special_tokens=body.skip_special_tokens)
+        return json_response({"prompt": text})
+
+    return routes

@@ -1,0 +1,192 @@
+"""Sampling and speculation fields of requests, and the `GenerateOptions` that they become.
+
+`SamplingFields` is part of the requests of every route that generates. A field that is absent takes the value that the
+model recommends (`generation_config.json`), else the API's default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, cast
+
+from pydantic import Field
+
+from gateway.schemas.common import Flag, Int, Number, Request, Speculation, StreamOptions, Text, TokenId, refuse
+from specdec.client import GenerateOptions
+from specdec.errors import InvalidRequest
+
+#: Most choices of one prompt.
+MAX_N = 8
+
+_GRAMMARS = "there are no grammars yet"
+_DELIVERY = "text is what the tokens before the end decode to, without special tokens"
+_OPENAI_NAMES = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "min_tokens": "min_new_tokens",
+    "ignore_eos": "ignore_eos",
+    "stop_token_ids": "stop_token_ids",
+    "stop": "stop",
+}
+#: Sampling parameters that a model may recommend. `max_new_tokens` is the routes' subject.
+_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class SamplingFields(Request):
+    """Sampling fields of OpenAI's API, vLLM's usual extensions, and ours."""
+
+    model: Text | None = None
+    """Name of the model; absent: the one that is served."""
+    stream: Flag | None = False
+    """Send the output as server-sent events."""
+    stream_options: StreamOptions | None = None
+    """Contents of a stream beside its text."""
+    n: Annotated[Int, Field(ge=1, le=MAX_N)] | None = 1
+    """Number of outputs for each prompt."""
+    temperature: Number | None = None
+    """0 selects greedy decoding."""
+    top_p: Number | None = None
+    """Probability mass of the likeliest tokens that are kept, above 0 and at most 1."""
+    top_k: Annotated[Int, Field(ge=-1)] | None = None
+    """Number of the likeliest tokens that are kept; 0 or -1: all."""
+    min_p: Number | None = None
+    """Least probability of a kept token, relative to the likeliest one."""
+    repetition_penalty: Number | None = None
+    """Factor by which tokens of prompt and output become less likely; above 0, 1 is off."""
+    presence_penalty: Number | None = None
+    """Amount by which tokens of the output become less likely."""
+    frequency_penalty: Number | None = None
+    """Amount by which tokens of the output become less likely, for each time that they occur."""
+    logit_bias: dict[str, Number] | None = None
+    """Amount that is added to the logit of each token id."""
+    seed: Annotated[Int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    """Seed of the draws. The same request and seed give the same text if the drafts have the same lengths, which
+    speculation.gamma sets, and in the mode coupled in any case. Output number i draws with seed + i."""
+    stop: Text | list[Text] | None = None
+    """Text, or texts, before which the output ends."""
+    stop_token_ids: list[TokenId] | None = None
+    """Token ids that end the output."""
+    ignore_eos: Flag | None = None
+    """Continue after the model's own end of text."""
+    min_tokens: Int | None = None
+    """Least number of output tokens."""
+    priority: Int | None = None
+    """Only 0 is supported."""
+    speculation: Speculation | None = None
+    """Choice of drafts and of their verification."""
+    session_id: Text | None = None
+    """Session to continue, or the name of a new one. Absent: a new session."""
+    request_id: Text | None = None
+    """Idempotency key within the session."""
+    return_provenance: Flag | None = None
+    """Tell for every token which part of the system it came from, under `specdec` in every chunk or choice."""
+    return_metrics: Flag | None = None
+    """Add the counters of speculative decoding, under `metrics`."""
+
+    tools: list[Any] | None = None
+    """Not supported."""
+    tool_choice: Any = None
+    """Only "none" is supported."""
+    functions: list[Any] | None = None
+    """Not supported."""
+    function_call: Any = None
+    """Not supported."""
+    response_format: dict[str, Any] | None = None
+    """Only {"type": "text"} is supported."""
+    structured_outputs: Any = None
+    """Not supported."""
+    guided_json: Any = None
+    """Not supported."""
+    guided_regex: Any = None
+    """Not supported."""
+    guided_choice: Any = None
+    """Not supported."""
+    guided_grammar: Any = None
+    """Not supported."""
+    best_of: Int | None = None
+    """Only 1 is supported."""
+    use_beam_search: Flag | None = None
+    """Not supported."""
+    prompt_logprobs: Int | None = None
+    """Not supported."""
+    bad_words: list[Any] | None = None
+    """Not supported."""
+    allowed_token_ids: list[Any] | None = None
+    """Not supported."""
+    logits_processors: list[Any] | None = None
+    """Not supported."""
+    truncate_prompt_tokens: Int | None = None
+    """Not supported."""
+    include_stop_str_in_output: Flag | None = None
+    """Only false is supported."""
+    skip_special_tokens: Flag | None = None
+    """Only true is supported."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of outputs for each prompt."""
+        return self.n or 1
+
+    @property
+    def wants_metrics(self) -> bool:
+        return bool(self.return_metrics or (self.stream_options and self.stream_options.include_metrics))
+
+    def require_supported(self) -> None:
+        """Raises InvalidRequest for a field that the server knows and does not support."""
+        for name, value, reason in (
+            ("tools", self.tools, _GRAMMARS),
+            ("tool_choice", self.tool_choice not in (None, "none"), _GRAMMARS),
+            ("functions", self.functions, _GRAMMARS),
+            ("function_call", self.function_call not in (None, "none"), _GRAMMARS),
+            ("response_format", (self.response_format or {}).get("type", "text") != "text", _GRAMMARS),
+            ("structured_outputs", self.structured_outputs, _GRAMMARS),
+            ("guided_json", self.guided_json, _GRAMMARS),
+            ("guided_regex", self.guided_regex, _GRAMMARS),
+            ("guided_choice", self.guided_choice, _GRAMMARS),
+            ("guided_grammar", self.guided_grammar, _GRAMMARS),
+            ("best_of", self.best_of not in (None, 1), "outputs are sampled, not searched; use n"),
+            ("use_beam_search", self.use_beam_search, "outputs are sampled, not searched"),
+            ("prompt_logprobs", self.prompt_logprobs is not None, "logprobs are those of output tokens"),
+            ("bad_words", self.bad_words, "use logit_bias"),
+            ("allowed_token_ids", self.allowed_token_ids, "use logit_bias"),
+            ("logits_processors", self.logits_processors, "requests bring no code"),
+            ("truncate_prompt_tokens", self.truncate_prompt_tokens is not None, "shorten the prompt"),
+            ("include_stop_str_in_output", self.include_stop_str_in_output, _DELIVERY),
+            ("skip_special_tokens", self.skip_special_tokens is False, _DELIVERY),
+            ("priority", self.priority not in (None, 0), "requests are served in their order; send 0 or nothing"),
+        ):
+            if value:
+                raise refuse(name, reason)
+
+    def options(self, recommended: Mapping[str, float | int]) -> GenerateOptions:
+        """Return the options of one output, without its input, length, seed and session.
+
+        Args:
+            recommended: sampling parameters that the model recommends.
+
+        Raises:
+            InvalidRequest: a key of `logit_bias` is not a token id.
+        """
+        given: dict[str, Any] = {name: value for name in _RECOMMENDED if (value := recommended.get(name)) is not None}
+        for name, ours in _OPENAI_NAMES.items():
+            if (value := getattr(self, name)) is not None:
+                given[ours] = value
+        if given.get("top_k") == -1:
+            given["top_k"] = 0
+        if self.logit_bias:
+            given["logit_bias"] = {_token_id(key): value for key, value in self.logit_bias.items()}
+        given["provenance"] = bool(self.return_provenance)
+        if self.speculation is not None:
+            given |= self.speculation.model_dump(exclude_none=True)
+        return cast(GenerateOptions, given)
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdecimal() and int(key) < 1 << 32):
+        raise InvalidRequest(f"logit_bias: keys must be token ids, got {key[:64]!r}", field="logit_bias")
+    return int(key)

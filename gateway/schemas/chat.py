@@ -1,0 +1,113 @@
+"""Requests of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, cast
+
+from pydantic import Field
+
+from gateway.sampling import SamplingFields
+from gateway.schemas.common import Flag, Int, Request, Text, refuse
+from specdec.client import ChatMessage, GenerateOptions
+from specdec.errors import InvalidRequest
+
+#: Most top logprobs of a token.
+MAX_TOP_LOGPROBS = 20
+
+_RENDERING = "the model's own chat template is used, with a prompt for the assistant at its end"
+
+
+class Message(Request):
+    """One message of a conversation. What a role's message may have is the chat template's subject."""
+
+    role: Text
+    content: Text | list[dict[str, Any]] | None = None
+    """Text, or parts of type text."""
+    name: Text | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    """Calls that the assistant made."""
+    tool_call_id: Text | None = None
+    """Call that a message of the role tool answers."""
+    reasoning_content: Text | None = None
+    """Thoughts of the assistant, for templates that show them."""
+
+    def for_template(self) -> ChatMessage:
+        """Return the message as the SDK takes it."""
+        return cast(ChatMessage, {"content": None, **self.model_dump(exclude_none=True)})
+
+
+class ChatRequest(SamplingFields):
+    """A conversation, and how to continue it."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    """The whole conversation, oldest message first."""
+    max_completion_tokens: Int | None = None
+    """Most output tokens; absent: as many as the context has room for."""
+    max_tokens: Int | None = None
+    """The former name of max_completion_tokens."""
+    logprobs: Flag | None = None
+    """Return the log-probability of each output token."""
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    """Number of the likeliest tokens whose log-probability is returned for each output token."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the chat template."""
+
+    modalities: list[Any] | None = None
+    """Only ["text"] is supported."""
+    audio: Any = None
+    """Not supported."""
+    web_search_options: Any = None
+    """Not supported."""
+    chat_template: Any = None
+    """Not supported."""
+    documents: Any = None
+    """Not supported."""
+    echo: Flag | None = None
+    """Not supported."""
+    continue_final_message: Flag | None = None
+    """Not supported."""
+    add_generation_prompt: Flag | None = None
+    """Only true is supported."""
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def require_supported(self) -> None:
+        """Raises InvalidRequest for a field that is not supported, or fields that do not go together."""
+        super().require_supported()
+        for name, value, reason in (
+            ("modalities", self.modalities not in (None, ["text"]), "only text is read and written"),
+            ("audio", self.audio, "only text is read and written"),
+            ("web_search_options", self.web_search_options is not None, "the model has the prompt alone"),
+            ("chat_template", self.chat_template, _RENDERING),
+            ("documents", self.documents, _RENDERING),
+            ("echo", self.echo, _RENDERING),
+            ("continue_final_message", self.continue_final_message, _RENDERING),
+            ("add_generation_prompt", self.add_generation_prompt is False, _RENDERING),
+        ):
+            if value:
+                raise refuse(name, reason)
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs: needs logprobs to be true", field="top_logprobs")
+        self._require_text_parts()
+
+    def conversation(self) -> list[ChatMessage]:
+        return [message.for_template() for message in self.messages]
+
+    def options(self, recommended: Mapping[str, float | int]) -> GenerateOptions:
+        given = super().options(recommended)
+        given["messages"] = self.conversation()
+        if self.chat_template_kwargs:
+            given["chat_template_kwargs"] = self.chat_template_kwargs
+        if self.logprobs:
+            given["logprobs"] = self.top_logprobs or 0
+        return given
+
+    def _require_text_parts(self) -> None:
+        for index, message in enumerate(self.messages):
+            for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
+                if part.get("type") != "text":
+                    field = f"messages[{index}].content[{number}].type"
+                    raise refuse(field, f"a part must be text, got {str(part.get('type'))[:64]!r}")

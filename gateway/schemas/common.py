@@ -1,0 +1,54 @@
+"""Types and fields that requests of several routes share.
+
+Numbers and flags are strict: the text "1" is refused as a number. Unknown fields are ignored, as OpenAI does. The
+coordinator checks ranges, and its errors name field and limit; fields that it does not know are checked here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, Strict
+
+from specdec.errors import InvalidRequest
+
+Int = Annotated[int, Strict()]
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+Flag = Annotated[bool, Strict()]
+Text = Annotated[str, Strict()]
+TokenId = Annotated[int, Strict(), Field(ge=0, lt=1 << 32)]
+
+
+class Request(BaseModel):
+    """Base of request bodies and of the objects in them."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class StreamOptions(Request):
+    """Contents of a stream beside its text."""
+
+    include_usage: Flag = False
+    """Send a last chunk with the usage of the whole request."""
+    continuous_usage_stats: Flag = False
+    """Send the usage so far with every chunk."""
+    include_metrics: Flag = False
+    """Send the counters of speculative decoding with the last chunk."""
+
+
+class Speculation(Request):
+    """Choice of drafts and of their verification. An absent field is the server's choice."""
+
+    mode: Text | None = None
+    """Verification mode: off, rejection, block or coupled."""
+    gamma: Int | None = None
+    """Number of draft tokens a round."""
+    draft_pool: Text | None = None
+    """Draft pool of the request."""
+    task: Text | None = None
+    """Label of the kind of request, for routing and statistics; at most 64 characters."""
+
+
+def refuse(field: str, reason: str) -> InvalidRequest:
+    """Return the error for a field that the server knows and does not support."""
+    return InvalidRequest(f"{field} is not supported: {reason}", field=field, reason="UNSUPPORTED")

@@ -1,0 +1,74 @@
+"""Requests of /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+from pydantic import Field
+
+from gateway.sampling import SamplingFields
+from gateway.schemas.common import Flag, Int, Text, TokenId, refuse
+from specdec.client import GenerateOptions
+from specdec.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+#: Most outputs of one request, those of all its prompts together.
+MAX_OUTPUTS = 128
+#: Most output tokens unless the request says otherwise, as in OpenAI's API.
+DEFAULT_MAX_TOKENS = 16
+
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
+
+
+class CompletionRequest(SamplingFields):
+    """Texts or token ids, and how to continue each."""
+
+    prompt: Text | list[TokenId] | list[Text] | list[list[TokenId]]
+    """A text, texts, the token ids of one prompt, or those of several."""
+    max_tokens: Int | None = None
+    """Most output tokens. Default: 16."""
+    logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Number of the likeliest tokens whose log-probability is returned beside that of each output token."""
+    echo: Flag | None = None
+    """Return the prompt before the output."""
+    suffix: Text | None = None
+    """Not supported."""
+
+    @property
+    def max_new_tokens(self) -> int:
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def prompts(self) -> list[Prompt]:
+        """Return the prompts, one or several.
+
+        Raises:
+            InvalidRequest: there is none, or the outputs are too many.
+        """
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise InvalidRequest("prompt: must not be empty", field="prompt")
+        prompts: list[Prompt] = [prompt] if isinstance(prompt[0], int) else list(prompt)
+        if len(prompts) * self.num_outputs > MAX_OUTPUTS:
+            raise InvalidRequest(
+                f"prompt: {len(prompts)} prompts with n={self.num_outputs} are more than {MAX_OUTPUTS} outputs",
+                field="prompt",
+            )
+        return prompts
+
+    def require_supported(self) -> None:
+        """Raises InvalidRequest for a field that is not supported, or fields that do not go together."""
+        super().require_supported()
+        if self.suffix:
+            raise refuse("suffix", "text is continued at its end")
+        if self.echo and self.logprobs is not None:
+            raise refuse("echo", "with logprobs it would need those of the prompt")
+
+    def options(self, recommended: Mapping[str, float | int]) -> GenerateOptions:
+        given = super().options(recommended)
+        if self.logprobs is not None:
+            given["logprobs"] = self.logprobs
+        return given

@@ -1,0 +1,210 @@
+"""The coordinators behind the gateway: the connection to them, what they serve, and the names of the model.
+
+Every route calls coordinators through this module. They are those of `--coordinator`, or those that the registry lists.
+A description of what is served is kept for a second, so that a request seldom waits for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from specdec.client import AsyncClient, Budgets, ServerInfo
+from specdec.errors import NotFound, SpecdecError, Unavailable
+from specdec.settings.addresses import join_address, split_address
+from specdec.settings.gateway import GatewaySettings
+from specdec.state.coordinators import live_coordinators
+from specdec.state.redis_store import open_registry
+from specdec.state.store import ReplicaRegistry
+
+MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
+
+#: Age at which a description is asked for again, in the background.
+_FRESH_S = 1.0
+#: Age from which a request waits for a new description.
+_STALE_S = 30.0
+#: Interval at which the registry is read.
+_DISCOVERY_INTERVAL_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Description of the served model, as requests need it."""
+
+    names: tuple[str, ...]
+    """Names of the model, the one that answers show first."""
+    max_context_tokens: int
+    default_sampling: Mapping[str, float | int]
+    """Sampling parameters that the model recommends; empty if they are turned off."""
+    info: ServerInfo
+
+    def require(self, model: str | None) -> str:
+        """Return the model's name in answers to a request that names `model`.
+
+        Raises:
+            NotFound: the request names another model.
+        """
+        if model is None or model in self.names:
+            return model or self.names[0]
+        raise NotFound(
+            f"the model {model[:128]!r} does not exist; this server has {', '.join(self.names)}",
+            reason=MODEL_NOT_FOUND,
+            field="model",
+        )
+
+
+class _Connection:
+    """Clients of one set of coordinators."""
+
+    def __init__(self, endpoint: str, settings: GatewaySettings) -> None:
+        """Raises InvalidRequest if the endpoint has the wrong form."""
+        self.endpoint = endpoint
+        budgets = Budgets(connect_s=settings.retry_s, resume_s=settings.resume_s)
+        self.client = AsyncClient(endpoint, budgets=budgets, remembers_sessions=False)
+        self.prober = AsyncClient(endpoint, budgets=Budgets(connect_s=0.0))
+        """Client that does not try again."""
+
+    async def close(self) -> None:
+        await self.client.close()
+        await self.prober.close()
+
+
+class Upstream:
+    """The coordinators of one gateway. Used from one event loop; call `start` first."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
+        self._connections: list[_Connection] = []
+        """Connections in the order in which they were made. The last one gets new calls; streams may still use others,
+        so none is closed before the end. The coordinators of a system change seldom."""
+        self._registry: ReplicaRegistry | None = None
+        self._discovering: asyncio.Task[None] | None = None
+        self._served: Served | None = None
+        self._described_s = 0.0
+        """Time of the last description."""
+        self._describing: asyncio.Task[None] | None = None
+        self._failure: SpecdecError | None = None
+        """Why the last description failed; None if it did not."""
+
+    async def start(self) -> None:
+        """Prepare the connection, or begin to look for coordinators in the registry.
+
+        Raises:
+            SpecdecError: a coordinator's address has the wrong form or cannot be resolved, or the registry's has.
+        """
+        if self._settings.coordinator:
+            self._connect(await endpoint_of(self._settings.coordinator))
+            return
+        self._registry = open_registry(self._settings.redis_url)
+        self._discovering = asyncio.create_task(self._discover(self._registry), name="discover coordinators")
+
+    def client(self, tenant: str) -> AsyncClient:
+        """Return the client for a tenant's calls; "" is the coordinator's own tenant.
+
+        Raises:
+            Unavailable: no coordinator has been found yet.
+        """
+        client = self._connection().client
+        return client.for_tenant(tenant) if tenant else client
+
+    async def served(self) -> Served:
+        """Return what is served, as it was a second ago. Raises SpecdecError while no coordinator answers."""
+        age_s = time.monotonic() - self._described_s
+        if self._served is not None and age_s < _FRESH_S:
+            return self._served
+        if self._describing is None or self._describing.done():
+            self._describing = asyncio.create_task(self._describe(), name="describe upstream")
+        if self._served is None or age_s >= _STALE_S:
+            await asyncio.shield(self._describing)
+            if self._failure is not None:
+                raise self._failure
+        assert self._served is not None  # a description that did not fail has set it
+        return self._served
+
+    async def probe(self) -> ServerInfo:
+        """Return what is served now, from one attempt. Raises SpecdecError."""
+        return await self._connection().prober.info()
+
+    async def close(self) -> None:
+        for task in (self._describing, self._discovering):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
+        for connection in self._connections:
+            await connection.close()
+        if self._registry is not None:
+            await self._registry.close()
+
+    def _connection(self) -> _Connection:
+        if not self._connections:
+            raise Unavailable("no coordinator is registered yet", reason="COORDINATOR_UNAVAILABLE", retry_after_s=1.0)
+        return self._connections[-1]
+
+    def _connect(self, endpoint: str) -> None:
+        """Use a connection to `endpoint` from now on. Raises InvalidRequest if it has the wrong form."""
+        known = next((each for each in self._connections if each.endpoint == endpoint), None)
+        if known is None:
+            known = _Connection(endpoint, self._settings)
+        else:
+            self._connections.remove(known)
+        self._connections.append(known)
+
+    async def _describe(self) -> None:
+        """Ask for a description and keep it, or the error."""
+        try:
+            info = await self._connection().client.info()
+        except SpecdecError as error:
+            self._failure = error
+            return
+        recommended = info.default_sampling if self._settings.generation_config == "on" else {}
+        names = self._settings.served_model_name or (_base_name(info.target_model),)
+        self._served = Served(names, info.max_context_tokens, MappingProxyType(dict(recommended)), info)
+        self._described_s, self._failure = time.monotonic(), None
+
+    async def _discover(self, registry: ReplicaRegistry) -> None:
+        """Follow the registry until cancelled. While it cannot be read, the coordinators found last are used."""
+        while True:
+            try:
+                if addresses := await live_coordinators(registry):
+                    endpoint = await endpoint_of(addresses)
+                    if not self._connections or self._connections[-1].endpoint != endpoint:
+                        self._connect(endpoint)
+                        _log.info("coordinators found", extra={"endpoint": endpoint})
+            except SpecdecError as error:
+                _log.warning("cannot look for coordinators, trying again: %s", error)
+            await asyncio.sleep(_DISCOVERY_INTERVAL_S)
+
+
+async def endpoint_of(coordinators: Sequence[str]) -> str:
+    """Return the endpoint of a client for one or several coordinators.
+
+    Raises:
+        Unavailable: several are given, and the name of one has no IPv4 address.
+    """
+    if len(coordinators) == 1:
+        return coordinators[0]
+    addresses = [each for address in coordinators for each in await _resolved(address)]
+    return "ipv4:" + ",".join(dict.fromkeys(addresses))
+
+
+async def _resolved(address: str) -> list[str]:
+    """Return HOST:PORT of every IPv4 address of a coordinator."""
+    try:
+        host, port = split_address(address)
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, family=socket.AF_INET)
+    except (ValueError, OSError) as error:
+        raise Unavailable(
+            f"coordinator: {address!r} has no IPv4 address: {error}", reason="COORDINATOR_UNAVAILABLE"
+        ) from error
+    return sorted({join_address(str(where[0]), int(port)) for *_, where in found})
+
+
+def _base_name(model: str) -> str:
+    return model.rstrip("/").rpartition("/")[2] or model

@@ -1,0 +1,70 @@
+"""Usage and speculation counters of finished outputs, as objects of the API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from specdec.client import Completion, GenerationStats
+
+#: Finish reasons of the API, by those of the SDK.
+FINISH_REASONS = {"stop": "stop", "stop_string": "stop", "length": "length"}
+
+
+def usage_object(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
+    """Return OpenAI's usage object."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_output_tokens,
+        "total_tokens": num_prompt_tokens + num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+    }
+
+
+def usage_of(completions: Sequence[Completion], outputs_per_prompt: int) -> dict[str, Any]:
+    """Return the usage of a request: the tokens of each prompt once, and those of every output."""
+    leaders = completions[::outputs_per_prompt]
+    return usage_object(
+        sum(leader.usage.num_prompt_tokens for leader in leaders),
+        sum(completion.usage.num_output_tokens for completion in completions),
+        sum(leader.usage.num_cached_prompt_tokens for leader in leaders),
+    )
+
+
+def metrics_object(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return the counters of speculative decoding under vLLM's names, summed over outputs, and ours beside them."""
+    stats = [completion.stats for completion in completions]
+    num_drafts = sum(map(num_drafts_of, stats))
+    num_draft_tokens = sum(each.num_draft_tokens for each in stats)
+    num_accepted = sum(each.num_accepted_tokens for each in stats)
+    return {
+        "speculative_decoding": {
+            "num_drafts": num_drafts,
+            "num_draft_tokens": num_draft_tokens,
+            "num_accepted_tokens": num_accepted,
+            "acceptance_rate": num_accepted / num_draft_tokens if num_draft_tokens else 0.0,
+            "mean_acceptance_length": 1 + num_accepted / num_drafts if num_drafts else 1.0,
+            "num_accepted_tokens_per_pos": accepted_per_position(stats),
+            "num_rounds": sum(each.num_rounds for each in stats),
+            "num_target_only_steps": sum(each.num_target_only_steps for each in stats),
+            "draft_s": sum(each.draft_s for each in stats),
+            "verify_s": sum(each.verify_s for each in stats),
+            "ttft_s": max((each.ttft_s for each in stats), default=0.0),
+            "e2el_s": max((each.e2el_s for each in stats), default=0.0),
+            "wire_bytes": sum(each.wire_bytes for each in stats),
+        }
+    }
+
+
+def num_drafts_of(stats: GenerationStats) -> int:
+    """Return the number of rounds that had a draft."""
+    return stats.num_rounds - stats.num_target_only_steps
+
+
+def accepted_per_position(stats: Sequence[GenerationStats]) -> list[int]:
+    """Return how many draft tokens were accepted at each position of the drafts."""
+    length = max((len(each.accepted_per_position) for each in stats), default=0)
+    return [
+        sum(each.accepted_per_position[place] for each in stats if place < len(each.accepted_per_position))
+        for place in range(length)
+    ]

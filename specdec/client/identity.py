@@ -1,0 +1,70 @@
+"""Identity of a caller: API key, tenant and trace, which both clients send as gRPC metadata with their calls."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any, Self
+
+from specdec.client.sessions import SessionSizes
+from specdec.errors import InvalidRequest
+from specdec.tenant import TENANT_KEY, check_tenant
+
+Metadata = tuple[tuple[str, str], ...]
+"""gRPC metadata: keys and values."""
+
+_AUTHORIZATION_KEY = "authorization"
+
+# Printable ASCII without spaces, which is transmitted unchanged everywhere.
+_API_KEY = re.compile(r"[!-~]{1,4096}")
+
+# A W3C trace context: version, trace id, id of the caller's span, flags.
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+class Identity:
+    """Base of both clients: what a coordinator knows a caller by. Clients of several tenants share one connection."""
+
+    _coordinators: Any
+    _is_view = False
+
+    def _identify(self, api_key: str | None, *, remembers_sessions: bool = True) -> None:
+        """Set the metadata of every call. Raises InvalidRequest for a malformed key, which the message omits."""
+        self._metadata = _authorization(api_key)
+        self._sizes = SessionSizes(remembers=remembers_sessions)
+
+    def for_tenant(self, tenant: str) -> Self:
+        """Return a client that calls for a tenant, over this client's connection and with its settings.
+
+        The coordinator must trust its callers (`--tenant-header on`), or the tenant must be its own; otherwise calls
+        raise Forbidden. The returned client needs no closing: it ends with this one.
+
+        Raises:
+            InvalidRequest: the name is not 1 to 64 letters, digits, `_`, `.` or `-`.
+        """
+        others = (pair for pair in self._metadata if pair[0] != TENANT_KEY)
+        view = copy.copy(self)
+        view._metadata = (*others, (TENANT_KEY, check_tenant(tenant)))
+        view._sizes = SessionSizes(remembers=self._sizes.remembers)
+        view._is_view = True
+        return view
+
+
+def _authorization(api_key: str | None) -> Metadata:
+    if api_key is None:
+        return ()
+    if not isinstance(api_key, str) or not _API_KEY.fullmatch(api_key):
+        raise InvalidRequest("api_key must be 1 to 4096 printable ASCII characters without spaces", field="api_key")
+    return ((_AUTHORIZATION_KEY, f"Bearer {api_key}"),)
+
+
+def trace_metadata(traceparent: str | None) -> Metadata:
+    """Return the metadata of a call that continues a trace. Raises InvalidRequest for a malformed trace context."""
+    if traceparent is None:
+        return ()
+    if not isinstance(traceparent, str) or not _TRACEPARENT.fullmatch(traceparent):
+        raise InvalidRequest(
+            f"traceparent must be VERSION-TRACE_ID-SPAN_ID-FLAGS in lower-case hex, got {traceparent!r:.80}",
+            field="traceparent",
+        )
+    return (("traceparent", traceparent),)

@@ -1,0 +1,154 @@
+"""Description of what a coordinator serves: frozen dataclasses with the proto's field names, and their readers.
+
+The results of generations and sessions are in `results`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from specdec.v1 import coordinator_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    replica_id: str
+    address: str
+    draining: bool
+    num_sessions: int
+    kv_usage: float
+    """Used share of the KV cache, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Statistics of a draft pool for one class of requests."""
+
+    request_class: str
+    """Task label or kind of prompt, mode and temperature: `code/rejection/greedy`."""
+    alpha: float | None
+    """Acceptance that the pool has, or would have had, on recently committed tokens; None before the first."""
+    goodput: float | None
+    """Predicted tokens per second of a stream; None until there is enough data."""
+    weight: float
+    """Routing weight among the pools of the class, 0 to 1."""
+    share: float
+    """Share of the class's recent rounds, 0 to 1."""
+    is_chosen: bool
+    """True if new requests of the class get their drafts from this pool."""
+    num_tested: float = 0.0
+    """Number of draft tokens that alpha was measured on, older ones weighted less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    name: str
+    role: str
+    """Role of the replicas: draft | target."""
+    model: str
+    replicas: tuple[Replica, ...]
+    alpha: float | None = None
+    """Draft pools: accepted share of the draft tokens tested recently; None before the first."""
+    gamma: float | None = None
+    """Draft pools: draft tokens requested per round recently, near 0 while drafting gives no speedup; None before the
+    first round whose gamma the server chose."""
+    routes: tuple[Route, ...] = ()
+    """Draft pools of a system with request routing: statistics by class of requests."""
+    dtype: str = ""
+    """Type of the weights: float32 | bfloat16 | float16 | int8; "" for drafts found in the text."""
+    shadow: bool = False
+    """Draft pools: True if the pool is scored, and used only by requests that name it or by promotion."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """Draft pool that a share of the sessions gets instead of its own."""
+
+    draft_pool: str
+    share: float
+    """Share of the sessions now, 0 to 1."""
+    most: float
+    """Largest share, as requested."""
+    status: str
+    """State: running | done | rolled_back, because the pool gave fewer tokens per second."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    version: str
+    target_model: str
+    vocabulary_fingerprint: str
+    vocabulary_size: int
+    max_context_tokens: int
+    max_gamma: int
+    pools: tuple[Pool, ...]
+    promotion: Promotion | None = None
+    default_sampling: Mapping[str, float | int] = field(default_factory=dict)
+    """Sampling parameters that the model recommends, by option name. The server does not apply them by itself."""
+
+
+def read_server_info(message: pb.GetInfoResponse) -> ServerInfo:
+    return ServerInfo(
+        version=message.version,
+        target_model=message.target_model,
+        vocabulary_fingerprint=message.vocabulary_fingerprint,
+        vocabulary_size=message.vocabulary_size,
+        max_context_tokens=message.max_context_tokens,
+        max_gamma=message.max_gamma,
+        pools=tuple(map(_read_pool, message.pools)),
+        promotion=read_promotion(message.promotion) if message.HasField("promotion") else None,
+        default_sampling=_read_default_sampling(message.default_sampling),
+    )
+
+
+def _read_default_sampling(message: pb.SamplingParams) -> Mapping[str, float | int]:
+    """Return the numbers that are set, by field name, floats as short as they were written."""
+    numbers = ((entry.name, value) for entry, value in message.ListFields() if isinstance(value, int | float))
+    return {name: _as_written(value) for name, value in numbers}
+
+
+def _as_written(value: float | int) -> float | int:
+    """Return the shortest number that the proto's 32-bit float stands for: 0.6 for 0.60000002384."""
+    if isinstance(value, int):
+        return value
+    shortened = (float(f"{value:.{num_digits}g}") for num_digits in range(6, 9))
+    return next((short for short in shortened if struct.pack("f", short) == struct.pack("f", value)), value)
+
+
+def read_promotion(message: pb.PromotionInfo) -> Promotion:
+    return Promotion(message.draft_pool, message.share, message.most, message.status)
+
+
+def _read_pool(message: pb.PoolInfo) -> Pool:
+    return Pool(
+        name=message.name,
+        role=message.role,
+        model=message.model,
+        replicas=_read_replicas(message.replicas),
+        alpha=message.alpha if message.HasField("alpha") else None,
+        gamma=message.gamma if message.HasField("gamma") else None,
+        routes=tuple(map(_read_route, message.routes)),
+        dtype=message.dtype,
+        shadow=message.shadow,
+    )
+
+
+def _read_route(message: pb.RouteInfo) -> Route:
+    return Route(
+        request_class=message.request_class,
+        alpha=message.alpha if message.HasField("alpha") else None,
+        goodput=message.goodput if message.HasField("goodput") else None,
+        weight=message.weight,
+        share=message.share,
+        is_chosen=message.is_chosen,
+        num_tested=message.num_tested,
+    )
+
+
+def _read_replicas(messages: Sequence[pb.ReplicaInfo]) -> tuple[Replica, ...]:
+    return tuple(
+        Replica(replica.replica_id, replica.address, replica.draining, replica.num_sessions, replica.kv_usage)
+        for replica in messages
+    )

@@ -1,0 +1,38 @@
+"""Reads the state of the device loop for metrics: calls that wait and run, the prompt tokens ahead, KV blocks.
+
+`device_loop` calls this in the thread of a scrape. It copies the lists that the device thread changes, and takes no
+lock: a number may be one step old.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdec.engine.loop.job import Job
+from specdec.engine.schedule.scheduler import is_short
+from specdec.engine.sessions.calls import Calls
+from specdec.engine_api import EngineStats
+
+
+def read_stats(calls: Calls[Job, Any], num_arrived: int, *, is_stalled: bool) -> EngineStats:
+    """Return the state of the loop.
+
+    Args:
+        calls: calls that were admitted; preemptible ones, which no client waits for, are left out.
+        num_arrived: number of calls that are not admitted yet.
+        is_stalled: True while the running step far exceeds its time limit.
+    """
+    jobs = [job for job in list(calls.jobs.values()) if not job.call.preemptible]
+    num_running = sum(job.has_run for job in jobs)
+    blocks = calls.sessions.blocks
+    return EngineStats(
+        num_waiting_calls=num_arrived + len(jobs) - num_running,
+        num_running_calls=num_running,
+        num_backlog_tokens=sum(job.num_pending for job in jobs if not is_short(job)),
+        num_kv_blocks=blocks.num_blocks,
+        num_active_kv_blocks=calls.sessions.num_active_blocks,
+        num_free_kv_blocks=blocks.num_free,
+        num_kv_exhausted=calls.num_exhausted,
+        num_preemptions=calls.sessions.num_preemptions,
+        is_stalled=is_stalled,
+    )

@@ -1,0 +1,130 @@
+"""Metrics of a draft or target replica: loading, its calls, its steps and its KV cache.
+
+Series have vLLM's names where, and only where, they have vLLM's meaning (`specdec:` instead of `vllm:`). Every series
+has the labels `model_name`, `role` and `pool`. Counters are named without `_total`, which the exposition adds. The
+servicers count calls, the engine reports its steps, and `engine_state` reads the rest at a scrape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from prometheus_client import Counter, Histogram
+
+from specdec.observability.engine_state import EngineDescription, EngineState, EngineStats, LoadClock
+from specdec.observability.kv_tier import KvTier, KvTierCollector
+from specdec.observability.series import BATCH_SIZE, LATENCY_S, PREFIX, ServiceSeries
+
+#: Errors by which the coordinator and a replica find out what they share; the same round is then called again, or a
+#: newer call has replaced this one. They are no failures.
+_REPEATED = ("KV_MISS", "STALE_EPOCH")
+#: Reasons of failures whose series exist from the start.
+_FAILURES = ("DRAINING", "INTERNAL", "INVALID_REQUEST", "KV_EXHAUSTED", "REPLICA_UNAVAILABLE")
+
+
+class EngineMetrics:
+    """Metrics of one replica. Calls may be counted from any thread; steps and queue times each from one."""
+
+    def __init__(self, model_name: str, *, role: str, pool: str = "default") -> None:
+        """`role` is draft or target; `pool` is the name of the replica's pool."""
+        self._labels = {"model_name": model_name, "role": role, "pool": pool}
+        self._series = series = ServiceSeries(self._labels)
+        self.registry = series.registry
+        self._load_clock = LoadClock(series)
+        self._state = EngineState(series)
+        self._call_s = self._bound(Histogram, "call_latency_seconds", "Arrival of a call to its answer.", LATENCY_S)
+        self._cached_tokens = self._bound(
+            Counter, "committed_tokens_cached", "Committed tokens of answered calls that needed no forward pass."
+        )
+        self._asked_tokens = self._bound(Counter, "committed_tokens", "Committed tokens of answered calls.")
+        self._draft_tokens = self._bound(Counter, "draft_tokens", "Draft tokens made (draft) or verified (target).")
+        self._failures = self._by_reason("call_failures", "Calls that failed, by reason.", _FAILURES)
+        self._repeats = self._by_reason(
+            "call_repeats",
+            "Calls that the caller sends again with more tokens (KV_MISS) or has replaced (STALE_EPOCH).",
+            _REPEATED,
+        )
+        self._queue_s = series.histogram("queue_seconds", "Arrival of an answered call to its first step.", LATENCY_S)
+        self._step_s = series.histogram("step_seconds", "Time of a step, logits processed.", LATENCY_S)
+        self._step_sequences = series.histogram("step_num_sequences", "Sequences in a forward pass.", BATCH_SIZE)
+        self._step_tokens = series.histogram("iteration_tokens_total", "Tokens in a forward pass.", BATCH_SIZE)
+        self._busy_s = series.counter("busy_seconds", "Time in steps; the rest of the time the device was idle.")
+        self._predraft_rounds = series.counters(
+            "predraft_rounds",
+            "Answered rounds with branches, by what the next call made of them: hit, extended, miss or unasked.",
+            "outcome",
+        )
+        self._branches = series.counter("predraft_branches", "Outcomes of rounds drafted before they were known.")
+        self._wasted = series.counter("predraft_branches_wasted", "Branches that no call wanted.")
+        self._branch_tokens = series.counter("predraft_tokens", "Draft tokens made in branches, wanted or not.")
+
+    def note_phase(self, phase: str) -> None:
+        """Note that the replica is now loading, warming_up or serving."""
+        self._load_clock.note(phase)
+
+    def watch_engine(self, stats: Callable[[], EngineStats], describe: Callable[[], EngineDescription]) -> None:
+        """Read the state of the engine and the description of the replica at every scrape from now on."""
+        self._state.watch(stats, describe)
+
+    def watch_kv_tier(self, tier: KvTier) -> None:
+        """Read the cold tier's counts and estimates at every scrape."""
+        self.registry.register(KvTierCollector(tier, self._labels))
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Count a call that fails inside the context by its reason. A cancelled call is no failure."""
+        try:
+            yield
+        except Exception as error:
+            reason = getattr(error, "reason", "INTERNAL")
+            counter = self._repeats if reason in _REPEATED else self._failures
+            counter.labels(**self._labels, reason=reason).inc()
+            raise
+
+    def observe_call(
+        self, *, duration_s: float, num_committed_tokens: int, num_cached_tokens: int, num_draft_tokens: int
+    ) -> None:
+        """Record an answered call."""
+        self._call_s.observe(duration_s)
+        self._asked_tokens.inc(num_committed_tokens)
+        self._cached_tokens.inc(num_cached_tokens)
+        self._draft_tokens.inc(num_draft_tokens)
+
+    def observe_queue(self, seconds: float) -> None:
+        """Record how long an answered call waited for its first step. From one thread."""
+        self._queue_s.observe(seconds)
+
+    def observe_step(self, *, num_sequences: int, num_tokens: int, seconds: float) -> None:
+        """Record a step that took `seconds`. From one thread."""
+        self._step_s.observe(seconds)
+        self._step_sequences.observe(num_sequences)
+        self._step_tokens.observe(num_tokens)
+        self._busy_s.inc(seconds)
+
+    def observe_predraft(self, *, outcome: str, num_branches: int, num_wasted: int, num_tokens: int) -> None:
+        """Record the end of an answered round's branches. From one thread.
+
+        Args:
+            outcome: hit, extended (a hit that was drafted further), miss or unasked.
+            num_branches: number of branches.
+            num_wasted: number of branches that no call used.
+            num_tokens: draft tokens made in the branches.
+        """
+        self._predraft_rounds(outcome).inc()
+        self._branches.inc(num_branches)
+        self._wasted.inc(num_wasted)
+        self._branch_tokens.inc(num_tokens)
+
+    def _by_reason(self, name: str, text: str, start: Sequence[str]) -> Counter:
+        counter = Counter(PREFIX + name, text, (*self._labels, "reason"), registry=self.registry)
+        for reason in start:
+            counter.labels(**self._labels, reason=reason)
+        return counter
+
+    def _bound(self, kind: type[Any], name: str, text: str, buckets: Sequence[float] | None = None) -> Any:
+        """Return the only series of a metric that several threads may update."""
+        options = {} if buckets is None else {"buckets": buckets}
+        metric = kind(PREFIX + name, text, tuple(self._labels), registry=self.registry, **options)
+        return metric.labels(**self._labels)

@@ -1,0 +1,95 @@
+"""Settings of the HTTP gateway, in addition to those that all processes share."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
+
+from specdec.settings.addresses import split_address
+from specdec.settings.base import DAY_S, Address, ProcessSettings, split_commas
+from specdec.settings.tracing import TracingSettings
+
+Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)]
+"""Several texts: a repeated flag, or one comma-separated value."""
+
+
+class GatewaySettings(TracingSettings, ProcessSettings):
+    """The gateway: answers HTTP requests in OpenAI's and Anthropic's form, as a client of coordinators."""
+
+    model_config = SettingsConfigDict(env_prefix="SPECDEC_GATEWAY__")
+
+    listen: Address = "127.0.0.1:8000"
+    """HOST:PORT to serve HTTP on. Port 0 takes a free one, which the log line "listening" names."""
+
+    coordinator: Texts = ()
+    """HOST:PORT or gRPC target of a coordinator; repeatable. Unset: the coordinators that the registry in --redis-url
+    lists."""
+
+    api_keys: Path | None = None
+    """File with one API key a line: the SHA-256 of the key in hexadecimal, its tenant, its rights and its limits,
+    divided by spaces. It is read again when it changes. Unset: no such keys."""
+
+    api_key: str = ""
+    """One API key, for requests of the coordinator's own tenant. Unset: no such key."""
+
+    allow_anonymous: bool = False
+    """Answer requests without an API key, for the coordinator's own tenant, also beyond loopback. Without any key, only
+    a loopback address may be listened on unless this is set."""
+
+    served_model_name: Texts = ()
+    """Name of the model in requests and answers; repeatable. The first is shown in answers. Unset: the last part of the
+    target model's path."""
+
+    generation_config: Literal["on", "off"] = "on"
+    """Defaults of sampling parameters. on: those that the model recommends in its generation_config.json. off: those
+    of the API alone."""
+
+    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, lt=1 << 31)
+    """Size of the largest request body. A larger one is refused with status 413."""
+
+    header_timeout_s: float = Field(default=10.0, gt=0.0, le=DAY_S)
+    """Seconds in which the headers of a request must arrive; then the connection is closed."""
+
+    body_timeout_s: float = Field(default=30.0, gt=0.0, le=DAY_S)
+    """Seconds in which the body of a request must arrive; then it is refused with status 408."""
+
+    keep_alive_s: float = Field(default=15.0, gt=0.0, le=DAY_S)
+    """Seconds of silence after which a stream sends a comment, so that proxies keep its connection open."""
+
+    retry_s: float = Field(default=5.0, ge=0.0, le=DAY_S)
+    """Seconds for which a request that has no token yet is tried again while coordinators refuse it or are away."""
+
+    resume_s: float = Field(default=60.0, ge=0.0, le=DAY_S)
+    """Seconds for which an interrupted stream is resumed at another coordinator before it ends with an error."""
+
+    cors_origin: Texts = ()
+    """Origin of web pages, such as https://example.com, that browsers allow to call this gateway; repeatable. Unset:
+    pages of the gateway itself alone."""
+
+    @model_validator(mode="after")
+    def _check_upstream(self) -> Self:
+        if not self.coordinator and self.redis_url.startswith("memory:"):
+            raise ValueError("--redis-url memory:// needs --coordinator: it has no registry of coordinators")
+        return self
+
+    @model_validator(mode="after")
+    def _check_access(self) -> Self:
+        if not (self.api_keys or self.api_key or self.allow_anonymous or is_loopback(self.listen)):
+            raise ValueError(
+                f"--listen {self.listen} is reached from other machines: give --api-keys or --api-key, or "
+                "--allow-anonymous to answer everyone"
+            )
+        return self
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether HOST:PORT is reached from this machine alone."""
+    host = split_address(address)[0]
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,183 @@
+"""A gateway in front of a real coordinator: conflicts, full queues, tenants, cancellation, defaults and discovery."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.auth import ApiKeys
+from specdec.state.coordinators import coordinator_info
+from specdec.state.redis_store import open_registry
+from specdec.state.registry import Heartbeat
+from tests.support.coordinator_rig import Rig, eventually, text_of, write_tokenizer
+from tests.support.gateway_rig import RunningGateway, running_gateway
+from tests.support.redis_fixture import redis_server, redis_url
+
+__all__ = ["redis_server", "redis_url"]
+
+TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+PROMPT = [5, 6, 7, 8]
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    async with Rig(write_checkpoint=partial(write_tokenizer, chat_template=TEMPLATE)) as rig:
+        yield rig
+
+
+async def post(running: RunningGateway, path: str = COMPLETIONS, *, key: str = "", **body: Any) -> Any:
+    """The answer to a greedy completion of 12 tokens, unless said otherwise."""
+    fields = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True} if path == COMPLETIONS else {}
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return await running.http.post(path, json={**fields, **body}, headers=headers)
+
+
+async def test_a_busy_session_is_a_conflict_that_says_when_to_try_again(rig: Rig) -> None:
+    coordinator = await rig.coordinator()
+    await rig.store.acquire("busy", owner="another-coordinator", ttl_s=60, create=True)
+    async with running_gateway(coordinator.server.address) as running:
+        for stream in (False, True):
+            answer = await post(running, session_id="busy", stream=stream)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (409, "session_busy")
+            assert int(answer.headers["retry-after"]) >= 1
+
+
+async def test_a_full_queue_is_429_with_a_time_to_wait(rig: Rig) -> None:
+    coordinator = await rig.coordinator(max_running=0)
+    async with running_gateway(coordinator.server.address) as running:
+        answer = await post(running)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["code"]) == (429, "rate_limit_error", "queue_full")
+        assert int(answer.headers["retry-after"]) >= 1
+
+
+async def test_a_client_that_leaves_ends_its_generation_whether_it_streams_or_not(rig: Rig) -> None:
+    coordinator = await rig.coordinator()
+    async with running_gateway(coordinator.server.address) as running:
+        for number, stream in enumerate((True, False), start=1):
+            body = json.dumps({"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": stream, "n": 2})
+            _, writer = await running.connect()
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+            await eventually(lambda: coordinator.generations.num_running > 0)
+            writer.transport.abort()
+            await eventually(lambda: not coordinator.generations.num_running)
+            await eventually(lambda: running.count("specdec:http_requests_in_flight") == 0)
+            assert running.count("specdec:http_disconnects_total") == number
+
+
+async def test_each_key_reaches_the_sessions_of_its_own_tenant(rig: Rig, tmp_path: Path) -> None:
+    coordinator = await rig.coordinator(tenant_header=True)
+    path = tmp_path / "keys"
+    path.write_text(
+        "".join(f"{hashlib.sha256(name.encode()).hexdigest()} {name} generate\n" for name in ("acme", "umbrella"))
+    )
+    keys = ApiKeys(path, allow_anonymous=False)
+    async with running_gateway(coordinator.server.address, keys=keys) as running:
+        totals = {}
+        for key in ("acme", "acme", "umbrella"):
+            answer = await post(running, key=key, session_id="shared-name")
+            totals.setdefault(key, []).append(answer.json()["usage"]["total_tokens"])
+        assert totals == {"acme": [16, 32], "umbrella": [16]}
+        assert (await post(running)).status_code == 401
+        assert (await post(running, key="wrong")).json()["error"]["type"] == "authentication_error"
+        assert (await running.http.get("/v1/models")).status_code == 401
+        assert (await running.http.get("/health")).status_code == 200
+        by_header = await running.http.get("/v1/models", headers={"x-api-key": "acme"})
+        assert by_header.status_code == 200
+
+
+async def test_a_key_for_a_tenant_is_forbidden_unless_the_coordinator_trusts_gateways(rig: Rig, tmp_path: Path) -> None:
+    coordinator = await rig.coordinator()
+    path = tmp_path / "keys"
+    path.write_text(f"{hashlib.sha256(b'k').hexdigest()} acme generate\n")
+    async with running_gateway(coordinator.server.address, keys=ApiKeys(path)) as running:
+        answer = await post(running, key="k")
+        assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error")
+
+
+async def test_a_key_s_limit_on_requests_is_429(rig: Rig, tmp_path: Path) -> None:
+    coordinator = await rig.coordinator(tenant_header=True)
+    path = tmp_path / "keys"
+    path.write_text(f"{hashlib.sha256(b'k').hexdigest()} acme generate rpm=1\n")
+    async with running_gateway(coordinator.server.address, keys=ApiKeys(path)) as running:
+        assert (await post(running, key="k")).status_code == 200
+        answer = await post(running, key="k")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "quota_exceeded")
+
+
+async def test_text_that_is_not_unicode_is_refused_by_its_field(rig: Rig) -> None:
+    coordinator = await rig.coordinator()
+    async with running_gateway(coordinator.server.address) as running:
+        body = json.dumps({"messages": [{"role": "user", "content": "\ud800"}]})
+        answer = await running.http.post(
+            "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+        )
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[0].content")
+
+
+async def test_defaults_are_those_the_model_recommends_unless_turned_off() -> None:
+    def write(directory: Path) -> None:
+        write_tokenizer(directory, TEMPLATE)
+        (directory / "generation_config.json").write_text(json.dumps({"temperature": 0.0, "max_new_tokens": 7}))
+
+    async with Rig(write_checkpoint=write) as rig:
+        coordinator = await rig.coordinator()
+        chat = {"messages": [{"role": "user", "content": "w5 w6 w7 w8"}], "ignore_eos": True, "temperature": None}
+        async with running_gateway(coordinator.server.address) as running:
+            answer = (await post(running, "/v1/chat/completions", **chat)).json()
+            assert answer["choices"][0]["message"]["content"] == text_of(rig.greedy(PROMPT, 7))
+            assert answer["usage"]["completion_tokens"] == 7
+        async with running_gateway(coordinator.server.address, generation_config="off") as running:
+            answer = (await post(running, "/v1/chat/completions", **chat)).json()
+            assert answer["usage"]["total_tokens"] == 512
+
+
+async def test_the_model_has_the_names_that_the_gateway_was_given(rig: Rig) -> None:
+    coordinator = await rig.coordinator()
+    async with running_gateway(coordinator.server.address, served_model_name=("small", "alias")) as running:
+        assert (await post(running)).json()["model"] == "small"
+        assert (await post(running, model="alias")).json()["model"] == "alias"
+        assert (await post(running, model="table")).status_code == 404
+
+
+async def test_coordinators_are_found_in_the_registry(rig: Rig, redis_url: str) -> None:
+    coordinator = await rig.coordinator()
+    info = coordinator_info("c", version="0", model="m", vocabulary_fingerprint="v", num_running=0)
+    registry = open_registry(redis_url)
+    heartbeat = Heartbeat(registry, address=coordinator.server.address, describe=lambda: info)
+    async with running_gateway("", redis_url=redis_url) as running:
+        await heartbeat.start()
+        while (await running.http.get("/ready")).status_code != 200:
+            pass
+        assert (await post(running)).json()["choices"][0]["text"] == text_of(rig.greedy(PROMPT, 12))
+    await heartbeat.close()
+    await registry.close()
+
+
+async def test_pages_of_other_origins_may_not_call_unless_allowed(rig: Rig) -> None:
+    coordinator = await rig.coordinator()
+    asked = {"origin": "https://example.com", "access-control-request-method": "POST"}
+    async with running_gateway(coordinator.server.address) as running:
+        answer = await running.http.options(COMPLETIONS, headers=asked)
+        assert "access-control-allow-origin" not in answer.headers
+    async with running_gateway(coordinator.server.address, cors_origin=("https://example.com",)) as running:
+        answer = await running.http.options(COMPLETIONS, headers=asked)
+        assert answer.headers["access-control-allow-origin"] == "https://example.com"
+
+
+async def test_event_ids_come_only_to_clients_that_name_event_streams(rig: Rig) -> None:
+    coordinator = await rig.coordinator()
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "stream": True, "session_id": "s"}
+    async with running_gateway(coordinator.server.address) as running:
+        plain = (await running.http.post(COMPLETIONS, json=body)).text
+        assert "id:" not in plain.replace('"id":', "").replace("session_id", "")
+        named = await running.http.post(COMPLETIONS, json=body, headers={"accept": "text/event-stream"})
+        assert "id: s:12\n" in named.text

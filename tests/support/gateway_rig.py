@@ -1,0 +1,74 @@
+"""A gateway in this process, on a port of its own, in front of any coordinator. For tests of the gateway over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+
+from gateway.app import build_app
+from gateway.auth import ApiKeys
+from gateway.context import Gateway
+from gateway.metrics import GatewayMetrics
+from gateway.server import bind, serve
+from gateway.upstream import Upstream
+from specdec.observability.tracing import Tracing
+from specdec.settings.gateway import GatewaySettings
+
+#: Address at which nothing listens.
+NOWHERE = "127.0.0.1:1"
+
+
+@dataclass(frozen=True)
+class RunningGateway:
+    """A gateway that serves."""
+
+    gateway: Gateway
+    port: int
+    http: httpx2.AsyncClient
+    """Client of this gateway."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Open a bare connection."""
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+    def count(self, name: str, **labels: str) -> float:
+        """Return the value of a series of the gateway, 0 if it does not exist."""
+        return self.gateway.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@asynccontextmanager
+async def running_gateway(
+    coordinator: str = NOWHERE, *, keys: ApiKeys | None = None, tracing: Tracing | None = None, **settings: Any
+) -> AsyncIterator[RunningGateway]:
+    """A gateway in front of `coordinator`, or for "" of those in the registry, with these settings."""
+    chosen = GatewaySettings(
+        **{
+            "listen": "127.0.0.1:0",
+            "coordinator": (coordinator,) if coordinator else (),
+            "retry_s": 0.2,
+            "drain_grace_s": 1.0,
+            **settings,
+        }
+    )
+    upstream, stop = Upstream(chosen), asyncio.Event()
+    await upstream.start()
+    gateway = Gateway(chosen, upstream, keys or ApiKeys(), GatewayMetrics(), tracing)
+    with bind(chosen.listen) as listener:
+        port = listener.getsockname()[1]
+        serving = asyncio.create_task(serve(build_app(gateway), listener, chosen, stop))
+        try:
+            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+                yield RunningGateway(gateway, port, client)
+        finally:
+            stop.set()
+            await serving
+            await upstream.close()

@@ -1,0 +1,132 @@
+"""API keys: the file's form, its reloading, rights, and the limits of a key."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from gateway.auth import ApiKeys, parse_keys
+from specdec.errors import Forbidden, InvalidRequest, ResourceExhausted, Unauthenticated
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def line(key: str, rest: str) -> str:
+    return f"{hashlib.sha256(key.encode()).hexdigest()} {rest}\n"
+
+
+def write(path: Path, *lines: str) -> None:
+    """Replaces the file, as editors and Kubernetes do."""
+    new = path.with_suffix(".new")
+    new.write_text("".join(lines))
+    os.replace(new, path)
+
+
+def test_a_key_has_the_tenant_rights_and_limits_of_its_line() -> None:
+    keys = parse_keys(
+        "# who\n\n" + line("a", "acme generate") + line("b", "b.org generate,operate concurrent=2,rpm=60")
+    )
+    first, second = keys.values()
+    assert (first.tenant, first.rights, first.max_concurrent, first.max_per_minute) == (
+        "acme", frozenset({"generate"}), None, None,
+    )  # fmt: skip
+    assert (second.tenant, second.max_concurrent, second.max_per_minute) == ("b.org", 2, 60)
+    assert second.rights == {"generate", "operate"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("abc acme generate\n", "line 1: the key's SHA-256 must be 64 hexadecimal digits"),
+        (line("a", "acme"), "line 1: must be SHA256 TENANT RIGHTS"),
+        (line("a", "acme generate,fly"), "rights must be among generate, operate, service, got 'generate,fly'"),
+        (line("a", "ac/me generate"), "tenant: 'ac/me' is not 1 to 64"),
+        (line("a", "acme generate rpm=0"), "a limit must be concurrent=N or rpm=N, got 'rpm=0'"),
+        (line("a", "x generate") + line("a", "y generate"), "line 2: this key has a line before"),
+    ],
+)
+def test_a_malformed_line_is_refused_by_its_number_without_its_hash(text: str, words: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse_keys(text)
+    assert words in refused.value.message
+    assert text.split()[0] not in refused.value.message
+
+
+def test_a_changed_file_is_read_again_and_one_with_a_mistake_leaves_the_old_keys(tmp_path: Path) -> None:
+    path, clock = tmp_path / "keys", Clock()
+    write(path, line("old", "acme generate"))
+    keys = ApiKeys(path, allow_anonymous=False, clock=clock)
+    assert keys.access("old").tenant == "acme"
+
+    write(path, line("new", "acme generate"))
+    clock.now_s += 2
+    assert keys.access("new").tenant == "acme"
+    with pytest.raises(Unauthenticated):
+        keys.access("old")
+
+    write(path, "nonsense\n")
+    clock.now_s += 2
+    assert keys.access("new").tenant == "acme"
+
+    path.unlink()
+    clock.now_s += 2
+    assert keys.access("new").tenant == "acme"
+
+
+def test_a_file_that_cannot_be_read_at_the_start_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="cannot read"):
+        ApiKeys(tmp_path / "absent")
+
+
+def test_a_missing_key_an_unknown_key_and_a_key_without_the_right_are_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    write(path, line("operator", "ops operate"))
+    keys = ApiKeys(path, key="single", allow_anonymous=False)
+    with pytest.raises(Unauthenticated, match="an API key is needed"):
+        keys.access(None)
+    with pytest.raises(Unauthenticated, match="the API key is unknown"):
+        keys.access("other")
+    with pytest.raises(Forbidden, match="has not the right generate; it has operate"):
+        keys.access("operator")
+    assert keys.access("single").tenant == ""
+
+
+def test_a_gateway_without_keys_answers_clients_that_send_one() -> None:
+    assert ApiKeys().access("sk-anything").tenant == ""
+
+
+def test_a_key_may_have_only_its_number_of_requests_at_once() -> None:
+    keys = ApiKeys()
+    (access,) = parse_keys(line("a", "acme generate concurrent=1")).values()
+    with (
+        keys.admitted(access),
+        pytest.raises(ResourceExhausted, match="may have 1 requests at once"),
+        keys.admitted(access),
+    ):
+        pass
+    with keys.admitted(access):
+        pass
+
+
+def test_requests_a_minute_refill_with_time() -> None:
+    clock = Clock()
+    keys = ApiKeys(clock=clock)
+    (access,) = parse_keys(line("a", "acme generate rpm=2")).values()
+    for _ in range(2):
+        with keys.admitted(access):
+            pass
+    with pytest.raises(ResourceExhausted) as refused, keys.admitted(access):
+        pass
+    assert refused.value.reason == "QUOTA_EXCEEDED"
+    assert refused.value.retry_after_s == pytest.approx(30)
+    clock.now_s += 30
+    with keys.admitted(access):
+        pass

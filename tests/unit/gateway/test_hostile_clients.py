@@ -1,0 +1,117 @@
+"""Clients of the wrong kind, or with bad intent, get words and a status, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from specdec.v1 import coordinator_pb2 as pb
+from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tests.support.gateway_rig import running_gateway
+
+CHAT = "/v1/chat/completions"
+
+
+async def test_a_client_that_sends_its_headers_too_slowly_is_told_and_cut_off() -> None:
+    async with running_gateway(header_timeout_s=0.3) as running:
+        reader, writer = await running.connect()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-slow: ")
+        answer = await reader.read()  # until the gateway closes the connection
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        writer.close()
+
+
+async def test_a_connection_that_sends_nothing_is_closed() -> None:
+    async with running_gateway(header_timeout_s=0.3) as running:
+        reader, writer = await running.connect()
+        assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+
+
+async def test_a_body_that_stops_half_way_is_refused_with_408() -> None:
+    async with running_gateway(body_timeout_s=0.3) as running:
+        reader, writer = await running.connect()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"did not arrive within 0.3 s" in answer
+        writer.close()
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+async def test_a_body_over_the_limit_is_refused_with_413(is_announced: bool) -> None:
+    async def parts():
+        for _ in range(5):
+            yield b"x" * 1000
+
+    async with running_gateway(max_body_bytes=2000) as running:
+        answer = await running.http.post(CHAT, content=b"x" * 5000 if is_announced else parts())
+        assert answer.status_code == 413
+        assert answer.json()["error"]["message"] == "the request body must have at most 2000 bytes"
+        assert (await running.http.get("/health")).status_code == 200
+
+
+async def test_a_grpc_client_is_told_that_this_is_the_http_port() -> None:
+    async with running_gateway() as running:
+        reader, writer = await running.connect()
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 505 ")
+        assert b"gRPC is served by the coordinator" in answer
+        writer.close()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await CoordinatorServiceStub(channel).GetInfo(pb.GetInfoRequest())
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("content", "content_type", "words"),
+    [
+        (b"{", "application/json", "the request body is not valid JSON"),
+        (b"", "application/json", "the request body must be a JSON object, got none"),
+        (b"[1]", "application/json", "the request body"),
+        (b'{"messages": []}', "text/plain", "send the header content-type: application/json"),
+        (b'{"messages": 3}', "application/json", "messages: must be a valid list"),
+        (b'{"messages": [{"content": "hi"}]}', "application/json", "messages[0].role: is required"),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "n": "2"}', "application/json", "n: must be a valid int"),
+        (b"[" * 100_000, "application/json", ""),
+    ],
+)
+async def test_a_malformed_body_is_refused_with_400(content: bytes, content_type: str, words: str) -> None:
+    async with running_gateway() as running:
+        answer = await running.http.post(CHAT, content=content, headers={"content-type": content_type})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert words in error["message"]
+        assert error["type"] == "invalid_request_error"
+
+
+async def test_without_a_coordinator_requests_are_refused_with_503_and_the_gateway_stays_healthy() -> None:
+    async with running_gateway() as running:
+        answer = await running.http.post(CHAT, json={"messages": [{"role": "user", "content": "hi"}]})
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "coordinator_unavailable"
+        assert int(answer.headers["retry-after"]) >= 1
+        assert (await running.http.get("/ready")).status_code == 503
+        assert (await running.http.get("/health")).status_code == 200
+
+
+async def test_unknown_paths_and_methods_get_the_api_s_error_object() -> None:
+    async with running_gateway() as running:
+        absent = await running.http.get("/v2/nothing")
+        assert (absent.status_code, absent.json()["error"]["code"]) == (404, "not_found")
+        wrong = await running.http.get(CHAT)
+        assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+
+
+async def test_many_slow_clients_leave_nothing_behind() -> None:
+    async with running_gateway(header_timeout_s=0.3) as running:
+        connections = [await running.connect() for _ in range(50)]
+        for _, writer in connections:
+            writer.write(b"GET / HT")
+        answers = await asyncio.gather(*(reader.read() for reader, _ in connections))
+        assert all(answer.startswith(b"HTTP/1.1 408 ") for answer in answers)
+        assert running.count("specdec:http_requests_in_flight") == 0
