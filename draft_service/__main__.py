@@ -51,7 +51,7 @@ def _build_proposer(
 def _check(settings: DraftSettings) -> None:
     """Check the tokenizers before the model is loaded; raise the errors of `make_pair` and `load_tokenizer`."""
     if (pair := _pair_of(settings)) is not None:
-        _log.info("drafting for the tokens of %s: %s are its too", settings.for_tokenizer, pair.told)
+        _log.info("drafting for the tokens of %s: %s are shared", settings.for_tokenizer, pair.summary)
 
 
 def _pair_of(settings: DraftSettings) -> TokenizerPair | None:

@@ -106,19 +106,19 @@ class CrossVocabularyProposer(ReplicaEngine):
         Raises:
             InvalidRequest: the request can never run; nothing of it is stored.
         """
-        asked = request.position
-        check_round(asked, self._pair.target_size)
+        position = request.position
+        check_round(position, self._pair.target_size)
         require_gamma(request.gamma, self._options.max_gamma)
-        translated = await self._sessions.align(asked)
+        translated = await self._sessions.align(position)
         num_own = len(translated.draft_vocab_ids)
         room = self._shape.max_context_tokens - num_own
         # A tokenizer may have tokens without a row in its model.
         if room <= 0 or num_own == 0 or translated.draft_vocab_ids.max() >= self._shape.vocabulary_size:
-            return no_draft(kv_len=asked.committed_len)
+            return no_draft(kv_len=position.committed_len)
         gamma = min(request.gamma, room)
         max_steps = min(2 * gamma + 1, room)  # drafted text may need more draft-vocabulary tokens than it gives
-        position = replace(asked, start=0, prefix_hash=b"", token_ids=translated.draft_vocab_ids)
-        own_request = CrossVocabularyRequest(position, gamma, replace(request, gamma=gamma), translated, max_steps)
+        own_position = replace(position, start=0, prefix_hash=b"", token_ids=translated.draft_vocab_ids)
+        own_request = CrossVocabularyRequest(own_position, gamma, replace(request, gamma=gamma), translated, max_steps)
         call = Call(
             request=own_request,
             digest=digest_of(request),
@@ -132,19 +132,19 @@ class CrossVocabularyProposer(ReplicaEngine):
     async def score(self, request: ScoreRequest) -> Score:
         """Draft rounds along the committed tokens, each where the previous one would have ended; see
         `DraftEngine.score`."""
-        asked = request.position
-        check_round(asked, self._pair.target_size)
+        position = request.position
+        check_round(position, self._pair.target_size)
         check_scored(request, self._pair.target_size)
-        token_ids = np.concatenate([asked.token_ids, request.token_ids])
+        token_ids = np.concatenate([position.token_ids, request.token_ids])
         # A private session, so that the scored one keeps its KV. Braces: no caller can have such an id.
-        own = replace(asked, session_id=f"{{score-{next(self._score_ids)}}}")
+        own = replace(position, session_id=f"{{score-{next(self._score_ids)}}}")
         rounds: list[Score] = []
         num_scored = 0
         try:
             while num_scored < len(request.token_ids):
-                first = asked.committed_len + num_scored
-                position = replace(own, round_id=num_scored, token_ids=token_ids[:first])
-                rounds.append(await self._score_round(position, token_ids[first : first + SCORED_GAMMA]))
+                first = position.committed_len + num_scored
+                round_position = replace(own, round_id=num_scored, token_ids=token_ids[:first])
+                rounds.append(await self._score_round(round_position, token_ids[first : first + SCORED_GAMMA]))
                 num_scored += len(rounds[-1].q)
         finally:
             self._sessions.release([own.session_id])
@@ -168,9 +168,9 @@ class CrossVocabularyProposer(ReplicaEngine):
         if num_own == 0 or translated.draft_vocab_ids.max() >= self._shape.vocabulary_size:
             return Score((0.0,), forward_s=0.0)  # it would draft nothing
         own_position = replace(position, start=0, prefix_hash=b"", token_ids=translated.draft_vocab_ids)
-        asked = ScoreRequest(position, token_ids)
+        target_request = ScoreRequest(position, token_ids)
         call = Call(
-            request=CrossVocabularyRequest(own_position, num_tokens, asked, translated, max_steps),
+            request=CrossVocabularyRequest(own_position, num_tokens, target_request, translated, max_steps),
             digest=b"",  # this call is never repeated
             draft_token_ids=_NO_TOKENS,
             num_logit_rows=1,

@@ -64,15 +64,15 @@ class CrossVocabularySessions:
         self._table = SessionTable(BlockManager(0))
         self._translated: WeakKeyDictionary[Sequence, _CrossVocabulary] = WeakKeyDictionary()
 
-    async def align(self, asked: SessionPosition) -> CrossVocabularyPosition:
+    async def align(self, position: SessionPosition) -> CrossVocabularyPosition:
         """Align a session with the committed tokens of a round.
 
         Raises:
             StaleEpoch: a newer epoch, or a newer round, has been seen.
             KvMiss: the session's first `start` tokens are not known here.
         """
-        sequence = self._table.fence(asked)
-        self._table.align(sequence, asked, _NO_TOKENS)
+        sequence = self._table.fence(position)
+        self._table.align(sequence, position, _NO_TOKENS)
         sequence.kv_len, sequence.in_flight = len(sequence), False  # without KV, the known tokens are all that is held
         translated = self._translated.get(sequence)
         if translated is None:

@@ -114,16 +114,16 @@ class SpeculationTree:
         if self.main_branch is not None and self.main_branch.job in jobs:
             self.main_branch = None
 
-    def assumed(self, asked: SessionPosition) -> Branch | None:
-        """Return the branch that assumed the committed tokens of `asked` and has draft tokens, or None."""
+    def assumed(self, position: SessionPosition) -> Branch | None:
+        """Return the branch that assumed the committed tokens of `position` and has draft tokens, or None."""
         for branch in self.branches:
             job = branch.job
             if (
                 branch.is_alive
                 and _num_drafted(branch)
-                and job.call.position.committed_len == asked.committed_len
-                and np.array_equal(job.token_ids[asked.start : asked.committed_len], asked.token_ids)
-                and _parameters(job.call.position) == _parameters(asked)
+                and job.call.position.committed_len == position.committed_len
+                and np.array_equal(job.token_ids[position.start : position.committed_len], position.token_ids)
+                and _parameters(job.call.position) == _parameters(position)
             ):
                 return branch
         return None
@@ -251,15 +251,15 @@ class Predrafter(IdleDrafting):
         self, tree: SpeculationTree, source: Sequence, num_accepted: int, guesses: list[int], sessions: SessionTable
     ) -> list[Branch]:
         """Return one branch a guess, at most `fan_out`; `source` holds the accepted tokens with KV."""
-        asked = tree.request.position
-        accepted_len = asked.committed_len + num_accepted
+        position = tree.request.position
+        accepted_len = position.committed_len + num_accepted
         gamma = min(tree.request.gamma, self._max_context_tokens - accepted_len - 1)
         if gamma < 1:
             return []
         branches = []
-        for token_id in [guess for guess in guesses if guess not in asked.filters.end_token_ids][: tree.fan_out]:
+        for token_id in [guess for guess in guesses if guess not in position.filters.end_token_ids][: tree.fan_out]:
             assumed = replace(
-                asked, start=accepted_len, prefix_hash=b"", token_ids=np.array([token_id], dtype=np.uint32)
+                position, start=accepted_len, prefix_hash=b"", token_ids=np.array([token_id], dtype=np.uint32)
             )
             request = ProposeRequest(assumed, gamma)
             branch = self._fork(source, accepted_len, token_id, request, accepted_len + gamma, sessions)
@@ -306,10 +306,12 @@ class Predrafter(IdleDrafting):
             self._fan_out_policy.observe_round(tree.fan_out, now_s - tree.answered_s)
 
 
-def _is_next(tree: SpeculationTree, asked: SessionPosition) -> bool:
+def _is_next(tree: SpeculationTree, position: SessionPosition) -> bool:
     """Return whether a round directly follows the tree's; only then its time is measured."""
     before = tree.request.position
-    return asked.turn == before.turn and 0 < asked.committed_len - before.committed_len <= tree.num_draft_tokens + 1
+    return (
+        position.turn == before.turn and 0 < position.committed_len - before.committed_len <= tree.num_draft_tokens + 1
+    )
 
 
 def _suffices(branch: Branch, request: ProposeRequest) -> bool:
@@ -324,6 +326,6 @@ def _num_drafted(branch: Branch) -> int:
     return len(branch.job.progress.token_ids) if branch.job.progress is not None else 0
 
 
-def _parameters(asked: SessionPosition) -> tuple[object, ...]:
+def _parameters(position: SessionPosition) -> tuple[object, ...]:
     """Return the parameters on which a draft depends besides the committed tokens and gamma."""
-    return asked.filters, asked.seed, asked.turn, asked.output_start, asked.draw_rule
+    return position.filters, position.seed, position.turn, position.output_start, position.draw_rule

@@ -97,28 +97,28 @@ class Proposer(ReplicaEngine):
         Raises:
             InvalidRequest: the request can never run; nothing of it is stored.
         """
-        asked = request.position
-        check_round(asked, self._shape.vocabulary_size)
+        position = request.position
+        check_round(position, self._shape.vocabulary_size)
         require_gamma(request.gamma, self._options.max_gamma)
-        gamma = min(request.gamma, self._shape.max_context_tokens - asked.committed_len)
+        gamma = min(request.gamma, self._shape.max_context_tokens - position.committed_len)
         if gamma <= 0:
-            return no_draft(kv_len=self._engine_loop.kv_len(asked.session_id))
+            return no_draft(kv_len=self._engine_loop.kv_len(position.session_id))
         call = Call(
             request=replace(request, gamma=gamma),
             digest=digest_of(request),
             draft_token_ids=_NO_TOKENS,
             num_logit_rows=1,
-            max_kv_len=asked.committed_len + gamma - 1,  # the last draft token does not run
+            max_kv_len=position.committed_len + gamma - 1,  # the last draft token does not run
         )
         proposal: Proposal = await self._engine_loop.call(call)
         return proposal
 
     async def score(self, request: ScoreRequest) -> Score:
         """Return the distributions in which this draft would have sampled the tokens; see `DraftEngine.score`."""
-        asked = request.position
-        check_round(asked, self._shape.vocabulary_size)
+        position = request.position
+        check_round(position, self._shape.vocabulary_size)
         check_scored(request, self._shape.vocabulary_size)
-        num_tokens = asked.committed_len + len(request.token_ids)
+        num_tokens = position.committed_len + len(request.token_ids)
         if num_tokens - 1 > self._shape.max_context_tokens:
             raise InvalidRequest(
                 f"{num_tokens} tokens, the context is {self._shape.max_context_tokens}",
@@ -126,7 +126,7 @@ class Proposer(ReplicaEngine):
                 field="round.token_ids",
             )
         # A private session, so that the scored one keeps its KV. Braces: no caller can have such an id.
-        own = replace(asked, session_id=f"{{score-{next(self._score_ids)}}}")
+        own = replace(position, session_id=f"{{score-{next(self._score_ids)}}}")
         call = Call(
             request=replace(request, position=own),
             digest=b"",  # never repeated, because its session ends with its answer

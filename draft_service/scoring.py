@@ -33,12 +33,12 @@ def score_of(job: Job, logits: StepLogits, cut: Cut) -> Score:
     """
     request = job.call.request
     assert isinstance(request, ScoreRequest)
-    asked, scored = request.position, request.token_ids.tolist()
+    position, scored = request.position, request.token_ids.tolist()
     contexts = [
-        FilterContext(asked.filters, job.token_ids[: asked.committed_len + index], asked.output_start)
+        FilterContext(position.filters, job.token_ids[: position.committed_len + index], position.output_start)
         for index in range(len(scored))
     ]
-    kind = row_kind(asked)
+    kind = row_kind(position)
     if kind is RowKind.DISTRIBUTION:
         supports = cut(filtered_distributions(logits.values, contexts))
         q = [probability(token_id, support) for token_id, (support, _) in zip(scored, supports, strict=True)]
@@ -49,8 +49,8 @@ def score_of(job: Job, logits: StepLogits, cut: Cut) -> Score:
 
 
 def _coupled(request: ScoreRequest, logits: StepLogits, contexts: Sequence[FilterContext]) -> list[int]:
-    asked, num_rows = request.position, len(contexts)
+    position, num_rows = request.position, len(contexts)
     distributions = filtered_distributions(logits.values, contexts)
     positions = [len(context.history) for context in contexts]
-    choices, _ = coupled_choices(distributions, [asked.seed] * num_rows, [asked.turn] * num_rows, positions)
+    choices, _ = coupled_choices(distributions, [position.seed] * num_rows, [position.turn] * num_rows, positions)
     return choices

@@ -71,10 +71,10 @@ class _Rows:
     @property
     def contexts(self) -> list[FilterContext]:
         """Return one filter context a row; its history includes the draft tokens before it."""
-        asked = self.request.position
+        position = self.request.position
         token_ids = self.job.token_ids
         return [
-            FilterContext(asked.filters, token_ids[: asked.committed_len + index], asked.output_start)
+            FilterContext(position.filters, token_ids[: position.committed_len + index], position.output_start)
             for index in range(self.job.num_logit_rows)
         ]
 
@@ -167,11 +167,11 @@ def _look_greedy(group: Sequence[_Rows], logits: StepLogits) -> None:
 
 def _look_coupled(group: Sequence[_Rows], logits: StepLogits) -> None:
     contexts = _contexts_of(group)
-    drawn_with = [rows.request.position for rows in group for _ in rows.indices]
+    positions = [rows.request.position for rows in group for _ in rows.indices]
     choices, probabilities = coupled_choices(
         filtered_distributions(logits.values, contexts),
-        [asked.seed for asked in drawn_with],
-        [asked.turn for asked in drawn_with],
+        [position.seed for position in positions],
+        [position.turn for position in positions],
         [len(context.history) for context in contexts],
     )
     first = 0
@@ -185,8 +185,8 @@ def _look_coupled(group: Sequence[_Rows], logits: StepLogits) -> None:
 def _look_sampled(group: Sequence[_Rows], logits: StepLogits) -> None:
     uniforms: list[float] = []
     for rows in group:
-        asked = rows.request.position
-        key = DrawKey(asked.seed, asked.turn, asked.committed_len)
+        position = rows.request.position
+        key = DrawKey(position.seed, position.turn, position.committed_len)
         uniforms += key.tail_uniforms(rows.num_draft_tokens)
     answered = iter(
         distribution_rows(

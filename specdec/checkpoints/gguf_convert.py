@@ -57,9 +57,9 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--tokenizer-only", action="store_true")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     try:
-        convert(asked.file, asked.directory, tokenizer_only=asked.tokenizer_only)
+        convert(args.file, args.directory, tokenizer_only=args.tokenizer_only)
     except NotConverted as error:
         _say("unsupported", str(error))
         return 1

@@ -55,9 +55,9 @@ def bytes_of_tokens(tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
     """
     parts = decoder_parts(tokenizer)
     if not has_fixed_bytes(parts):
-        told = ", ".join(sorted({str(part["type"]) for part in parts})) or "nothing"
+        decoder_types = ", ".join(sorted({str(part["type"]) for part in parts})) or "nothing"
         raise Unsupported(
-            f"tokens decoded by {told[:200]} have no fixed bytes; use a byte-level or SentencePiece tokenizer"
+            f"tokens decoded by {decoder_types[:200]} have no fixed bytes; use a byte-level or SentencePiece tokenizer"
         )
     if len(parts) > _MAX_PARTS:
         raise Unsupported(f"the decoder has {len(parts)} steps; the limit is {_MAX_PARTS}")

@@ -95,9 +95,9 @@ def run(args: argparse.Namespace) -> int:
         from specdec.learning.training import TrainingPlan
 
         plan = TrainingPlan(60.0 * args.minutes, args.max_steps, args.share, learning_rate=args.learning_rate)
-        asked = Distillation(args.log, args.tenant, args.draft, args.out, args.target, plan, args.target_model)
+        distillation = Distillation(args.log, args.tenant, args.draft, args.out, args.target, plan, args.target_model)
         learned = distill(
-            asked,
+            distillation,
             lambda num_steps, kl_nats, done: waiting.show(f"{done:.0%}, step {num_steps}, KL {kl_nats:.3f} nats"),
         )
     if not learned.is_better:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from specdec.cli.pool_tables import pool_acceptance, print_table, route_acceptance
-from specdec.cli.promote import told
+from specdec.cli.promote import describe
 from specdec.cli.request_flags import BUDGETS, add_endpoint_flag
 from specdec.client import Client, Pool
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         print(json.dumps({"pools": [asdict(pool) for pool in drafts], "promotion": promotion}, ensure_ascii=False))
         return 0
     if info.promotion:
-        print(told(info.promotion))
+        print(describe(info.promotion))
     print_table(_COLUMNS, [row for pool in drafts for row in _rows(pool)], environ)
     return 0
 

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         if args.on_score:
             _await_score(client, args.pool)
         promotion = client.promote(args.pool, args.to)
-    print("nothing is promoted" if promotion is None else told(promotion))
+    print("nothing is promoted" if promotion is None else describe(promotion))
     return 0
 
 
@@ -89,7 +89,7 @@ def _is_known_better(one: Route, other: Route) -> bool:
     return scores[0][0] - scores[1][0] > 2.0 * math.sqrt(variance)
 
 
-def told(promotion: Promotion) -> str:
+def describe(promotion: Promotion) -> str:
     """Return the state of a promotion in one line."""
     state = {"running": "in progress", "done": "reached", "rolled_back": "rolled back: it made fewer tokens a second"}
     now = f"{promotion.draft_pool}: {promotion.share:.0%} of the sessions"

@@ -75,7 +75,7 @@ def connect(address: str) -> Any:
             raise InvalidRequest(f"--ray-address {error}", field="ray_address") from error
     ray = import_ray()
     resolved = _resolve(address)
-    _require_answer(resolved, ray.__version__, told=f"--ray-address {address}")
+    _require_answer(resolved, ray.__version__, setting=f"--ray-address {address}")
     try:
         ray.init(address=resolved, log_to_driver=False, configure_logging=False)
     except Exception as error:  # Ray documents no exception types
@@ -100,7 +100,7 @@ def _resolve(address: str) -> str:
         raise InvalidRequest(f"--ray-address {address}: {first_sentence(error)}", field="ray_address") from error
 
 
-def _require_answer(address: str, version: str, told: str) -> None:
+def _require_answer(address: str, version: str, setting: str) -> None:
     """Raises Unavailable if no head of a cluster answers, Unsupported if its version is another one."""
     import grpc
     from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
@@ -113,6 +113,6 @@ def _require_answer(address: str, version: str, told: str) -> None:
         try:
             reply = head.CheckAlive(ask, timeout=ANSWER_TIMEOUT_S, metadata=tuple(token.items()))
         except grpc.RpcError as error:
-            raise Unavailable(f"{told}: {_REFUSALS.get(error.code().name, error.details())}") from error
+            raise Unavailable(f"{setting}: {_REFUSALS.get(error.code().name, error.details())}") from error
     if reply.ray_version != version:
-        raise Unsupported(f"{told}: its Ray is {reply.ray_version}, ours {version}")
+        raise Unsupported(f"{setting}: its Ray is {reply.ray_version}, ours {version}")

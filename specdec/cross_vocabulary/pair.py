@@ -39,7 +39,7 @@ class TokenizerPair:
         return len(self.target.token_bytes)
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """Number and share of the draft's tokens that the target has too, as text for messages."""
         num_own = len(self.tokens.target_of)
         return f"{self.tokens.num_shared:,} of its {num_own:,} tokens ({self.tokens.num_shared / num_own:.0%})"

@@ -52,14 +52,14 @@ def require_servable_pair(models: Mapping[str, str]) -> str:
 
     target, draft = zip(models.values(), seen.values(), strict=True)
     try:
-        return make_pair(draft, target).told
+        return make_pair(draft, target).summary
     except (Unsupported, VocabularyMismatch) as error:
-        told = " and ".join(
+        vocabularies = " and ".join(
             f"{flag} {model!r} has {size} tokens, fingerprint {fingerprint}"
             for (flag, model), (fingerprint, size) in zip(models.items(), described, strict=True)
         )
         raise VocabularyMismatch(
-            f"a draft must have its target's vocabulary, or tokens in common with it: {told}; {error.message}"
+            f"a draft must have its target's vocabulary, or tokens in common with it: {vocabularies}; {error.message}"
         ) from error
 
 

@@ -85,11 +85,11 @@ def map_tokens(
             target_of[draft_vocab_ids] = target_id
             draft_vocab_of[theirs[piece]] = _preferred(draft_vocab_ids, piece, draft_pieces)
     if not (target_of >= 0).any():
-        told = " and ".join(
+        fingerprints = " and ".join(
             f"{role} has fingerprint {vocabulary_fingerprint(tokenizer.get_vocab())}"
             for role, tokenizer in (("the draft", draft), ("the target", target))
         )
-        raise VocabularyMismatch(f"draft and target have no token in common: {told}")
+        raise VocabularyMismatch(f"draft and target have no token in common: {fingerprints}")
     _map_roles(draft, target, target_of, draft_vocab_of)
     return TokenMap(target_of, draft_vocab_of)
 

@@ -63,12 +63,12 @@ class _Draft(Protocol):
 
 
 def distill(
-    asked: Distillation, on_step: Callable[[int, float, float], None] = lambda num_steps, kl_nats, done: None
+    distillation: Distillation, on_step: Callable[[int, float, float], None] = lambda num_steps, kl_nats, done: None
 ) -> Learned:
     """Trains, and writes the new version where it is better on held-out sessions than the old one.
 
     Args:
-        asked: what is to be done.
+        distillation: inputs and output.
         on_step: as `train` has it.
 
     Raises:
@@ -76,34 +76,34 @@ def distill(
         Unsupported: the draft is a part of the target's own checkpoint.
         SpecdecError: as `Samples`, `load_model`, `Head`, `ExitAdapter`, `write_model` and `write_tensors`.
     """
-    require_new(asked.out)
-    spec = parse_local_draft(asked.draft) if is_local_draft(asked.draft) else None
+    require_new(distillation.out)
+    spec = parse_local_draft(distillation.draft) if is_local_draft(distillation.draft) else None
     if spec is not None and not HEAD_KINDS.get(spec.kind, True):
         raise Unsupported(f"--draft: {spec} is a part of the target's own checkpoint, and is not trained")
-    spoken = load_vocabulary(asked.target_model or asked.draft)
+    spoken = load_vocabulary(distillation.target_model or distillation.draft)
     vocabulary, num_tokens = vocabulary_fingerprint(spoken), vocabulary_size(spoken)
-    samples = Samples(asked.log, asked.tenant, vocabulary, num_tokens, asked.target_fingerprint)
-    torch.manual_seed(asked.plan.seed)
+    samples = Samples(distillation.log, distillation.tenant, vocabulary, num_tokens, distillation.target_fingerprint)
+    torch.manual_seed(distillation.plan.seed)
     draft: _Draft
     if spec is None:
-        draft = _Model(asked.draft)
+        draft = _Model(distillation.draft)
     else:
-        _require_target(asked.target_model, vocabulary, samples.target_fingerprint)
-        draft = _LocalDraft(spec, asked.target_model, num_tokens)
+        _require_target(distillation.target_model, vocabulary, samples.target_fingerprint)
+        draft = _LocalDraft(spec, distillation.target_model, num_tokens)
     most_tokens = _MAX_STEP_LOGITS // num_tokens
-    plan = replace(asked.plan, batch_tokens=min(asked.plan.batch_tokens, most_tokens))
+    plan = replace(distillation.plan, batch_tokens=min(distillation.plan.batch_tokens, most_tokens))
     learned = train(draft.learner, samples, plan, on_step)
     if learned.is_better:
         provenance = {
-            "parent": asked.draft,
+            "parent": distillation.draft,
             "parent_fingerprint": draft.fingerprint,
             "target_fingerprint": samples.target_fingerprint,
-            "tenant": asked.tenant,
+            "tenant": distillation.tenant,
             "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "specdec": specdec.__version__,
             **asdict(learned),
         }
-        draft.write(asked.out, provenance)
+        draft.write(distillation.out, provenance)
     return learned
 
 

@@ -130,16 +130,17 @@ class Samples:
 
     def _target_of(self, there_are: Collection[str]) -> str:
         """Return the target whose turns are used, from the targets that are in the log."""
-        named, told = self.target_fingerprint, " and ".join(sorted(there_are))
+        named, logged = self.target_fingerprint, " and ".join(sorted(there_are))
         if not there_are:
             raise InvalidRequest(f"--log: the learning log in {self._folder} is empty", field="log")
         if named and named not in there_are:
             raise InvalidRequest(
-                f"--target: {self._folder} has no turns of target {named}, only of {told}", field="target"
+                f"--target: {self._folder} has no turns of target {named}, only of {logged}", field="target"
             )
         if not named and len(there_are) > 1:
             raise InvalidRequest(
-                f"--log: {self._folder} has turns of several targets, {told}: choose one with --target", field="target"
+                f"--log: {self._folder} has turns of several targets, {logged}: choose one with --target",
+                field="target",
             )
         return named or next(iter(there_are))
 

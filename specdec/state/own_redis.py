@@ -115,10 +115,10 @@ def installed_redis() -> str | None:
     if program is None:
         return None
     try:
-        told = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_START_S).stdout
+        output = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_START_S).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
-    version = re.search(r"\bv=(\d+)\.", told)
+    version = re.search(r"\bv=(\d+)\.", output)
     return program if version is not None and int(version[1]) >= MIN_VERSION else None
 
 

@@ -75,5 +75,5 @@ def settle_threads(worker: Worker) -> None:
     round_s = measure_rounds(worker, sorted({1, num_cores - 1, num_cores}))
     num_threads = choose_threads(round_s, num_cores)
     torch.set_num_threads(num_threads)
-    told = ", ".join(f"{seconds * 1e3:.1f} ms with {count}" for count, seconds in round_s.items())
-    _log.info("threads: %d (a step of one row and one of five: %s)", num_threads, told)
+    timings = ", ".join(f"{seconds * 1e3:.1f} ms with {count}" for count, seconds in round_s.items())
+    _log.info("threads: %d (a step of one row and one of five: %s)", num_threads, timings)
