@@ -27,6 +27,8 @@ class EngineStats:
     num_kv_blocks: int = 0
     num_active_kv_blocks: int = 0
     """Number of KV blocks of sessions with a call now or within the last second."""
+    num_held_kv_blocks: int = 0
+    """Number of KV blocks of sessions, idle ones included."""
     num_free_kv_blocks: int = 0
     """Number of KV blocks without contents."""
     num_kv_exhausted: int = 0

@@ -315,7 +315,7 @@ class EngineInfo:
     max_gamma: int
     num_kv_blocks: int
     kv_block_tokens: int
-    kv_usage: float
+    kv_usage: float  # share of KV blocks of sessions with a call now or within the last second, 0..1
     num_sessions: int
     draining: bool
     dtype: str

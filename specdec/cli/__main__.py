@@ -21,7 +21,7 @@ import specdec
 from specdec.cli import INTERRUPTED, Usage
 from specdec.cli.command_parser import CommandParser, print_error, wants_json
 from specdec.cli.extras import missing_extra
-from specdec.errors import InvalidRequest, SpecdecError
+from specdec.errors import Internal, InvalidRequest, SpecdecError
 
 #: The subcommands, with their lines in `specdec --help`. Each is a module of this package, except `serve`.
 _COMMANDS = {
@@ -31,6 +31,7 @@ _COMMANDS = {
     "generate": "generate from a prompt",
     "chat": "talk over one session",
     "advise": "list drafts that fit a target, with memory and expected gain",
+    "top": "live view of a running system: requests, pools, replicas, acceptance, queues",
     "status": "pools, replicas and sessions of a running system",
     "pools": "draft pools of a running system, by class of requests",
     "promote": "give sessions another draft pool, share by share",
@@ -40,18 +41,20 @@ _COMMANDS = {
     "timeline": "picture where the milliseconds of a round are",
     "bench": "speculation against target-only on a running system",
     "health": "ask a service for its health",
+    "completion": "print the completion script of a shell",
 }
 
 #: Subcommands that need a running system and wait for one that is starting.
-_NEED_A_SYSTEM = ("generate", "chat", "status", "pools", "promote", "scale", "join", "bench")
+_NEED_A_SYSTEM = ("generate", "chat", "top", "status", "pools", "promote", "scale", "join", "bench")
 
 #: Subcommands whose flags have no default in the environment.
-_WITHOUT_ENVIRON = ("up", "timeline", "health")
+_WITHOUT_ENVIRON = ("up", "timeline", "health", "completion")
 
 
 def build_parser(environ: Mapping[str, str], command: str = "") -> argparse.ArgumentParser:
     """Return the parser of the command line, with the flags of one subcommand, or of all for "".
 
+    A command whose extra is not installed has no flags then.
     Defaults come from `environ` for flags that have a variable (`SPECDEC_ENDPOINT`).
     """
     description = "Distributed speculative decoding: run it, talk to it, measure it."
@@ -59,11 +62,21 @@ def build_parser(environ: Mapping[str, str], command: str = "") -> argparse.Argu
     parser.add_argument("--version", action="version", version=f"specdec {specdec.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in _COMMANDS.items():
-        if command in ("", name):
-            _add_command(name, _Listed(commands, summary), environ)
-        else:
+        if command not in ("", name) or (not command and not _is_installed(name)):
             commands.add_parser(name, help=summary)
+        else:
+            _add_command(name, _Listed(commands, summary), environ)
     return parser
+
+
+def _is_installed(command: str) -> bool:
+    """Return whether this installation has the extra that a command needs. Raises as `missing_extra`."""
+    try:
+        _module(command)
+    except ModuleNotFoundError as error:
+        missing_extra(error, command)
+        return False
+    return True
 
 
 class _Listed:
@@ -123,10 +136,19 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     except OSError as error:
         if not isinstance(error, BrokenPipeError):  # then the reader has left
             with contextlib.suppress(OSError):
-                print(f"error: {error.strerror or error}", file=sys.stderr)
+                _print_os_error(error, as_json=as_json)
         # Keep the interpreter's last flush quiet too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _print_os_error(error: OSError, *, as_json: bool) -> None:
+    """Print an error of the operating system, such as a full disk."""
+    words = error.strerror or str(error)
+    if as_json:
+        print_error(Internal(words), as_json=True)
+    else:
+        print(f"error: {words}", file=sys.stderr)
 
 
 def _command_of(argv: Sequence[str]) -> str:
@@ -142,6 +164,8 @@ def _run_command(args: argparse.Namespace, argv: Sequence[str], environ: Mapping
         from specdec.cli.starting import await_start
 
         await_start(args.endpoint)
+    if args.command == "completion":
+        return run_command(args, build_parser({}))  # without the environment, which may hold a key
     if args.command in ("distill", "join"):
         return run_command(args)
     if args.command in ("generate", "chat"):

@@ -10,7 +10,6 @@ where the system at `--endpoint` runs the draft; otherwise the gain is listed fo
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,9 +18,9 @@ from typing import Any
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.model_size import ModelSize, model_size
 from specdec.checkpoints.preflight import read_config, require_servable
+from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.pool_tables import model_name, print_table
-from specdec.cli.request_flags import BUDGETS, add_endpoint_flag
-from specdec.client import Client
+from specdec.cli.request_flags import add_client_flags, connect
 from specdec.cross_vocabulary.pair_preflight import require_servable_pair
 from specdec.errors import SpecdecError
 
@@ -68,22 +67,22 @@ class Advice:
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     parser = commands.add_parser("advise", help="list drafts that fit a target, with memory and expected gain",
                                  allow_abbrev=False)  # fmt: skip
-    add_endpoint_flag(parser, environ)
+    add_client_flags(parser, environ)
     parser.add_argument("--target", required=True, metavar="PATH_OR_HUB_ID", help="target model")
     parser.add_argument("--draft", action="append", default=[], metavar="PATH_OR_HUB_ID",
                         help="draft model to assess as well; may be repeated")  # fmt: skip
     parser.add_argument("--dtype", choices=_DTYPE_BYTES, default="bfloat16", help="type of the drafts' weights")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    add_json_flag(parser, "a table")
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Print the advice. Raises SpecdecError if the target, or a draft given by `--draft`, cannot be served."""
     require_servable(args.target, flag="--target")
     target = model_size(args.target)
-    measured = _measured_alphas(args.endpoint)
+    measured = _measured_alphas(args)
     advices = [*_model_advices(args, target, measured), *_advices_without_model(target, measured)]
     if args.json:
-        print(json.dumps({"target": asdict(target), "drafts": [asdict(advice) for advice in advices]}))
+        print_json({"target": asdict(target), "drafts": [asdict(advice) for advice in advices]})
         return 0
     about = "about " if target.is_estimate else ""
     print(f"target {model_name(args.target)}: {about}{_millions(target.num_parameters)}, {target.num_layers} layers\n")
@@ -116,13 +115,13 @@ def speedup(alpha: float, cost: float) -> float:
     return best
 
 
-def _measured_alphas(endpoint: str) -> dict[str, float]:
+def _measured_alphas(args: argparse.Namespace) -> dict[str, float]:
     """Return the measured acceptance of each draft of a running system, by pool and by model; {} if none runs."""
-    try:
-        with Client(endpoint, budgets=BUDGETS, timeout=5.0) as client:
+    with connect(args, timeout=5.0) as client:
+        try:
             pools = [pool for pool in client.info().pools if pool.role == "draft" and pool.alpha is not None]
-    except SpecdecError:
-        return {}
+        except SpecdecError:
+            return {}
     return {
         name: pool.alpha for pool in pools if pool.alpha is not None for name in (pool.name, model_name(pool.model))
     }

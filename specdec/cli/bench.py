@@ -7,7 +7,6 @@ speedup is the median of the pairs' ratios. The suites of the repository are `py
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,9 +17,10 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from specdec.cli.request_flags import BUDGETS, add_request_flags, request_options
+from specdec.cli.json_output import add_json_flag, print_json
+from specdec.cli.request_flags import add_request_flags, connect, request_options
 from specdec.cli.speedup import acceptance, reason_for, tokens_per_round
-from specdec.client import Client, Completion, GenerateOptions
+from specdec.client import Completion, GenerateOptions
 from specdec.errors import InvalidRequest
 
 _PROMPTS = (
@@ -41,7 +41,7 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
         "--prompts", type=Path, metavar="FILE", help="file with one prompt per line; default: code, prose and a list"
     )
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="number of runs of each prompt; default 3")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    add_json_flag(parser, "a table")
     parser.set_defaults(refuse=parser.error)
 
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     options = request_options(args)
     modes: dict[str, GenerateOptions] = {_SPECULATIVE: options, _TARGET_ONLY: {**options, "mode": "off"}}
     done: dict[str, list[Completion]] = {name: [] for name in modes}
-    with Client(args.endpoint, budgets=BUDGETS) as client, _Bar(len(prompts)) as bar:
+    with connect(args) as client, _Bar(len(prompts)) as bar:
         for index, prompt in enumerate(prompts):
             for name in list(modes)[:: 1 if index % 2 == 0 else -1]:
                 completion = client.generate(prompt, **modes[name])
@@ -84,8 +84,7 @@ def _print_results(prompts: Sequence[str], done: Mapping[str, Sequence[Completio
     }
     reason = reason_for(speedup, done[_SPECULATIVE], done[_TARGET_ONLY])
     if as_json:
-        print(json.dumps({"speedup": speedup, "num_pairs": len(ratios), "reason": reason, "by_prompt": by_prompt,
-                          **stats}))  # fmt: skip
+        print_json({"speedup": speedup, "num_pairs": len(ratios), "reason": reason, "by_prompt": by_prompt, **stats})
         return
     for name, values in stats.items():
         print(f"{name:12}", *(f"{value:10.4g} {key}" for key, value in values.items()))

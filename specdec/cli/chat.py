@@ -18,10 +18,13 @@ from typing import Any
 
 from specdec.cli.answer import Interrupts, read_answer
 from specdec.cli.closing_line import add_verbose_flag, print_closing_line
-from specdec.cli.request_flags import PATIENT_BUDGETS, add_request_flags, request_options
+from specdec.cli.command_parser import print_error
+from specdec.cli.conversation import Conversation
+from specdec.cli.json_output import add_json_flag, print_json
+from specdec.cli.request_flags import PATIENT_BUDGETS, add_request_flags, connect, request_options
 from specdec.cli.terminal import TokenWriter, wants_colour
 from specdec.client import ChatMessage, Client, GenerateOptions
-from specdec.errors import InvalidRequest, SessionLost, SpecdecError, error_line
+from specdec.errors import InvalidRequest, SessionLost, SpecdecError
 
 _HELP = """\
 /help         show this list
@@ -42,6 +45,7 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     add_request_flags(parser, environ)
     parser.add_argument("--system", default="", metavar="TEXT", help="system message of the conversation")
     parser.add_argument("--trim", action="store_true", help="drop the oldest turns when the context is full")
+    add_json_flag(parser, "streamed text, for each answer")
     add_verbose_flag(parser)
 
 
@@ -53,8 +57,8 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], interrupts: Interr
     """
     writer = TokenWriter(sys.stdout, coloured=wants_colour(sys.stdout, environ))
     reader = MessageReader()
-    with Client(args.endpoint, budgets=PATIENT_BUDGETS) as client:
-        habits = Habits(args.trim, args.verbose)
+    with connect(args, PATIENT_BUDGETS) as client:
+        habits = Habits(args.trim, args.verbose, args.json)
         chat = Chat(client, Conversation(args.system), request_options(args), writer, interrupts, habits)
         chat.check_model()
         if reader.is_terminal:
@@ -71,7 +75,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], interrupts: Interr
                 except SpecdecError as error:
                     if not reader.is_terminal:
                         raise
-                    print(error_line(error), file=sys.stderr)
+                    print_error(error, as_json=args.json)
                     if error.reason == "CONTEXT_TOO_LONG":
                         hint = "" if args.trim else ": /trim drops its oldest turns"
                         print(f"the conversation is unchanged{hint}", file=sys.stderr)
@@ -89,54 +93,8 @@ class Habits:
     """True drops the oldest turns when the context is full."""
     verbose: bool
     """True adds figures to the closing lines."""
-
-
-class Conversation:
-    """Messages of a chat, all of which are sent with every request. A turn is a user's message and its answer."""
-
-    def __init__(self, system: str = "") -> None:
-        """Start an empty conversation with a system message, or without one for ""."""
-        self.system = system
-        self._turns: list[ChatMessage] = []
-        """Alternating messages of user and model. The last one is the user's while it has no answer."""
-
-    @property
-    def messages(self) -> list[ChatMessage]:
-        return self.messages_without(0)
-
-    @property
-    def num_turns(self) -> int:
-        """Number of answered turns."""
-        return len(self._turns) // 2
-
-    def ask(self, text: str) -> None:
-        self._turns.append({"role": "user", "content": text})
-
-    def answer(self, text: str) -> None:
-        self._turns.append({"role": "assistant", "content": text})
-
-    def snapshot(self) -> tuple[ChatMessage, ...]:
-        """Return the current turns, for `restore`."""
-        return tuple(self._turns)
-
-    def restore(self, snapshot: tuple[ChatMessage, ...]) -> None:
-        """Set the turns to those of an earlier `snapshot`."""
-        self._turns[:] = snapshot
-
-    def messages_without(self, num_turns: int) -> list[ChatMessage]:
-        """Return what `messages` would be after `trim(num_turns)`."""
-        system: list[ChatMessage] = [{"role": "system", "content": self.system}] if self.system else []
-        return system + self._turns[2 * num_turns :]
-
-    def trim(self, num_turns: int) -> int:
-        """Drop the oldest answered turns, at most `num_turns`, and return their number."""
-        num_turns = min(num_turns, self.num_turns)
-        del self._turns[: 2 * num_turns]
-        return num_turns
-
-    def clear(self) -> None:
-        """Drop every turn and keep the system message."""
-        self._turns.clear()
+    is_json: bool
+    """True prints each answer as a JSON object once it has ended."""
 
 
 class MessageReader:
@@ -322,7 +280,11 @@ class Chat:
 
     def _answer(self) -> None:
         stream = self._client.generate(self._conversation.messages, stream=True, **self._options)
-        completion = read_answer(self._client, stream, self._interrupts, self._writer.write)
-        print(flush=True)
-        print_closing_line(self._client, completion, self._options, verbose=self._habits.verbose)
+        if self._habits.is_json:
+            completion = read_answer(self._client, stream, self._interrupts, lambda chunk: None)
+            print_json(completion.to_dict())
+        else:
+            completion = read_answer(self._client, stream, self._interrupts, self._writer.write)
+            print(flush=True)
+            print_closing_line(self._client, completion, self._options, verbose=self._habits.verbose)
         self._conversation.answer(completion.text)

@@ -47,7 +47,6 @@ _REQUEST_HINTS = {
     **dict.fromkeys(("--host", "--port", "--url", "--base-url"), "--endpoint HOST:PORT"),
     **dict.fromkeys(("--num-speculative-tokens", "--draft-max"), "--gamma N"),
     "--system-prompt": "--system TEXT with specdec chat",
-    "--json": "specdec generate --json",
 }
 
 #: Flags of other programs that have no counterpart, with the reason.
@@ -55,7 +54,8 @@ _ABSENT = {
     **dict.fromkeys(("--max-num-seqs", "--parallel", "-np"), "a replica runs all its sessions in one batch"),
     **dict.fromkeys(("--enable-prefix-caching", "--cache-reuse"), "prefix caching is always on"),
     "--trust-remote-code": "code of a checkpoint is never run",
-    **dict.fromkeys(("--api-key", "--api-keys"), "keys are a matter of specdec up --http and python -m gateway"),
+    "--api-keys": "keys are a matter of specdec up --http and python -m gateway",
+    "--api-key": "this command sends no key",
 }
 
 #: Flags of vLLM, SGLang and llama.cpp, with what to write here, by command.

@@ -7,6 +7,7 @@ by lines of JSON. The requests:
     {"wait": {}}                                     answered with {"ready": true} once the system serves
     {"draft": 3}                                     numbers of replicas by role; answered with {"counts": ...}
     {"join": {"pool": NAME, "model": PATH}}          a further draft model; answered with {"counts": ...}
+    {"metrics": {}}                                  answered with {"metrics": ...}, addresses by name of service
     {"stop": {}}                                     the connection is closed when the process has ended
 
 Until then, and at least twice a second, {"stage": TEXT} says what is being waited for. A refusal is {"error": LINE},
@@ -21,7 +22,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -54,16 +55,26 @@ class RunningSystem:
         self.stage = "starting"
         """Stage of the start."""
         self._fleet: Fleet | None = None
+        self._metrics: Callable[[], Mapping[str, str]] = dict
         self._is_ready = threading.Event()
 
-    def set_ready(self, fleet: Fleet) -> None:
-        """Report that the system serves, and take requests for other numbers of replicas from now on."""
-        self._fleet = fleet
+    def set_ready(self, fleet: Fleet, metrics: Callable[[], Mapping[str, str]] = dict) -> None:
+        """Report that the system serves, and take requests for other numbers of replicas from now on.
+
+        Args:
+            fleet: the services.
+            metrics: returns the metrics addresses by name of service; called by any thread.
+        """
+        self._fleet, self._metrics = fleet, metrics
         self._is_ready.set()
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until the system serves; return whether it does."""
         return self._is_ready.wait(timeout_s)
+
+    def metrics(self) -> dict[str, str]:
+        """Return the metrics addresses by name of service; empty while the system starts, or without metrics."""
+        return dict(self._metrics())
 
     @property
     def fleet(self) -> Fleet:
@@ -150,6 +161,8 @@ class ControlSocket:
             wanted = _parsed(request)
             if set(wanted) == {"wait"}:
                 yield from self._wait()
+            elif set(wanted) == {"metrics"}:
+                yield {"metrics": self._system.metrics()}
             elif set(wanted) == {"stop"}:
                 yield from self._stop()
             elif set(wanted) == {"join"}:
@@ -181,7 +194,7 @@ def _follow(scaling: Scaling) -> Iterator[Mapping[str, Any]]:
 def ask(port: int, request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Send a request to the `specdec up` of a port on this machine; yield its answers, line by line.
 
-    The last answer has `ready` or `counts`, unless the `specdec up` ends before.
+    The last answer has `ready`, `counts` or `metrics`, unless the `specdec up` ends before.
 
     Raises:
         Unavailable: this user runs no `specdec up` there, or it does not answer.

@@ -11,13 +11,16 @@ import contextlib
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.checkpoints.preflight import require_servable
 from specdec.cli import Usage
+from specdec.cli.command_parser import print_error
 from specdec.cli.join import join
-from specdec.cli.request_flags import add_endpoint_flag
+from specdec.cli.json_output import add_json_flag, print_json
+from specdec.cli.request_flags import add_client_flags
 from specdec.cli.waiting import Waiting
 from specdec.errors import InvalidRequest
 from specdec.settings.draft_specs import is_local_draft, parse_local_draft
@@ -33,7 +36,7 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     parser = commands.add_parser(
         "distill", help="train a draft on what the target said (see --learning-log)", allow_abbrev=False
     )
-    add_endpoint_flag(parser, environ)
+    add_client_flags(parser, environ)
     parser.add_argument("--log", type=Path, required=True, metavar="DIR", help="the coordinators' --learning-log")
     parser.add_argument("--tenant", default=DEFAULT_TENANT, metavar="NAME", help=f"default {DEFAULT_TENANT}")
     parser.add_argument(
@@ -70,6 +73,7 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     parser.add_argument(
         "--join", default="", metavar="POOL", help="add the new version as this pool to the specdec up at --endpoint"
     )
+    add_json_flag(parser, "a line")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,19 +105,31 @@ def run(args: argparse.Namespace) -> int:
             lambda num_steps, kl_nats, done: waiting.show(f"{done:.0%}, step {num_steps}, KL {kl_nats:.3f} nats"),
         )
     if not learned.is_better:
-        print(
-            f"error: the draft did not improve on held-out text, so nothing was written ({_training(learned)}); log "
-            f"about {learned.num_missing_tokens} more tokens and try again",
-            file=sys.stderr,
+        message = (
+            f"the draft did not improve on held-out text, so nothing was written ({_training(learned)}); log "
+            f"about {learned.num_missing_tokens} more tokens and try again"
         )
+        if args.json:
+            print_error(InvalidRequest(message, field="log"), as_json=True)
+        else:
+            print(f"error: {message}", file=sys.stderr)
         return 1
+    if not args.json:
+        _print_gain(args.out, learned)
+    if args.join:
+        join(args, args.join, str(args.out))
+    if args.json:
+        print_json({"out": str(args.out), "pool": args.join or None} | asdict(learned))
+    return 0
+
+
+def _print_gain(path: Path, learned: Learned) -> None:
     before, after = learned.before, learned.after
     print(
-        f"{args.out}: KL {before.kl_nats:.3f} -> {after.kl_nats:.3f} nats, expected acceptance {before.acceptance:.3f} "
+        f"{path}: KL {before.kl_nats:.3f} -> {after.kl_nats:.3f} nats, expected acceptance {before.acceptance:.3f} "
         f"-> {after.acceptance:.3f} on {learned.num_held_out_tokens} held-out tokens; {_training(learned)}",
         flush=True,
     )
-    return join(args.endpoint, args.join, str(args.out)) if args.join else 0
 
 
 def _training(learned: Learned) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.cli import control
+from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.request_flags import add_endpoint_flag
 from specdec.cli.waiting import Waiting
 from specdec.errors import InvalidRequest
@@ -18,6 +19,7 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
         allow_abbrev=False,
     )  # fmt: skip
     add_endpoint_flag(parser, environ)
+    add_json_flag(parser, "a line")
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -35,5 +37,8 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     with Waiting(what="stopping") as waiting:
         for answer in control.ask(port, {"stop": {}}):
             waiting.show(f"the system at {args.endpoint}: {answer['stage']}")
-    print(f"stopped {args.endpoint}")
+    if args.json:
+        print_json({"stopped": args.endpoint})
+    else:
+        print(f"stopped {args.endpoint}")
     return 0

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +13,8 @@ from typing import Any
 from specdec.cli import INTERRUPTED
 from specdec.cli.answer import Interrupts, read_answer
 from specdec.cli.closing_line import add_verbose_flag, print_closing_line
-from specdec.cli.request_flags import PATIENT_BUDGETS, add_request_flags, request_options
+from specdec.cli.json_output import print_json
+from specdec.cli.request_flags import PATIENT_BUDGETS, add_request_flags, connect, request_options
 from specdec.cli.terminal import TokenWriter, wants_colour
 from specdec.client import Chunk, Client, Completion, GenerateOptions
 from specdec.client.results import CANCELLED
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], interrupts: Interr
     if args.logprobs is not None and not is_json:
         args.refuse("--logprobs needs --json or --json-lines")
     options = request_options(args) | GenerateOptions(logprobs=args.logprobs, provenance=not is_json)
-    with Client(args.endpoint, budgets=PATIENT_BUDGETS) as client:
+    with connect(args, PATIENT_BUDGETS) as client:
         write, finish = _output(args, environ, client, options)
         completion = read_answer(client, client.generate(prompt, stream=True, **options), interrupts, write)
         finish(completion)
@@ -81,11 +81,11 @@ def _output(
     """Return the functions that show each chunk, and the whole output at its end."""
     with_details = args.logprobs is not None
     if args.json:
-        return lambda chunk: None, lambda completion: _print_json(completion.to_dict(with_details=with_details))
+        return lambda chunk: None, lambda completion: print_json(completion.to_dict(with_details=with_details))
     if args.json_lines:
         return (
-            lambda chunk: _print_json({"event": "tokens"} | chunk.to_dict(with_details=with_details)),
-            lambda completion: _print_json({"event": "finished"} | completion.to_dict()),
+            lambda chunk: print_json({"event": "tokens"} | chunk.to_dict(with_details=with_details)),
+            lambda completion: print_json({"event": "finished"} | completion.to_dict()),
         )
     writer = TokenWriter(sys.stdout, coloured=wants_colour(sys.stdout, environ))
 
@@ -99,7 +99,3 @@ def _output(
         print_closing_line(client, completion, options, verbose=args.verbose)
 
     return writer.write, close
-
-
-def _print_json(fields: Mapping[str, Any]) -> None:
-    print(json.dumps(fields, ensure_ascii=False), flush=True)

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.request_flags import address
 from specdec.errors import SpecdecError
 from specdec.rpc.channels import dial_blocking
@@ -20,12 +21,16 @@ _TIMEOUT_S = 5.0
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("health", description="Ask a service for its health.", allow_abbrev=False)
     parser.add_argument("address", metavar="HOST:PORT", type=address)
+    add_json_flag(parser, "a word")
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     with dial_blocking(args.address) as channel:
         status = check(channel)
-    print(status)
+    if args.json:
+        print_json({"status": status})
+    else:
+        print(status)
     return 0 if status == "SERVING" else 1
 
 

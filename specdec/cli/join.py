@@ -13,9 +13,9 @@ from typing import Any
 from specdec.checkpoints.preflight import require_servable
 from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_fingerprint
 from specdec.cli import Usage
-from specdec.cli.request_flags import BUDGETS, add_endpoint_flag
+from specdec.cli.json_output import add_json_flag, print_json
+from specdec.cli.request_flags import add_client_flags, connect
 from specdec.cli.scale import request_of_system
-from specdec.client import Client
 from specdec.errors import InvalidRequest, VocabularyMismatch
 
 
@@ -24,8 +24,9 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
         "join", description="Add a draft model to a running specdec up. It is scored before requests use it.",
         allow_abbrev=False,
     )  # fmt: skip
-    add_endpoint_flag(parser, environ)
+    add_client_flags(parser, environ)
     parser.add_argument("draft", metavar="POOL=PATH_OR_HUB_ID", help="name of its pool, and the model")
+    add_json_flag(parser, "a line")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,11 +34,14 @@ def run(args: argparse.Namespace) -> int:
     pool, _, model = args.draft.partition("=")
     if not pool or not model:
         raise Usage(f"{args.draft!r} is not POOL=PATH_OR_HUB_ID")
-    return join(args.endpoint, pool, model)
+    join(args, pool, model)
+    if args.json:
+        print_json({"pool": pool, "model": model, "shadow": True})
+    return 0
 
 
-def join(endpoint: str, pool: str, model: str) -> int:
-    """Add the model, show what is waited for, print one line, and return the exit code.
+def join(args: argparse.Namespace, pool: str, model: str) -> None:
+    """Add the model to the system of the flags, show what is waited for, and say so unless the output is JSON.
 
     Raises:
         InvalidRequest: the model does not exist, the pool exists already, or the endpoint is on another machine.
@@ -46,7 +50,7 @@ def join(endpoint: str, pool: str, model: str) -> int:
         Unavailable: no `specdec up` of this user answers there.
     """
     require_servable(model, flag="draft")
-    with Client(endpoint, budgets=BUDGETS) as client:
+    with connect(args) as client:
         served = client.info()
     fingerprint = vocabulary_fingerprint(load_vocabulary(model))
     if fingerprint != served.vocabulary_fingerprint:
@@ -56,6 +60,7 @@ def join(endpoint: str, pool: str, model: str) -> int:
     if pool in [each.name for each in served.pools if each.role == "draft"]:
         raise InvalidRequest(f"there is already a draft pool called {pool[:64]}", field="pool")
     path = str(Path(model).resolve()) if Path(model).exists() else model
-    request_of_system(endpoint, {"join": {"pool": pool, "model": path}}, what="joining")
-    print(f"{pool} joined as a shadow; specdec promote {pool} --on-score gives it requests once its score is as good")
-    return 0
+    request_of_system(args.endpoint, {"join": {"pool": pool, "model": path}}, what="joining")
+    if not args.json:
+        later = f"specdec promote {pool} --on-score gives it requests once its score is as good"
+        print(f"{pool} joined as a shadow; {later}")

@@ -73,6 +73,10 @@ class Launcher:
         """The roles that have a model. With several draft pools, each is a role."""
         return ("target", *(pool.group for pool in self._served.drafts))
 
+    def metrics_addresses(self) -> dict[str, str]:
+        """Return where services of this machine are to be asked for their metrics, by name. Any thread may call."""
+        return {name: dialled_address(address) for name, address in dict(self._metrics).items()}
+
     def join(self, name: str, model: str) -> str:
         """Add a draft model, as a shadow; return the role of its replicas.
 

@@ -1,4 +1,4 @@
-"""Cells and widths of the tables of `specdec status` and `specdec pools`."""
+"""Cells and widths of the tables of `specdec status`, `specdec pools` and `specdec top`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,30 @@ from specdec.client import Pool, Route
 _PIPE_COLUMNS = 4096
 
 
+def console_for(environ: Mapping[str, str]) -> Console:
+    """Return a console for stdout, as wide as the terminal. `environ` has the process's NO_COLOR."""
+    width = None if sys.stdout.isatty() else _PIPE_COLUMNS
+    return Console(width=width, no_color=bool(environ.get("NO_COLOR")), highlight=False)
+
+
 def print_table(columns: Mapping[str, str], rows: Sequence[Sequence[str]], environ: Mapping[str, str]) -> None:
-    """Print a table that fits the terminal.
+    """Print a table that fits the terminal; arguments as of `table_of` and `console_for`."""
+    console_for(environ).print(table_of(columns, rows))
+
+
+def table_of(columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return a table.
 
     Args:
         columns: "left" or "right" alignment by header.
         rows: cells; markup in them is shown as it is.
-        environ: variables of the process, for NO_COLOR.
     """
     table = Table(box=None, pad_edge=False, header_style="")
     for header, justify in columns.items():
         table.add_column(header, justify="right" if justify == "right" else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
-    width = None if sys.stdout.isatty() else _PIPE_COLUMNS
-    Console(width=width, no_color=bool(environ.get("NO_COLOR")), highlight=False).print(table)
+    return table
 
 
 def model_name(model: str) -> str:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.pool_tables import pool_acceptance, print_table, route_acceptance
 from specdec.cli.promote import describe
-from specdec.cli.request_flags import BUDGETS, add_endpoint_flag
-from specdec.client import Client, Pool
+from specdec.cli.request_flags import add_client_flags, connect
+from specdec.client import Pool
 
 _COLUMNS = {
     **dict.fromkeys(("pool", "requests", "accepted"), "left"),
@@ -23,18 +23,18 @@ _COLUMNS = {
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     parser = commands.add_parser("pools", help="draft pools of a running system, by class of requests",
                                  allow_abbrev=False)  # fmt: skip
-    add_endpoint_flag(parser, environ)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    add_client_flags(parser, environ)
+    add_json_flag(parser, "a table")
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Print the pools. Raises SpecdecError if the coordinator cannot be reached."""
-    with Client(args.endpoint, budgets=BUDGETS) as client:
+    with connect(args) as client:
         info = client.info()
     drafts = [pool for pool in info.pools if pool.role == "draft"]
     if args.json:
         promotion = asdict(info.promotion) if info.promotion else None
-        print(json.dumps({"pools": [asdict(pool) for pool in drafts], "promotion": promotion}, ensure_ascii=False))
+        print_json({"pools": [asdict(pool) for pool in drafts], "promotion": promotion})
         return 0
     if info.promotion:
         print(describe(info.promotion))

@@ -10,9 +10,11 @@ import argparse
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from specdec.cli.request_flags import BUDGETS, add_endpoint_flag
+from specdec.cli.json_output import add_json_flag, print_json
+from specdec.cli.request_flags import add_client_flags, connect
 from specdec.cli.waiting import Waiting
 from specdec.client import Client, Promotion, Route
 from specdec.errors import InvalidRequest, NotFound
@@ -26,7 +28,7 @@ _POLL_S = 0.5
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     parser = commands.add_parser("promote", description="Give sessions another draft pool, share by share.",
                                  allow_abbrev=False)  # fmt: skip
-    add_endpoint_flag(parser, environ)
+    add_client_flags(parser, environ)
     parser.add_argument("pool", metavar="POOL", help="pool of draft replicas; it replaces a promotion of another pool")
     parser.add_argument(
         "--to", type=float, default=1.0, metavar="SHARE",
@@ -36,14 +38,18 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
         "--on-score", action="store_true",
         help=f"wait for scores of {MIN_TESTED} draft tokens of a class; begin unless the pool in use is better",
     )  # fmt: skip
+    add_json_flag(parser, "a line")
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Request the promotion and print its state. Raises SpecdecError if it is refused."""
-    with Client(args.endpoint, budgets=BUDGETS) as client:
+    with connect(args) as client:
         if args.on_score:
             _await_score(client, args.pool)
         promotion = client.promote(args.pool, args.to)
+    if args.json:
+        print_json({"promotion": asdict(promotion) if promotion else None})
+        return 0
     print("nothing is promoted" if promotion is None else describe(promotion))
     return 0
 

@@ -1,4 +1,4 @@
-"""Flags of subcommands that call a running system: its endpoint, and the options of a request."""
+"""Flags of subcommands that call a running system: its endpoint, an API key, and the options of a request."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 
-from specdec.client import Budgets, GenerateOptions
+from specdec.client import Budgets, Client, GenerateOptions
 from specdec.client.endpoints import DEFAULT_ENDPOINT, ENDPOINT_VARIABLE, check_endpoint
 from specdec.errors import InvalidRequest
 from specdec.types import Mode
+
+#: Variable that holds the API key of client commands.
+_API_KEY_VARIABLE = "SPECDEC_API_KEY"
 
 #: Connecting has a short budget, so that a wrong endpoint is reported at once.
 BUDGETS = Budgets(connect_s=1.0)
@@ -23,6 +26,20 @@ def add_endpoint_flag(parser: argparse.ArgumentParser, environ: Mapping[str, str
         "--endpoint", type=address, default=endpoint, metavar="HOST:PORT",
         help=f"address of the coordinator; default: {ENDPOINT_VARIABLE}, else {DEFAULT_ENDPOINT}",
     )  # fmt: skip
+
+
+def add_client_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
+    """Add the flags of every subcommand that calls the coordinator: endpoint and API key."""
+    add_endpoint_flag(parser, environ)
+    parser.add_argument(
+        "--api-key", default=environ.get(_API_KEY_VARIABLE) or None, metavar="KEY",
+        help=f"key to send with every call; default: {_API_KEY_VARIABLE}, which other users of the machine cannot see",
+    )  # fmt: skip
+
+
+def connect(args: argparse.Namespace, budgets: Budgets = BUDGETS, *, timeout: float | None = None) -> Client:
+    """Return a client for the flags of `add_client_flags`. Raises InvalidRequest for a malformed key."""
+    return Client(args.endpoint, budgets=budgets, api_key=args.api_key, timeout=timeout)
 
 
 def address(text: str) -> str:
@@ -42,7 +59,7 @@ def token_limit(text: str) -> int:
 
 def add_request_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
     """Add the flags of every subcommand that generates. The server chooses what is not given."""
-    add_endpoint_flag(parser, environ)
+    add_client_flags(parser, environ)
     parser.add_argument(
         "--max-new-tokens", type=token_limit, metavar="N", help="most tokens of the output; default 256"
     )

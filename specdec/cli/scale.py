@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.cli import Usage, control
+from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.request_flags import add_endpoint_flag
 from specdec.cli.waiting import Waiting
 from specdec.errors import InvalidRequest, Unavailable
@@ -26,6 +27,7 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
         "counts", nargs="+", metavar="ROLE=N",
         help="target=N or draft=N; with several draft models draft-POOL=N. Other roles keep their numbers",
     )  # fmt: skip
+    add_json_flag(parser, "a line")
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -36,6 +38,9 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         SpecdecError: as `request_of_system`.
     """
     answer = request_of_system(args.endpoint, _counts(args.counts), what="scaling")
+    if args.json:
+        print_json({"counts": answer["counts"]})
+        return 0
     print(" ".join(f"{role}={number}" for role, number in answer["counts"].items()))
     return 0
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.pool_tables import model_name, pool_acceptance, print_table
-from specdec.cli.request_flags import BUDGETS, add_endpoint_flag
-from specdec.client import Client, Pool, ServerInfo
+from specdec.cli.request_flags import add_client_flags, connect
+from specdec.client import Pool, ServerInfo
 
 _POOL_COLUMNS = dict.fromkeys(("role", "pool", "model", "dtype", "accepted", "draft length"), "left")
 _REPLICA_COLUMNS = {
@@ -22,16 +22,16 @@ _REPLICA_COLUMNS = {
 
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     parser = commands.add_parser("status", help="pools, replicas and sessions of a running system", allow_abbrev=False)
-    add_endpoint_flag(parser, environ)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    add_client_flags(parser, environ)
+    add_json_flag(parser, "tables")
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Print the state of the system. Raises SpecdecError if the coordinator cannot be reached."""
-    with Client(args.endpoint, budgets=BUDGETS) as client:
+    with connect(args) as client:
         info = client.info()
     if args.json:
-        print(json.dumps(asdict(info), ensure_ascii=False))
+        print_json(asdict(info))
         return 0
     print(
         f"specdec {info.version} serves {model_name(info.target_model)}: context {info.max_context_tokens} tokens, "

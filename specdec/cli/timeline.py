@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from specdec.cli.json_output import add_json_flag, print_json
 from specdec.errors import InvalidRequest
 
 _WIDTH = 40
@@ -75,6 +76,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "file", type=Path, metavar="FILE", help="file that specdec up or a coordinator wrote with --timeline"
     )
+    add_json_flag(parser, "pictures")
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -86,6 +88,9 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         print(f"note: {args.file}: line {damaged[0]}{others} damaged and left out", file=sys.stderr)
     if not pictures:
         raise InvalidRequest(f"{args.file} holds no session of three rounds or more", field="FILE")
+    if args.json:
+        print_json({"pictures": [_as_fields(picture) for picture in pictures]})
+        return 0
     print("\n\n".join(drawn(picture) for picture in pictures))
     return 0
 
@@ -169,6 +174,11 @@ def _call_stages(role: str, calls: Sequence[Mapping[str, int] | None]) -> list[S
 
 def _ms(microseconds: Iterable[float]) -> float:
     return median(microseconds) / 1e3
+
+
+def _as_fields(picture: Picture) -> dict[str, Any]:
+    stages = {name: [stage._asdict() for stage in getattr(picture, name)] for name in ("stages", "beside")}
+    return picture._asdict() | stages
 
 
 def drawn(picture: Picture) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -144,16 +145,22 @@ def run(args: argparse.Namespace, argv: Sequence[str], environ: Mapping[str, str
         waiting.close()
         fleet.settle()
         if not stop.is_set():
-            system.set_ready(fleet)
+            system.set_ready(fleet, launcher.metrics_addresses)
             for name, address in metrics.items():
                 tell(f"[{name}] metrics at http://{address}/metrics")
-            ready = f"ready grpc={endpoint}" + (f" http={http}" if http else "")
+            ready = _ready_line(args, endpoint, http, metrics)
             try:
                 print(ready, flush=True)
             except OSError as error:
                 tell(f"{ready} (stdout: {error.strerror})")
         _keep(fleet, own_ray, store, stop)
         return 0
+
+
+def _ready_line(args: argparse.Namespace, endpoint: str, http: str, metrics: Mapping[str, str]) -> str:
+    if args.json:
+        return json.dumps({"grpc": endpoint, "http": http or None, "metrics": dict(metrics)})
+    return f"ready grpc={endpoint}" + (f" http={http}" if http else "")
 
 
 def _keep(fleet: Fleet, own_ray: Service | None, store: OwnRedis | EmbeddedRedis | None, stop: threading.Event) -> None:

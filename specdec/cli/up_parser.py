@@ -172,6 +172,9 @@ def _add_flags(parser: argparse.ArgumentParser, default_http: str = "") -> None:
         "the process that this prints, ends it. The log goes to a file that this prints too.",
     )  # fmt: skip
     parser.add_argument(
+        "--json", action="store_true", help="Print the ready line as one JSON object: grpc, http and metrics addresses."
+    )
+    parser.add_argument(
         "--metrics", default="", metavar="HOST:PORT",
         help="Address of the coordinator's Prometheus metrics. Each target, each draft replica and then the gateway "
         "takes the next port. Port 0 takes free ones. Default: no metrics.",

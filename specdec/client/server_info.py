@@ -19,7 +19,7 @@ class Replica:
     draining: bool
     num_sessions: int
     kv_usage: float
-    """Used share of the KV cache, 0 to 1."""
+    """Share of the KV blocks that sessions with a call now or within the last second hold, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,7 +241,7 @@ async def test_a_session_larger_than_the_pool_is_refused_with_the_reason(small: 
     with pytest.raises(ResourceExhausted) as refusal:
         await small.ask(make_round(TOKENS[:65]))
     assert refusal.value.reason == "KV_EXHAUSTED"
-    assert small.engine.info().kv_usage == 0.0
+    assert small.engine.stats().num_held_kv_blocks == 0
 
 
 async def test_a_call_waits_for_the_blocks_of_one_that_runs(small: EngineRig) -> None:
@@ -295,4 +295,4 @@ async def test_closing_finishes_calls_that_wait_for_blocks_and_refuses_new_ones(
     assert ((await first).kv_len, (await second).kv_len) == (50, 41)
     await closing
     await small.engine.wait_ended()
-    assert small.engine.info().kv_usage == 0.0
+    assert small.engine.stats().num_held_kv_blocks == 0

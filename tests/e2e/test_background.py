@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -28,9 +29,11 @@ def endpoint() -> str:
 
 
 @pytest.fixture
-def background(model: Path, endpoint: str) -> Iterator[subprocess.CompletedProcess[str]]:
-    """A system that `up --detach` has started. The test ends it, or the fixture does."""
-    flags = ["--target", str(model), "--listen", endpoint]
+def background(
+    request: pytest.FixtureRequest, model: Path, endpoint: str
+) -> Iterator[subprocess.CompletedProcess[str]]:
+    """A system that `up --detach` has started, with the flags of the parameter. The test ends it, or the fixture."""
+    flags = ["--target", str(model), "--listen", endpoint, *getattr(request, "param", ())]
     started = specdec("up", "--detach", *flags)
     yield started
     if control.is_running(int(endpoint.rpartition(":")[2])):
@@ -54,15 +57,17 @@ def test_detach_returns_when_ready_and_down_ends_the_system_and_all_its_processe
     assert (log.stat().st_mode & 0o777, "[target-0] listening" in log.read_text()) == (0o600, True)
     assert specdec("status", "--endpoint", endpoint).returncode == 0
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    stopped = specdec("down", "--endpoint", endpoint)
-    assert (stopped.returncode, stopped.stdout) == (0, f"stopped {endpoint}\n"), stopped.stderr
+    stopped = specdec("down", "--json", "--endpoint", endpoint)
+    assert (stopped.returncode, json.loads(stopped.stdout)) == (0, {"stopped": endpoint}), stopped.stderr
     assert [each for each in children if Path(f"/proc/{each}").exists()] == []
     wait_until_gone([pid])
 
 
+@pytest.mark.parametrize("background", [["--json"]], indirect=True, ids=["json"])
 def test_a_term_signal_to_the_process_that_detach_names_ends_the_system(
-    background: subprocess.CompletedProcess[str],
+    background: subprocess.CompletedProcess[str], endpoint: str
 ) -> None:
+    assert json.loads(background.stdout) == {"grpc": endpoint, "http": None, "metrics": {}}
     pid = pid_of(background)
     os.kill(pid, signal.SIGTERM)
     wait_until_gone([pid])

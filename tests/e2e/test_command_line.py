@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import re
 import signal
@@ -45,6 +46,7 @@ def endpoint() -> Iterator[str]:
 def test_health_of_a_running_system_is_serving(endpoint: str) -> None:
     result = specdec("health", endpoint)
     assert (result.returncode, result.stdout) == (0, "SERVING\n")
+    assert json.loads(specdec("health", endpoint, "--json").stdout) == {"status": "SERVING"}
 
 
 def taken_port() -> tuple[list[str], socket.socket]:

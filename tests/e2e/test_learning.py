@@ -53,9 +53,12 @@ def test_an_in_target_draft_is_distilled_and_loaded_at_the_next_start(endpoint: 
         serve(endpoint, 100, 1)
     made, target = folder / "exit", str(folder / "target")
     distilled = specdec("distill", "--log", str(folder / "log"), "--draft", "early-exit:1", "--target-model", target,
-                        "--out", str(made), "--max-steps", "5", "--share", "1", "--learning-rate", "2e-3")  # fmt: skip
+                        "--out", str(made), "--max-steps", "5", "--share", "1", "--learning-rate", "2e-3",
+                        "--json")  # fmt: skip
     assert distilled.returncode == 0, distilled.stderr
-    assert re.fullmatch(rf"{made}: KL \d.\d+ -> \d.\d+ nats, expected acceptance .*\n", distilled.stdout)
+    told = json.loads(distilled.stdout)
+    assert (told["out"], told["pool"], told["num_steps"]) == (str(made), None, 5)
+    assert told["after"]["kl_nats"] < told["before"]["kl_nats"]
     up, other = start_up("--target", target, "--draft", f"early-exit:1:{made}")
     with Client(other) as client:
         assert client.generate(prompt_token_ids=[5, 9, 17], max_new_tokens=8).stats.num_draft_tokens

@@ -168,6 +168,13 @@ def test_metrics_threads_context_a_tier_and_log_level_reach_every_service(model:
             assert client.info().max_context_tokens == 48
             with pytest.raises(InvalidRequest, match="context is 48"):
                 client.generate(prompt_token_ids=[5] * 49, max_new_tokens=1)
+        frame = json.loads(specdec("top", "--json", "--endpoint", endpoint).stdout)
+        assert frame["metrics"] == {"num_services": 3, "unreachable": []}
+        assert frame["requests"]["running"] == 0
+        assert [(pool["role"], pool["num_waiting"], len(pool["replicas"])) for pool in frame["pools"]] == [
+            ("draft", 0, 1), ("target", 0, 1),
+        ]  # fmt: skip
+        assert "0 of" in specdec("top", "--endpoint", endpoint).stdout  # without a terminal: one frame
         threads = {}
         for role in ("target", "draft"):
             words = Path(f"/proc/{child_running(up, f'{role}_service')}/cmdline").read_text().split("\0")

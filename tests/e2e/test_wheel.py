@@ -109,7 +109,7 @@ def test_a_client_only_install_is_small(client: Environment) -> None:
 def test_a_client_only_install_has_the_sdk_and_the_commands_that_call_a_system(client: Environment) -> None:
     assert client.python("from specdec import AsyncClient, Client; print(Client.__name__)") == "Client\n"
     assert "generate" in client.specdec("--help").stdout
-    for command in ("generate", "chat", "status", "pools", "promote", "bench", "health"):
+    for command in ("generate", "chat", "status", "pools", "promote", "bench", "health", "top", "completion"):
         assert client.specdec(command, "--help").returncode == 0
     refused = client.specdec("generate", "hi", "--endpoint", "127.0.0.1:1", check=False)
     assert refused.stderr.startswith("error: no coordinator at 127.0.0.1:1")

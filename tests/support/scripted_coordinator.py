@@ -53,6 +53,8 @@ class ScriptedCoordinator(CoordinatorServiceServicer):
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     deleted: list[str] = field(default_factory=list)
     promoted: list[str] = field(default_factory=list)
+    authorizations: list[str] = field(default_factory=list)
+    """What each call of Generate, GetInfo, Promote and DeleteSession had as `authorization`; "" for none."""
     served: pb.GetInfoResponse = field(default_factory=pb.GetInfoResponse)
     """What GetInfo answers."""
     tokenize_error: SpecdecError | None = None
@@ -62,6 +64,7 @@ class ScriptedCoordinator(CoordinatorServiceServicer):
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:  # noqa: N802
         self.requests.append(request)
+        self._note_authorization(context)
         script = self.scripts[min(len(self.requests), len(self.scripts)) - 1]
         for event in script(request):
             if isinstance(event, SpecdecError):
@@ -76,17 +79,23 @@ class ScriptedCoordinator(CoordinatorServiceServicer):
         return pb.TokenizeResponse(token_ids=[len(request.text), len(request.messages.messages)])
 
     def GetInfo(self, request: pb.GetInfoRequest, context: grpc.ServicerContext) -> pb.GetInfoResponse:  # noqa: N802
+        self._note_authorization(context)
         return self.served
 
     def Promote(self, request: pb.PromoteRequest, context: grpc.ServicerContext) -> pb.PromoteResponse:  # noqa: N802
         self.promoted.append(request.draft_pool)
+        self._note_authorization(context)
         return pb.PromoteResponse()
 
     def DeleteSession(  # noqa: N802
         self, request: pb.DeleteSessionRequest, context: grpc.ServicerContext
     ) -> pb.DeleteSessionResponse:
         self.deleted.append(request.session_id)
+        self._note_authorization(context)
         return pb.DeleteSessionResponse()
+
+    def _note_authorization(self, context: grpc.ServicerContext) -> None:
+        self.authorizations.append(dict(context.invocation_metadata()).get("authorization", ""))
 
 
 def refuse(error: SpecdecError, context: grpc.ServicerContext) -> None:

@@ -85,7 +85,7 @@ class Replica:
         assert not self.engine._engine_loop._calls.restoring
         await self.engine.close()
         self.engine.check_integrity()
-        assert self.engine.info().kv_usage == 0.0
+        assert self.engine.stats().num_held_kv_blocks == 0
         await asyncio.to_thread(self.tier.close)
 
 

@@ -68,7 +68,7 @@ class Load:
     """Load of a replica."""
 
     kv_usage: float
-    """Share of KV blocks held by sessions, 0..1."""
+    """Share of KV blocks of sessions with a call now or within the last second, 0..1."""
     num_sessions: int
     """Number of sessions with KV."""
     num_running: int
@@ -222,7 +222,7 @@ class EngineLoop:
     def load(self) -> Load:
         """Return the current load; any thread may call this."""
         return Load(
-            kv_usage=self._blocks.num_held / self._blocks.num_blocks,
+            kv_usage=self._sessions.num_active_blocks / self._blocks.num_blocks,
             num_sessions=self._sessions.num_with_kv,
             num_running=self._sessions.num_running,
             draining=self._inbox.is_closed or self._watchdog.is_stalled,

@@ -31,6 +31,7 @@ def read_stats(calls: Calls[Job, Any], num_arrived: int, *, is_stalled: bool) ->
         num_backlog_tokens=sum(job.num_pending for job in jobs if not is_short(job)),
         num_kv_blocks=blocks.num_blocks,
         num_active_kv_blocks=calls.sessions.num_active_blocks,
+        num_held_kv_blocks=blocks.num_held,
         num_free_kv_blocks=blocks.num_free,
         num_kv_exhausted=calls.num_exhausted,
         num_preemptions=calls.sessions.num_preemptions,

@@ -121,7 +121,7 @@ class SimulatedReplica:
         """Return the replica's description with its current load."""
         return replace(
             self._info,
-            kv_usage=self._blocks.num_held / self._blocks.num_blocks,
+            kv_usage=self._sessions.num_active_blocks / self._blocks.num_blocks,
             num_sessions=self._sessions.num_with_kv,
             num_running=self._sessions.num_running,
             draining=self._is_closing,
@@ -137,6 +137,7 @@ class SimulatedReplica:
             num_backlog_tokens=sum(work.num_pending for work in works if work is not None and not is_short(work)),
             num_kv_blocks=self._blocks.num_blocks,
             num_active_kv_blocks=self._sessions.num_active_blocks,
+            num_held_kv_blocks=self._blocks.num_held,
             num_free_kv_blocks=self._blocks.num_free,
             num_kv_exhausted=self._calls.num_exhausted,
             num_preemptions=self._sessions.num_preemptions,

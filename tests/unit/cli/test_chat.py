@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
 
 import pytest
@@ -149,6 +150,18 @@ def with_context(servicer: ScriptedCoordinator, num_characters: int) -> None:
 
 def beyond(num_characters: int) -> Callable[[pb.GenerateRequest], list[object]]:
     return lambda request: too_long(request) if sum(map(len, said(request))) >= num_characters else answer(request)
+
+
+def test_json_is_one_object_for_each_answer_and_for_an_error(
+    coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, environ = coordinator(answer, answer, lambda r: [InvalidRequest("no", field="messages")])
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\nthree\n"))
+    assert run(["chat", "--json"], environ) == 1
+    captured = capsys.readouterr()
+    assert [json.loads(line)["text"] for line in captured.out.splitlines()] == ["<1><2>", "<1><2>"]
+    assert json.loads(captured.err)["field"] == "messages"
+    assert said(servicer.requests[1]) == ["one", "<1><2>", "two"]
 
 
 def test_with_trim_the_oldest_turns_are_dropped_automatically(

@@ -170,7 +170,8 @@ def test_standard_input_is_a_prompt_to_its_last_byte(
         (["generate", "--max-tokens=3", "hi"], "--max-tokens is not a flag of specdec: use --max-new-tokens N"),
         (["up", "--tensor-paralel", "2"], "did you mean --tensor-parallel? See specdec up --help"),
         (["status", "--xyzzy"], "unrecognized argument --xyzzy; see specdec status --help"),
-        (["status", "--api-key", "k"], "--api-key is not a flag of specdec: keys are a matter of specdec up --http"),
+        (["status", "--api-keys", "k"], "--api-keys is not a flag of specdec: keys are a matter of specdec up --http"),
+        (["scale", "--api-key", "k", "draft=1"], "--api-key is not a flag of specdec: this command sends no key"),
         (
             ["up", "--parallel", "4"],
             "--parallel is not a flag of specdec: a replica runs all its sessions in one batch",
@@ -333,6 +334,46 @@ def test_an_error_of_a_command_that_prints_json_is_a_json_object(
     assert fields.items() <= shown.items()
 
 
+@pytest.mark.parametrize(
+    "args",
+    [["generate", "hi"], ["status"], ["pools"], ["top"], ["promote", "default"], ["bench", "--repeats", "1"]],
+    ids=lambda args: args[0],
+)
+def test_the_key_of_the_flag_or_else_of_the_environment_is_sent_with_every_call(
+    args: list[str], coordinator: Serve
+) -> None:
+    servicer, environ = coordinator(answer)
+    environ["SPECDEC_API_KEY"] = "from-environ"
+    assert run(args, environ) == 0
+    assert set(servicer.authorizations) == {"Bearer from-environ"}
+    servicer.authorizations.clear()
+    assert run([*args, "--api-key", "from-flag"], environ) == 0
+    assert set(servicer.authorizations) == {"Bearer from-flag"}
+    servicer.authorizations.clear()
+    assert run(args, environ | {"SPECDEC_API_KEY": ""}) == 0
+    assert set(servicer.authorizations) == {""}
+
+
+def test_a_malformed_key_is_refused_and_not_shown(coordinator: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    _, environ = coordinator(answer)
+    assert run(["status", "--json"], environ | {"SPECDEC_API_KEY": "two words"}) == 1
+    err = capsys.readouterr().err
+    assert json.loads(err)["field"] == "api_key"
+    assert "two words" not in err
+
+
+def test_promote_json_is_one_object(coordinator: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    _, environ = coordinator(answer)
+    assert run(["promote", "default", "--json"], environ) == 0
+    assert json.loads(capsys.readouterr().out) == {"promotion": None}
+
+
+@pytest.mark.parametrize("name", _COMMANDS)
+def test_every_command_takes_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([name, "--help"], {}) == 0
+    assert "--json" in capsys.readouterr().out.split()
+
+
 def test_a_json_error_names_the_field_that_the_server_refuses(
     coordinator: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -393,7 +434,7 @@ def test_every_command_has_a_line_in_the_help_and_flags_of_its_own(capsys: pytes
     assert run(["--help"], {}) == 0
     shown = capsys.readouterr().out
     for name in _COMMANDS:
-        assert f"\n    {name} " in shown
+        assert f"\n    {name} " in shown.replace("\n        ", " ")  # a long name has its text in the next line
         assert run([name, "--help"], {}) == 0
         assert f"usage: specdec {name}" in capsys.readouterr().out
 

@@ -76,6 +76,22 @@ def test_only_the_user_may_enter_the_folder_of_sockets_and_it_is_removed_at_the_
     assert not folder.exists()
 
 
+def test_a_running_system_names_the_metrics_addresses_of_its_services() -> None:
+    system = RunningSystem(threading.Event())
+    with ControlSocket(PORT, system):
+        assert list(control.ask(PORT, {"metrics": {}})) == [{"metrics": {}}]
+        system.set_ready(StillFleet(), lambda: {"coordinator": "127.0.0.1:9000"})
+        assert list(control.ask(PORT, {"metrics": {}})) == [{"metrics": {"coordinator": "127.0.0.1:9000"}}]
+
+
+def test_scale_json_is_one_object_with_the_numbers_that_were_reached(
+    fleet: StillFleet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet.scaling.end({"target": 2, "draft": 1})
+    assert run(["scale", "target=2", "--json", "--endpoint", f"127.0.0.1:{PORT}"], {}) == 0
+    assert json.loads(capsys.readouterr().out) == {"counts": {"target": 2, "draft": 1}}
+
+
 def test_a_system_that_starts_says_what_it_waits_for_and_then_that_it_is_ready() -> None:
     system = RunningSystem(threading.Event())
     system.stage = "target-0: loading weights"

@@ -72,6 +72,14 @@ def test_lines_that_a_killed_coordinator_left_unfinished_are_left_out(
         assert captured.out.startswith("rounds of the target alone: 1,")
 
 
+def test_json_has_the_pictures_with_their_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path / "t", *(entry("a", index, draft=call(0)) for index in range(4)))
+    assert run(["timeline", str(file), "--json"], {}) == 0
+    (picture,) = json.loads(capsys.readouterr().out)["pictures"]
+    assert (picture["num_rounds"], picture["round_ms"]) == (2, 5.0)
+    assert picture["stages"][0] == {"place": "coordinator", "work": "encode, hand over", "ms": 0.01, "call": "draft"}
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [

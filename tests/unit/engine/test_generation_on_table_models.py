@@ -39,7 +39,7 @@ async def _generate_all(
     verifier.check_integrity()
     await proposer.close()
     await verifier.close()
-    assert proposer.info().kv_usage == verifier.info().kv_usage == 0.0
+    assert proposer.stats().num_held_kv_blocks == verifier.stats().num_held_kv_blocks == 0
     return outputs
 
 

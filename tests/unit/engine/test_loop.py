@@ -295,7 +295,7 @@ async def test_closing_finishes_what_is_in_flight_and_refuses_what_is_new(held):
     assert (await first).kv_len == 20
     await closing
     await held.loop.close()
-    assert held.loop.load().kv_usage == 0.0
+    assert held.loop.stats().num_held_kv_blocks == 0
 
 
 async def test_nobody_waits_for_ever_when_the_device_thread_itself_ends(held):
