@@ -26,7 +26,7 @@ _COMPARISON = re.compile(r" (==|!=|<=|>=|<|>) ")
 
 
 def rules() -> list[dict[str, Any]]:
-    """Return all alert and recording rules, in the order of the files."""
+    """Return all recording and alert rules, in the order of the files."""
     files = [yaml.safe_load(path.read_text()) for path in RULE_FILES]
     return [rule for file in files for group in file["groups"] for rule in group["rules"]]
 
@@ -34,6 +34,16 @@ def rules() -> list[dict[str, Any]]:
 def unfiltered(expression: str) -> str:
     """Return an alert's expression with comparisons that yield 0 or 1 where they would drop series."""
     return _COMPARISON.sub(r" \1 bool ", expression)
+
+
+def queries_of(dashboard: Mapping[str, Any]) -> list[str]:
+    """Return the expressions of a dashboard's panels."""
+    return [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+
+
+def with_variables(expression: str) -> str:
+    """Return the expression of a panel as Grafana sends it, with all values of each variable."""
+    return re.sub(r"\$(model_name|pool)", ".*", expression.replace("$__rate_interval", "1m"))
 
 
 class Prometheus:
