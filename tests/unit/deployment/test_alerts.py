@@ -169,6 +169,22 @@ def test_promtool_refuses_an_expectation_that_does_not_hold(tmp_path: Path) -> N
     assert "SpecdecDeviceStalled" in output
 
 
+def test_the_prometheus_of_the_compose_profile_scrapes_every_service_where_it_serves_metrics() -> None:
+    services = yaml.safe_load((FOLDER.parents[1] / "docker-compose.yml").read_text())["services"]
+    metrics = {
+        (name, int(value.rpartition(":")[2]))
+        for name, service in services.items()
+        for key, value in service.get("environment", {}).items()
+        if key.endswith("__METRICS")
+    }
+    jobs = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
+    scraped = {(*lookup["names"], lookup["port"]) for job in jobs for lookup in job["dns_sd_configs"]}
+    assert len(metrics) == 3
+    assert scraped == metrics
+    assert services["prometheus"]["profiles"] == ["monitoring"]
+    assert "./monitoring/prometheus:/etc/prometheus:ro" in services["prometheus"]["volumes"]
+
+
 @pytest.mark.skipif(PROMTOOL is None, reason=NO_PROMETHEUS)
 def test_prometheus_takes_the_configuration_of_the_compose_profile() -> None:
     assert PROMTOOL is not None
