@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, timeseries
+from grafana_foundation_sdk.cog.builder import Builder
+from grafana_foundation_sdk.cog.variants import Dataquery
 from grafana_foundation_sdk.models.common import LegendDisplayMode, LegendPlacement, StackingMode
 from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSourceRef, VariableOption, VariableRefresh
 
@@ -49,16 +51,21 @@ def row(title: str) -> dashboard.Row:
 
 
 def lines(
-    title: str, description: str, unit: str, *queries: Query, width: int = THIRD, stacked: bool = False
+    title: str,
+    description: str,
+    unit: str,
+    *queries: Query,
+    width: int = THIRD,
+    stacked: bool = False,
+    signed: bool = False,
 ) -> timeseries.Panel:
-    """Return a panel of lines over time."""
+    """Return a panel of lines over time. `signed`: values may be below 0."""
     panel = (
         timeseries.Panel()
         .title(title)
         .description(description)
         .datasource(_SOURCE)
         .unit(unit)
-        .min(0)
         .span(width)
         .height(_LINE_HEIGHT)
         .fill_opacity(30 if stacked else 5)
@@ -70,15 +77,10 @@ def lines(
         )
         .targets(_targets(queries))
     )
+    if not signed:
+        panel.min(0)
     if stacked:
         panel.stacking(common.StackingConfig().mode(StackingMode.NORMAL))
-    return panel
-
-
-def signed_lines(title: str, description: str, unit: str, *queries: Query, width: int = THIRD) -> timeseries.Panel:
-    """Return a panel of lines whose values may be below 0."""
-    panel = lines(title, description, unit, *queries, width=width)
-    panel.build().field_config.defaults.min_val = None
     return panel
 
 
@@ -111,7 +113,7 @@ def quantiles(histogram: str, selector: str = MODEL) -> list[Query]:
     return [(quantile(share, histogram, selector), f"p{share * 100:.0f}") for share in (0.5, 0.95, 0.99)]
 
 
-def _targets(queries: Sequence[Query]) -> list[prometheus.Dataquery]:
+def _targets(queries: Sequence[Query]) -> list[Builder[Dataquery]]:
     return [
         prometheus.Dataquery().datasource(_SOURCE).expr(expression).legend_format(legend).ref_id(chr(ord("A") + index))
         for index, (expression, legend) in enumerate(queries)

@@ -19,7 +19,6 @@ from monitoring.panels import (
     quantile,
     rate,
     row,
-    signed_lines,
 )
 
 _ACCEPTED = rate("spec_decode_num_accepted_tokens_total", POOL)
@@ -88,10 +87,10 @@ def _audit(board: Dashboard) -> Dashboard:
         board.with_row(row("Losslessness audit"))
         .with_panel(lines("Audited rounds", "Rounds verified again, by mode and result.", PER_S,
                           (rate("audit_rounds_total", by="mode, result"), "{{mode}}: {{result}}")))
-        .with_panel(signed_lines("z", "Accepted minus expected draft tokens in standard deviations, since the start of "
-                                 "each coordinator and over all in the last day.", COUNT,
-                                 (f"specdec:audit_acceptance_z{{{MODEL}}}", "{{instance}} {{mode}}"),
-                                 (f"specdec:audit_acceptance:z_1d{{{MODEL}}}", "last day: {{mode}}")))
+        .with_panel(lines("z", "Accepted minus expected draft tokens in standard deviations, since the start of each "
+                          "coordinator and over all in the last day.", COUNT,
+                          (f"specdec:audit_acceptance_z{{{MODEL}}}", "{{instance}} {{mode}}"),
+                          (f"specdec:audit_acceptance:z_1d{{{MODEL}}}", "last day: {{mode}}"), signed=True))
         .with_panel(lines("Left out", "Rounds chosen for an audit that had none.", PER_S,
                           (rate("audit_rounds_dropped_total", by="reason"), "{{reason}}")))
     )  # fmt: skip
