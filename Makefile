@@ -27,7 +27,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durat
 
 .PHONY: help setup demo real demo-real demo-pair peers test test-full test-real model-list reference docs docs-serve \
 	wheel-check test-gpu test-failure \
-	test-loaded mutants bench lint type proto proto-check k8s-validate images up down ci clean redis browser
+	test-loaded mutants bench lint type proto proto-check k8s-validate images up down ci clean redis browser \
+	prometheus dashboards
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -123,6 +124,12 @@ browser:
 		&& { s=""; [ "$$(id -u)" = 0 ] || s=sudo; $$s apt-get update -qq && $$s apt-get install -y -qq --no-install-recommends chromium >/dev/null; }; } \
 		|| { echo "error: the tests of the playground need chromium on the PATH" >&2; exit 1; }
 
+# Of the rules' tests, which are left out, with the reason, where the programs are missing.
+prometheus:
+	@command -v promtool >/dev/null || { command -v apt-get >/dev/null \
+		&& { s=""; [ "$$(id -u)" = 0 ] || s=sudo; $$s apt-get update -qq && $$s apt-get install -y -qq --no-install-recommends prometheus >/dev/null; }; } \
+		|| { echo "error: the tests of the alert rules need prometheus and promtool on the PATH" >&2; exit 1; }
+
 test: setup redis  ## all tests against real gRPC and a real Redis (20 minutes on two cores)
 	$(PYTEST) --hypothesis-profile=ci -m "not full and not gpu and not real"
 
@@ -137,6 +144,9 @@ model-list: setup  ## write docs/reference/models.md: which architectures of tra
 
 reference: setup  ## write the pages of docs/reference that are generated from the code
 	$(BIN)/python -m tests.support.reference
+
+dashboards: setup  ## write the dashboards of monitoring/grafana
+	$(BIN)/python -m monitoring
 
 # The documentation is built without specdec itself: the generated pages are committed. Not with --quiet, which makes
 # mkdocs 1.6 ignore the warnings that --strict fails on.
@@ -214,7 +224,7 @@ up:  ## the whole system in containers
 down:  ## stop it and forget its state
 	docker compose down --volumes
 
-ci: browser lint type proto-check docs k8s-validate test  ## what CI runs
+ci: browser prometheus lint type proto-check docs k8s-validate test  ## what CI runs
 
 clean:  ## forget environments and caches
 	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) $(PEERS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants *.egg-info

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Route
 
 import specdec
 from gateway.context import Gateway
@@ -33,7 +34,9 @@ def build_app(gateway: Gateway) -> FastAPI:
         redoc_url=None,
     )
     for module in (chat, completions, models, sessions, tokens, status):
-        app.include_router(module.router(gateway))
+        router = module.router(gateway)
+        app.include_router(router)
+        gateway.metrics.begin_at_zero(route.path for route in router.routes if isinstance(route, Route))
     app.add_exception_handler(SpecdecError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)

@@ -6,21 +6,26 @@ from the statistics of finished outputs.
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from collections.abc import Iterable
+
+from prometheus_client import Counter, Gauge, Histogram, generate_latest
 
 from gateway.usage import accepted_per_position, num_drafts_of
 from specdec.client import Completion
+from specdec.observability.series import ServiceSeries
 
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 #: Positions that exist from the start, so that a rate has a first value.
 _FIRST_POSITIONS = 8
+#: Statuses whose series exist from the start, so that an alert sees the first error.
+_FIRST_STATUSES = ("200", "500", "503")
 
 
 class GatewayMetrics:
     """All series of one gateway, in a registry of its own."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = ServiceSeries({}).registry
         self._in_flight = Gauge(
             "specdec:http_requests_in_flight", "Requests that are being answered.", registry=self.registry
         )
@@ -47,6 +52,12 @@ class GatewayMetrics:
         )  # fmt: skip
         for position in range(_FIRST_POSITIONS):
             self._per_position.labels(str(position))
+
+    def begin_at_zero(self, routes: Iterable[str]) -> None:
+        """Make the series of the answers of these routes."""
+        for route in routes:
+            for status in _FIRST_STATUSES:
+                self._requests.labels(route, status)
 
     def request_began(self) -> None:
         self._in_flight.inc()

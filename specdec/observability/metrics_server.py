@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, start_http_server
 
 from specdec.errors import Unavailable
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 
 def start_metrics_server(registry: CollectorRegistry, host: str, port: int) -> Callable[[], None]:
@@ -19,6 +23,7 @@ def start_metrics_server(registry: CollectorRegistry, host: str, port: int) -> C
         server, thread = start_http_server(port, addr=host or "0.0.0.0", registry=registry)
     except OSError as error:
         raise Unavailable(f"cannot serve metrics on {host}:{port}: {error.strerror or error}") from error
+    server.set_app(_as_text(server.get_app()))
 
     def stop() -> None:
         server.shutdown()
@@ -26,3 +31,16 @@ def start_metrics_server(registry: CollectorRegistry, host: str, port: int) -> C
         thread.join()
 
     return stop
+
+
+def _as_text(app: WSGIApplication | None) -> WSGIApplication:
+    """Return the application with answers in Prometheus' text format alone.
+
+    In the OpenMetrics format, which Prometheus prefers, `prometheus_client` writes `_` for the colon of `specdec:`.
+    """
+    assert app is not None  # start_http_server has set it
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        return app({**environ, "HTTP_ACCEPT": "text/plain"}, start_response)
+
+    return answer

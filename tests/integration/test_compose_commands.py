@@ -29,7 +29,8 @@ class LocalCompose:
     """Starts a compose file's services in the order of `depends_on`."""
 
     def __init__(self, text: str, directory: Path, stack: contextlib.ExitStack) -> None:
-        self._services: dict[str, Any] = yaml.safe_load(text)["services"]
+        services: dict[str, Any] = yaml.safe_load(text)["services"]
+        self._services = {name: service for name, service in services.items() if "profiles" not in service}
         self._directory = directory
         self._stack = stack
         self._ports: dict[str, int] = {}

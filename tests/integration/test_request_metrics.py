@@ -189,6 +189,19 @@ async def test_series_that_alerts_name_are_zero_before_the_first_request() -> No
         assert page.value("target_only_steps_total", pool="default", cause="no_replica") == 0
 
 
+async def test_rounds_whose_draft_misses_its_deadline_are_late_and_have_no_draft_token() -> None:
+    async with metered(draft_timeout_s=0.2) as (rig, coordinator, endpoint):
+        (draft,) = [service for service in rig.services if service.role == "draft"]
+        draft.worker.gate.clear()
+        output = await coordinator.generate(request(gamma=3, max_new_tokens=4))
+        draft.worker.gate.set()
+        assert output.finished is not None
+        page = await endpoint.scrape()
+        assert page.value("draft_late_total", pool="default") >= 1
+        late = page.value("target_only_steps_total", pool="default", cause="late")
+        assert page.value("draft_late_total", pool="default") == late
+
+
 async def test_a_request_shows_its_times_its_gamma_and_its_pool() -> None:
     async with metered() as (_, coordinator, endpoint):
         output = await coordinator.generate(request(gamma=3, max_new_tokens=12))

@@ -21,7 +21,7 @@ the same measurement where there is one, with the prefix `specdec:`. Counters en
 `_bucket`, `_sum` and `_count`. The [monitoring guide](../how-to/monitor.md) says which series are worth a graph."""
 _TRACES_TEXT = "A coordinator or gateway that records [traces](../how-to/trace.md) has this series, too."
 _GATEWAY_TEXT = """The gateway serves its series at `/metrics` of its own address, too. The counters of speculation have
-vLLM's own names, so that tools made for vLLM read them."""
+vLLM's own names, so that tools made for vLLM read them. No series has a `model_name`."""
 _TIER_TEXT = "A replica with `--kv-tier-url` has these series, too."
 
 
@@ -55,7 +55,8 @@ def page() -> str:
         "## Every service", items([line for line in coordinator if _is_common(line)]),
         "## Coordinator", items([line for line in coordinator if not _is_common(line)]),
         "## Traces", paragraph(_TRACES_TEXT), items(series(traces)),
-        "## Gateway", paragraph(_GATEWAY_TEXT), items(series(GatewayMetrics().registry)),
+        "## Gateway", paragraph(_GATEWAY_TEXT),
+        items([line for line in series(GatewayMetrics().registry) if not _is_common(line)]),
         "## Draft and target replicas", items([line for line in series(replica.registry) if not _is_common(line)]),
         "## Cold tier of KV", paragraph(_TIER_TEXT),
         items([line for line in series(tier.registry) if "kv_tier" in line]),
