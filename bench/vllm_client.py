@@ -25,7 +25,8 @@ MAX_CONCURRENCY = 16
 #: What `vllm bench serve` runs. The command itself looks for a package called vllm, and the build for CPUs has another
 #: name, so it ends with an error before it reads its arguments.
 _PROGRAM = (
-    "from vllm.utils.argparse_utils import FlexibleArgumentParser; from vllm.benchmarks.serve import add_cli_args, main;"
+    "from vllm.benchmarks.serve import add_cli_args, main;"
+    "from vllm.utils.argparse_utils import FlexibleArgumentParser;"
     "parser = FlexibleArgumentParser(); add_cli_args(parser); main(parser.parse_args())"
 )
 _TIMEOUT_S = 600.0
@@ -63,7 +64,7 @@ async def run_vllm_client(row: Any, folder: Path, arguments: argparse.Namespace)
     if not python.is_file():
         raise SystemExit(f"error: {python} does not exist: run make peers")
     texts = prompt_texts()[: 4 if arguments.quick else None]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    (folder / "prompts.json").write_text(json.dumps(list(map(_conversation, texts))))
     with RunningSystem(DEMO / "target", DEMO / "draft") as system:
         gateway = GatewayServer(system.endpoint)
         await gateway.start()
@@ -78,13 +79,18 @@ async def run_vllm_client(row: Any, folder: Path, arguments: argparse.Namespace)
 def _flags(port: int, folder: Path, num_prompts: int) -> list[str]:
     flags: Mapping[str, object] = {
         "--backend": "openai", "--base-url": f"http://127.0.0.1:{port}", "--endpoint": "/v1/completions",
-        "--model": "target", "--tokenizer": DEMO / "target", "--dataset-name": "custom",
-        "--dataset-path": folder / "prompts.jsonl", "--custom-output-len": NUM_NEW_TOKENS, "--num-prompts": num_prompts,
-        "--max-concurrency": MAX_CONCURRENCY, "--temperature": 0, "--result-dir": folder,
+        "--model": "target", "--tokenizer": DEMO / "target", "--dataset-name": "sharegpt",
+        "--dataset-path": folder / "prompts.json", "--sharegpt-output-len": NUM_NEW_TOKENS,
+        "--num-prompts": num_prompts, "--max-concurrency": MAX_CONCURRENCY, "--temperature": 0, "--result-dir": folder,
         "--result-filename": "result.json",
     }  # fmt: skip
     words = [word for name, value in flags.items() for word in (name, str(value))]
-    return [*words, "--skip-chat-template", "--ignore-eos", "--save-result", "--disable-tqdm"]
+    return [*words, "--ignore-eos", "--save-result", "--disable-tqdm"]
+
+
+def _conversation(text: str) -> dict[str, object]:
+    """Return a prompt in the form of ShareGPT's file, the only one that the client reads without further packages."""
+    return {"conversations": [{"value": text}, {"value": text}]}
 
 
 async def _run(command: list[str]) -> None:

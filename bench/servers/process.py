@@ -127,5 +127,5 @@ class PeerServer(ServerProcess):
     async def answer(self, prompts: Sequence[list[int]], num_tokens: int) -> list[Answer]:
         """Stream one greedy answer of exactly `num_tokens` tokens to each prompt, all at once; EOS ends none."""
 
-    async def settle(self) -> None:  # noqa: B027 (most servers keep nothing)
+    async def settle(self) -> None:
         """Release what the last batch left in the server; this is not measured."""
