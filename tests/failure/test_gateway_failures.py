@@ -92,9 +92,11 @@ async def test_no_stream_ends_or_differs_when_the_coordinator_of_16_is_killed(st
         busiest = max(COORDINATORS, key=lambda name: num_running(stack, name))
         num_killed = num_running(stack, busiest)
         stack.kill(busiest)
-        assert num_killed > NUM_STREAMS / 2
-        await assert_whole(streams, texts)
-    stack.restart(busiest)
+        try:
+            assert num_killed > NUM_STREAMS / 2
+            await assert_whole(streams, texts)
+        finally:
+            stack.restart(busiest)
 
 
 async def test_a_client_that_leaves_has_its_request_cancelled_and_its_kv_released(stack: Stack) -> None:
@@ -107,7 +109,7 @@ async def test_a_client_that_leaves_has_its_request_cancelled_and_its_kv_release
             await Endpoint(stack.parts[name].metrics).until(lambda page: page.value("num_requests_running") == 0)
         record = (await client.get(f"/v1/sessions/{session_id}")).json()
         assert record["status"] == "idle"
-        assert len(PROMPT) < record["num_tokens"] < num_tokens
+        assert len(PROMPT) < record["num_tokens"] < len(PROMPT) + num_tokens
         for name in ("target", "draft"):
             await Endpoint(stack.parts[name].metrics).until(lambda page: page.value("kv_blocks", state="active") == 0)
         assert (await client.get(f"/v1/sessions/{session_id}")).json()["num_tokens"] == record["num_tokens"]
