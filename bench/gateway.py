@@ -107,7 +107,7 @@ class _PairRun:
                     systems = {name: partial(self._batch, each, num_streams) for name, each in clients.items()}
                     interleave(range(NUM_WARMUP), systems, advance)
                     batches = interleave(range(self._num_runs), systems, advance)
-                    rows += _rows(partial(row, num_streams), batches, _MOST_TTFT_MS if num_streams == 1 else None)
+                    rows += batch_rows(partial(row, num_streams), batches, _MOST_TTFT_MS if num_streams == 1 else None)
             finally:
                 self._runner.run(client.close())
                 self._runner.run(self._gateway.stop())
@@ -134,7 +134,7 @@ async def _connected(endpoint: str) -> AsyncClient:
     return client
 
 
-def _rows(row: Any, batches: dict[str, list[Batch]], most_ttft_ms: float | None) -> list[Row]:
+def batch_rows(row: Any, batches: dict[str, list[Batch]], most_ttft_ms: float | None) -> list[Row]:
     """Return the rows of one case; `most_ttft_ms` limits what the gateway adds to the time to the first token."""
     rates = {name: [tokens_per_s(batch.streams) for batch in done] for name, done in batches.items()}
     ttft_ms = {name: [batch.ttft_ms for batch in done] for name, done in batches.items()}

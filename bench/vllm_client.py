@@ -73,7 +73,7 @@ async def run_vllm_client(row: Any, folder: Path, arguments: argparse.Namespace)
                 await _run([str(python), "-P", "-c", _PROGRAM, *_flags(gateway.port, folder, len(texts))])
         finally:
             await gateway.stop()
-    return _rows(row, json.loads((folder / "result.json").read_text()), len(texts))
+    return client_rows(row, json.loads((folder / "result.json").read_text()), len(texts))
 
 
 def _flags(port: int, folder: Path, num_prompts: int) -> list[str]:
@@ -108,7 +108,7 @@ async def _run(command: list[str]) -> None:
         raise SystemExit(f"error: vllm bench serve failed: {said.decode(errors='replace')[-_SHOWN_CHARACTERS:]}")
 
 
-def _rows(row: Any, result: Mapping[str, Any], num_prompts: int) -> list[Row]:
+def client_rows(row: Any, result: Mapping[str, Any], num_prompts: int) -> list[Row]:
     """Return the client's figures. A run without acceptance, or with a failed request, falls short."""
     required = {"completed": num_prompts, "spec_decode_num_drafts": 1}
     case = f"demo pair, vllm bench serve, {MAX_CONCURRENCY} streams"
