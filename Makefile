@@ -212,11 +212,12 @@ proto-check: $(PROTOC_VENV)/.installed  ## fail when specdec/v1 is not what prot
 k8s-validate: setup  ## render the manifests and check them, and the compose file, against their schemas
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python k8s/validate.py
 
-images:  ## build the three service images
+images:  ## build the four service images
 	@build="docker build --build-arg PIP_INDEX_URL --build-arg PIP_EXTRA_INDEX_URL"; \
 		$$build -f specdec/service/Dockerfile --target draft -t specdec/draft-service:latest . \
 		&& $$build -f specdec/service/Dockerfile --target target -t specdec/target-service:latest . \
-		&& $$build -f coordinator/Dockerfile -t specdec/coordinator:latest .
+		&& $$build -f coordinator/Dockerfile -t specdec/coordinator:latest . \
+		&& $$build -f gateway/Dockerfile -t specdec/gateway:latest .
 
 up:  ## the whole system in containers
 	docker compose up --build --wait

@@ -12,12 +12,13 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from bench import compare, drafts, elastic, gpu, latency, orchestration, real, throughput, wire
+from bench import compare, drafts, elastic, gateway, gpu, latency, orchestration, real, throughput, wire
 from bench.report import print_table, write_plots
 from bench.rows import write_json
 from bench.servers import suite as peers
 
-SUITES = {suite.SUITE: suite for suite in (latency, throughput, orchestration, wire, drafts, elastic, gpu, real, peers)}
+_MODULES = (latency, throughput, orchestration, wire, drafts, elastic, gateway, gpu, real, peers)
+SUITES = {suite.SUITE: suite for suite in _MODULES}
 
 
 def main(argv: list[str] | None = None) -> int:

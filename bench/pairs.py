@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Ratio:
-    """A median ratio and the 95 % interval of that median."""
+    """A median ratio or difference of pairs, and the 95 % interval of that median."""
 
     median: float
     low: float
@@ -46,10 +46,24 @@ def median_ratio(numerators: Sequence[float], denominators: Sequence[float], see
         raise ValueError(f"pairs need two sides of equal length above 0 (got {len(above)} and {len(below)})")
     if not (above > 0).all() or not (below > 0).all():
         raise ValueError("every measurement of a pair must be positive")
-    ratios = above / below
-    resamples = np.random.default_rng(seed).choice(ratios, size=(NUM_RESAMPLES, len(ratios)))  # [R, N]
+    return _median_of(above / below, seed)
+
+
+def median_difference(minuends: Sequence[float], subtrahends: Sequence[float], seed: int = 0) -> Ratio:
+    """Return the median of the pairs' differences with its 95 % interval, as `median_ratio` does for ratios.
+
+    Raises:
+        ValueError: no pairs, or unequal lengths.
+    """
+    if len(minuends) != len(subtrahends) or len(minuends) == 0:
+        raise ValueError(f"pairs need two sides of equal length above 0 (got {len(minuends)} and {len(subtrahends)})")
+    return _median_of(np.asarray(minuends, dtype=np.float64) - np.asarray(subtrahends, dtype=np.float64), seed)
+
+
+def _median_of(values: np.ndarray, seed: int) -> Ratio:
+    resamples = np.random.default_rng(seed).choice(values, size=(NUM_RESAMPLES, len(values)))  # [R, N]
     low, high = np.quantile(np.median(resamples, axis=1), [0.025, 0.975])
-    return Ratio(float(np.median(ratios)), float(low), float(high), len(ratios))
+    return Ratio(float(np.median(values)), float(low), float(high), len(values))
 
 
 def interleave(

@@ -86,9 +86,7 @@ class ChunkEncoder(ABC):
                 is_last = len(self._completions()) == self._options.num_outputs
                 extra = self._metrics() if self._options.has_metrics and is_last else ""
                 yield self._event(event, output, f'{self._delta("")},{_NO_LOGPROBS},"finish_reason":{reason}', extra)
-        if self._options.stream_options.include_usage:
-            yield self._usage_event()
-        yield DONE
+        yield (self._usage_event() if self._options.stream_options.include_usage else b"") + DONE
 
     def encode_error(self, error: SpecdecError) -> bytes:
         """Return the end of a stream that has failed."""

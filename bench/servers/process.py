@@ -1,7 +1,8 @@
 """A server in a child process: started, waited for until it is ready, measured and stopped.
 
-A subclass says how its server is started, when it is ready and how it is asked; `bench.servers.suite` sees this class
-alone. All its coroutines run in the one event loop of the suite, so that one client asks every server.
+A subclass says how its server is started and when it is ready; that of a `PeerServer` also how it is asked, and
+`bench.servers.suite` sees this class alone. All coroutines run in the one event loop of the suite, so that one client
+asks every server.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ class ServerFailure(Exception):
     """A server did not start; the message says why in one paragraph."""
 
 
-class PeerServer(ABC):
+class ServerProcess(ABC):
     """One server process."""
 
     def __init__(self, name: str, command: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
@@ -48,13 +49,6 @@ class PeerServer(ABC):
     @abstractmethod
     async def _wait_until_ready(self) -> None:
         """Return once the server takes requests; raise `ServerFailure` or an error of the connection otherwise."""
-
-    @abstractmethod
-    async def answer(self, prompts: Sequence[list[int]], num_tokens: int) -> list[Answer]:
-        """Stream one greedy answer of exactly `num_tokens` tokens to each prompt, all at once; EOS ends none."""
-
-    async def settle(self) -> None:  # noqa: B027 (most servers keep nothing)
-        """Release what the last batch left in the server; this is not measured."""
 
     async def start(self) -> None:
         """Start the server and wait until it is ready.
@@ -124,3 +118,14 @@ class PeerServer(ABC):
     def _last_words(self) -> str:
         self._log.seek(0)
         return " ".join(self._log.read().split())[-_SHOWN_CHARACTERS:]
+
+
+class PeerServer(ServerProcess):
+    """A server that answers prompts."""
+
+    @abstractmethod
+    async def answer(self, prompts: Sequence[list[int]], num_tokens: int) -> list[Answer]:
+        """Stream one greedy answer of exactly `num_tokens` tokens to each prompt, all at once; EOS ends none."""
+
+    async def settle(self) -> None:
+        """Release what the last batch left in the server; this is not measured."""

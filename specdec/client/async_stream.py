@@ -112,7 +112,7 @@ class AsyncStream(AsyncIterator[Chunk]):
     async def _next_chunk(self) -> Chunk | None:
         """Return the next chunk; None at the end. Raises SpecdecError."""
         while not (self._transcript.finished or self._closed):
-            response: pb.GenerateResponse | None = await self._retrying(self._read)
+            response = await self._read_or_retry()
             if response is None:
                 break
             chunk = self._transcript.accept(response)
@@ -120,6 +120,25 @@ class AsyncStream(AsyncIterator[Chunk]):
             if chunk is not None:
                 return chunk
         return None
+
+    async def _read_or_retry(self) -> pb.GenerateResponse | None:
+        """Return the next message; None once the stream is closed. Raises SpecdecError.
+
+        The retries of tenacity take longer than everything else in this client does for a message, so they begin after
+        a failure, which counts as their first attempt.
+        """
+        try:
+            return await self._read()
+        except Exception as error:
+            failures = [error]
+
+        async def attempt() -> pb.GenerateResponse | None:
+            if failures:
+                raise failures.pop()
+            return await self._read()
+
+        response: pb.GenerateResponse | None = await self._retrying(attempt)
+        return response
 
     def _end(self) -> None:
         self._closed = True

@@ -7,12 +7,14 @@ image become the repository's.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,10 @@ def test_the_compose_file_serves_speculative_generation_and_stops_in_order(compo
     assert roles == {"draft": 1, "target": 1}
     assert completion.usage.num_output_tokens == 24
     assert completion.stats.num_accepted_tokens > 0
-    for name in ("coordinator", "draft", "target", "redis"):
+    body = json.dumps({"prompt": "import os\n", "temperature": 0, "max_tokens": 24})
+    connection = HTTPConnection(compose.endpoint("gateway"))
+    connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    assert json.load(connection.getresponse())["choices"][0]["text"] == completion.text
+    for name in ("gateway", "coordinator", "draft", "target", "redis"):
         compose.processes[name].send_signal(signal.SIGTERM)
         assert compose.processes[name].wait(30) == 0, name

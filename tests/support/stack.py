@@ -1,4 +1,4 @@
-"""A whole system as real processes: draft, target and coordinator services on free loopback ports.
+"""A whole system as real processes: draft, target, coordinator and gateway services on free loopback ports.
 
     with Stack(target_model, draft_model) as stack:
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(grpc.insecure_channel(stack.endpoint))
@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -35,6 +36,7 @@ from tests.support.machines import Machines
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 _POLL_S = 0.02
+GATEWAY = "gateway"
 
 
 def free_port() -> int:
@@ -50,6 +52,18 @@ def is_serving(address: str) -> bool:
         except grpc.RpcError:
             return False
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def is_ready(address: str) -> bool:
+    """Whether the gateway at `address` reaches a coordinator that has a target."""
+    connection = HTTPConnection(address, timeout=5.0)
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def num_connected(address: str) -> int:
@@ -73,11 +87,17 @@ class Part:
     log_path: Path
     machine: Sequence[str] = ()
     """What its command begins with where it runs on a machine of its own."""
+    metrics: str = ""
+    """HOST:PORT of its metrics; "" for none."""
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def start(self, environ: Mapping[str, str]) -> None:
         with self.log_path.open("ab") as log:
             self.process = _spawn([*self.machine, sys.executable, "-m", self.module, *self.arguments], log, environ)
+
+    @property
+    def is_serving(self) -> bool:
+        return is_ready(self.address) if self.module == GATEWAY else is_serving(self.address)
 
     @property
     def is_alive(self) -> bool:
@@ -103,7 +123,7 @@ class Part:
 
 
 class Stack:
-    """Draft, target and coordinator processes, and a Redis of their own unless told otherwise."""
+    """Draft, target, coordinator and gateway processes, and a Redis of their own unless told otherwise."""
 
     def __init__(
         self,
@@ -119,6 +139,8 @@ class Stack:
         target_arguments: Sequence[str] = (),
         draft_arguments: Sequence[str] = (),
         coordinator_arguments: Sequence[str] = (),
+        gateway_arguments: Sequence[str] | None = None,
+        has_metrics: bool = False,
         environ: Mapping[str, str] | None = None,
         machines: Machines | None = None,
     ) -> None:
@@ -135,12 +157,15 @@ class Stack:
             target_arguments: further arguments of targets.
             draft_arguments: further arguments of drafts.
             coordinator_arguments: further arguments of coordinators.
+            gateway_arguments: further arguments of a gateway in front of all coordinators; None: no gateway.
+            has_metrics: whether every part serves metrics, the gateway at its own address.
             environ: added to the environment of every process.
             machines: one for each part, under its name; None: all parts run here.
         """
         self._directory = tempfile.TemporaryDirectory(prefix="specdec-stack-")
         self._environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environ or {})}
         self._machines = machines
+        self._has_metrics = has_metrics
         self.parts: dict[str, Part] = {}
         endpoints: list[str] = []
         for role, model, count in (("target", target, num_targets), ("draft", draft, num_drafts if draft else 0)):
@@ -153,14 +178,21 @@ class Stack:
             arguments = ["--tokenizer", str(tokenizer or target), "--redis-url", redis_url, *endpoints]
             arguments += ["--poll-interval-s", "0.1"]
             self._add("coordinator", index, "coordinator", [*arguments, *coordinator_arguments])
+        if gateway_arguments is not None:
+            upstream = [word for part in self._coordinators() for word in ("--coordinator", part.address)]
+            self._add(GATEWAY, 0, GATEWAY, [*upstream, "--redis-url", "memory://", *gateway_arguments])
 
     def _add(self, role: str, index: int, module: str, arguments: Sequence[str]) -> Part:
         name = role if index == 0 else f"{role}{index + 1}"
         machine, address = [], f"127.0.0.1:{free_port()}"
         if self._machines is not None:
             machine, address = self._machines.command(name), f"{self._machines.address(name)}:50051"
+        metrics = ""
+        if self._has_metrics:
+            metrics = address if module == GATEWAY else f"127.0.0.1:{free_port()}"
+            arguments = [*arguments, *(() if module == GATEWAY else ("--metrics", metrics))]
         log_path = Path(self._directory.name) / f"{name}.log"
-        self.parts[name] = Part(name, module, [*arguments, "--listen", address], address, log_path, machine)
+        self.parts[name] = Part(name, module, [*arguments, "--listen", address], address, log_path, machine, metrics)
         return self.parts[name]
 
     @property
@@ -188,14 +220,16 @@ class Stack:
     def wait_serving(self, name: str) -> None:
         """Waits until a part's health says SERVING. Raises AssertionError, with its log, when it ends instead."""
         part = self.parts[name]
-        self._wait(part, lambda: is_serving(part.address))
+        self._wait(part, lambda: part.is_serving)
 
     def _wait_connected(self) -> None:
         """Waits until every coordinator is connected to every replica."""
-        coordinators = [part for part in self.parts.values() if part.module == "coordinator"]
-        num_replicas = len(self.parts) - len(coordinators)
-        for part in coordinators:
+        num_replicas = sum(part.module.endswith("_service") for part in self.parts.values())
+        for part in self._coordinators():
             self._wait(part, lambda address=part.address: num_connected(address) == num_replicas)
+
+    def _coordinators(self) -> list[Part]:
+        return [part for part in self.parts.values() if part.module == "coordinator"]
 
     def _wait(self, part: Part, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S

@@ -118,6 +118,11 @@ TABLES: dict[str, Sequence[Comparison]] = {
             "code, prose and repeating text", "`--route auto`", "`ngram` for all",
         ),
     ),
+    "gateway": tuple(
+        Comparison("gateway", f"{pair}, {streams}, greedy", "http", "grpc", f"{what}, {streams}", "HTTP", "gRPC")
+        for pair, what in (("deep(18, 0.02)", "deep pair"), ("demo pair", "demo pair"))
+        for streams in ("1 stream", "16 streams")
+    ),
     "real": (
         Comparison("real", _SMOL, "specdec", "hf_plain", "one stream", "Q4_1 file", "Transformers"),
         Comparison("real", _SMOL, "specdec", "llama.cpp_q4_1", "one stream", "Q4_1 file", "llama.cpp, Q4_1"),

@@ -23,7 +23,9 @@ DOCKERFILES = {
     "draft": "specdec/service/Dockerfile",
     "target": "specdec/service/Dockerfile",
     "coordinator": "coordinator/Dockerfile",
+    "gateway": "gateway/Dockerfile",
 }
+IMAGES = SERVICES | {"gateway": "gateway"}
 
 
 @pytest.fixture(scope="module")
@@ -117,17 +119,32 @@ def test_the_coordinator_starts_without_a_draft() -> None:
     assert conditions == {"redis": "service_healthy", "target": "service_healthy", "draft": "service_started"}
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", IMAGES)
 def test_an_image_listens_where_its_health_check_asks(name: str) -> None:
     dockerfile = "".join(stages_of(name))
     ports = re.findall(r"EXPOSE (\d+)|__LISTEN=0\.0\.0\.0:(\d+)|127\.0\.0\.1:(\d+)", dockerfile)
     assert len(ports) == 3
     assert len({port for found in ports for port in found if port}) == 1
     assert "\nUSER " in dockerfile
-    assert re.findall(r"^CMD (.*)$", dockerfile, re.MULTILINE) == [f'["python", "-m", "{SERVICES[name]}"]']
+    assert re.findall(r"^CMD (.*)$", dockerfile, re.MULTILINE) == [f'["python", "-m", "{IMAGES[name]}"]']
 
 
-@pytest.mark.parametrize("name", SERVICES)
+def test_every_image_that_is_built_has_its_files_sent_to_the_builder() -> None:
+    sent = (ROOT / ".dockerignore").read_text()
+    for path in set(DOCKERFILES.values()):
+        for names in re.findall(r"^COPY (?!--from)(.*)$", (ROOT / path).read_text(), re.MULTILINE):
+            assert all(f"!{source.split('/')[0]}\n" in sent for source in names.split()[:-1]), (path, names)
+
+
+def test_the_image_of_the_gateway_asks_for_keys_and_compose_publishes_it_to_this_machine_alone() -> None:
+    assert named_settings("".join(stages_of("gateway"))) == {("GATEWAY", "LISTEN"), ("GATEWAY", "ALLOW_ANONYMOUS")}
+    assert "ENV SPECDEC_GATEWAY__ALLOW_ANONYMOUS" not in "".join(stages_of("gateway"))
+    service = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["gateway"]
+    assert service["environment"]["SPECDEC_GATEWAY__ALLOW_ANONYMOUS"] == "true"
+    assert service["ports"] == ["127.0.0.1:8000:8000"]
+
+
+@pytest.mark.parametrize("name", IMAGES)
 def test_compose_builds_the_image_that_make_builds(name: str) -> None:
     service = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"][name]
     target = f"--target {service['build']['target']} " if "target" in service["build"] else ""
@@ -135,7 +152,7 @@ def test_compose_builds_the_image_that_make_builds(name: str) -> None:
     assert f"-f {DOCKERFILES[name]} {target}-t {service['image']} ." in (ROOT / "Makefile").read_text()
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", IMAGES)
 def test_an_image_leaves_the_package_index_to_pip(name: str) -> None:
     stages = stages_of(name)
     installing = [stage for stage in stages if "pip " in stage]
