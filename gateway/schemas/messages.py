@@ -61,8 +61,8 @@ class MessagesRequest(SamplingFields, Conversation):
     """Only {"type": "none"} is supported."""
     thinking: dict[str, Any] | None = None
     """Only {"type": "disabled"} is supported."""
-    output_format: Any = None
-    """Not supported."""
+    output_config: dict[str, Any] | None = None
+    """A format is not supported."""
     mcp_servers: list[Any] | None = None
     """Not supported."""
     container: Any = None
@@ -82,7 +82,7 @@ class MessagesRequest(SamplingFields, Conversation):
         for name, value, reason in (
             ("n", self.num_outputs > 1, "a message has one output"),
             ("thinking", (self.thinking or {}).get("type", "disabled") != "disabled", "the output is text alone"),
-            ("output_format", self.output_format, "there are no grammars yet"),
+            ("output_config.format", (self.output_config or {}).get("format"), "there are no grammars yet"),
             ("mcp_servers", self.mcp_servers, "the model has the conversation alone"),
             ("container", self.container, "the model has the conversation alone"),
         ):

@@ -11,9 +11,10 @@ from tests.support.gateway_system import MESSAGES, MODEL
 
 
 def send(claude: anthropic.Anthropic, **options: Any) -> Any:
-    """A message of 12 greedy tokens unless said otherwise."""
+    """A message of 12 greedy tokens unless said otherwise; the client knows no temperature."""
+    body = {"temperature": 0, **options.pop("extra_body", {})}
     return claude.messages.create(
-        **{"model": MODEL, "messages": MESSAGES, "max_tokens": 12, "temperature": 0, **options}
+        **{"model": MODEL, "messages": MESSAGES, "max_tokens": 12, "extra_body": body, **options}
     )
 
 
@@ -53,7 +54,7 @@ def test_a_stream_has_the_events_of_anthropic_in_order(claude: anthropic.Anthrop
 
 
 def test_the_client_s_stream_helper_assembles_the_message(claude: anthropic.Anthropic, greedy: str) -> None:
-    with claude.messages.stream(model=MODEL, messages=MESSAGES, max_tokens=12, temperature=0) as stream:
+    with claude.messages.stream(model=MODEL, messages=MESSAGES, max_tokens=12, extra_body={"temperature": 0}) as stream:
         assert "".join(stream.text_stream) == greedy
         assert stream.get_final_message().stop_reason == "max_tokens"
 
@@ -89,7 +90,7 @@ def test_a_session_and_metrics_of_speculation_come_as_extensions(claude: anthrop
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"max_tokens": 1000}, "max_tokens"),
-        ({"temperature": -1}, "temperature"),
+        ({"extra_body": {"temperature": -1}}, "temperature"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
