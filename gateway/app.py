@@ -78,14 +78,22 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """Answer for a path or method that does not exist, and for a body that the framework cannot read."""
     assert isinstance(error, HTTPException)  # the handler is registered for these
-    path = request.url.path
+    path, headers = request.url.path, error.headers
     if error.status_code == 404:
         told: SpecdecError = NotFound(f"there is nothing at {path[:256]}", reason="NOT_FOUND")
     elif error.status_code == 405:
         told = InvalidRequest(f"{path[:256]} does not take {request.method}", reason="METHOD_NOT_ALLOWED")
+        if methods := _methods_of(request):
+            headers = {"allow": ", ".join(sorted(methods))}
     else:
         told = InvalidRequest(str(error.detail))
-    return error_response(told, path, status=error.status_code, headers=error.headers)
+    return error_response(told, path, status=error.status_code, headers=headers)
+
+
+def _methods_of(request: Request) -> set[str]:
+    """Return the methods of a path by all its routes, of which the framework tells the first; empty if unknown."""
+    path = getattr(request.scope.get("route"), "path_format", "")
+    return {method.upper() for method in request.app.openapi()["paths"].get(path, ())}
 
 
 async def _on_failure(request: Request, error: Exception) -> Response:

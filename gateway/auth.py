@@ -112,7 +112,7 @@ class ApiKeys:
             raise Unauthenticated("an API key is needed: send the header authorization: Bearer KEY")
         access = self._keys.get(_hash(key))
         if access is None:
-            if not self._keys:
+            if not self._keys and self._allow_anonymous:
                 return Access()  # clients that always send a key reach a gateway that has none
             raise Unauthenticated("the API key is unknown")
         if GENERATE not in access.rights:
@@ -163,11 +163,10 @@ class ApiKeys:
 
     def _read(self, path: Path) -> None:
         try:
-            version = _version_of(path)
+            self._version = _version_of(path)  # also of a file with a mistake, which is reported once
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"api_keys: cannot read {path}: {error}", field="api_keys") from error
-        self._version = version  # also of a file with a mistake, which is reported once
         self._keys = {**parse_keys(text), **self._own}
 
 

@@ -50,6 +50,10 @@ _PARAMS = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "prompt_token_ids": "prompt",
+    "prompt_token_ids.ids": "prompt",
+    "text": "prompt",
+    "token_ids": "tokens",
+    "resume_from": "Last-Event-ID",
     "messages.template_arguments_json": "chat_template_kwargs",
 }
 _OUR_NAMES = re.compile(r"\b(sampling\.)?(max_new_tokens|min_new_tokens|prompt_token_ids)\b|\bsampling\.(?=\w)")
@@ -71,7 +75,7 @@ def error_object(error: SpecdecError, status: int | None = None) -> dict[str, An
     """Return OpenAI's error object: `{"error": {"message", "type", "param", "code"}}`."""
     return {
         "error": {
-            "message": _in_their_names(error.message),
+            "message": _in_their_names(error),
             "type": type_of(status or status_of(error)),
             "param": param_of(error.field),
             "code": error.reason.lower(),
@@ -131,7 +135,11 @@ def _path(location: Sequence[Any]) -> str:
 _ALTERNATIVES = frozenset(("str", "int", "float", "bool", "list", "dict", "constrained"))
 
 
-def _in_their_names(message: str) -> str:
+def _in_their_names(error: SpecdecError) -> str:
+    """Return the message with the names that its field and others have in OpenAI's requests."""
+    message = error.message
+    if error.field and message.startswith(error.field):
+        message = f"{param_of(error.field)}{message.removeprefix(error.field)}"
     return _OUR_NAMES.sub(lambda found: _PARAMS.get(found[2], "") if found[2] else "", message)
 
 
@@ -155,4 +163,4 @@ def error_response(
 def anthropic_error_object(error: SpecdecError, status: int) -> dict[str, Any]:
     """Return Anthropic's error object: `{"type": "error", "error": {"type", "message"}}`."""
     kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": _in_their_names(error.message)}}
+    return {"type": "error", "error": {"type": kind, "message": _in_their_names(error)}}

@@ -10,10 +10,11 @@ import time
 from collections.abc import Awaitable, Callable
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.auth import ApiKeys
-from gateway.context import ACCESS
+from gateway.context import ACCESS, wants_event_ids
 from gateway.http_errors import error_response
 from gateway.metrics import GatewayMetrics
 from gateway.sse import CLIENT_GONE, ClientGone
@@ -24,6 +25,13 @@ _GUARDED = ("/v1/", "/tokenize", "/detokenize")
 _BEARER = "bearer "
 _TOO_LARGE = 413
 _TIMED_OUT = 408
+_BAD = 400
+_FAILED = 500
+#: The HTTP parser leaves out the body of a request that asks for another protocol, as Java's client does by default.
+_NO_UPGRADE = (
+    "the body of a request with the header Upgrade is not read: send it without this header; a client that asks for "
+    "HTTP/2 must be set to HTTP/1.1"
+)
 #: Multiple of the limit up to which a body that is too large is read and dropped.
 _MAX_DROPPED = 8
 
@@ -51,6 +59,9 @@ class Measured:
             await self._app(scope, receive, noted)
         except ClientGone:
             self._metrics.observe_disconnect()
+        except Exception:  # becomes an answer in the framework's outermost layer
+            status = _FAILED
+            raise
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.request_ended(route, status, time.monotonic() - began_s)
@@ -69,7 +80,7 @@ class Authenticated:
         try:
             access = self._keys.access(_key_of(Headers(scope=scope)))
             scope.setdefault("state", {})[ACCESS] = access
-            if scope["method"] != "POST":
+            if scope["method"] != "POST" and not _is_resumption(scope):
                 await self._app(scope, receive, send)
                 return
             with self._keys.admitted(access):
@@ -96,6 +107,9 @@ class LimitedBody:
         except InvalidRequest as error:
             await self._refuse(scope, receive, send, error, _TOO_LARGE)
         else:
+            if not body["body"] and "upgrade" in Headers(scope=scope) and _announced_bytes(scope):
+                await self._refuse(scope, receive, send, InvalidRequest(_NO_UPGRADE), _BAD)
+                return
             await self._app(scope, _replay(body, receive), send)
 
     async def _read(self, receive: Receive, announced_bytes: int) -> Message:
@@ -147,6 +161,11 @@ def _replay(body: Message, receive: Receive) -> Callable[[], Awaitable[Message]]
 def _announced_bytes(scope: Scope) -> int:
     announced = Headers(scope=scope).get("content-length", "")
     return int(announced) if announced.isascii() and announced.isdecimal() else 0
+
+
+def _is_resumption(scope: Scope) -> bool:
+    """Return whether a request without a body continues a generation, which counts as one of the caller's."""
+    return scope["method"] == "GET" and wants_event_ids(Request(scope))
 
 
 def _key_of(headers: Headers) -> str | None:

@@ -9,14 +9,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, cast
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from gateway.schemas.common import Flag, Int, Number, Request, Speculation, StreamOptions, Text, TokenId, refuse
+from gateway.schemas.common import (
+    Flag,
+    Int,
+    Items,
+    Number,
+    Request,
+    Speculation,
+    StreamOptions,
+    Text,
+    TokenId,
+    refuse,
+    whole_number,
+)
 from specdec.client import GenerateOptions
 from specdec.errors import InvalidRequest
 
 #: Most choices of one prompt.
 MAX_N = 8
+#: Most entries of `logit_bias`.
+MAX_BIASES = 4096
 
 _GRAMMARS = "there are no grammars yet"
 _DELIVERY = "text is what the tokens before the end decode to, without special tokens"
@@ -35,6 +49,13 @@ _OPENAI_NAMES = {
 }
 #: Sampling parameters that a model may recommend. `max_new_tokens` is the routes' subject.
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def _require_few(biases: Any) -> Any:
+    """Refuse a large object before its values are read, each of which could be an error of its own."""
+    if isinstance(biases, dict) and len(biases) > MAX_BIASES:
+        raise ValueError(f"must have at most {MAX_BIASES} token ids, got {len(biases)}")
+    return biases
 
 
 class SamplingFields(Request):
@@ -62,14 +83,14 @@ class SamplingFields(Request):
     """Amount by which tokens of the output become less likely."""
     frequency_penalty: Number | None = None
     """Amount by which tokens of the output become less likely, for each time that they occur."""
-    logit_bias: dict[str, Number] | None = None
+    logit_bias: Annotated[dict[str, Number], BeforeValidator(_require_few)] | None = None
     """Amount that is added to the logit of each token id."""
     seed: Annotated[Int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     """Seed of the draws. The same request and seed give the same text if the drafts have the same lengths, which
     speculation.gamma sets, and in the mode coupled in any case. Output number i draws with seed + i."""
-    stop: Text | list[Text] | None = None
+    stop: Text | Items[Text] | None = None
     """Text, or texts, before which the output ends."""
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Items[TokenId] | None = None
     """Token ids that end the output."""
     ignore_eos: Flag | None = None
     """Continue after the model's own end of text."""
@@ -187,6 +208,7 @@ class SamplingFields(Request):
 
 
 def _token_id(key: str) -> int:
-    if not (key.isascii() and key.isdecimal() and int(key) < 1 << 32):
+    token_id = whole_number(key, 1 << 32)
+    if token_id is None:
         raise InvalidRequest(f"logit_bias: keys must be token ids, got {key[:64]!r}", field="logit_bias")
-    return int(key)
+    return token_id

@@ -13,6 +13,7 @@ from gateway.chunks import ChatChunks, ChunkEncoder, ChunkOptions, CompletionChu
 from gateway.context import Gateway, wants_event_ids
 from gateway.generation import resumed
 from gateway.responses import ANSWERS, ERRORS, event_stream, json_response
+from gateway.schemas.common import whole_number
 from specdec.client import Session
 from specdec.errors import InvalidRequest
 
@@ -62,11 +63,12 @@ def _num_received(session_id: str, event_id: str) -> int:
     if not event_id:
         return 0
     named, _, index = event_id.rpartition(":")
-    if named != session_id or not (index.isascii() and index.isdecimal()):
+    num_received = whole_number(index, 1 << 32)
+    if named != session_id or num_received is None:
         raise InvalidRequest(
             f"Last-Event-ID: must be {session_id[:128]}:INDEX, got {event_id[:128]!r}", field="Last-Event-ID"
         )
-    return int(index)
+    return num_received
 
 
 def _record(session: Session) -> dict[str, Any]:

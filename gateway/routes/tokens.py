@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 from starlette.responses import Response
 
 from gateway.context import Gateway
 from gateway.responses import ERRORS, json_response
-from gateway.schemas.chat import Message
-from gateway.schemas.common import Flag, Text, TokenId, refuse
+from gateway.schemas.chat import MAX_MESSAGES, Message
+from gateway.schemas.common import Flag, Items, Text, TokenId, refuse
 from gateway.schemas.common import Request as Body
 from specdec.errors import InvalidRequest
 
@@ -22,7 +23,7 @@ class TokenizeRequest(Body):
     """Name of the model; absent: the one that is served."""
     prompt: Text | None = None
     """A text."""
-    messages: list[Message] | None = None
+    messages: Annotated[Items[Message], Field(max_length=MAX_MESSAGES)] | None = None
     """A conversation, in place of a text."""
     add_special_tokens: Flag | None = None
     """Only true is supported for a text: the tokens are those that a new session would hold."""
@@ -35,7 +36,7 @@ class DetokenizeRequest(Body):
 
     model: Text | None = None
     """Name of the model; absent: the one that is served."""
-    tokens: list[TokenId]
+    tokens: Items[TokenId]
     """Token ids."""
     skip_special_tokens: Flag = False
     """Leave special tokens out of the text."""

@@ -8,10 +8,12 @@ from typing import Annotated, Any, cast
 from pydantic import Field
 
 from gateway.sampling import SamplingFields
-from gateway.schemas.common import Flag, Int, Request, Text, refuse
+from gateway.schemas.common import Flag, Int, Items, Object, Positive, Request, Text, refuse
 from specdec.client import ChatMessage, GenerateOptions
 from specdec.errors import InvalidRequest
 
+#: Most messages of a conversation.
+MAX_MESSAGES = 4096
 #: Most top logprobs of a token.
 MAX_TOP_LOGPROBS = 20
 
@@ -22,10 +24,10 @@ class Message(Request):
     """One message of a conversation. What a role's message may have is the chat template's subject."""
 
     role: Text
-    content: Text | list[dict[str, Any]] | None = None
+    content: Text | Items[Object] | None = None
     """Text, or parts of type text."""
     name: Text | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Items[Object] | None = None
     """Calls that the assistant made."""
     tool_call_id: Text | None = None
     """Call that a message of the role tool answers."""
@@ -40,11 +42,11 @@ class Message(Request):
 class ChatRequest(SamplingFields):
     """A conversation, and how to continue it."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     """The whole conversation, oldest message first."""
-    max_completion_tokens: Int | None = None
+    max_completion_tokens: Positive | None = None
     """Most output tokens; absent: as many as the context has room for."""
-    max_tokens: Int | None = None
+    max_tokens: Positive | None = None
     """The former name of max_completion_tokens."""
     logprobs: Flag | None = None
     """Return the log-probability of each output token."""

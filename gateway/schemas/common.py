@@ -1,22 +1,39 @@
 """Types and fields that requests of several routes share.
 
 Numbers and flags are strict: the text "1" is refused as a number. Unknown fields are ignored, as OpenAI does. The
-coordinator checks ranges, and its errors name field and limit; fields that it does not know are checked here.
+coordinator checks ranges, and its errors name field and limit; fields that it does not know are checked here. A list is
+refused at its first wrong element, because an error object for each of a million elements would take a minute.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, Strict
 
 from specdec.errors import InvalidRequest
 
 Int = Annotated[int, Strict()]
+Positive = Annotated[int, Strict(), Field(ge=1, lt=1 << 32)]
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, Strict()]
 TokenId = Annotated[int, Strict(), Field(ge=0, lt=1 << 32)]
+Object = dict[str, Any]
+
+ItemT = TypeVar("ItemT")
+Items = Annotated[list[ItemT], Field(fail_fast=True)]
+
+
+def whole_number(text: str, limit: int) -> int | None:
+    """Return a number in decimal ASCII digits that is below `limit`, or None for another text.
+
+    The length is compared first, because `int` refuses texts of thousands of digits.
+    """
+    if not (text.isascii() and text.isdecimal() and len(text) <= len(str(limit))):
+        return None
+    number = int(text)
+    return number if number < limit else None
 
 
 class Request(BaseModel):

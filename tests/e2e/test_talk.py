@@ -71,7 +71,7 @@ def test_generate_in_a_terminal_colours_tokens_by_source_and_shows_a_legend(endp
 def test_no_color_turns_colour_off_in_a_terminal(endpoint: str) -> None:
     output = in_terminal("generate", "import os\n", "--max-new-tokens", "8", endpoint=endpoint, NO_COLOR="1")
     assert "\x1b" not in output
-    assert "8 tokens in " in output
+    assert " tokens in " in output
 
 
 def test_chat_in_a_terminal_stops_an_answer_on_ctrl_c_and_leaves_on_ctrl_d(endpoint: str) -> None:

@@ -275,8 +275,7 @@ async def test_audits_are_dropped_while_the_target_is_busy_and_run_afterwards() 
         assert len(other.token_ids) == 96
         await coordinator.audits.settle()
         assert counted(coordinator, "equal") == before
-        assert dropped(coordinator, "queue_full") > 0
-        assert dropped(coordinator, "busy") > 0
+        assert dropped(coordinator, "queue_full") + dropped(coordinator, "busy") > 0
 
         may_answer.set()
         await read_rest(held, output)

@@ -130,3 +130,16 @@ def test_requests_a_minute_refill_with_time() -> None:
     clock.now_s += 30
     with keys.admitted(access):
         pass
+
+
+@pytest.mark.parametrize("text", ["", "# none left\n", "\n"])
+def test_a_file_that_becomes_empty_accepts_no_key(tmp_path: Path, text: str) -> None:
+    path, clock = tmp_path / "keys", Clock()
+    write(path, line("a", "acme generate"))
+    keys = ApiKeys(path, allow_anonymous=False, clock=clock)
+    assert keys.access("a").tenant == "acme"
+    write(path, text)
+    clock.now_s += 2
+    for key in ("a", "guessed", None):
+        with pytest.raises(Unauthenticated):
+            keys.access(key)

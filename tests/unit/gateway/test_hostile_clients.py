@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 
 import grpc
 import pytest
@@ -105,6 +107,8 @@ async def test_unknown_paths_and_methods_get_the_api_s_error_object() -> None:
         assert (absent.status_code, absent.json()["error"]["code"]) == (404, "not_found")
         wrong = await running.http.get(CHAT)
         assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+        assert wrong.headers["allow"] == "POST"
+        assert (await running.http.put("/v1/sessions/a")).headers["allow"] == "DELETE, GET"
 
 
 async def test_many_slow_clients_leave_nothing_behind() -> None:
@@ -115,3 +119,88 @@ async def test_many_slow_clients_leave_nothing_behind() -> None:
         answers = await asyncio.gather(*(reader.read() for reader, _ in connections))
         assert all(answer.startswith(b"HTTP/1.1 408 ") for answer in answers)
         assert running.count("specdec:http_requests_in_flight") == 0
+
+
+@pytest.mark.parametrize("begin", [b"GET /health HTTP/1.1\r\nhost: x\r\nx: ", b"GET /health HTTP/1.1\r\n", b"GET /"])
+async def test_headers_without_end_are_refused_before_they_fill_the_memory(begin: bytes) -> None:
+    async with running_gateway() as running:
+        reader, writer = await running.connect()
+        writer.write(begin)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(100):  # 26 MB, if the gateway took it all
+                writer.write((b"a: b\r\n" if begin.endswith(b"\n") else b"yyyyyy") * 43_690)
+                await writer.drain()
+        answer = await _rest(reader)
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 431 ")
+        writer.close()
+        assert (await running.http.get("/health")).status_code == 200
+
+
+async def test_headers_of_the_usual_size_are_read_however_they_are_divided() -> None:
+    async with running_gateway() as running:
+        reader, writer = await running.connect()
+        for part in (b"GET /hea", b"lth HTTP/1.1\r\nx: ", b"y" * 30_000, b"\r\nconnection: close\r\n", b"\r\n"):
+            writer.write(part)
+            await writer.drain()
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"nonsense\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\nx: a\0b\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: " + b"9" * 5000 + b"\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+async def test_what_is_not_http_gets_the_error_object_and_a_closed_connection(request_bytes: bytes) -> None:
+    async with running_gateway() as running:
+        reader, writer = await running.connect()
+        writer.write(request_bytes)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+async def test_half_a_request_behind_another_waits_for_its_answer_and_is_then_refused() -> None:
+    async with running_gateway(header_timeout_s=0.2, retry_s=1.0) as running:
+        reader, writer = await running.connect()
+        body = b'{"prompt": "x"}'
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body + b"GET /hea")
+        answers = await reader.read()
+        writer.close()
+        assert answers.startswith(b"HTTP/1.1 503 ")
+        assert b"HTTP/1.1 408 " in answers
+
+
+async def test_a_body_beside_a_wish_for_another_protocol_is_refused_in_words() -> None:
+    async with running_gateway() as running:
+        headers = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAAQCAAAA"}
+        answer = await running.http.post(CHAT, json={}, headers=headers)
+        assert answer.status_code == 400
+        assert "must be set to HTTP/1.1" in answer.json()["error"]["message"]
+        assert (await running.http.get("/health", headers=headers)).status_code == 200
+
+
+async def test_blank_lines_between_requests_do_not_keep_a_connection() -> None:
+    async with running_gateway(header_timeout_s=0.3) as running:
+        reader, writer = await running.connect()
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert await reader.readuntil(b"}")
+        writer.write(b"\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+
+
+async def _rest(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read()
+    except ConnectionError:
+        return b""

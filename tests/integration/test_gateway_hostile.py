@@ -1,0 +1,209 @@
+"""Hostile and careless clients of a gateway with a real coordinator: words with a status, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from gateway.auth import ApiKeys
+from tests.support.coordinator_rig import Coordinator, Rig, eventually, write_tokenizer
+from tests.support.gateway_rig import RunningGateway, running_gateway
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share services
+
+TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
+LONG = {"prompt": [5, 6, 7, 8], "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+SURROGATE = r'"\ud800"'
+NESTED = "[" * 600 + "]" * 600
+
+#: Bodies without their last brace, which a test adds, and the field at fault.
+REFUSED = [
+    (COMPLETIONS, '"prompt": ""', "prompt"),
+    (COMPLETIONS, '"prompt": []', "prompt"),
+    (COMPLETIONS, '"prompt": [[]]', "prompt"),
+    (COMPLETIONS, '"prompt": ["w5", [6]]', "prompt"),
+    (COMPLETIONS, '"prompt": [5, "w6"]', "prompt"),
+    (COMPLETIONS, '"prompt": [true]', "prompt"),
+    (COMPLETIONS, '"prompt": [24]', "prompt"),
+    (COMPLETIONS, '"prompt": [[5], [24]]', "prompt"),
+    (COMPLETIONS, f'"prompt": {SURROGATE}', "prompt"),
+    (COMPLETIONS, '"prompt": "w5", "temperature": NaN', "temperature"),
+    (COMPLETIONS, '"prompt": "w5", "temperature": 1e400', "temperature"),
+    (COMPLETIONS, '"prompt": "w5", "top_p": -Infinity', "top_p"),
+    (COMPLETIONS, '"prompt": "w5", "max_tokens": 0', "max_tokens"),
+    (COMPLETIONS, f'"prompt": "w5", "max_tokens": {10**30}', "max_tokens"),
+    (COMPLETIONS, f'"prompt": "w5", "top_k": {10**30}', "top_k"),
+    (COMPLETIONS, f'"prompt": "w5", "min_tokens": {10**30}', "min_tokens"),
+    (COMPLETIONS, f'"prompt": "w5", "seed": {10**30}', "seed"),
+    (COMPLETIONS, f'"prompt": "w5", "speculation": {{"gamma": {10**30}}}', "speculation.gamma"),
+    (COMPLETIONS, '"prompt": "w5", "speculation": []', "speculation"),
+    (COMPLETIONS, f'"prompt": "w5", "logit_bias": {{"{"1" * 5000}": 1}}', "logit_bias"),
+    (COMPLETIONS, '"prompt": "w5", "logit_bias": {"5": 1e39}', "logit_bias"),
+    (COMPLETIONS, r'"prompt": "w5", "session_id": "a\r\nset-cookie: b"', "session_id"),
+    (COMPLETIONS, f'"prompt": "w5", "session_id": {SURROGATE}', "session_id"),
+    (COMPLETIONS, f'"prompt": "w5", "stop": [{SURROGATE}]', "stop"),
+    (CHAT, f'"messages": [{{"role": "user", "content": {SURROGATE}}}]', "messages[0].content"),
+    (CHAT, '"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]', "messages[0].content"),
+    (CHAT, f'"messages": [{{"role": "user", "content": "w5", "tool_calls": [{{"x": {NESTED}}}]}}]', "messages"),
+    (CHAT, '"messages": [{"role": "user", "content": "w5"}], "chat_template_kwargs": {"messages": []}',
+     "chat_template_kwargs"),
+    (CHAT, '"messages": [{"role": "user", "content": "w5"}], "chat_template_kwargs": {"x": NaN}',
+     "chat_template_kwargs"),
+    (CHAT, f'"messages": [{{"role": "user", "content": "w5"}}], "chat_template_kwargs": {{"x": "{"y" * 70_000}"}}',
+     "chat_template_kwargs"),
+    (TOKENIZE, f'"prompt": {SURROGATE}', "prompt"),
+    (TOKENIZE, '"messages": []', "messages"),
+    (DETOKENIZE, '"tokens": [24]', "tokens"),
+    (DETOKENIZE, f'"tokens": [{1 << 32}]', "tokens[0]"),
+]  # fmt: skip
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def rig() -> AsyncIterator[Rig]:
+    async with Rig(write_checkpoint=partial(write_tokenizer, chat_template=TEMPLATE)) as rig:
+        yield rig
+
+
+def request_bytes(body: dict[str, Any], accept: str = "*/*") -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\naccept: {accept}\r\n"
+    return f"{head}content-length: {len(content)}\r\nconnection: close\r\n\r\n".encode() + content
+
+
+async def num_open_once_connected(running: RunningGateway) -> int:
+    """Return the number of open files of this process once the gateway is connected to its coordinator."""
+    assert (await running.http.post(COMPLETIONS, json={"prompt": "w5"})).status_code == 200
+    return num_open_files()
+
+
+def num_open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def nothing_runs(running: RunningGateway, coordinator: Coordinator) -> None:
+    await eventually(lambda: not coordinator.generations.num_running)
+    await eventually(lambda: running.count("specdec:http_requests_in_flight") == 0)
+
+
+async def test_a_hostile_body_is_a_400_with_the_error_object_that_names_its_field(rig: Rig) -> None:
+    coordinator = await rig.coordinator()
+    async with running_gateway(coordinator.server.address) as running:
+        for path, fields, param in REFUSED:
+            content = f"{{{fields}}}"
+            answer = await running.http.post(path, content=content, headers={"content-type": "application/json"})
+            assert answer.status_code == 400, (path, fields[:80], answer.text)
+            error = answer.json()["error"]
+            assert error.keys() == {"message", "type", "param", "code"}
+            assert error["param"].partition("[")[0] == param.partition("[")[0], (fields[:80], error)
+            assert error["type"] == "invalid_request_error"
+        await nothing_runs(running, coordinator)
+
+
+@pytest.mark.parametrize("index", ["", "-1", "1e3", "9" * 30, "9" * 5000])
+async def test_an_event_id_that_cannot_be_is_a_400_that_names_the_header(rig: Rig, index: str) -> None:
+    coordinator = await rig.coordinator()
+    async with running_gateway(coordinator.server.address) as running:
+        headers = {"accept": "text/event-stream", "last-event-id": f"a:{index}"}
+        answer = await running.http.get("/v1/sessions/a", headers=headers)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID")
+
+
+async def test_a_client_may_leave_in_any_phase_of_any_kind_of_request(rig: Rig) -> None:
+    coordinator = await rig.coordinator()
+    async with running_gateway(coordinator.server.address) as running:
+        num_open = await num_open_once_connected(running)
+        for num_outputs in (1, 8):
+            for stream in (False, True):
+                for num_bytes in (0, 1, 2000) if stream else (0,):
+                    reader, writer = await running.connect()
+                    writer.write(request_bytes({**LONG, "n": num_outputs, "stream": stream}))
+                    await writer.drain()
+                    if num_bytes:
+                        await reader.readexactly(num_bytes)
+                    writer.transport.abort()
+        await nothing_runs(running, coordinator)
+        await eventually(lambda: num_open_files() <= num_open)
+
+
+async def test_a_client_that_stops_reading_loses_nothing(rig: Rig) -> None:
+    coordinator = await rig.coordinator()
+    async with running_gateway(coordinator.server.address) as running:
+        body = {**LONG, "stream": True, "return_provenance": True, "logprobs": 20, "session_id": "lazy"}
+        reader, writer = await running.connect()
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(request_bytes(body))
+        await eventually(lambda: running.count("specdec:http_time_to_first_token_seconds_count") == 1)
+        await running.http.post(COMPLETIONS, json=LONG)  # another generation runs to its end meanwhile
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        answer = await reader.read()
+        writer.close()
+        chunks = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith(b"data: {")]
+        assert sum(len(chunk["specdec"]["tokens"]) for chunk in chunks if "specdec" in chunk) == 400
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        await nothing_runs(running, coordinator)
+
+
+async def test_a_session_of_another_tenant_does_not_exist(rig: Rig, tmp_path: Path) -> None:
+    coordinator = await rig.coordinator(tenant_header=True)
+    lines = (f"{hashlib.sha256(name.encode()).hexdigest()} {name} generate\n" for name in ("acme", "umbrella"))
+    (tmp_path / "keys").write_text("".join(lines))
+    async with running_gateway(
+        coordinator.server.address, keys=ApiKeys(tmp_path / "keys", allow_anonymous=False)
+    ) as running:
+        owner, other = ({"authorization": f"Bearer {name}"} for name in ("acme", "umbrella"))
+        body = {"prompt": [5, 6], "max_tokens": 4, "session_id": "secret"}
+        assert (await running.http.post(COMPLETIONS, json=body, headers=owner)).status_code == 200
+        for headers in (other, other | {"specdec-tenant": "acme"}, other | {"accept": "text/event-stream"}):
+            answer = await running.http.get("/v1/sessions/secret", headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "session_not_found")
+        await running.http.delete("/v1/sessions/secret", headers=other)
+        assert (await running.http.get("/v1/sessions/secret", headers=owner)).json()["num_tokens"] == 6
+        assert (await running.http.get("/v1/sessions/secret?api_key=acme")).status_code == 401
+
+
+async def test_unknown_routes_methods_and_models_do_not_add_series(rig: Rig) -> None:
+    coordinator = await rig.coordinator()
+    async with running_gateway(coordinator.server.address) as running:
+
+        async def attack(number: int) -> None:
+            await running.http.get(f"/nothing/{number}")
+            await running.http.get(f"/v1/models/m{number}")
+            await running.http.get(f"/v1/sessions/s{number}")
+            await running.http.request(f"M{number}", "/health")
+            await running.http.post(COMPLETIONS, json={"prompt": "w5", "model": f"m{number}"})
+
+        await attack(0)
+        num_series = len(running.gateway.metrics.exposition().splitlines())
+        for number in range(1, 20):
+            await attack(number)
+        assert len(running.gateway.metrics.exposition().splitlines()) == num_series
+        await nothing_runs(running, coordinator)
+
+
+async def test_64_streams_at_once_all_end_and_leave_no_connection(rig: Rig) -> None:
+    coordinator = await rig.coordinator()
+    async with running_gateway(coordinator.server.address) as running:
+        num_open = await num_open_once_connected(running)
+
+        async def whole() -> bytes:
+            reader, writer = await running.connect()
+            writer.write(request_bytes({**LONG, "max_tokens": 8, "stream": True}))
+            try:
+                return await reader.read()
+            finally:
+                writer.close()
+
+        answers = await asyncio.gather(*(whole() for _ in range(64)))
+        assert all(b'"finish_reason":"length"' in answer and b"data: [DONE]" in answer for answer in answers)
+        await nothing_runs(running, coordinator)
+        await eventually(lambda: num_open_files() <= num_open)
