@@ -9,7 +9,7 @@ from typing import Any
 
 from gateway.chunks import FINGERPRINT_CHARS, provenance_object
 from gateway.generation import Event
-from gateway.http_errors import error_object
+from gateway.http_errors import RESPONSES_PATH, error_object
 from gateway.logprobs import chat_logprobs
 from gateway.schemas.responses import ResponseRequest
 from gateway.sse import encode_event
@@ -127,7 +127,7 @@ class ResponseEvents:
 
     def encode_error(self, error: SpecdecError) -> bytes:
         """Return the end of a stream that has failed."""
-        told = error_object(error)["error"]
+        told = error_object(error, path=RESPONSES_PATH)["error"]
         response = self._shape.started("failed", {"code": told["code"], "message": told["message"]})
         return self._event("response.failed", response=response)
 

@@ -8,11 +8,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from gateway.sampling import SamplingFields
-from gateway.schemas.common import Int, Request, Text, refuse
+from gateway.schemas.chat import MAX_MESSAGES
+from gateway.schemas.common import Items, Object, Positive, Request, Text, refuse
 from specdec.client import ChatMessage, GenerateOptions
 from specdec.errors import InvalidRequest
 
-Content = Text | list[dict[str, Any]]
+Content = Text | Items[Object]
 """A text, or content blocks."""
 
 
@@ -29,11 +30,11 @@ class Conversation(Request):
 
     model: Text | None = None
     """Name of the model; absent: the one that is served."""
-    messages: Annotated[list[InputMessage], Field(min_length=1)]
+    messages: Annotated[Items[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     """The whole conversation, oldest message first."""
     system: Content | None = None
     """System prompt: text, or blocks of the type text."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Object | None = None
     """Further variables of the chat template."""
 
     def conversation(self) -> list[ChatMessage]:
@@ -53,17 +54,17 @@ class CountTokensRequest(Conversation):
 class MessagesRequest(SamplingFields, Conversation):
     """A conversation, and how to continue it."""
 
-    max_tokens: Int
+    max_tokens: Positive
     """Most output tokens."""
-    stop_sequences: list[Text] | None = None
+    stop_sequences: Items[Text] | None = None
     """Texts before which the output ends."""
     tool_choice: Any = None
     """Only {"type": "none"} is supported."""
-    thinking: dict[str, Any] | None = None
+    thinking: Object | None = None
     """Only {"type": "disabled"} is supported."""
-    output_config: dict[str, Any] | None = None
+    output_config: Object | None = None
     """A format is not supported."""
-    mcp_servers: list[Any] | None = None
+    mcp_servers: Items[Any] | None = None
     """Not supported."""
     container: Any = None
     """Not supported."""

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from gateway.sampling import SamplingFields
-from gateway.schemas.chat import MAX_TOP_LOGPROBS
-from gateway.schemas.common import Flag, Int, Request, Text, refuse
+from gateway.schemas.chat import MAX_MESSAGES, MAX_TOP_LOGPROBS
+from gateway.schemas.common import Flag, Int, Items, Object, Positive, Request, Text, refuse
 from specdec.client import ChatMessage, GenerateOptions
 from specdec.errors import InvalidRequest
 
@@ -29,7 +29,7 @@ class InputItem(Request):
     """Only "message" is supported."""
     role: Text = ""
     """user, assistant, system or developer."""
-    content: Text | list[dict[str, Any]] = ""
+    content: Text | Items[Object] = ""
     """Text, or parts of the types input_text and output_text."""
 
     def message(self, field: str) -> ChatMessage:
@@ -57,7 +57,7 @@ class InputItem(Request):
 class ResponseRequest(SamplingFields):
     """The next turn of a conversation."""
 
-    input: Text | Annotated[list[InputItem], Field(min_length=1)]
+    input: Text | Annotated[Items[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     """A text of the user, or messages."""
     instructions: Text | None = None
     """Message of the system, which comes first and belongs to this response alone."""
@@ -65,18 +65,18 @@ class ResponseRequest(SamplingFields):
     """Stored response whose conversation is continued."""
     store: Flag | None = True
     """Store the response, so that it can be read and continued."""
-    max_output_tokens: Int | None = None
+    max_output_tokens: Positive | None = None
     """Most output tokens; absent: as many as the context has room for."""
     top_logprobs: Annotated[Int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """Number of the likeliest tokens whose log-probability is returned for each output token."""
-    include: list[Text] | None = None
+    include: Items[Text] | None = None
     """message.output_text.logprobs adds the log-probability of each output token; other entries add nothing."""
     metadata: Annotated[dict[str, Text], Field(max_length=MAX_METADATA)] | None = None
     """Texts of the caller, which the response repeats."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Object | None = None
     """Further variables of the chat template."""
 
-    text: dict[str, Any] | None = None
+    text: Object | None = None
     """Only the format {"type": "text"} is supported."""
     background: Flag | None = None
     """Not supported."""
@@ -84,7 +84,7 @@ class ResponseRequest(SamplingFields):
     """Not supported; use previous_response_id."""
     prompt: Any = None
     """Not supported."""
-    reasoning: dict[str, Any] | None = None
+    reasoning: Object | None = None
     """Not supported."""
     truncation: Text | None = None
     """Only "disabled" is supported."""
