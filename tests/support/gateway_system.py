@@ -40,12 +40,10 @@ class System:
         return f"http://{self.http}/v1"
 
 
-@pytest.fixture(scope="session")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    target, draft = build_tiny_pair("llama", tmp_path_factory.mktemp("pair"), chat_template=TEMPLATE)
+def start_system(*flags: str) -> System:
+    """A running `specdec up` with a gateway; both listen on free ports."""
     up = subprocess.Popen(
-        [*SPECDEC, "up", "--target", str(target), "--draft", str(draft), "--listen", "127.0.0.1:0",
-         "--http", "127.0.0.1:0"],
+        [*SPECDEC, "up", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", *flags],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRON,
     )  # fmt: skip
     assert up.stdout is not None
@@ -54,11 +52,18 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     if found is None:
         up.kill()
         pytest.fail(f"up printed {line!r}; stderr: {up.communicate()[1]}")
-    children = children_of(up)
-    yield System(up, found[1], found[2])
-    up.send_signal(signal.SIGTERM)
-    _, stderr = up.communicate()
-    assert up.returncode == 0
+    return System(up, found[1], found[2])
+
+
+@pytest.fixture(scope="session")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    target, draft = build_tiny_pair("llama", tmp_path_factory.mktemp("pair"), chat_template=TEMPLATE)
+    system = start_system("--target", str(target), "--draft", str(draft))
+    children = children_of(system.process)
+    yield system
+    system.process.send_signal(signal.SIGTERM)
+    _, stderr = system.process.communicate()
+    assert system.process.returncode == 0
     assert complaints(stderr) == ""
     wait_until_gone(children)
 
