@@ -25,6 +25,7 @@ from specdec.observability.tracing import SpanCollector, open_tracing
 from specdec.settings.addresses import split_address
 from specdec.settings.gateway import GatewaySettings
 from specdec.settings.reading import parse_settings
+from specdec.state.responses import RedisResponses
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,8 +64,11 @@ async def _serve(settings: GatewaySettings) -> None:
         upstream = Upstream(settings)
         ending.push_async_callback(upstream.close)
         await upstream.start()
+        responses = RedisResponses(settings.redis_url)
+        ending.push_async_callback(responses.close)
         listener = ending.enter_context(bind(settings.listen))
-        await serve(build_app(Gateway(settings, upstream, keys, metrics, tracing)), listener, settings, stop)
+        gateway = Gateway(settings, upstream, keys, metrics, responses, tracing)
+        await serve(build_app(gateway), listener, settings, stop)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import specdec
 from gateway.context import Gateway
 from gateway.http_errors import error_response, read_validation_error
 from gateway.middleware import Authenticated, LimitedBody, Measured
-from gateway.routes import chat, completions, models, playground, sessions, status, tokens
+from gateway.routes import chat, completions, messages, models, playground, responses, sessions, status, tokens
 from gateway.tracing import Traced
 from specdec.errors import Internal, InvalidRequest, NotFound, SpecdecError
 
@@ -33,7 +33,7 @@ def build_app(gateway: Gateway) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    for module in (chat, completions, models, sessions, tokens, status):
+    for module in (chat, completions, responses, messages, models, sessions, tokens, status):
         router = module.router(gateway)
         app.include_router(router)
         gateway.metrics.begin_at_zero(route.path for route in router.routes if isinstance(route, Route))

@@ -193,22 +193,27 @@ def provenance_object(chunk: Chunk) -> dict[str, Any]:
         {
             "token_id": token_id,
             "text": detail.text,
-            "source": detail.source.name.lower(),
-            "p": detail.p,
-            "q": detail.q,
-            "draft_pool": detail.draft_pool,
+            **_origin_of(detail),
         }
         for token_id, detail in zip(chunk.token_ids, chunk.details, strict=True)
     ]
-    num_accepted = sum(detail.source is TokenSource.ACCEPTED for detail in chunk.details)
+    is_replayed = any(detail.source is None for detail in chunk.details)
+    return {"tokens": tokens, "round": None if is_replayed else _round_of(chunk)}
+
+
+def _origin_of(detail: TokenDetail) -> dict[str, Any]:
+    """Return source and probabilities of a token, null for a replayed one."""
+    if detail.source is None:
+        return {"source": None, "p": None, "q": None, "draft_pool": None}
+    return {"source": detail.source.name.lower(), "p": detail.p, "q": detail.q, "draft_pool": detail.draft_pool}
+
+
+def _round_of(chunk: Chunk) -> dict[str, Any]:
     return {
-        "tokens": tokens,
-        "round": {
-            "index": chunk.index,
-            "num_tokens": len(tokens),
-            "num_draft_tokens": chunk.num_draft_tokens,
-            "num_accepted_tokens": num_accepted,
-        },
+        "index": chunk.index,
+        "num_tokens": len(chunk.token_ids),
+        "num_draft_tokens": chunk.num_draft_tokens,
+        "num_accepted_tokens": sum(detail.source is TokenSource.ACCEPTED for detail in chunk.details),
     }
 
 

@@ -12,6 +12,8 @@ from gateway.upstream import Upstream
 from specdec.client import AsyncClient
 from specdec.observability.tracing import Tracing
 from specdec.settings.gateway import GatewaySettings
+from specdec.state.responses import RedisResponses
+from specdec.tenant import DEFAULT_TENANT
 
 #: Key of the request's state under which `access` puts what the caller may do.
 ACCESS = "access"
@@ -25,12 +27,22 @@ class Gateway:
     upstream: Upstream
     keys: ApiKeys
     metrics: GatewayMetrics
+    responses: RedisResponses
+    """Stored responses of /v1/responses."""
     tracing: Tracing | None = None
 
     def client(self, request: Request) -> AsyncClient:
         """Return the client for calls of the request's tenant."""
-        access: Access = request.scope["state"][ACCESS]
-        return self.upstream.client(access.tenant)
+        return self.upstream.client(_tenant_of(request))
+
+    def store_tenant(self, request: Request) -> str:
+        """Return the tenant in the store's keys of a request; those of a caller without one have the usual name."""
+        return _tenant_of(request) or DEFAULT_TENANT
+
+
+def _tenant_of(request: Request) -> str:
+    access: Access = request.scope["state"][ACCESS]
+    return access.tenant
 
 
 def wants_event_ids(request: Request) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from gateway.metrics import GatewayMetrics
 from gateway.tracing import traceparent
+from gateway.upstream import Served
 from specdec.client import AsyncClient, AsyncStream, Chunk, Completion, GenerateOptions
 from specdec.errors import InvalidRequest
 
@@ -157,13 +158,35 @@ class Outputs:
 
 
 @contextlib.asynccontextmanager
-async def resumed(stream: AsyncStream) -> AsyncIterator[AsyncGenerator[Event, None]]:
-    """Give the events of a stream of `AsyncClient.resume`, as the only output of a request."""
+async def resumed(stream: AsyncStream, metrics: GatewayMetrics) -> AsyncIterator[AsyncGenerator[Event, None]]:
+    """Give the events of a stream of `AsyncClient.resume`, as the only output of a request.
+
+    The stream must have provenance, which tells tokens that were generated now from replayed ones: an output that is
+    only replayed was counted when it ended.
+    """
 
     async def events() -> AsyncGenerator[Event, None]:
+        is_continued = False
         async for chunk in stream:
+            is_continued = is_continued or any(detail.source is not None for detail in chunk.details)
             yield Event(0, stream, chunk)
-        yield Event(0, stream, None, await stream.result())
+        completion = await stream.result()
+        if is_continued:
+            metrics.observe_finished(completion)
+        yield Event(0, stream, None, completion)
 
+    metrics.observe_resumed()
     async with stream:
         yield events()
+
+
+async def room_of(client: AsyncClient, served: Served, options: GenerateOptions) -> int:
+    """Return the limit on an output without one: the room in the context, at most what the model recommends.
+
+    The room is known only once the conversation has been tokenized, so a request without a limit costs one more call.
+    """
+    prompt = await client.tokenize(
+        messages=options["messages"], chat_template_kwargs=options.get("chat_template_kwargs")
+    )
+    room = max(1, served.max_context_tokens - len(prompt))
+    return int(min(room, served.default_sampling.get("max_new_tokens", room)))

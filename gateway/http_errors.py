@@ -56,6 +56,9 @@ _PARAMS = {
     "resume_from": "Last-Event-ID",
     "messages.template_arguments_json": "chat_template_kwargs",
 }
+#: Path of the route whose requests have names of their own, and these names.
+RESPONSES_PATH = "/v1/responses"
+_RESPONSES_PARAMS = _PARAMS | {"max_new_tokens": "max_output_tokens", "messages": "input"}
 _OUR_NAMES = re.compile(r"\b(sampling\.)?(max_new_tokens|min_new_tokens|prompt_token_ids)\b|\bsampling\.(?=\w)")
 _VALUE_ERROR = re.compile(r"^(Value error|Assertion failed), ")
 _MAX_PATH_PARTS = 8
@@ -71,13 +74,20 @@ def type_of(status: int) -> str:
     return _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
 
 
-def error_object(error: SpecdecError, status: int | None = None) -> dict[str, Any]:
-    """Return OpenAI's error object: `{"error": {"message", "type", "param", "code"}}`."""
+def error_object(error: SpecdecError, status: int | None = None, path: str = "") -> dict[str, Any]:
+    """Return OpenAI's error object: `{"error": {"message", "type", "param", "code"}}`.
+
+    Args:
+        error: the error.
+        status: status in place of the error's own.
+        path: path of the request, which decides the names of its fields; "" for those of most routes.
+    """
+    names = _RESPONSES_PARAMS if path.startswith(RESPONSES_PATH) else _PARAMS
     return {
         "error": {
-            "message": _in_their_names(error),
+            "message": _in_their_names(error, names),
             "type": type_of(status or status_of(error)),
-            "param": param_of(error.field),
+            "param": param_of(error.field, names),
             "code": error.reason.lower(),
         }
     }
@@ -93,10 +103,10 @@ def error_headers(error: SpecdecError) -> dict[str, str]:
     return headers
 
 
-def param_of(field: str) -> str | None:
+def param_of(field: str, names: Mapping[str, str] = _PARAMS) -> str | None:
     """Return the name of a field in OpenAI's requests; None without a field."""
     name = field.removeprefix("sampling.")
-    return _PARAMS.get(name, name) or None
+    return names.get(name, name) or None
 
 
 def read_validation_error(errors: Sequence[Mapping[str, Any]], content_type: str) -> InvalidRequest:
@@ -135,12 +145,12 @@ def _path(location: Sequence[Any]) -> str:
 _ALTERNATIVES = frozenset(("str", "int", "float", "bool", "list", "dict", "constrained"))
 
 
-def _in_their_names(error: SpecdecError) -> str:
+def _in_their_names(error: SpecdecError, names: Mapping[str, str] = _PARAMS) -> str:
     """Return the message with the names that its field and others have in OpenAI's requests."""
     message = error.message
     if error.field and message.startswith(error.field):
-        message = f"{param_of(error.field)}{message.removeprefix(error.field)}"
-    return _OUR_NAMES.sub(lambda found: _PARAMS.get(found[2], "") if found[2] else "", message)
+        message = f"{param_of(error.field, names)}{message.removeprefix(error.field)}"
+    return _OUR_NAMES.sub(lambda found: names.get(found[2], "") if found[2] else "", message)
 
 
 def error_response(
@@ -155,8 +165,9 @@ def error_response(
         headers: headers beside the error's own.
     """
     status = status or status_of(error)
-    shape = anthropic_error_object if path.startswith(ANTHROPIC_PATH) else error_object
-    body = json.dumps(shape(error, status), ensure_ascii=False).encode("utf-8", "backslashreplace")
+    is_anthropic = path.startswith(ANTHROPIC_PATH)
+    told = anthropic_error_object(error, status) if is_anthropic else error_object(error, status, path)
+    body = json.dumps(told, ensure_ascii=False).encode("utf-8", "backslashreplace")
     return Response(body, status, media_type="application/json", headers={**error_headers(error), **(headers or {})})
 
 

@@ -43,6 +43,9 @@ class GatewayMetrics:
         self._disconnects = Counter(
             "specdec:http_disconnects", "Requests whose client went away before the end.", registry=self.registry
         )
+        self._resumed = Counter(
+            "specdec:http_resumed_streams", "Streams that a client resumed by Last-Event-ID.", registry=self.registry
+        )
         self._drafts = self._vllm("spec_decode_num_drafts", "Rounds with a draft.")
         self._draft_tokens = self._vllm("spec_decode_num_draft_tokens", "Draft tokens.")
         self._accepted = self._vllm("spec_decode_num_accepted_tokens", "Accepted draft tokens.")
@@ -73,6 +76,9 @@ class GatewayMetrics:
 
     def observe_disconnect(self) -> None:
         self._disconnects.inc()
+
+    def observe_resumed(self) -> None:
+        self._resumed.inc()
 
     def observe_finished(self, completion: Completion) -> None:
         """Add the speculation counters of an output that has ended."""

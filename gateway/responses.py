@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Any
+from typing import Any, Protocol
 
+from pydantic import BaseModel
 from starlette.responses import Response
 
-from gateway.chunks import ChunkEncoder, provenance_object
+from gateway.chunks import provenance_object
 from gateway.context import Gateway
 from gateway.generation import Event, Outputs
-from gateway.schemas.errors import ErrorAnswer
+from gateway.schemas.errors import AnthropicErrorAnswer, ErrorAnswer
 from gateway.sse import EventStream
 from specdec.client import Chunk, Completion
+from specdec.errors import SpecdecError
 
 _STATUSES = {
     400: "The request can never succeed unchanged; `param` names the field.",
@@ -30,22 +32,32 @@ _STATUSES = {
     504: "A deadline has passed.",
 }
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text, "model": ErrorAnswer} for status, text in _STATUSES.items()
-}
-"""Failed answers of every route that calls a coordinator, for the OpenAPI document."""
+Answers = dict[int | str, dict[str, Any]]
+"""Answers of a route by status, for the OpenAPI document."""
 
-ANSWERS: dict[int | str, dict[str, Any]] = {
+_OUTPUTS: Answers = {
     200: {
         "description": "The outputs; with `stream`, as server-sent events.",
         "content": {
             "application/json": {"schema": {"type": "object"}},
             "text/event-stream": {"schema": {"type": "string"}},
         },
-    },
-    **ERRORS,
+    }
 }
-"""Answers of routes that generate, for the OpenAPI document."""
+
+
+def _errors(model: type[BaseModel]) -> Answers:
+    return {status: {"description": text, "model": model} for status, text in _STATUSES.items()}
+
+
+ERRORS = _errors(ErrorAnswer)
+"""Failed answers of every route that calls a coordinator."""
+ANSWERS: Answers = {**_OUTPUTS, **ERRORS}
+"""Answers of routes that generate."""
+ANTHROPIC_ERRORS = _errors(AnthropicErrorAnswer)
+"""`ERRORS` in the form of Anthropic's API."""
+ANTHROPIC_ANSWERS: Answers = {**_OUTPUTS, **ANTHROPIC_ERRORS}
+"""`ANSWERS` in the form of Anthropic's API."""
 
 
 def json_response(answer: Mapping[str, Any], status: int = 200) -> Response:
@@ -54,13 +66,25 @@ def json_response(answer: Mapping[str, Any], status: int = 200) -> Response:
     return Response(body, status, media_type="application/json")
 
 
-def stream(gateway: Gateway, encoder: ChunkEncoder, outputs: Outputs) -> EventStream:
+class StreamEncoder(Protocol):
+    """Encodes the events of one answer."""
+
+    def encode(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
+        """Yield the encoded events of a whole stream. Raises SpecdecError as `events`."""
+        ...
+
+    def encode_error(self, error: SpecdecError) -> bytes:
+        """Return the end of a stream that has failed."""
+        ...
+
+
+def stream(gateway: Gateway, encoder: StreamEncoder, outputs: Outputs) -> EventStream:
     """Return the outputs of a request as a stream."""
     return event_stream(gateway, encoder, aclosing(outputs.events()))
 
 
 def event_stream(
-    gateway: Gateway, encoder: ChunkEncoder, opening: AbstractAsyncContextManager[AsyncIterator[Event]]
+    gateway: Gateway, encoder: StreamEncoder, opening: AbstractAsyncContextManager[AsyncIterator[Event]]
 ) -> EventStream:
     """Return the events that `opening` gives as a stream."""
 

@@ -22,8 +22,6 @@ from specdec.state.coordinators import live_coordinators
 from specdec.state.redis_store import open_registry
 from specdec.state.store import ReplicaRegistry
 
-MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
-
 #: Age at which a description is asked for again, in the background.
 _FRESH_S = 1.0
 #: Age from which a request waits for a new description.
@@ -55,7 +53,7 @@ class Served:
             return model or self.names[0]
         raise NotFound(
             f"the model {model[:128]!r} does not exist; this server has {', '.join(self.names)}",
-            reason=MODEL_NOT_FOUND,
+            reason="MODEL_NOT_FOUND",
             field="model",
         )
 

@@ -77,7 +77,7 @@ class InvalidRequest(SpecdecError):
 
 
 class NotFound(SpecdecError):
-    """A named session or pool does not exist."""
+    """A named session, pool, model or response does not exist."""
 
     code = "NOT_FOUND"
     default_reason = "SESSION_NOT_FOUND"

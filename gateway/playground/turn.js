@@ -63,9 +63,9 @@ export class Turn {
   }
 }
 
-/** Return a token's source. The target probability of a token whose source is known is above 0. */
-function sourceOf({ source, p }) {
-  return SOURCES.includes(source) && p > 0 ? source : "unknown";
+/** Return a token's source. A token that the server replayed from its log has null. */
+function sourceOf({ source }) {
+  return SOURCES.includes(source) ? source : "unknown";
 }
 
 function roundOf(sources, round) {

@@ -12,15 +12,14 @@ from starlette.responses import Response
 
 from gateway.chunks import FINGERPRINT_CHARS, ChatChunks, ChunkOptions
 from gateway.context import Gateway, wants_event_ids
-from gateway.generation import Outputs, plan, session_options
+from gateway.generation import Outputs, plan, room_of, session_options
 from gateway.logprobs import chat_logprobs
 from gateway.responses import ANSWERS, json_response, provenance_of, stream
 from gateway.schemas.chat import ChatRequest
 from gateway.schemas.common import StreamOptions
 from gateway.sse import while_connected
-from gateway.upstream import Served
 from gateway.usage import FINISH_REASONS, metrics_object, usage_of
-from specdec.client import AsyncClient, Completion, GenerateOptions
+from specdec.client import Completion
 
 
 def router(gateway: Gateway) -> APIRouter:
@@ -36,7 +35,8 @@ def router(gateway: Gateway) -> APIRouter:
         client = gateway.client(request)
         options = body.options(served.default_sampling)
         options.update(session_options(body.session_id, body.request_id, body.num_outputs))  # type: ignore[typeddict-item]
-        options["max_new_tokens"] = await _max_new_tokens(body, client, served, options)
+        limit = body.max_new_tokens
+        options["max_new_tokens"] = await room_of(client, served, options) if limit is None else limit
         outputs = Outputs(client, plan([None], body.num_outputs, options, body.seed), gateway.metrics)
         answer = f"chatcmpl-{uuid.uuid4().hex}"
         if body.stream:
@@ -59,20 +59,6 @@ def router(gateway: Gateway) -> APIRouter:
         return json_response(_answer(answer, model, body, completions))
 
     return routes
-
-
-async def _max_new_tokens(body: ChatRequest, client: AsyncClient, served: Served, options: GenerateOptions) -> int:
-    """Return the limit on the output: the request's, else the room in the context, at most what the model recommends.
-
-    The room is known only once the conversation has been tokenized, so a request without a limit costs one more call.
-    """
-    if body.max_new_tokens is not None:
-        return body.max_new_tokens
-    prompt = await client.tokenize(
-        messages=options["messages"], chat_template_kwargs=options.get("chat_template_kwargs")
-    )
-    room = max(1, served.max_context_tokens - len(prompt))
-    return int(min(room, served.default_sampling.get("max_new_tokens", room)))
 
 
 def _answer(answer_id: str, model: str, body: ChatRequest, completions: Sequence[Completion]) -> dict[str, Any]:

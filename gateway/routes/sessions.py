@@ -46,8 +46,8 @@ def router(gateway: Gateway) -> APIRouter:
         options = ChunkOptions(
             f"resumed-{session_id}", model, int(time.time()), has_provenance=return_provenance, has_event_ids=True
         )
-        stream = client.resume(session_id, num_received, provenance=return_provenance)
-        return event_stream(gateway, _ENCODERS[object](options), resumed(stream))
+        stream = client.resume(session_id, num_received, provenance=True)
+        return event_stream(gateway, _ENCODERS[object](options), resumed(stream, gateway.metrics))
 
     @routes.delete("/v1/sessions/{session_id}", response_model=None, responses=ERRORS)
     async def delete_session(session_id: str, request: Request) -> Response:

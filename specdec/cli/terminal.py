@@ -59,8 +59,10 @@ class TokenWriter:
             return ""
         return "  ".join(self._painted(name, source) for source, name in _NAMES.items())
 
-    def _painted(self, text: str, source: TokenSource) -> str:
-        return _STYLES[source].render(self._shown(text), color_system=ColorSystem.STANDARD) if text else ""
+    def _painted(self, text: str, source: TokenSource | None) -> str:
+        if not text or source is None:
+            return self._shown(text)
+        return _STYLES[source].render(self._shown(text), color_system=ColorSystem.STANDARD)
 
     def _shown(self, text: str) -> str:
         # A model's escape sequences must not control the terminal. A pipe gets the text unchanged.

@@ -33,7 +33,8 @@ class TopLogprob(NamedTuple):
 class TokenDetail:
     """Source and probabilities of one token, for requests with provenance or logprobs."""
 
-    source: TokenSource
+    source: TokenSource | None
+    """None for a token that a resumption replays, because its source and probabilities are not stored."""
     p: float
     """Target probability after the sampling filters."""
     q: float
@@ -54,7 +55,7 @@ class TokenDetail:
 
         Bytes are lists of numbers.
         """
-        fields = asdict(self) | {"source": self.source.name.lower()}
+        fields = asdict(self) | {"source": None if self.source is None else self.source.name.lower()}
         fields["top_logprobs"] = [top._asdict() | {"token_bytes": list(top.token_bytes)} for top in self.top_logprobs]
         fields["token_bytes"] = list(self.token_bytes)
         if self.logprob is None:
@@ -202,7 +203,7 @@ def read_session(message: pb.GetSessionResponse) -> Session:
 
 def _read_detail(message: pb.TokenDetail) -> TokenDetail:
     return TokenDetail(
-        source=_SOURCES.get(message.source, TokenSource.TARGET),
+        source=_SOURCES.get(message.source),
         p=message.p,
         q=message.q,
         draft_pool=message.draft_pool,

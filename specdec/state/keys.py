@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from specdec.errors import InvalidRequest
+from specdec.tenant import check_tenant
 from specdec.types import TokenIds
 
 #: Token ids in Redis: unsigned, 32 bits, little-endian, without separators.
@@ -52,6 +53,11 @@ def prefix_keys(tenant: str, chain_hashes: Sequence[bytes]) -> list[str]:
 def promotion_key(tenant: str) -> str:
     """Return the key of the tenant's promotion of a draft pool."""
     return f"specdec:{tenant}:promotion"
+
+
+def response_key(tenant: str, response_id: str) -> str:
+    """Return the key of a response that the gateway has stored. Raises InvalidRequest for a malformed tenant."""
+    return f"specdec:{check_tenant(tenant)}:response:{response_id}"
 
 
 def pack_tokens(token_ids: TokenIds) -> bytes:

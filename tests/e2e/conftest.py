@@ -1,4 +1,4 @@
-"""Checkpoints and a Redis that several end-to-end tests share, built once a run."""
+"""Checkpoints, a system with a gateway and a Redis that several end-to-end tests share, built once a run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.gateway_system import claude, client, greedy, sdk, system
 from tests.support.redis_fixture import redis_server, redis_url
 from tests.support.tiny_models import build_tiny_model, build_tiny_pair
 
-__all__ = ["llama_pair", "other_draft", "redis_server", "redis_url"]
+__all__ = ["claude", "client", "greedy", "llama_pair", "other_draft", "redis_server", "redis_url", "sdk", "system"]
 
 
 @pytest.fixture(scope="session")

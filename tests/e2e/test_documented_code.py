@@ -22,7 +22,8 @@ import pytest
 
 from specdec.cli import up_flags
 from specdec.cli.__main__ import build_parser
-from tests.support.up_rig import ENVIRON, SPECDEC, specdec, start_up
+from tests.support.gateway_system import System, start_system
+from tests.support.up_rig import ENVIRON, SPECDEC, specdec
 
 ROOT = Path(__file__).resolve().parents[2]
 HISTORY = ROOT / "docs" / "history"
@@ -32,14 +33,14 @@ DOCUMENTS = [
 ]
 FENCED = re.compile(r"^```(?P<language>\S*)[^\n]*\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = ("", "sh", "bash", "shell", "console")
-ADDRESS = "127.0.0.1:50051"
+ADDRESS, HTTP_ADDRESS = "127.0.0.1:50051", "127.0.0.1:8000"
 
 #: Commands that no test of this file can run, by what they look like.
 EXCUSES = {
     r"make \S+": "make's targets are what CI runs",
     r"\. \S*activate": "the environment is already there",
     r"specdec up .*(--device cuda|Qwen/|\.gguf)": "needs a GPU, the Hugging Face hub or a model of the reader's own",
-    r"specdec up( &| --detach)?$": "is what the other commands run on here",
+    rf"specdec up( --http {re.escape(HTTP_ADDRESS)})?( &| --detach)?$": "is what the other commands run on here",
     r"specdec up --draft suffix --draft code=": "starts a system of its own; test_draft_pools has one",
     r"specdec (serve|advise --target) (Qwen/|.*\.gguf)": "needs the Hugging Face hub or a model of the reader's own",
     r"python -m (target_service|draft_service|coordinator) .*redis://redis": "needs a GPU and other machines",
@@ -134,11 +135,16 @@ COMMANDS = [(block.name, command) for block in blocks() if block.language in SHE
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    up, endpoint = start_up()
-    yield endpoint
-    up.send_signal(signal.SIGTERM)
-    up.communicate()
+def demo() -> Iterator[System]:
+    demo = start_system()
+    yield demo
+    demo.process.send_signal(signal.SIGTERM)
+    demo.process.communicate()
+
+
+def at(demo: System, code: str) -> str:
+    """The code with the addresses of the running system."""
+    return code.replace(HTTP_ADDRESS, demo.http).replace(ADDRESS, demo.grpc)
 
 
 def test_every_block_has_a_language_that_is_known() -> None:
@@ -149,28 +155,29 @@ def test_every_block_has_a_language_that_is_known() -> None:
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.name)
-def test_a_python_block_runs(block: Block, endpoint: str) -> None:
-    assert ADDRESS in block.code or "Client(" in block.code  # otherwise it calls no system, or another one
-    code = block.code.replace(ADDRESS, endpoint)
-    environ = ENVIRON | {"SPECDEC_ENDPOINT": endpoint}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
+def test_a_python_block_runs(block: Block, demo: System) -> None:
+    # Otherwise it calls no system, or another one.
+    assert any(word in block.code for word in (ADDRESS, HTTP_ADDRESS, "Client("))
+    environ = ENVIRON | {"SPECDEC_ENDPOINT": demo.grpc}
+    result = subprocess.run([sys.executable, "-c", at(demo, block.code)], capture_output=True, text=True, env=environ)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()
 
 
 @pytest.mark.parametrize(("name", "command"), COMMANDS, ids=lambda value: value)
-def test_a_command_runs_or_says_why_not(name: str, command: str, endpoint: str) -> None:
+def test_a_command_runs_or_says_why_not(name: str, command: str, demo: System) -> None:
     for pattern, reason in EXCUSES.items():
         if re.match(pattern, command):
             pytest.skip(f"{name}: {reason}")
-    assert command.startswith(("specdec ", "printf ")), f"{name}: {command} is neither run nor excused"
-    shown = command.replace(ADDRESS, endpoint).replace("specdec", shlex.join(SPECDEC))
+    assert command.startswith(("specdec ", "printf ", "curl ")), f"{name}: {command} is neither run nor excused"
+    shown = at(demo, command).replace("specdec", shlex.join(SPECDEC))
     result = subprocess.run(
         shown, shell=True, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        env=ENVIRON | {"SPECDEC_ENDPOINT": endpoint},
+        env=ENVIRON | {"SPECDEC_ENDPOINT": demo.grpc},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "error" not in result.stderr
+    assert '"error":' not in result.stdout
 
 
 @pytest.mark.parametrize(("name", "arguments"), written_command_lines(), ids=lambda value: str(value))

@@ -18,6 +18,7 @@ from gateway.server import bind, serve
 from gateway.upstream import Upstream
 from specdec.observability.tracing import Tracing
 from specdec.settings.gateway import GatewaySettings
+from specdec.state.responses import RedisResponses
 
 _POLL_S = 0.01
 
@@ -63,7 +64,8 @@ async def running_gateway(
     )
     upstream, stop = Upstream(chosen), asyncio.Event()
     await upstream.start()
-    gateway = Gateway(chosen, upstream, keys or ApiKeys(), GatewayMetrics(), tracing)
+    responses = RedisResponses(chosen.redis_url)
+    gateway = Gateway(chosen, upstream, keys or ApiKeys(), GatewayMetrics(), responses, tracing)
     with bind(chosen.listen) as listener:
         port = listener.getsockname()[1]
         serving = asyncio.create_task(serve(build_app(gateway), listener, chosen, stop))
@@ -74,6 +76,7 @@ async def running_gateway(
             stop.set()
             await serving
             await upstream.close()
+            await responses.close()
 
 
 async def eventually(condition: Callable[[], bool]) -> None:

@@ -35,7 +35,7 @@ from specdec.settings.draft import DraftSettings
 from specdec.settings.gateway import GatewaySettings
 from specdec.settings.reading import parse_settings
 from specdec.settings.target import TargetSettings
-from specdec.state.keys import prefix_keys, promotion_key, replica_keys, session_keys
+from specdec.state.keys import prefix_keys, promotion_key, replica_keys, response_key, session_keys
 from specdec.state.kv_tally import KvTally
 from specdec.state.kv_values import KvSpace
 
@@ -158,7 +158,8 @@ def _key_templates() -> list[str]:
     prefix = prefix_keys("TENANT", [first, other])[1].replace(first.hex(), "FIRST HASH").replace(other.hex(), "HASH")
     space = KvSpace("FINGERPRINT", "DTYPE", "RANK", layer_bytes=(1,), run_blocks=1)
     run = space.key(b"NAME").replace(b"NAME".hex(), "NAME")
-    return [*session_keys("TENANT", "SESSION"), *replica_keys("ROLE"), prefix, promotion_key("TENANT"), run]
+    response = response_key("TENANT", "ID")
+    return [*session_keys("TENANT", "SESSION"), *replica_keys("ROLE"), prefix, promotion_key("TENANT"), response, run]
 
 
 def _script_digests() -> Iterator[tuple[str, str]]:

@@ -13,7 +13,8 @@ ADVICE = {
     "the Python client only.",
     "DEADLINE_EXCEEDED": "The `timeout` of the call has passed. Raised by the Python client only.",
     "DRAINING": "The process is shutting down. Try again: another process takes the call.",
-    "FORBIDDEN": "Reserved for authorisation. No service returns it yet.",
+    "FORBIDDEN": "The API key lacks a right, or the coordinator does not take the tenant of the call: start it with "
+    "`--tenant-header on` behind gateways whose keys have tenants.",
     "INTERNAL": "A fault of specdec. The log has the traceback under the request id.",
     "INVALID_REQUEST": "The request cannot succeed as it is. The message names the field, the value and the limit.",
     "KV_EXHAUSTED": "Give replicas more memory for KV (`--kv-cache-bytes`, `--gpu-memory-utilization`; under "
@@ -21,14 +22,23 @@ ADVICE = {
     "KV_MISS": "The replica lacks tokens of the session, and the caller sends them. Internal to the draft and target "
     "links.",
     "LEASE_LOST": "Another coordinator owns the session now. The Python client resumes there.",
+    "METHOD_NOT_ALLOWED": "The path exists and takes another HTTP method. `/openapi.json` lists both. Over HTTP only.",
+    "MODEL_NOT_FOUND": "The request names a model that this system does not serve. `/v1/models` lists the names; "
+    "`--served-model-name` sets them. Over HTTP only.",
+    "NOT_FOUND": "Nothing is served at this path. `/openapi.json` lists the paths; those of the API begin with `/v1`. "
+    "Over HTTP only.",
     "NO_CHAT_TEMPLATE": "The tokenizer has no chat template. Send a prompt instead of messages.",
     "POOL_NOT_FOUND": "No draft pool has this name. `specdec pools` lists the names.",
     "QUEUE_FULL": "The coordinator runs `--max-queue` requests, or the reader of a stream fell 2,048 tokens behind and "
     "was cut off. Try again; resume a stream with `resume_from` after the last token that was read.",
-    "QUOTA_EXCEEDED": "The Ray cluster has no room for a replica. The message has what it needs and what is free.",
+    "QUOTA_EXCEEDED": "The API key has reached one of its limits, or the Ray cluster has no room for a replica. "
+    "The message has the limit, or what is needed and what is free.",
     "REPLICA_BUSY": "The draft replica serves sessions and does not score now. Internal to the draft link.",
     "REPLICA_UNAVAILABLE": "No target replica answers, or its device hangs. Look at `specdec status`, then at the "
     "health and the log of the target replicas.",
+    "REQUEST_TOO_LARGE": "The body of the request is larger than `--max-body-bytes` of the gateway. Over HTTP only.",
+    "RESPONSE_NOT_FOUND": "The response expired with its session, was deleted, or was not stored (`store: false`). "
+    "Send the whole conversation instead of `previous_response_id`. Over HTTP only.",
     "SESSION_BUSY": "A session runs one request at a time. Wait, or join the running request with its `request_id`. "
     "The lease of a coordinator that died ends after `--lease-ttl-s`.",
     "SESSION_LOST": "The session holds other tokens than the caller expects: it expired, it was deleted, or Redis lost "
@@ -37,7 +47,7 @@ ADVICE = {
     "SESSION_NOT_FOUND": "The session does not exist: it expired, it was deleted, or the id is wrong.",
     "STALE_EPOCH": "The call is older than one that the replica has seen. Internal to the draft and target links.",
     "STORE_UNAVAILABLE": "Redis does not answer at `--redis-url`.",
-    "UNAUTHENTICATED": "Reserved for authentication. No service returns it yet.",
+    "UNAUTHENTICATED": "The gateway needs an API key: send `authorization: Bearer KEY` or `x-api-key: KEY`.",
     "UNSUPPORTED": "This build or this model cannot do what was asked. The message says what can.",
     "VOCABULARY_MISMATCH": "Target and tokenizer must share one id-to-token map. A draft must share it, too, unless it "
     "is started with `--for-tokenizer` and has tokens in common. The message has the fingerprints.",

@@ -11,7 +11,7 @@ from tests.support.reference.error_advice import ADVICE
 from tests.support.reference.markdown import code, document, item, items, paragraph
 
 _ROOT = Path(__file__).resolve().parents[3]
-_PACKAGES = ("specdec", "coordinator", "draft_service", "target_service")
+_PACKAGES = ("specdec", "coordinator", "draft_service", "target_service", "gateway")
 
 _INTRODUCTION = """Every error carries `google.rpc.ErrorInfo` with the domain `specdec` and one of the reasons below,
 `BadRequest` with the field at fault where there is one, and `RetryInfo` where a retry can help. The message names the

@@ -1,0 +1,135 @@
+"""Objects and stream events of /v1/messages: an output becomes Anthropic's message, whole or as events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from gateway.chunks import provenance_object
+from gateway.generation import Event
+from gateway.http_errors import anthropic_error_object, status_of
+from gateway.schemas.messages import MessagesRequest
+from gateway.sse import encode_event
+from gateway.usage import metrics_object
+from specdec.client import Completion
+from specdec.errors import SpecdecError
+
+_STOP_REASONS = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_tokens"}
+
+
+def message_object(
+    message_id: str, model: str, body: MessagesRequest, completion: Completion, stop_sequence: str | None
+) -> dict[str, Any]:
+    """Return the whole message.
+
+    Args:
+        message_id: id of the message.
+        model: name of the model.
+        body: the request.
+        completion: the output.
+        stop_sequence: text before which the output ended; None for another end.
+    """
+    message = _started(message_id, model) | _ending(completion, stop_sequence)
+    message |= {
+        "content": [{"type": "text", "text": completion.text}],
+        "usage": _usage(completion),
+        "session_id": completion.session_id,
+    }
+    return message | ({"metrics": metrics_object([completion])} if body.wants_metrics else {})
+
+
+class MessageEvents:
+    """Encodes the events of one message. Use it once."""
+
+    def __init__(
+        self,
+        message_id: str,
+        model: str,
+        body: MessagesRequest,
+        find_stop: Callable[[Completion], Awaitable[str | None]],
+    ) -> None:
+        """
+        Args:
+            message_id: id of the message.
+            model: name of the model.
+            body: the request.
+            find_stop: returns the text before which an output ended, or None.
+        """
+        self._message_id, self._model, self._body, self._find_stop = message_id, model, body, find_stop
+
+    async def encode(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
+        """Yield the encoded events of a whole stream. Raises SpecdecError as `events`."""
+        has_begun, has_provenance = False, bool(self._body.return_provenance)
+        async for event in events:
+            if not has_begun:
+                has_begun = True
+                yield self._beginning(event)
+            if event.chunk is not None:
+                if event.chunk.text or has_provenance:
+                    extra = {"specdec": provenance_object(event.chunk)} if has_provenance else {}
+                    delta = {"type": "text_delta", "text": event.chunk.text}
+                    yield _event("content_block_delta", index=0, delta=delta, **extra)
+            elif event.completion is not None:
+                yield self._end(event.completion, await self._find_stop(event.completion))
+
+    def encode_error(self, error: SpecdecError) -> bytes:
+        """Return the end of a stream that has failed."""
+        return encode_event(
+            json.dumps(anthropic_error_object(error, status_of(error)), ensure_ascii=False), name="error"
+        )
+
+    def _beginning(self, event: Event) -> bytes:
+        usage = {"input_tokens": event.stream.num_prompt_tokens, "output_tokens": 0}
+        message = _started(self._message_id, self._model) | {"session_id": event.stream.session_id, "usage": usage}
+        block = {"type": "text", "text": ""}
+        return b"".join(
+            (
+                _event("message_start", message=message),
+                _event("content_block_start", index=0, content_block=block),
+                _event("ping"),
+            )
+        )
+
+    def _end(self, completion: Completion, stop_sequence: str | None) -> bytes:
+        extra = {"metrics": metrics_object([completion])} if self._body.wants_metrics else {}
+        delta = _ending(completion, stop_sequence)
+        return b"".join(
+            (
+                _event("content_block_stop", index=0),
+                _event("message_delta", delta=delta, usage=_usage(completion), **extra),
+                _event("message_stop"),
+            )
+        )
+
+
+def _started(message_id: str, model: str) -> dict[str, Any]:
+    return {
+        "id": message_id,
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+def _ending(completion: Completion, stop_sequence: str | None) -> dict[str, Any]:
+    return {"stop_reason": _STOP_REASONS.get(completion.finish_reason), "stop_sequence": stop_sequence}
+
+
+def _usage(completion: Completion) -> dict[str, Any]:
+    """Return Anthropic's usage, which counts cached tokens apart from the other tokens of the input."""
+    usage = completion.usage
+    return {
+        "input_tokens": usage.num_prompt_tokens - usage.num_cached_prompt_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.num_cached_prompt_tokens,
+        "output_tokens": usage.num_output_tokens,
+    }
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    data = json.dumps({"type": kind, **fields}, ensure_ascii=False, separators=(",", ":"))
+    return encode_event(data, name=kind)

@@ -1,0 +1,143 @@
+"""/v1/responses: OpenAI's Responses, whose conversations the server keeps.
+
+A response is stored with its conversation. The first response that continues it goes on in its session; a further one,
+or one after the session has expired, begins a new session with the same conversation.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from gateway.context import Gateway
+from gateway.generation import Outputs, plan, room_of, session_options
+from gateway.response_objects import ResponseEvents, ResponseShape
+from gateway.responses import ANSWERS, ERRORS, json_response, stream
+from gateway.schemas.responses import ResponseRequest
+from gateway.sse import while_connected
+from specdec.client import AsyncClient, ChatMessage, Completion
+from specdec.errors import NotFound, SpecdecError
+from specdec.state.responses import ResponseRecord, encode_record
+
+#: Length of `resp_` and a number of 128 bits.
+_ID_CHARS = 37
+
+_log = logging.getLogger(__name__)
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """Return the routes of responses."""
+    routes = APIRouter(tags=["OpenAI"])
+
+    @routes.post("/v1/responses", response_model=None, responses=ANSWERS)
+    async def create_response(body: ResponseRequest, request: Request) -> Response:
+        """Continue a conversation, and keep it for the next turn."""
+        served = await gateway.upstream.served()
+        shape = ResponseShape(f"resp_{uuid.uuid4().hex}", served.require(body.model), int(time.time()), body)
+        body.require_supported()
+        stored, client = _Stored(gateway, request), gateway.client(request)
+        previous = await stored.read(body.previous_response_id) if body.previous_response_id else None
+        messages = [*(cast(Sequence[ChatMessage], previous.messages) if previous else ()), *body.new_messages()]
+        if body.store is not False:
+            encode_record(ResponseRecord({}, messages, "", 0))  # refuses a conversation that is too large to store
+        options = body.options(served.default_sampling)
+        options["messages"] = [*_instructions(body), *messages]
+        session_id = await _session_of(client, previous) if previous else body.session_id
+        options.update(session_options(session_id, body.request_id, 1))  # type: ignore[typeddict-item]
+        limit = body.max_output_tokens
+        options["max_new_tokens"] = await room_of(client, served, options) if limit is None else limit
+        outputs = Outputs(client, plan([None], 1, options, body.seed), gateway.metrics)
+
+        async def finish(completion: Completion) -> dict[str, Any]:
+            answer = shape.finished(completion)
+            return await stored.put(answer, messages, completion) if answer["store"] else answer
+
+        if body.stream:
+            return stream(gateway, ResponseEvents(shape, finish), outputs)
+        (completion,) = await while_connected(request.receive, outputs.completions())
+        return json_response(await finish(completion))
+
+    @routes.get("/v1/responses/{response_id}", response_model=None, responses=ERRORS)
+    async def retrieve_response(response_id: str, request: Request) -> Response:
+        """Return a stored response."""
+        return json_response((await _Stored(gateway, request).read(response_id, field="response_id")).answer)
+
+    @routes.delete("/v1/responses/{response_id}", response_model=None, responses=ERRORS)
+    async def delete_response(response_id: str, request: Request) -> Response:
+        """Delete a stored response, and its session unless another response continues it."""
+        stored, client = _Stored(gateway, request), gateway.client(request)
+        record = await stored.read(response_id, field="response_id")
+        if session_id := await _session_of(client, record):
+            await client.delete_session(session_id)
+        await stored.delete(response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    return routes
+
+
+def _instructions(body: ResponseRequest) -> list[ChatMessage]:
+    return [{"role": "system", "content": body.instructions}] if body.instructions else []
+
+
+async def _session_of(client: AsyncClient, record: ResponseRecord) -> str | None:
+    """Return the session of a response if it still ends where the response did, and so nothing continues it."""
+    try:
+        session = await client.get_session(record.session_id)
+    except NotFound:
+        return None
+    is_last = session.status == "idle" and session.num_tokens == record.num_tokens
+    return record.session_id if is_last else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The stored responses of a request's tenant."""
+
+    gateway: Gateway
+    request: Request
+
+    @property
+    def _tenant(self) -> str:
+        return self.gateway.store_tenant(self.request)
+
+    async def read(self, response_id: str, *, field: str = "previous_response_id") -> ResponseRecord:
+        """Return a stored response. Raises NotFound."""
+        is_id = len(response_id) == _ID_CHARS and response_id.isascii()
+        record = await self.gateway.responses.read(self._tenant, response_id) if is_id else None
+        if record is None:
+            raise NotFound(
+                f"{field}: the response {response_id[:128]!r} does not exist: it has expired, was deleted, or was not "
+                "stored",
+                reason="RESPONSE_NOT_FOUND",
+                field=field,
+            )
+        return record
+
+    async def put(
+        self, answer: dict[str, Any], messages: Sequence[ChatMessage], completion: Completion
+    ) -> dict[str, Any]:
+        """Store a response for as long as its session has left; return it, with `store` false if that failed."""
+        usage = completion.usage
+        record = ResponseRecord(
+            answer,
+            [*messages, {"role": "assistant", "content": completion.text}],
+            completion.session_id,
+            usage.num_prompt_tokens + usage.num_output_tokens,
+        )
+        try:
+            session = await self.gateway.client(self.request).get_session(completion.session_id)
+            await self.gateway.responses.put(self._tenant, answer["id"], record, ttl_s=session.expires_in_s)
+        except SpecdecError as error:
+            _log.warning("cannot store a response: %s", error, extra={"response_id": answer["id"]})
+            return answer | {"store": False}
+        return answer
+
+    async def delete(self, response_id: str) -> None:
+        await self.gateway.responses.delete(self._tenant, response_id)

@@ -1,0 +1,122 @@
+"""Requests of /v1/messages and /v1/messages/count_tokens, in the form of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from gateway.sampling import SamplingFields
+from gateway.schemas.chat import MAX_MESSAGES
+from gateway.schemas.common import Items, Object, Positive, Request, Text, refuse
+from specdec.client import ChatMessage, GenerateOptions
+from specdec.errors import InvalidRequest
+
+Content = Text | Items[Object]
+"""A text, or content blocks."""
+
+
+class InputMessage(Request):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant"]
+    content: Content
+    """Text, or blocks of the type text."""
+
+
+class Conversation(Request):
+    """A conversation with its system prompt."""
+
+    model: Text | None = None
+    """Name of the model; absent: the one that is served."""
+    messages: Annotated[Items[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    """The whole conversation, oldest message first."""
+    system: Content | None = None
+    """System prompt: text, or blocks of the type text."""
+    chat_template_kwargs: Object | None = None
+    """Further variables of the chat template."""
+
+    def conversation(self) -> list[ChatMessage]:
+        """Return the messages for the chat template. Raises InvalidRequest for a block that is not text."""
+        system = text_of(self.system, "system") if self.system else ""
+        first: list[ChatMessage] = [{"role": "system", "content": system}] if system else []
+        return first + [
+            {"role": message.role, "content": text_of(message.content, f"messages[{index}].content")}
+            for index, message in enumerate(self.messages)
+        ]
+
+
+class CountTokensRequest(Conversation):
+    """A conversation whose tokens are to be counted."""
+
+
+class MessagesRequest(SamplingFields, Conversation):
+    """A conversation, and how to continue it."""
+
+    max_tokens: Positive
+    """Most output tokens."""
+    stop_sequences: Items[Text] | None = None
+    """Texts before which the output ends."""
+    tool_choice: Any = None
+    """Only {"type": "none"} is supported."""
+    thinking: Object | None = None
+    """Only {"type": "disabled"} is supported."""
+    output_config: Object | None = None
+    """A format is not supported."""
+    mcp_servers: Items[Any] | None = None
+    """Not supported."""
+    container: Any = None
+    """Not supported."""
+
+    @property
+    def stops(self) -> Sequence[str]:
+        """Texts before which the output ends."""
+        if self.stop_sequences is not None or not self.stop:
+            return self.stop_sequences or ()
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    def require_supported(self) -> None:
+        """Raises InvalidRequest for a field that is not supported."""
+        choice = self.tool_choice.get("type") if isinstance(self.tool_choice, dict) else self.tool_choice
+        self.model_copy(update={"tool_choice": choice})._require_supported_sampling()
+        for name, value, reason in (
+            ("n", self.num_outputs > 1, "a message has one output"),
+            ("thinking", (self.thinking or {}).get("type", "disabled") != "disabled", "the output is text alone"),
+            ("output_config.format", (self.output_config or {}).get("format"), "there are no grammars yet"),
+            ("mcp_servers", self.mcp_servers, "the model has the conversation alone"),
+            ("container", self.container, "the model has the conversation alone"),
+        ):
+            if value:
+                raise refuse(name, reason)
+        if self.messages[-1].role != "user":
+            field = f"messages[{len(self.messages) - 1}].role"
+            raise refuse(field, "the last message must be the user's; an output has no given beginning")
+
+    def options(self, recommended: Mapping[str, float | int]) -> GenerateOptions:
+        given = super().options(recommended)
+        given["messages"] = self.conversation()
+        given["max_new_tokens"] = self.max_tokens
+        if self.stops:
+            given["stop"] = self.stops
+        if self.chat_template_kwargs:
+            given["chat_template_kwargs"] = self.chat_template_kwargs
+        return given
+
+    def _require_supported_sampling(self) -> None:
+        SamplingFields.require_supported(self)
+
+
+def text_of(content: Content, field: str) -> str:
+    """Return the text of a message. Raises InvalidRequest for a block that is not text, naming its place."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for number, block in enumerate(content):
+        where = f"{field}[{number}]"
+        if block.get("type") != "text":
+            raise refuse(f"{where}.type", f"a block must be text, got {str(block.get('type'))[:64]!r}")
+        if not isinstance(block.get("text"), str):
+            raise InvalidRequest(f"{where}.text: must be text", field=f"{where}.text")
+        texts.append(block["text"])
+    return "\n".join(texts)

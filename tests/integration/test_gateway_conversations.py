@@ -1,0 +1,176 @@
+"""Stored responses, resumed streams and failed streams of a gateway in front of a real or a scripted coordinator."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from gateway.auth import ApiKeys
+from specdec.errors import Unavailable, Unsupported
+from specdec.state.keys import response_key
+from specdec.state.redis_store import DEFAULT_SESSION_TTL_S
+from specdec.v1 import coordinator_pb2 as pb
+from tests.support.coordinator_rig import Rig, eventually, text_of, write_tokenizer
+from tests.support.gateway_rig import RunningGateway, running_gateway
+from tests.support.redis_fixture import redis_server, redis_url
+from tests.support.scripted_coordinator import ScriptedCoordinator, serve, started, tokens
+
+__all__ = ["redis_server", "redis_url"]
+
+TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+TEXT = "w5 w6 w7 w8"
+PROMPT = [5, 6, 7, 8]
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+EVENTS = {"accept": "text/event-stream"}
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    async with Rig(write_checkpoint=partial(write_tokenizer, chat_template=TEMPLATE)) as rig:
+        yield rig
+
+
+async def respond(running: RunningGateway, *, key: str = "", **body: Any) -> Any:
+    """The answer to a greedy request of 12 tokens for a response."""
+    fields = {"input": TEXT, "max_output_tokens": 12, "temperature": 0, "ignore_eos": True, **body}
+    return await running.http.post(RESPONSES, json=fields, headers=bearer(key))
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def data_of(text: str) -> list[dict[str, Any]]:
+    """The objects of a stream."""
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def one_failing_stream(request: pb.GenerateRequest) -> list[Any]:
+    return [started(request), tokens(0, [1]), Unsupported("no second token")]
+
+
+async def test_a_response_is_read_and_continued_by_its_own_tenant_alone(
+    rig: Rig, redis_url: str, tmp_path: Path
+) -> None:
+    coordinator = await rig.coordinator(tenant_header=True)
+    path = tmp_path / "keys"
+    path.write_text(
+        "".join(f"{hashlib.sha256(name.encode()).hexdigest()} {name} generate\n" for name in ("acme", "umbrella"))
+    )
+    async with running_gateway(coordinator.server.address, keys=ApiKeys(path), redis_url=redis_url) as running:
+        response = (await respond(running, key="acme")).json()
+        assert response["output"][0]["content"][0]["text"] == text_of(rig.greedy(PROMPT, 12))
+        place = f"{RESPONSES}/{response['id']}"
+        assert (await running.http.get(place, headers=bearer("acme"))).json() == response
+        for answer in (
+            await running.http.get(place, headers=bearer("umbrella")),
+            await running.http.delete(place, headers=bearer("umbrella")),
+            await respond(running, key="umbrella", previous_response_id=response["id"]),
+        ):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
+        assert (await running.http.get(place, headers=bearer("acme"))).status_code == 200
+
+
+async def test_another_gateway_continues_a_response_that_expires_with_its_session(rig: Rig, redis_url: str) -> None:
+    coordinator = await rig.coordinator()
+    async with running_gateway(coordinator.server.address, redis_url=redis_url) as running:
+        first = (await respond(running)).json()
+        async with Redis.from_url(redis_url) as store:
+            ttl_ms = await store.pttl(response_key("default", first["id"]))
+        assert 0 < ttl_ms <= DEFAULT_SESSION_TTL_S * 1000
+    async with running_gateway(coordinator.server.address, redis_url=redis_url) as running:
+        second = (await respond(running, input="w9", previous_response_id=first["id"])).json()
+        assert second["session_id"] == first["session_id"]
+        conversation = [*PROMPT, *await tokens_of(running, first["output"][0]["content"][0]["text"]), 9]
+        assert second["output"][0]["content"][0]["text"] == text_of(rig.greedy(conversation, 12))
+
+
+async def tokens_of(running: RunningGateway, text: str) -> list[int]:
+    return (await running.http.post("/tokenize", json={"prompt": text})).json()["tokens"]
+
+
+async def test_without_a_store_a_response_is_given_and_says_that_it_was_not_stored(rig: Rig) -> None:
+    coordinator = await rig.coordinator()
+    async with running_gateway(coordinator.server.address, redis_url="redis://127.0.0.1:1") as running:
+        response = (await respond(running)).json()
+        assert response["store"] is False
+        assert response["output"][0]["content"][0]["text"] == text_of(rig.greedy(PROMPT, 12))
+        answer = await running.http.get(f"{RESPONSES}/{response['id']}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unavailable")
+
+
+async def test_a_replayed_stream_has_null_sources_and_is_not_counted_twice(rig: Rig) -> None:
+    coordinator = await rig.coordinator()
+    async with running_gateway(coordinator.server.address) as running:
+        body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "session_id": "s"}
+        text = (await running.http.post("/v1/completions", json=body)).json()["choices"][0]["text"]
+        drafted = running.count("vllm:spec_decode_num_draft_tokens_total")
+        assert drafted > 0
+        place = "/v1/sessions/s?object=text_completion&return_provenance=true"
+        chunks = data_of((await running.http.get(place, headers=EVENTS)).text)
+        replayed = [chunk["specdec"] for chunk in chunks if "specdec" in chunk]
+        assert "".join(token["text"] for each in replayed for token in each["tokens"]) == text
+        assert {token["source"] for each in replayed for token in each["tokens"]} == {None}
+        assert {token["p"] for each in replayed for token in each["tokens"]} == {None}
+        assert [each["round"] for each in replayed] == [None] * len(replayed)
+        assert running.count("specdec:http_resumed_streams_total") == 1
+        assert running.count("vllm:spec_decode_num_draft_tokens_total") == drafted
+
+
+async def test_a_stream_that_is_continued_after_it_was_left_is_counted_once(rig: Rig) -> None:
+    coordinator = await rig.coordinator()
+    async with running_gateway(coordinator.server.address) as running:
+        body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True, "session_id": "s"}
+        async with running.http.stream("POST", "/v1/completions", json=body) as answer:
+            await anext(answer.aiter_bytes())
+        await eventually(lambda: not coordinator.generations.num_running)
+        assert running.count("vllm:spec_decode_num_draft_tokens_total") == 0
+        chunks = data_of((await running.http.get("/v1/sessions/s", headers=EVENTS)).text)
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        stats = (await running.http.get("/v1/sessions/s")).json()["stats"]
+        assert running.count("vllm:spec_decode_num_draft_tokens_total") == stats["num_draft_tokens"] > 0
+
+
+async def test_an_error_after_the_first_token_is_the_last_event_of_each_api() -> None:
+    server, endpoint = serve(ScriptedCoordinator([one_failing_stream]))
+    async with running_gateway(endpoint) as running:
+        answer = await respond(running, stream=True)
+        failed = data_of(answer.text)[-1]
+        assert (answer.status_code, failed["type"], failed["response"]["status"]) == (200, "response.failed", "failed")
+        assert failed["response"]["error"] == {"code": "unsupported", "message": "no second token"}
+        body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 12, "stream": True}
+        events = (await running.http.post(MESSAGES, json=body)).text
+        assert events.count("event: message_stop") == 0
+        assert data_of(events)[-1] == {
+            "type": "error",
+            "error": {"type": "invalid_request_error", "message": "no second token"},
+        }
+    server.stop(None)
+
+
+async def test_errors_before_the_first_token_have_the_status_and_form_of_their_api() -> None:
+    server, endpoint = serve(ScriptedCoordinator([lambda request: [Unavailable("no target")]]))
+    async with running_gateway(endpoint) as running:
+        body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 12, "stream": True}
+        answer = await running.http.post(MESSAGES, json=body)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "overloaded_error")
+        assert int(answer.headers["retry-after"]) >= 1
+        answer = await respond(running, stream=True)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_unavailable")
+    server.stop(None)
+
+
+async def test_messages_take_their_key_from_x_api_key(rig: Rig) -> None:
+    coordinator = await rig.coordinator()
+    body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 3}
+    async with running_gateway(coordinator.server.address, keys=ApiKeys(key="k", allow_anonymous=False)) as running:
+        refused = await running.http.post(MESSAGES, json=body)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+        assert (await running.http.post(MESSAGES, json=body, headers={"x-api-key": "k"})).status_code == 200
