@@ -10,7 +10,18 @@ from tests.support.gateway_system import claude, client, demo, greedy, sdk, syst
 from tests.support.redis_fixture import redis_server, redis_url
 from tests.support.tiny_models import build_tiny_model, build_tiny_pair
 
-__all__ = ["claude", "client", "demo", "greedy", "llama_pair", "other_draft", "redis_server", "redis_url", "sdk", "system"]
+__all__ = [
+    "claude",
+    "client",
+    "demo",
+    "greedy",
+    "llama_pair",
+    "other_draft",
+    "redis_server",
+    "redis_url",
+    "sdk",
+    "system",
+]
 
 
 @pytest.fixture(scope="session")

@@ -240,7 +240,10 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path) -> None:
     "damage", [lambda whole: whole[: len(whole) // 2], lambda whole: b"GGUF" + b"\xff" * 500], ids=["cut", "garbage"]
 )
 def test_the_conversion_of_a_damaged_file_ends_with_one_error(
-    tmp_path: Path, damage: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    damage: Callable[[bytes], bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "demo.gguf"
     path.write_bytes(damage(write_gguf(TARGET, path).read_bytes()))
@@ -250,9 +253,7 @@ def test_the_conversion_of_a_damaged_file_ends_with_one_error(
     assert json.loads(last)["error"].startswith("cannot be read: ")
 
 
-def test_digits_stay_alone_where_the_files_merges_were_learned_so(
-    tmp_path: Path, convert: Callable[..., Path]
-) -> None:
+def test_digits_stay_alone_where_the_files_merges_were_learned_so(tmp_path: Path, convert: Callable[..., Path]) -> None:
     """Blanks before a digit are one token then, as everywhere else, and not half of them the digit's."""
     path = write_gguf(TARGET, tmp_path / "demo.gguf", metadata={"tokenizer.ggml.pre": "smollm"})
     tokenizer = PreTrainedTokenizerFast.from_pretrained(convert(path, tokenizer_only=True))
