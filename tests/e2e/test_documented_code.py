@@ -11,10 +11,9 @@ import contextlib
 import io
 import re
 import shlex
-import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ import pytest
 
 from specdec.cli import up_flags
 from specdec.cli.__main__ import build_parser
-from tests.support.gateway_system import System, start_system
+from tests.support.gateway_system import System
 from tests.support.up_rig import ENVIRON, SPECDEC, specdec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,14 +131,6 @@ def require_taken(arguments: list[str]) -> None:
 
 PYTHON = [block for block in blocks() if block.language == "python"]
 COMMANDS = [(block.name, command) for block in blocks() if block.language in SHELL for command in block.commands]
-
-
-@pytest.fixture(scope="module")
-def demo() -> Iterator[System]:
-    demo = start_system()
-    yield demo
-    demo.process.send_signal(signal.SIGTERM)
-    demo.process.communicate()
 
 
 def at(demo: System, code: str) -> str:
