@@ -2,12 +2,14 @@
 MODULE DIR`.
 
 Runs the `main` of MODULE with the arguments that follow, on the worker that it loads itself. Before every step that
-worker looks at two files in DIR: while `hang` is there the step waits; the text of `fail` is raised as RuntimeError.
+worker looks at three files in DIR: while `hang` is there the step waits; the text of `fail` is raised as RuntimeError;
+the text of `slow` is the number of seconds that the step takes longer.
 Called by tests that need a process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import time
@@ -36,6 +38,8 @@ class InjuredWorker(Worker):
             time.sleep(_POLL_S)
         if (self._directory / "fail").exists():
             raise RuntimeError((self._directory / "fail").read_text())
+        with contextlib.suppress(FileNotFoundError):
+            time.sleep(float((self._directory / "slow").read_text()))
         return self._worker.execute(plan)
 
 
