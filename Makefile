@@ -26,7 +26,7 @@ export GRPC_VERBOSITY := ERROR
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations 15
 
 .PHONY: help setup demo real demo-real demo-pair peers test test-full test-real model-list reference docs docs-serve \
-	wheel-check test-gpu test-failure \
+	wheel-check test-gpu test-clients test-failure \
 	test-loaded mutants bench lint type proto proto-check k8s-validate images up down ci clean redis browser \
 	prometheus dashboards
 
@@ -169,6 +169,24 @@ wheel-check: setup redis  ## install the wheel into fresh environments: client a
 test-gpu: setup  ## what needs an NVIDIA GPU; skipped with the reason where there is none
 	$(BIN)/python -m pytest tests/gpu -s
 
+# They need other versions than constraints.txt has (certifi, python-dateutil), 300 MB and LiteLLM's long import. So their
+# environment is a layer of its own: packages that it lacks come from $(VENV).
+CLIENTS_VENV := .venv-clients
+CLIENTS := litellm==1.110.2 langchain-openai==1.7.4
+SITE_PACKAGES = python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+
+$(CLIENTS_VENV)/.installed: $(STAMP)
+	@$(BIN)/python -m venv $(CLIENTS_VENV)
+	@echo "import site; site.addsitedir('$$($(BIN)/$(SITE_PACKAGES))')" > $$($(CLIENTS_VENV)/bin/$(SITE_PACKAGES))/layer.pth
+	@echo "installing $(CLIENTS) (2 minutes)"
+	@$(CLIENTS_VENV)/bin/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) $(CLIENTS)
+	@touch $@
+
+test-clients: $(CLIENTS_VENV)/.installed  ## LiteLLM and LangChain's ChatOpenAI against the gateway, and their documentation
+	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest tests/e2e/test_gateway_langchain.py \
+		tests/e2e/test_gateway_litellm.py
+	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest tests/e2e/test_documented_code.py -k openai-clients.md
+
 test-failure: setup redis  ## what happens when parts die
 	$(PYTEST) tests/failure
 
@@ -228,4 +246,4 @@ down:  ## stop it and forget its state
 ci: browser prometheus lint type proto-check docs k8s-validate test  ## what CI runs
 
 clean:  ## forget environments and caches
-	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) $(PEERS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants *.egg-info
+	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(PEERS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants *.egg-info

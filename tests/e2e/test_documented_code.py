@@ -22,6 +22,7 @@ import pytest
 from specdec.cli import up_flags
 from specdec.cli.__main__ import build_parser
 from tests.support.gateway_system import System
+from tests.support.optional_clients import REASON, missing_from
 from tests.support.up_rig import ENVIRON, SPECDEC, specdec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,6 +150,8 @@ def test_every_block_has_a_language_that_is_known() -> None:
 def test_a_python_block_runs(block: Block, demo: System) -> None:
     # Otherwise it calls no system, or another one.
     assert any(word in block.code for word in (ADDRESS, HTTP_ADDRESS, "Client("))
+    if missing_from(block.code):
+        pytest.skip(f"{block.name}: {REASON}")
     environ = ENVIRON | {"SPECDEC_ENDPOINT": demo.grpc}
     result = subprocess.run([sys.executable, "-c", at(demo, block.code)], capture_output=True, text=True, env=environ)
     assert result.returncode == 0, result.stderr
