@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from gateway.metrics import GatewayMetrics
+from gateway.operations import measured_operation
 from gateway.tracing import traceparent
 from gateway.upstream import Served
 from specdec.client import AsyncClient, AsyncStream, Chunk, Completion, GenerateOptions
 from specdec.errors import InvalidRequest
+from specdec.observability.genai_metrics import Operation
 
 _SEEDS = 1 << 64
 #: Events that an output may be ahead of the others and of the connection.
@@ -87,8 +89,9 @@ def session_options(session_id: str | None, request_id: str | None, num_outputs:
 class Outputs:
     """The outputs of one request. Iterate `events` once, or await `completions`."""
 
-    def __init__(self, client: AsyncClient, jobs: Sequence[Job], metrics: GatewayMetrics) -> None:
-        self._client, self._jobs, self._metrics = client, jobs, metrics
+    def __init__(self, client: AsyncClient, jobs: Sequence[Job], metrics: GatewayMetrics, model: str) -> None:
+        """`model` is the name under which the request named its model."""
+        self._client, self._jobs, self._metrics, self._model = client, jobs, metrics, model
         self._began_s = time.monotonic()
         self._has_begun = [asyncio.Event() for _ in jobs]
         """Set for an output that has a token or has ended."""
@@ -121,10 +124,15 @@ class Outputs:
 
     async def _output(self, job: Job) -> AsyncGenerator[Event, None]:
         options = cast(GenerateOptions, {**job.options, "traceparent": traceparent()})
-        async with self._client.generate(job.prompt, stream=True, **options) as stream:
-            async for chunk in stream:
-                yield Event(job.index, stream, chunk)
-            yield Event(job.index, stream, None, await stream.result())
+        with measured_operation(self._metrics.genai, self._operation(job)) as measured:
+            async with self._client.generate(job.prompt, stream=True, **options) as stream:
+                async for chunk in stream:
+                    yield Event(job.index, stream, chunk)
+                measured.completion = await stream.result()
+                yield Event(job.index, stream, None, measured.completion)
+
+    def _operation(self, job: Job) -> Operation:
+        return Operation("chat" if "messages" in job.options else "text_completion", self._model)
 
     async def _merged(self) -> AsyncGenerator[Event, None]:
         queue: asyncio.Queue[Event | BaseException] = asyncio.Queue(_MAX_AHEAD * len(self._jobs))

@@ -40,7 +40,8 @@ def router(gateway: Gateway) -> APIRouter:
     async def create_response(body: ResponseRequest, request: Request) -> Response:
         """Continue a conversation, and keep it for the next turn."""
         served = await gateway.upstream.served()
-        shape = ResponseShape(f"resp_{uuid.uuid4().hex}", served.require(body.model), int(time.time()), body)
+        model = served.require(body.model)
+        shape = ResponseShape(f"resp_{uuid.uuid4().hex}", model, int(time.time()), body)
         body.require_supported()
         stored, client = _Stored(gateway, request), gateway.client(request)
         previous = await stored.read(body.previous_response_id) if body.previous_response_id else None
@@ -53,7 +54,7 @@ def router(gateway: Gateway) -> APIRouter:
         options.update(session_options(session_id, body.request_id, 1))  # type: ignore[typeddict-item]
         limit = body.max_output_tokens
         options["max_new_tokens"] = await room_of(client, served, options) if limit is None else limit
-        outputs = Outputs(client, plan([None], 1, options, body.seed), gateway.metrics)
+        outputs = Outputs(client, plan([None], 1, options, body.seed), gateway.metrics, model)
 
         async def finish(completion: Completion) -> dict[str, Any]:
             answer = shape.finished(completion)

@@ -45,9 +45,9 @@ def test_a_device_that_keeps_failing_ends_its_process_with_one_error_line(
     injured: Injured, reference: list[int], role: str
 ) -> None:
     stub = stub_of(injured.stack.endpoint)
+    injured.injure(role, "fail", _ILLEGAL_ADDRESS)
     stream = stub.Generate(ask(role, num_tokens=4 * NUM_TOKENS, gamma=1), timeout=_PATIENCE_S)
     output = read_some(stream, 8)
-    injured.injure(role, "fail", _ILLEGAL_ADDRESS)
     if role == "draft":
         read_rest(stream, output)
         assert output.token_ids == reference
@@ -74,10 +74,10 @@ def test_a_device_that_keeps_failing_ends_its_process_with_one_error_line(
 def test_a_target_whose_device_hangs_is_not_serving_until_its_step_ends(injured: Injured, reference: list[int]) -> None:
     stub, target = stub_of(injured.stack.endpoint), injured.stack.parts["target"]
     metrics = Endpoint(target.metrics)
-    stream = stub.Generate(ask("s", num_tokens=4 * NUM_TOKENS, gamma=1), timeout=_PATIENCE_S)
-    output = read_some(stream, 8)
     assert metrics.scrape_now().value("device_stalled") == 0
     injured.injure("target", "hang")
+    stream = stub.Generate(ask("s", num_tokens=4 * NUM_TOKENS, gamma=1), timeout=_PATIENCE_S)
+    output = read_some(stream, 8)
     with pytest.raises(grpc.RpcError) as caught:
         read_rest(stream, output)
     assert from_rpc_error(caught.value).reason == "REPLICA_UNAVAILABLE"
@@ -95,9 +95,10 @@ def test_a_target_whose_device_hangs_is_not_serving_until_its_step_ends(injured:
 
 
 def test_a_target_whose_device_hangs_can_be_terminated(injured: Injured) -> None:
+    injured.injure("target", "hang")
     stream = stub_of(injured.stack.endpoint).Generate(ask(num_tokens=4 * NUM_TOKENS, gamma=1), timeout=_PATIENCE_S)
     read_some(stream, 8)
-    injured.injure("target", "hang")
+    _until(lambda: Endpoint(injured.stack.parts["target"].metrics).scrape_now().value("device_stalled") == 1)
     process = injured.stack.parts["target"].process
     assert process is not None
     process.send_signal(signal.SIGTERM)
