@@ -35,14 +35,14 @@ def batches_of(rates: Mapping[str, list[float]]) -> dict[str, list[ObservedBatch
 def test_metrics_cost_the_time_of_their_calls_in_all_services() -> None:
     calls = {"coordinator": Observed(80, 0.003), "target_service": Observed(40, 0.001)}
     rows = metrics_rows(ROW, [CountedBatch(num_rounds=10, seconds=1.0, calls=calls)] * 3)
-    share = row_of(rows, "metrics", "in_process_share_of_round")
+    share = row_of(rows, "metrics, in process", "share_of_round")
     assert share.value == pytest.approx(0.004)
     assert not share.falls_short
-    assert row_of(rows, "coordinator", "in_process_us_per_round").value == pytest.approx(300.0)
-    assert row_of(rows, "target_service", "calls_per_round").value == pytest.approx(4.0)
+    assert row_of(rows, "coordinator, in process", "metrics_us_per_round").value == pytest.approx(300.0)
+    assert row_of(rows, "target_service, in process", "calls_per_round").value == pytest.approx(4.0)
     assert row_of(rows, "round", "time_per_round_ms").value == pytest.approx(100.0)
     dear = metrics_rows(ROW, [CountedBatch(num_rounds=10, seconds=0.3, calls=calls)] * 3)
-    assert row_of(dear, "metrics", "in_process_share_of_round").falls_short
+    assert row_of(dear, "metrics, in process", "share_of_round").falls_short
 
 
 def test_systems_are_compared_with_the_plain_one_pair_by_pair() -> None:
