@@ -169,6 +169,8 @@ class ProcessSystem:
                 first, *words = [*self._runner, module, *arguments]
                 self._children.append(Child(module, first, words, self._environ))
             self._wait_connected()
+            for child in self._children:
+                child.relay()  # from now on only warnings are shown, not a line for each request
         except BaseException:
             self._stop()
             raise
