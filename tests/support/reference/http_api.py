@@ -35,6 +35,7 @@ _BODIES = {
     "/v1/responses": Body(ResponseRequest, {"input": "x"}),
     "/v1/messages": Body(MessagesRequest, {"messages": _MESSAGES, "max_tokens": 1}),
 }
+_SESSION = "/v1/sessions/{session_id}"
 #: Routes whose body is described after these, by path.
 _OTHER_BODIES = ("/v1/messages/count_tokens", "/tokenize", "/detokenize")
 
@@ -76,17 +77,21 @@ def _routes(paths: Mapping[str, Any]) -> str:
         for method, operation in methods.items():
             text = operation["description"].partition("\n\n")[0]
             needs_key = "yes" if path.startswith(_GUARDED) else ""
-            rows.append((code(f"{method.upper()} {path.replace(':path', '')}"), sentence(text), needs_key))
+            rows.append(
+                (code(f"{method.upper()} {path.replace(':path', '')}"), sentence(text).removesuffix("."), needs_key)
+            )
     rows += [(code(route), text, "") for route, text in http_text.OTHER_ROUTES.items()]
     return _table(("Route", "What it does", "Key"), rows)
 
 
 def _headers() -> Iterator[str]:
-    retried = ", ".join(code(reason.lower()) for each, reason in _reasons() if "retry-after" in _headers_of(each, reason))
+    retried = [code(reason.lower()) for each, reason in _reasons() if "retry-after" in error_headers(each(""))]
     yield "Of requests:"
     yield items([item(code(name), text) for name, text in http_text.REQUEST_HEADERS.items()])
     yield "Of answers:"
-    yield items([item(code(name), text.format(retried=retried)) for name, text in http_text.ANSWER_HEADERS.items()])
+    yield items(
+        [item(code(name), text.format(retried=", ".join(retried))) for name, text in http_text.ANSWER_HEADERS.items()]
+    )
 
 
 def _request_fields(api: Mapping[str, Any]) -> Iterator[str]:
@@ -102,6 +107,7 @@ def _request_fields(api: Mapping[str, Any]) -> Iterator[str]:
     yield paragraph(http_text.REFUSED)
     yield items(refusal_items(refused))
     yield paragraph(http_text.PATHS)
+    yield paragraph(http_text.LIMIT)
     for path, body in _BODIES.items():
         yield f"### POST {path}"
         yield from _own_fields(body, schemas, refused)
@@ -109,8 +115,9 @@ def _request_fields(api: Mapping[str, Any]) -> Iterator[str]:
         own = _schema_of(api, path)
         yield f"### POST {path}"
         yield items([*field_items(own, schemas, [*own["properties"]])])
-    yield "### GET /v1/sessions/{session_id}"
-    parameters = {each["name"]: each["schema"] for each in _query_parameters(api, "/v1/sessions/{session_id}")}
+    yield f"### GET {_SESSION}"
+    yield paragraph(http_text.SESSION)
+    parameters = {each["name"]: each["schema"] for each in _query_parameters(api, _SESSION)}
     yield items([*field_items({"properties": parameters}, schemas, [*parameters])])
 
 
@@ -127,8 +134,6 @@ def _own_fields(body: Body, schemas: Mapping[str, Any], refused_by_all: Mapping[
     names = [name for name in schema["properties"] if name not in refused_by_all]
     refused = refusals(body, names, schema)
     yield items([*field_items(schema, schemas, [name for name in names if name not in {*shared, *refused}])])
-    if "max_tokens" not in schema.get("required", ()) and body.model is not CompletionRequest:
-        yield paragraph(http_text.LIMIT)
     if refused:
         yield http_text.REFUSED_HERE
         yield items(refusal_items(refused))
@@ -163,21 +168,22 @@ def _answers() -> Iterator[str]:
     ):
         yield title
         yield _json(example)
-    yield "`/v1/sessions/{session_id}`:"
+    yield "The record of `/v1/sessions/{session_id}`:"
     yield _meanings("session", http_examples.session_answer())
+    yield "Short answers:"
+    yield items([item(code(route), text) for route, text in http_text.SHORT_ANSWERS.items()])
 
 
 def _streams() -> Iterator[str]:
     yield paragraph(http_text.STREAMS)
     yield "### Chat and text completions"
-    yield paragraph("""Every event is a chunk, and the last one is `[DONE]`. With `stream_options.include_usage`, the chunk
-        before it has the usage and no choices. A chunk with `return_provenance`:""")
+    yield paragraph(http_text.CHUNKS)
     yield _json(http_examples.chat_chunk())
     yield paragraph("A chunk of `/v1/completions`:")
     yield _json(http_examples.completion_chunk())
     yield "### Responses"
     yield items([*_event_items(http_examples.response_events())])
-    yield paragraph("The last event is `response.incomplete` if the output reached its limit, else `response.completed`.")
+    yield paragraph(http_text.RESPONSE_END)
     yield "### Messages"
     yield items([*_event_items(http_examples.message_events())])
 
@@ -193,7 +199,9 @@ def _errors(api: Mapping[str, Any]) -> Iterator[str]:
     described = {int(status): text for status, text in _described_statuses(api).items()} | {405: _METHOD_NOT_ALLOWED}
     codes: dict[int, list[str]] = {status: [] for status in sorted(described)}
     for each, reason in _reasons():
-        codes[_status(each, reason)].append(code(reason.lower()))
+        if code(reason.lower()) not in codes[_status(each, reason)]:
+            codes[_status(each, reason)].append(code(reason.lower()))
+    codes[408].append(code(example.reason.lower()))
     yield paragraph(http_text.ERRORS)
     yield _json(error_object(example))
     heads = ("Status", "`type`", "`type` of `/v1/messages`", "Class of OpenAI's client")
@@ -210,14 +218,16 @@ def _described_statuses(api: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _error_row(status: int) -> tuple[str, str, str, str]:
-    by_status = {each.status_code: each.__name__ for each in _client_classes() if isinstance(getattr(each, "status_code", None), int)}
-    other = "InternalServerError" if status >= 500 else "APIStatusError"
     kind = anthropic_error_object(InvalidRequest(""), status)["error"]["type"]
-    return str(status), code(type_of(status)), code(kind), code(by_status.get(status, other))
+    return str(status), code(type_of(status)), code(kind), code(_client_class(status))
 
 
-def _client_classes() -> list[Any]:
-    return openai.APIStatusError.__subclasses__()
+def _client_class(status: int) -> str:
+    """Return the name of the class that OpenAI's client raises for a status."""
+    for each in openai.APIStatusError.__subclasses__():
+        if getattr(each, "status_code", None) == status:
+            return each.__name__
+    return (openai.InternalServerError if status >= 500 else openai.APIStatusError).__name__
 
 
 def _reasons() -> list[tuple[type[SpecdecError], str]]:
@@ -232,10 +242,6 @@ def _reasons() -> list[tuple[type[SpecdecError], str]]:
 
 def _status(each: type[SpecdecError], reason: str) -> int:
     return _STATUS_BY_REASON.get(reason, status_of(each("")))
-
-
-def _headers_of(each: type[SpecdecError], reason: str) -> Mapping[str, str]:
-    return error_headers(each("", reason=reason))
 
 
 def _meanings(name: str, example: Mapping[str, Any]) -> str:

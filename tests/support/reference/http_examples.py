@@ -1,4 +1,4 @@
-"""Answers and stream events of the HTTP API: what the gateway's own encoders make of one output that is always the same.
+"""Answers and stream events of the HTTP API: what the gateway's own encoders make of one fixed output.
 
 The output has three tokens of one round: two draft tokens that were accepted, and the target's token after them.
 """
@@ -23,8 +23,18 @@ from gateway.schemas.completions import CompletionRequest
 from gateway.schemas.messages import MessagesRequest
 from gateway.schemas.responses import ResponseRequest
 from gateway.upstream import Served
-from specdec.client import AsyncStream, Chunk, Completion, GenerationStats, ServerInfo, Session, TokenDetail, Usage
-from specdec.client.server_info import Pool
+from specdec.client import (
+    AsyncStream,
+    Chunk,
+    Completion,
+    GenerationStats,
+    Pool,
+    Replica,
+    ServerInfo,
+    Session,
+    TokenDetail,
+    Usage,
+)
 from specdec.types import TokenSource
 from tests.support.reference.markdown import WIDTH
 
@@ -43,12 +53,13 @@ _CHUNK = Chunk(0, (10, 287, 1044), "\nimport sys", _DETAILS, 2)
 _COMPLETION = Completion(
     SESSION, "", _CHUNK.text, _CHUNK.token_ids, "length", Usage(9, 3, 0), _STATS, _DETAILS, _FINGERPRINT
 )
-_STREAM = cast(
-    AsyncStream, SimpleNamespace(session_id=SESSION, num_prompt_tokens=9, target_fingerprint=_FINGERPRINT)
-)
+_STREAM = cast(AsyncStream, SimpleNamespace(session_id=SESSION, num_prompt_tokens=9, target_fingerprint=_FINGERPRINT))
 _INFO = ServerInfo(
     "0.1.0", "models/demo/target", "c1d2", 4096, 2048, 16,
-    (Pool("default", "target", "models/demo/target", ()), Pool("draft", "draft", "models/demo/draft", ())),
+    (
+        Pool("default", "target", "models/demo/target", (Replica("target-0", "10.0.0.2:50071", False, 1, 0.1),)),
+        Pool("draft", "draft", "models/demo/draft", (Replica("draft-0", "10.0.0.3:50061", False, 1, 0.1),)),
+    ),
     default_sampling={"temperature": 0.7},
 )  # fmt: skip
 
@@ -90,12 +101,12 @@ def session_answer() -> dict[str, Any]:
 
 def chat_chunk() -> dict[str, Any]:
     """Return the chunk that has the tokens."""
-    return dict(_events(ChatChunks(_chunk_options(has_provenance=True)))[1].data)
+    return dict(_events(ChatChunks(_chunk_options("chatcmpl-1", has_provenance=True)))[1].data)
 
 
 def completion_chunk() -> dict[str, Any]:
     """Return the chunk that has the tokens."""
-    return dict(_events(CompletionChunks(_chunk_options()))[0].data)
+    return dict(_events(CompletionChunks(_chunk_options("cmpl-1")))[0].data)
 
 
 def response_events() -> list[SentEvent]:
@@ -141,10 +152,10 @@ def _message_body() -> MessagesRequest:
     return MessagesRequest.model_validate({"messages": _MESSAGES, "max_tokens": 3})
 
 
-def _chunk_options(*, has_provenance: bool = False) -> ChunkOptions:
+def _chunk_options(answer_id: str, *, has_provenance: bool = False) -> ChunkOptions:
     options = StreamOptions(include_usage=True)
     return ChunkOptions(
-        "chatcmpl-1", MODEL, _CREATED, stream_options=options, has_provenance=has_provenance, has_event_ids=True
+        answer_id, MODEL, _CREATED, stream_options=options, has_provenance=has_provenance, has_event_ids=True
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from coordinator.front.raw_params import RawGenerationParams, RawSamplingParams, RawSpeculationParams
+from coordinator.front.raw_params import RawGenerationParams, RawSamplingParams
 from coordinator.front.validation import ServingLimits, validate_request
 from gateway.sampling import SamplingFields
 from specdec.errors import InvalidRequest
@@ -35,22 +35,19 @@ _BOUNDS = {
 _LARGE = 1 << 31
 #: Values that are tried on a field until one is refused as not supported.
 _PROBES = (True, False, 2, "x", ["x"], {"type": "x"}, {"format": {"type": "x"}})
-_ONLY = re.compile(r"Only (?P<accepted>.+) is supported")
+_ONLY = re.compile(r"Only (the format )?(?P<accepted>.+) is supported")
 _REASON = "is not supported: "
 _LIMITS = ServingLimits(1000, 2048, 16, (), Mode.REJECTION)
 
-#: Requests beyond the limits that only the coordinator checks, by the field's name over HTTP.
+#: Requests beyond limits of the coordinator that no schema and no description tells, by the field's name over HTTP.
 _BEYOND: Mapping[str, Sequence[RawGenerationParams]] = {
     "temperature": [RawGenerationParams(prompt="x", sampling=RawSamplingParams(temperature=-1))],
-    "top_p": [RawGenerationParams(prompt="x", sampling=RawSamplingParams(top_p=2))],
     "min_p": [RawGenerationParams(prompt="x", sampling=RawSamplingParams(min_p=1))],
-    "repetition_penalty": [RawGenerationParams(prompt="x", sampling=RawSamplingParams(repetition_penalty=0))],
     "stop": [
         RawGenerationParams(prompt="x", sampling=RawSamplingParams(stop=stop)) for stop in (["x"] * 100, ["x" * 10000])
     ],
     "session_id": [RawGenerationParams(prompt="x", session_id="!")],
     "request_id": [RawGenerationParams(prompt="x", request_id="!")],
-    "task": [RawGenerationParams(prompt="x", speculation=RawSpeculationParams(task="x" * 1000))],
 }
 
 
@@ -152,10 +149,15 @@ def _plural(kind: str) -> str:
 def _bounds(field: Mapping[str, Any]) -> Iterator[str]:
     """Yield the bounds of a field, or of the first of its alternatives that has any."""
     for each in (field, *field.get("anyOf", ())):
-        found = [text.format(_number(each[name])) for name, text in _BOUNDS.items() if name in each]
+        found = [_bound(text, each[name]) for name, text in _BOUNDS.items() if name in each]
         if found:
             yield from found
             return
+
+
+def _bound(text: str, value: float) -> str:
+    told = text.format(_number(value))
+    return told.replace("entries", "entry") if value == 1 else told
 
 
 def _number(value: float) -> str:

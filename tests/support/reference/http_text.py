@@ -1,13 +1,13 @@
-"""Texts of the HTTP page: what the OpenAPI document does not say. A field of an answer without a line fails the page."""
+"""Texts of the HTTP page that the OpenAPI document lacks. A field of an answer without a meaning fails the page."""
 
 from __future__ import annotations
 
-INTRODUCTION = """The gateway answers in the form of OpenAI's API and, under `/v1/messages`, of Anthropic's. [Use the HTTP
-API](../how-to/http-api.md) shows it with curl and with the clients of both. `/openapi.json` describes the same routes
-for programs, and `/` is the [playground](../how-to/playground.md)."""
+INTRODUCTION = """The gateway answers in the form of OpenAI's API and, under `/v1/messages`, of Anthropic's. The guide
+[Use the HTTP API](../how-to/http-api.md) shows it with curl and with the clients of both. `/openapi.json` describes the
+same routes for programs, and `/` is the [playground](../how-to/playground.md)."""
 
-BODIES = """A body is a JSON object. Numbers and flags are strict: the text `"1"` is refused as a number. Fields that are
-not on this page are ignored, as OpenAI does. `null` means the same as leaving a field out. A larger body than
+BODIES = """A body is a JSON object. Numbers and flags are strict: the text `"1"` is refused as a number. Fields that
+are not on this page are ignored, as OpenAI does. `null` means the same as leaving a field out. A larger body than
 `--max-body-bytes` is refused, and so is a body that takes longer than `--body-timeout-s`. The connection speaks
 HTTP/1.1."""
 
@@ -19,23 +19,32 @@ SHARED = """These fields have the same meaning for `/v1/chat/completions`, `/v1/
 
 DEFAULTS = """Unless `--generation-config off` is set, a field that is absent takes the value of the model's
 `generation_config.json`: {names}. `/v1/models` shows these values as `default_sampling`. Without such a value the
-temperature is 1.0 and nothing is filtered or penalised."""
+temperature is 1.0 and nothing is filtered or penalised. `speculation.gamma` is at most `max_gamma` of `/v1/models`."""
 
-REFUSED = """The gateway knows these fields and refuses them with status 400 and the code `unsupported`, with the reason:"""
+REFUSED = """The gateway knows these fields and refuses them with status 400, the code `unsupported` and the reason:"""
 
 REFUSED_HERE = "Refused here:"
 
 PATHS = """The model's chat template renders every conversation. Without one, only `/v1/completions` works; the other
 routes answer `no_chat_template`. A list of content parts may have parts of type `text` alone."""
 
-LIMIT = """Without a limit on output tokens, an output may fill the context (`max_model_len` of `/v1/models`), or be as
-long as the model recommends."""
+LIMIT = """Without a limit on output tokens, the output of a chat or a response may fill the context (`max_model_len` of
+`/v1/models`), or be as long as the model recommends. A completion then has at most 16 tokens, and a message must give a
+limit."""
+
+CHUNKS = """Every event is a chunk, and the last one is `[DONE]`. The first chunk of a chat has the role, and the last
+chunk of a choice its `finish_reason`. With `stream_options.include_usage`, one more chunk has the usage and no choices.
+A chunk with `return_provenance`:"""
+
+RESPONSE_END = "The last event is `response.incomplete` if the output reached its limit, else `response.completed`."
+
+SESSION = """Query parameters of a stream ([Resume a stream](#resume-a-stream)); the session's record has none:"""
 
 ANSWER = """An answer has the fields of the API whose route was called, and some of ours: `session_id`, in every answer
 and choice, and the following two on request. `system_fingerprint` is the fingerprint of the target model."""
 
-METRICS = """`return_metrics` (or `stream_options.include_metrics`) adds `metrics.speculative_decoding`, in a stream with
-the last chunk. The first six fields have vLLM's meaning."""
+METRICS = """`return_metrics` (or `stream_options.include_metrics`) adds `metrics.speculative_decoding`, in a stream
+with the last chunk. The names are those of vLLM's counters where there is one."""
 
 PROVENANCE = """`return_provenance` adds `specdec`: the source of every token of the choice, and in a stream also the
 round that made the chunk. Tokens of one chunk come from one round."""
@@ -56,8 +65,8 @@ RESUME = (
     """Tokens that are sent again have `source`, `p` and `q` null in their provenance, because these are not stored.""",
 )
 
-ERRORS = """An error of OpenAI's routes is an object `error` with `message`, `type`, `param` (the field at fault, or null)
-and `code` (the [reason](errors.md) in lower case). An error of `/v1/messages` has `type` and `message` alone."""
+ERRORS = """An error of OpenAI's routes is an object `error` with `message`, `type`, `param` (the field at fault, or
+null) and `code` (the [reason](errors.md) in lower case). An error of `/v1/messages` has `type` and `message` alone."""
 
 ERROR_ENDS = (
     """After the first event the status cannot change. A chat or text completion then ends with an event of the error
@@ -67,11 +76,11 @@ ERROR_ENDS = (
 )
 
 REQUEST_HEADERS = {
-    "Authorization": "`Bearer KEY`: the API key.",
+    "Authorization": "`Bearer KEY`, with the API key.",
     "x-api-key": "The API key, as Anthropic's clients send it; `Authorization` wins.",
     "Content-Type": "`application/json`, with every body.",
     "Accept": "`text/event-stream` asks for event ids, and for the stream of a session.",
-    "Last-Event-ID": "`SESSION:INDEX`: the last event that a client has of a session's stream.",
+    "Last-Event-ID": "`SESSION:INDEX`, the last event that a client has of a session's stream.",
     "traceparent": "W3C trace context, which the [trace](../how-to/trace.md) of the request continues.",
 }
 ANSWER_HEADERS = {
@@ -80,8 +89,18 @@ ANSWER_HEADERS = {
     "Allow": "The methods of the path, with status 405.",
 }
 
+#: Fields of short answers, by their routes.
+SHORT_ANSWERS = {
+    "POST /tokenize": "`count`, `max_model_len` and `tokens`, the ids.",
+    "POST /detokenize": "`prompt`, the text.",
+    "POST /v1/messages/count_tokens": "`input_tokens`.",
+    "GET /v1/models": "`data`, a list of models in the form below.",
+    "DELETE": "`id`, `object` and `deleted`.",
+    "GET /ready": "`status` and `num_targets`, the number of target replicas.",
+}
+
 #: Routes that the document leaves out: path and description.
-OTHER_ROUTES = {"GET /openapi.json": "This interface for programs.", "GET /": "The playground."}
+OTHER_ROUTES = {"GET /openapi.json": "This interface for programs", "GET /": "The playground"}
 
 #: Meaning of each field of ours in answers, by the object and the field.
 MEANINGS = {
@@ -103,7 +122,7 @@ MEANINGS = {
     "token": {
         "token_id": "id of the token",
         "text": "text that the token completed",
-        "source": "`accepted`, `corrected`, `bonus` or `target` ([playground](../how-to/playground.md#read-the-output))",
+        "source": "`accepted`, `corrected`, `bonus` or `target` ([meaning](../how-to/playground.md#read-the-output))",
         "p": "the target's probability after the sampling filters",
         "q": "the draft's probability; 0 without a draft token",
         "draft_pool": "pool that drafted",

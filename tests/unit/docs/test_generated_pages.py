@@ -14,7 +14,14 @@ from tests.support.reference.proto_comments import read_comments
 from tests.support.reference.speed_chart import chart
 
 #: Schemas of answers and of the framework.
-ANSWERS = {"ErrorAnswer", "ErrorDetail", "AnthropicErrorAnswer", "AnthropicErrorDetail", "HTTPValidationError", "ValidationError"}
+ANSWERS = {
+    "ErrorAnswer",
+    "ErrorDetail",
+    "AnthropicErrorAnswer",
+    "AnthropicErrorDetail",
+    "HTTPValidationError",
+    "ValidationError",
+}
 
 
 @pytest.mark.parametrize(("name", "text"), [*expected()], ids=lambda value: value if len(value) < 60 else "")
@@ -90,7 +97,7 @@ def test_every_meaning_is_that_of_a_field_of_an_answer() -> None:
     "line",
     [
         "- `temperature` (number, at least 0): 0 selects greedy decoding.",
-        "`tools`, `tool_choice` (only `\"none\"` is accepted)",
+        '- `tool_choice` (only `"none"` is accepted): There are no grammars yet.',
         "| 409 | `invalid_request_error` |",
         "- `response.output_text.delta`:",
     ],
