@@ -138,7 +138,7 @@ MEANINGS = {
         "object": "`session`",
         "status": "`running` or `idle`",
         "num_tokens": "tokens of the session, prompts included",
-        "turn": "number of its last turn",
+        "turn": "number of its last turn, from 0",
         "expires_in_s": "seconds until it expires if nothing continues it",
         "stats": "counters and times of its last turn",
     },
