@@ -37,7 +37,7 @@ def router(gateway: Gateway) -> APIRouter:
             bool, Query(description="Tell for every token of a stream which part of the system it came from.")
         ] = False,
     ) -> Response:
-        """Return a session's record.
+        """Return a session's record, or its last output as a stream.
 
         With the header `Accept: text/event-stream`, stream the session's last output instead: from its beginning, or
         after the event that `Last-Event-ID` names. An output that was interrupted is continued.
