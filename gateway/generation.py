@@ -1,7 +1,8 @@
 """Runs the outputs of one request: the only place of the gateway that calls `generate`.
 
 Several outputs of one prompt are sessions of their own. The first starts alone and the others follow once its first
-token has come, because they then find the keys and values of their common prompt.
+token has come, because they then find the keys and values of their common prompt. An encoder such as `gateway.chunks`
+makes an answer of what they give.
 """
 
 from __future__ import annotations

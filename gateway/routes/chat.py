@@ -1,4 +1,4 @@
-"""/v1/chat/completions."""
+"""/v1/chat/completions: a request becomes outputs of `gateway.generation`, and these become chunks or one answer."""
 
 from __future__ import annotations
 

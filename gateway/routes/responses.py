@@ -72,7 +72,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.delete("/v1/responses/{response_id}", response_model=None, responses=ERRORS)
     async def delete_response(response_id: str, request: Request) -> Response:
-        """Delete a stored response, and its session unless another response continues it."""
+        """Delete a stored response, and its session if nothing continues it."""
         stored, client = _Stored(gateway, request), gateway.client(request)
         record = await stored.read(response_id, field="response_id")
         if session_id := await _session_of(client, record):

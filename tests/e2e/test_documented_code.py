@@ -148,8 +148,8 @@ def test_every_block_has_a_language_that_is_known() -> None:
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.name)
 def test_a_python_block_runs(block: Block, demo: System) -> None:
-    # Otherwise it calls no system, or another one.
-    assert any(word in block.code for word in (ADDRESS, HTTP_ADDRESS, "Client("))
+    # Otherwise it calls no system, or another one; the guide for moving from Transformers also shows their side.
+    assert any(word in block.code for word in (ADDRESS, HTTP_ADDRESS, "Client(", "assistant_model="))
     if missing_from(block.code):
         pytest.skip(f"{block.name}: {REASON}")
     environ = ENVIRON | {"SPECDEC_ENDPOINT": demo.grpc}
