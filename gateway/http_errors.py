@@ -115,12 +115,10 @@ def read_validation_error(errors: Sequence[Mapping[str, Any]], content_type: str
     """Return the error of a request body that pydantic has refused.
 
     Args:
-        errors: pydantic's errors. The first is told, or a deeper one in the same field: a list of the right kind with a
-            wrong element is also no text, where a text may stand in its place.
+        errors: pydantic's errors, one of which is told.
         content_type: the request's header.
     """
-    at = _path(errors[0]["loc"])
-    first = max((each for each in errors if _path(each["loc"]).startswith(at)), key=lambda each: _depth(each["loc"]))
+    first = _most_telling(errors)
     kind, message = str(first["type"]), str(first["msg"])
     if kind == "json_invalid":
         detail = (first.get("ctx") or {}).get("error", message)
@@ -140,14 +138,23 @@ def _path(location: Sequence[Any]) -> str:
     for part in location[1:_MAX_PATH_PARTS]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif re.fullmatch(r"[a-z][a-z0-9_]*", str(part)) and not (path and str(part) in _ALTERNATIVES):
+        elif re.fullmatch(r"[a-z][a-z0-9_]{0,63}", str(part)) and not (path and str(part) in _ALTERNATIVES):
             path += f".{part}" if path else str(part)
     return path
 
 
-def _depth(location: Sequence[Any]) -> int:
-    path = _path(location)
-    return path.count(".") + path.count("[")
+def _most_telling(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the first error, or one of another alternative of its field that the value comes closer to.
+
+    A list with a wrong element, or of a wrong length, is also no text where a text may stand in its place.
+    """
+
+    def closeness(error: Mapping[str, Any]) -> tuple[int, bool]:
+        path = _path(error["loc"])
+        return path.count(".") + path.count("["), not error["type"].endswith("_type")
+
+    at = _path(errors[0]["loc"])
+    return max((error for error in errors if _path(error["loc"]).startswith(at)), key=closeness)
 
 
 #: Names that pydantic gives to the alternatives of a union.

@@ -72,6 +72,7 @@ REFUSED = [
     (RESPONSES, '"input": [{"role": "user", "content": [{"type": "text", "text": 5}]}]', "input[0].content[0].text"),
     (RESPONSES, '"input": [5]', "input[0]"),
     (RESPONSES, '"input": "w5", "metadata": {"a": 5}', "metadata.a"),
+    (RESPONSES, f'"input": "w5", "metadata": {{"{"a" * 100_000}": 5}}', "metadata"),
     (RESPONSES, '"input": "w5", "text": 5', "text"),
     (RESPONSES, '"input": "w5", "include": [5]', "include[0]"),
     (RESPONSES, '"input": "w5", "previous_response_id": 5', "previous_response_id"),
@@ -122,6 +123,7 @@ async def test_a_hostile_body_is_a_400_with_the_error_object_that_names_its_fiel
             given = error["param"] if path == RESPONSES else error["param"].partition("[")[0]
             assert given == (param if path == RESPONSES else param.partition("[")[0]), (fields[:80], error)
             assert error["type"] == "invalid_request_error"
+            assert len(error["message"]) < 1000
         await nothing_runs(running, coordinator)
 
 
