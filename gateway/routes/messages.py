@@ -45,6 +45,7 @@ def router(gateway: Gateway) -> APIRouter:
     async def count_message_tokens(body: CountTokensRequest, request: Request) -> Response:
         """Return the number of tokens of a conversation."""
         (await gateway.upstream.served()).require(body.model)
+        body.require_supported()
         token_ids = await gateway.client(request).tokenize(
             messages=body.conversation(), chat_template_kwargs=body.chat_template_kwargs
         )
