@@ -176,7 +176,7 @@ def _add_smg_contract(
     try:
         from coordinator.front.smg_servicer import SmgServicer
     except ModuleNotFoundError as error:
-        missing = f'package {error.name} is not installed: run pip install "specdec[smg]"'
+        missing = 'package smg-grpc-proto is not installed: run pip install "specdec[smg]"'
         raise Unsupported(f"worker_contract: {missing}", field="worker_contract") from error
     SmgServicer(
         opener=opener,

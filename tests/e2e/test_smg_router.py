@@ -10,14 +10,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
+from tokenizers import Tokenizer
 
 from tests.support.gateway_system import joined
 from tests.support.scraping import Endpoint, Page
 from tests.support.stack import Stack, free_port
 
-pytestmark = pytest.mark.skipif(find_spec("smg") is None, reason="the router is not installed (pip install smg)")
+pytestmark = pytest.mark.skipif(
+    find_spec("smg") is None, reason='the router is not installed (pip install "specdec[router]")'
+)
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 MODEL = "target"
@@ -103,10 +107,29 @@ def test_a_chat_has_the_text_of_our_gateway_whether_it_is_streamed_or_not(
 def test_a_completion_and_a_stop_string_give_the_text_of_our_gateway(
     router: openai.OpenAI, gateway: openai.OpenAI
 ) -> None:
-    fields: Any = {"model": MODEL, "prompt": "def read_lines(path):", "max_tokens": 48, "temperature": 0}
-    for extra in ({}, {"stop": ["return"]}):
-        expected, got = (client.completions.create(**fields, **extra).choices[0] for client in (gateway, router))
+    """The router encodes the prompt of a completion without the special token that begins a text."""
+    text = "def read_lines(path):"
+    token_ids = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    for extra in ({}, {"stop": ["raise"]}):
+        fields: Any = {"model": MODEL, "max_tokens": 48, "temperature": 0, **extra}
+        expected = gateway.completions.create(prompt=token_ids, **fields).choices[0]
+        got = router.completions.create(prompt=text, **fields).choices[0]
         assert (got.text, got.finish_reason) == (expected.text, expected.finish_reason)
+    assert got.finish_reason == "stop"
+
+
+def test_responses_and_messages_of_the_router_have_the_same_text(router: openai.OpenAI, gateway: openai.OpenAI) -> None:
+    expected = chat(gateway, PROMPTS[0]).choices[0].message.content
+    response = router.responses.create(model=MODEL, input=PROMPTS[0], max_output_tokens=48, temperature=0)
+    assert response.output_text == expected
+    with anthropic.Anthropic(base_url=str(router.base_url).removesuffix("/v1/"), api_key="unused") as claude:
+        message = claude.messages.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": PROMPTS[0]}],
+            max_tokens=48,
+            extra_body={"temperature": 0},
+        )
+    assert message.content[0].text == expected
 
 
 def test_tools_reach_the_model_without_a_grammar_and_a_forced_call_is_refused(router: openai.OpenAI) -> None:

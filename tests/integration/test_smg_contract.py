@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import sys
 import zipfile
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,11 +20,22 @@ from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
+from coordinator.replicas.replica import TARGET
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.tenant import TENANT_KEY
-from tests.support.coordinator_rig import PROMPT, VOCABULARY, Coordinator, Rig, eventually, write_tokenizer
+from tests.support.coordinator_rig import (
+    PROMPT,
+    VOCABULARY,
+    Coordinator,
+    Rig,
+    eventually,
+    start_service,
+    write_tokenizer,
+)
 from tests.support.coordinator_rig import request as own_request
+from tests.support.stack import free_port
 
+ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
@@ -72,10 +86,10 @@ def request(*, stream: bool = True, request_id: str = "r-1", **params: Any) -> p
     )
 
 
-async def run(worker: Worker, message: pb.GenerateRequest) -> Answer:
+async def run(stub: VllmEngineStub, message: pb.GenerateRequest) -> Answer:
     """Run a request to its end."""
     answer = Answer()
-    async for response in worker.stub.Generate(message):
+    async for response in stub.Generate(message):
         assert answer.complete is None, "a message follows the last one"
         if response.WhichOneof("response") == "chunk":
             answer.chunks.append(response.chunk)
@@ -86,7 +100,7 @@ async def run(worker: Worker, message: pb.GenerateRequest) -> Answer:
 
 async def test_the_tokens_are_those_of_our_own_contract_whether_they_are_streamed_or_not(worker: Worker) -> None:
     expected = (await worker.coordinator.generate(own_request())).token_ids
-    streamed, whole = await run(worker, request()), await run(worker, request(stream=False, request_id="r-2"))
+    streamed, whole = await run(worker.stub, request()), await run(worker.stub, request(stream=False, request_id="r-2"))
     assert streamed.token_ids == expected
     assert len(streamed.chunks) > 1
     assert [chunk.completion_tokens for chunk in streamed.chunks] == [len(each.token_ids) for each in streamed.chunks]
@@ -101,27 +115,30 @@ async def test_the_end_counts_the_draft_tokens_and_the_accepted_ones() -> None:
     async with Rig(draft_salt=0) as rig:  # a perfect draft, so the server does not stop drafting
         worker = worker_of(rig, await rig.coordinator(has_smg_contract=True))
         for stream in (False, True):
-            complete = (await run(worker, request(stream=stream))).complete
+            complete = (await run(worker.stub, request(stream=stream))).complete
             assert 0 < complete.spec_accepted_tokens <= complete.spec_draft_tokens
 
 
 async def test_an_output_ends_at_stop_tokens_and_stop_strings_with_the_reason_stop(worker: Worker) -> None:
     tokens = worker.rig.greedy(PROMPT, 24)
     for stop in ({"stop_token_ids": [tokens[3]]}, {"stop": [f"w{tokens[3]}"]}):
-        answer = await run(worker, request(**stop))
+        answer = await run(worker.stub, request(**stop))
         assert (answer.complete.finish_reason, answer.token_ids) == ("stop", tokens[: tokens.index(tokens[3]) + 1])
 
 
 async def test_without_a_limit_the_output_fills_the_context(worker: Worker) -> None:
     message = request(stream=False)
     message.sampling_params.ClearField("max_tokens")
-    complete = (await run(worker, message)).complete
+    complete = (await run(worker.stub, message)).complete
     assert complete.prompt_tokens + complete.completion_tokens == 512
     assert complete.finish_reason == "length"
 
 
 async def test_logprobs_belong_to_the_tokens_they_come_with(worker: Worker) -> None:
-    streamed, whole = await run(worker, request(logprobs=2)), await run(worker, request(stream=False, logprobs=2))
+    streamed, whole = (
+        await run(worker.stub, request(logprobs=2)),
+        await run(worker.stub, request(stream=False, logprobs=2)),
+    )
     for chunk in streamed.chunks:
         assert list(chunk.output_logprobs.token_ids) == list(chunk.token_ids)
     found = whole.complete.output_logprobs
@@ -129,15 +146,15 @@ async def test_logprobs_belong_to_the_tokens_they_come_with(worker: Worker) -> N
     for token_id, logprob, top in zip(found.token_ids, found.token_logprobs, found.top_logprobs, strict=True):
         assert (len(top.token_ids), top.token_ids[0]) == (2, token_id)  # greedy: the likeliest token
         assert top.values[0] == logprob <= 0
-    assert not (await run(worker, request(stream=False))).complete.HasField("output_logprobs")
+    assert not (await run(worker.stub, request(stream=False))).complete.HasField("output_logprobs")
 
 
 async def test_a_seed_decides_a_sampled_output_and_may_be_negative() -> None:
     sampled = {"temperature": 1.0, "seed": -7}
     async with Rig(drafts=0) as rig:  # the length of drafts, which the server chooses, changes what a seed gives
         worker = worker_of(rig, await rig.coordinator(has_smg_contract=True))
-        first, second = [(await run(worker, request(**sampled))).token_ids for _ in range(2)]
-        other = (await run(worker, request(**{**sampled, "seed": -8}))).token_ids
+        first, second = [(await run(worker.stub, request(**sampled))).token_ids for _ in range(2)]
+        other = (await run(worker.stub, request(**{**sampled, "seed": -8}))).token_ids
     assert first == second != other
 
 
@@ -193,7 +210,7 @@ async def test_a_field_that_cannot_be_honoured_is_refused_by_name(
     worker: Worker, field_name: str, params: dict[str, Any]
 ) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match=field_name) as caught:
-        await run(worker, request(**params))
+        await run(worker.stub, request(**params))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -209,14 +226,14 @@ async def test_a_prompt_must_be_token_ids_that_the_context_holds(worker: Worker)
     }
     for told, message in refused.items():
         with pytest.raises(grpc.aio.AioRpcError, match=told) as caught:
-            await run(worker, message)
+            await run(worker.stub, message)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_full_queue_is_resource_exhausted(rig: Rig) -> None:
     worker = worker_of(rig, await rig.coordinator(has_smg_contract=True, max_running=0))
     with pytest.raises(grpc.aio.AioRpcError, match="--max-queue") as caught:
-        await run(worker, request())
+        await run(worker.stub, request())
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -278,3 +295,36 @@ async def test_what_the_contract_has_beside_generation_is_unimplemented(worker: 
         with pytest.raises(grpc.aio.AioRpcError, match="this worker offers no") as caught:
             await call
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_coordinator_process_with_the_flag_is_a_worker(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, TEMPLATE)
+    target = await start_service(TARGET, salt=0, vocabulary=ServedTokenizer(tmp_path).fingerprint)
+    listen = f"127.0.0.1:{free_port()}"
+    flags = ["--listen", listen, "--tokenizer", str(tmp_path), "--redis-url", "memory://"]
+    flags += ["--target-endpoint", target.address, "--worker-contract", "smg"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "coordinator", *flags, cwd=ROOT, stdout=DEVNULL, stderr=DEVNULL
+    )
+    try:
+        async with grpc.aio.insecure_channel(listen) as channel:
+            stub = VllmEngineStub(channel)
+            await stub.HealthCheck(pb.HealthCheckRequest(), wait_for_ready=True)
+            assert (await run(stub, request())).token_ids == target.worker.greedy_continuation(PROMPT, 24)
+            model = await stub.GetModelInfo(pb.GetModelInfoRequest())
+            assert (model.tokenizer_path, model.served_model_name) == (str(tmp_path), "table")
+    finally:
+        process.terminate()
+        await process.wait()
+        await target.kill()
+    assert process.returncode == 0
+
+
+async def test_without_the_contracts_package_the_flag_is_refused_with_the_extra_to_install(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    flags = ["--listen", "127.0.0.1:0", "--tokenizer", str(tmp_path), "--redis-url", "memory://"]
+    flags += ["--target-endpoint", "127.0.0.1:1", "--worker-contract", "smg"]
+    hidden = f"import sys\nsys.modules['smg_grpc_proto'] = None\nfrom coordinator.__main__ import main\nmain({flags!r})"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", hidden, cwd=ROOT, stdout=DEVNULL, stderr=PIPE)
+    _, log = await process.communicate()
+    assert b'worker_contract: package smg-grpc-proto is not installed: run pip install "specdec[smg]"' in log
