@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -61,6 +61,13 @@ def current_span() -> Span | None:
 def trace_headers(metadata: Iterable[tuple[str, Any]]) -> dict[str, str]:
     """Return the W3C trace context among the metadata of a call or the headers of a request."""
     return {key: value for key, value in metadata if key in (TRACEPARENT, TRACESTATE) and isinstance(value, str)}
+
+
+def span_of_call(tracing: Tracing | None, name: str, context: Any) -> AbstractContextManager[None]:
+    """Return what makes a span of a gRPC call the current one; it does nothing without traces."""
+    if tracing is None:
+        return nullcontext()
+    return tracing.begin(name, trace_headers(context.invocation_metadata() or ())).active()
 
 
 def open_tracing(endpoint: str, share: float, *, service: str, environ: Mapping[str, str]) -> Tracing | None:
