@@ -1,7 +1,8 @@
 """Runs the outputs of one request: the only place of the gateway that calls `generate`.
 
 Several outputs of one prompt are sessions of their own. The first starts alone and the others follow once its first
-token has come, because they then find the keys and values of their common prompt.
+token has come, because they then find the keys and values of their common prompt. An encoder such as `gateway.chunks`
+makes an answer of what they give.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from gateway.metrics import GatewayMetrics
+from gateway.operations import measured_operation
 from gateway.tracing import traceparent
 from gateway.upstream import Served
 from specdec.client import AsyncClient, AsyncStream, Chunk, Completion, GenerateOptions
 from specdec.errors import InvalidRequest, NotFound, SessionLost, SpecdecError
+from specdec.observability.genai_metrics import Operation
 
 _SEEDS = 1 << 64
 #: Events that an output may be ahead of the others and of the connection.
@@ -103,16 +106,23 @@ class Outputs:
     """The outputs of one request. Iterate `events` once, or await `completions`."""
 
     def __init__(
-        self, client: AsyncClient, jobs: Sequence[Job], metrics: GatewayMetrics, continued: Continued | None = None
+        self,
+        client: AsyncClient,
+        jobs: Sequence[Job],
+        metrics: GatewayMetrics,
+        model: str,
+        continued: Continued | None = None,
     ) -> None:
         """
         Args:
             client: client of the request's tenant.
             jobs: outputs to generate.
             metrics: receives counts and times.
+            model: name under which the request named its model.
             continued: session of the only job; without it, or where it cannot be continued, the job's options count.
         """
-        self._client, self._jobs, self._metrics, self._continued = client, jobs, metrics, continued
+        self._client, self._jobs, self._metrics = client, jobs, metrics
+        self._model, self._continued = model, continued
         self._began_s = time.monotonic()
         self._has_begun = [asyncio.Event() for _ in jobs]
         """Set for an output that has a token or has ended."""
@@ -144,6 +154,17 @@ class Outputs:
         return [finished[job.index] for job in self._jobs]
 
     async def _output(self, job: Job) -> AsyncGenerator[Event, None]:
+        with measured_operation(self._metrics.genai, self._operation(job)) as measured:
+            async with aclosing(self._generate(job)) as events:
+                async for event in events:
+                    measured.completion = event.completion
+                    yield event
+
+    def _operation(self, job: Job) -> Operation:
+        return Operation("chat" if "messages" in job.options else "text_completion", self._model)
+
+    async def _generate(self, job: Job) -> AsyncGenerator[Event, None]:
+        """Yield the parts of one output: of the session to continue, or else of the job's own."""
         has_begun, continued = False, self._continued
         if continued is not None:
             try:

@@ -1,7 +1,8 @@
 """The coordinators behind the gateway: the connection to them, what they serve, and the names of the model.
 
-Every route calls coordinators through this module. They are those of `--coordinator`, or those that the registry lists.
-A description of what is served is kept for a second, so that a request seldom waits for one.
+Every route calls coordinators through this module, and `gateway.generation` runs outputs on its clients. They are those
+of `--coordinator`, or those that the registry lists. A description of what is served is kept for a second, so that a
+request seldom waits for one.
 """
 
 from __future__ import annotations

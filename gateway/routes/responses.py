@@ -41,7 +41,8 @@ def router(gateway: Gateway) -> APIRouter:
     async def create_response(body: ResponseRequest, request: Request) -> Response:
         """Continue a conversation, and keep it for the next turn."""
         served = await gateway.upstream.served()
-        shape = ResponseShape(f"resp_{uuid.uuid4().hex}", served.require(body.model), int(time.time()), body)
+        model = served.require(body.model)
+        shape = ResponseShape(f"resp_{uuid.uuid4().hex}", model, int(time.time()), body)
         body.require_supported()
         stored, client = _Stored(gateway, request), gateway.client(request)
         previous = None if body.previous_response_id is None else await stored.read(body.previous_response_id)
@@ -57,7 +58,7 @@ def router(gateway: Gateway) -> APIRouter:
         if previous is not None and (session_id := await _session_of(client, previous)):
             once = gateway.client(request, tries_again=False)
             continued = Continued(once, session_id, previous.num_tokens)
-        outputs = Outputs(client, plan([None], 1, options, body.seed), gateway.metrics, continued)
+        outputs = Outputs(client, plan([None], 1, options, body.seed), gateway.metrics, model, continued)
 
         async def finish(completion: Completion) -> dict[str, Any]:
             answer = shape.finished(completion)
@@ -75,7 +76,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.delete("/v1/responses/{response_id}", response_model=None, responses=ERRORS)
     async def delete_response(response_id: str, request: Request) -> Response:
-        """Delete a stored response, and its session unless another response continues it."""
+        """Delete a stored response, and its session if nothing continues it."""
         stored, client = _Stored(gateway, request), gateway.client(request)
         record = await stored.read(response_id, field="response_id")
         if session_id := await _session_of(client, record):

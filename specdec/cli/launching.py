@@ -32,7 +32,7 @@ from specdec.supervision.services import Service
 _DRAIN_GRACE_S = 3
 _POLL_INTERVAL_S = 0.2
 #: Idle threads spin for microseconds only (docs/history/log.md).
-_QUIET = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
+QUIET_THREADS = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
 
 
 class Launcher:
@@ -150,7 +150,7 @@ class Launcher:
         share = f"SPECDEC_{role.upper()}__GPU_MEMORY_UTILIZATION"
         # No other rank is on its GPU.
         of_device = self._settings.value(role, "gpu_memory_utilization") or UTILIZATION_ALONE
-        own = {**_QUIET, "OMP_NUM_THREADS": str(num_cpus), share: str(of_device)}
+        own = {**QUIET_THREADS, "OMP_NUM_THREADS": str(num_cpus), share: str(of_device)}
         return Child(
             name,
             "specdec.cluster.placed_replica",
@@ -197,7 +197,7 @@ class Launcher:
         return ["--metrics", self._metrics[name]] if name in self._metrics else []
 
     def _replica_environ(self, role: str, num_alike: int) -> Mapping[str, str]:
-        quiet = dict(_QUIET)
+        quiet = dict(QUIET_THREADS)
         # Draft and target work by turns, so a replica of each role may use all cores, and measures whether it should.
         # Several replicas of a role share the cores; one core is left to coordinator, store and client.
         if num_alike > 1:
