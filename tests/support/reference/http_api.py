@@ -16,7 +16,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.middleware import _GUARDED
 from gateway.schemas.chat import ChatRequest
 from gateway.schemas.completions import CompletionRequest
-from gateway.schemas.messages import MessagesRequest
+from gateway.schemas.messages import CountTokensRequest, MessagesRequest
 from gateway.schemas.responses import ResponseRequest
 from gateway.upstream import Upstream
 from specdec.errors import InvalidRequest, SpecdecError
@@ -36,8 +36,7 @@ _BODIES = {
     "/v1/messages": Body(MessagesRequest, {"messages": _MESSAGES, "max_tokens": 1}),
 }
 _SESSION = "/v1/sessions/{session_id}"
-#: Routes whose body is described after these, by path.
-_OTHER_BODIES = ("/v1/messages/count_tokens", "/tokenize", "/detokenize")
+_COUNT_TOKENS = "/v1/messages/count_tokens"
 
 #: Reasons that no HTTP answer has: they stay within the system, or belong to other programs.
 _INNER_REASONS = {
@@ -97,12 +96,12 @@ def _headers() -> Iterator[str]:
 def _request_fields(api: Mapping[str, Any]) -> Iterator[str]:
     schemas = api["components"]["schemas"]
     shared = shared_names([*_BODIES.values()], schemas)
-    first = next(iter(_BODIES.values()))
-    schema = schemas[first.model.__name__]
-    refused = _refused_by_all(shared, schemas)
+    told = [refusals(body, shared, schemas[body.model.__name__]) for body in _BODIES.values()]
+    taken = [name for name in shared if not all(name in each for each in told)]
+    refused = {name: told[0][name] for name in told[0] if all(each.get(name) == told[0][name] for each in told)}
     yield "### Fields of every route that generates"
     yield paragraph(http_text.SHARED)
-    yield items([*field_items(schema, schemas, [name for name in shared if name not in refused])])
+    yield items([*field_items(schemas[ChatRequest.__name__], schemas, taken)])
     yield paragraph(http_text.DEFAULTS.format(names=", ".join(map(code, sampling._RECOMMENDED))))
     yield paragraph(http_text.REFUSED)
     yield items(refusal_items(refused))
@@ -110,8 +109,10 @@ def _request_fields(api: Mapping[str, Any]) -> Iterator[str]:
     yield paragraph(http_text.LIMIT)
     for path, body in _BODIES.items():
         yield f"### POST {path}"
-        yield from _own_fields(body, schemas, refused)
-    for path in _OTHER_BODIES:
+        yield from _own_fields(body, schemas, shared=taken, refused=refused)
+    yield f"### POST {_COUNT_TOKENS}"
+    yield from _own_fields(Body(CountTokensRequest, {"messages": _MESSAGES}), schemas)
+    for path in ("/tokenize", "/detokenize"):
         own = _schema_of(api, path)
         yield f"### POST {path}"
         yield items([*field_items(own, schemas, [*own["properties"]])])
@@ -121,22 +122,17 @@ def _request_fields(api: Mapping[str, Any]) -> Iterator[str]:
     yield items([*field_items({"properties": parameters}, schemas, [*parameters])])
 
 
-def _refused_by_all(shared: Sequence[str], schemas: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return the refusals of shared fields that all routes have."""
-    told = [refusals(body, shared, schemas[body.model.__name__]) for body in _BODIES.values()]
-    return {name: refusal for name, refusal in told[0].items() if all(each.get(name) == refusal for each in told)}
-
-
-def _own_fields(body: Body, schemas: Mapping[str, Any], refused_by_all: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a route has beside the shared fields: its own fields, and its own refusals."""
+def _own_fields(
+    body: Body, schemas: Mapping[str, Any], *, shared: Iterable[str] = (), refused: Iterable[str] = ()
+) -> Iterator[str]:
+    """Yield the fields and the refusals of a route beside those that it shares with others."""
     schema = schemas[body.model.__name__]
-    shared = shared_names([*_BODIES.values()], schemas)
-    names = [name for name in schema["properties"] if name not in refused_by_all]
-    refused = refusals(body, names, schema)
-    yield items([*field_items(schema, schemas, [name for name in names if name not in {*shared, *refused}])])
-    if refused:
+    names = [name for name in schema["properties"] if name not in {*refused}]
+    own = refusals(body, names, schema)
+    yield items([*field_items(schema, schemas, [name for name in names if name not in {*shared, *own}])])
+    if own:
         yield http_text.REFUSED_HERE
-        yield items(refusal_items(refused))
+        yield items(refusal_items(own))
 
 
 def _schema_of(api: Mapping[str, Any], path: str) -> Mapping[str, Any]:

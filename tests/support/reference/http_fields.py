@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from coordinator.front.raw_params import RawGenerationParams, RawSamplingParams
 from coordinator.front.validation import ServingLimits, validate_request
 from gateway.sampling import SamplingFields
+from gateway.schemas.messages import Conversation
 from specdec.errors import InvalidRequest
 from specdec.types import Mode
 from tests.support.reference.markdown import code, item
@@ -55,7 +56,7 @@ _BEYOND: Mapping[str, Sequence[RawGenerationParams]] = {
 class Body:
     """The request body of one route."""
 
-    model: type[SamplingFields]
+    model: type[SamplingFields] | type[Conversation]
     required: Mapping[str, Any]
     """The least that a request must have."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-INTRODUCTION = """The gateway answers in the form of OpenAI's API and, under `/v1/messages`, of Anthropic's. The guide
-[Use the HTTP API](../how-to/http-api.md) shows it with curl and with the clients of both. `/openapi.json` describes the
-same routes for programs, and `/` is the [playground](../how-to/playground.md)."""
+INTRODUCTION = """The gateway answers in the form of OpenAI's API and, under `/v1/messages`, of Anthropic's. Guides show it
+with [OpenAI's clients](../how-to/openai-clients.md) and [beyond OpenAI's API](../how-to/http-api.md). `/openapi.json`
+describes the same routes for programs, and `/` is the [playground](../how-to/playground.md)."""
 
 BODIES = """A body is a JSON object. Numbers and flags are strict: the text `"1"` is refused as a number. Fields that
 are not on this page are ignored, as OpenAI does. `null` means the same as leaving a field out. A larger body than
