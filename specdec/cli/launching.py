@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from specdec.cli.draft_pools import joining_pool
-from specdec.cli.listening import dialled_address, later_metrics_address
+from specdec.cli.listening import API_KEYS_VARIABLE, dialled_address, later_metrics_address
 from specdec.cli.service_settings import GivenSettings
 from specdec.cli.up_flags import (
     LOOKUPS,
@@ -115,7 +115,8 @@ class Launcher:
         arguments += self._unless_given(COORDINATOR, "tokenizer", self._served.target)
         arguments += self._unless_given(COORDINATOR, "poll_interval_s", str(_POLL_INTERVAL_S))
         arguments += [word for kind in self._args.lookup for word in ("--lookup", kind)]
-        if self._settings.value(GATEWAY, "api_keys") and self._http:  # each key has a tenant
+        has_keys = self._settings.value(GATEWAY, "api_keys") or self._environ.get(API_KEYS_VARIABLE)
+        if has_keys and self._http:  # each key has a tenant
             arguments += self._unless_given(COORDINATOR, "tenant_header", "on")
         if len(self._served.drafts) > 1:
             arguments += self._unless_given(COORDINATOR, "default_draft_pool", self._served.drafts[0].name)
