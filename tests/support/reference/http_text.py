@@ -44,7 +44,7 @@ ANSWER = """An answer has the fields of the API whose route was called, and some
 and choice, and the following two on request. `system_fingerprint` is the fingerprint of the target model."""
 
 METRICS = """`return_metrics` (or `stream_options.include_metrics`) adds `metrics.speculative_decoding`, in a stream
-with the last chunk. The names are those of vLLM's counters where there is one."""
+with the last chunk. The first seven fields are those of vLLM, summed over the outputs of the request."""
 
 PROVENANCE = """`return_provenance` adds `specdec`: the source of every token of the choice, and in a stream also the
 round that made the chunk. Tokens of one chunk come from one round."""
@@ -105,12 +105,13 @@ OTHER_ROUTES = {"GET /openapi.json": "This interface for programs", "GET /": "Th
 #: Meaning of each field of ours in answers, by the object and the field.
 MEANINGS = {
     "metrics": {
-        "num_drafts": "rounds that had a draft",
-        "num_draft_tokens": "draft tokens that were verified",
-        "num_accepted_tokens": "draft tokens that the target accepted",
-        "acceptance_rate": "accepted draft tokens divided by draft tokens",
         "mean_acceptance_length": "tokens of a round with a draft, the target's own token included",
-        "num_accepted_tokens_per_pos": "accepted draft tokens by their position in the draft",
+        "draft_acceptance_rate": "accepted draft tokens divided by draft tokens",
+        "acceptance_histogram": "rounds with a draft by the number of draft tokens that they accepted, from 0 on",
+        "num_spec_steps": "rounds that had a draft",
+        "num_accepted_draft_tokens": "draft tokens that the target accepted",
+        "num_draft_tokens": "draft tokens that were verified",
+        "num_spec_tokens": "draft tokens of the longest draft",
         "num_rounds": "all rounds",
         "num_target_only_steps": "rounds without a draft",
         "draft_s": "seconds in which rounds waited for drafts",
