@@ -34,8 +34,8 @@ def usage_of(completions: Sequence[Completion], outputs_per_prompt: int) -> dict
 def metrics_object(completions: Sequence[Completion]) -> dict[str, Any]:
     """Return the counters of speculative decoding in vLLM's shape, summed over outputs, and ours beside them.
 
-    vLLM counts steps by the number of tokens that they accepted. A draft is accepted from its begin on, so the number of
-    such steps is the difference between the counts of two neighbouring positions.
+    vLLM counts steps by the number of tokens that they accepted. A draft is accepted from its begin on, so the number
+    of such steps is the difference between the counts of two neighbouring positions.
     """
     stats = [completion.stats for completion in completions]
     num_drafts = sum(map(num_drafts_of, stats))
