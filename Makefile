@@ -191,8 +191,8 @@ $(CLIENTS_VENV)/.installed: $(STAMP)
 	@touch $@
 
 test-clients: $(CLIENTS_VENV)/.installed  ## LiteLLM and LangChain's ChatOpenAI against the gateway, and their documentation
-	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest tests/e2e/test_gateway_langchain.py \
-		tests/e2e/test_gateway_litellm.py
+	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest --disable-warnings \
+		tests/e2e/test_gateway_langchain.py tests/e2e/test_gateway_litellm.py
 	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest tests/e2e/test_documented_code.py -k openai-clients.md
 
 test-failure: setup redis  ## what happens when parts die
