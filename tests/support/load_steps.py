@@ -198,7 +198,7 @@ async def slow_device(system: System) -> AsyncIterator[None]:
     await system.stream.until_events(2)
     yield
     system.injured.injure("target", "slow", str(STEP_S))
-    await system.stream.until_events(2)
+    await system.stream.until_events(1)
 
 
 @asynccontextmanager
@@ -208,7 +208,7 @@ async def stalled_device(system: System) -> AsyncIterator[None]:
     yield
     system.injured.heal("target", "hang")
     await asyncio.to_thread(wait_for_health, system.stack.endpoint, is_healthy=True)
-    await system.stream.until_events(2)
+    await system.stream.until_events(1)
 
 
 def wait_for_health(address: str, *, is_healthy: bool) -> None:
@@ -219,9 +219,9 @@ def wait_for_health(address: str, *, is_healthy: bool) -> None:
 @asynccontextmanager
 async def slow_store(system: System) -> AsyncIterator[None]:
     async with stuttering(system.redis.signal, still_s=0.5, running_s=0.1):
-        await system.stream.until_events(4)
+        await system.stream.until_events(3)
         yield
-    await system.stream.until_events(2)
+    await system.stream.until_events(1)
 
 
 @asynccontextmanager
@@ -229,9 +229,9 @@ async def held_up_coordinator(system: System) -> AsyncIterator[None]:
     process = system.stack.parts["coordinator"].process
     assert process is not None
     async with stuttering(process.send_signal, still_s=0.3, running_s=0.2):
-        await system.stream.until_events(4)
+        await system.stream.until_events(3)
         yield
-    await system.stream.until_events(2)
+    await system.stream.until_events(1)
 
 
 STEPS: dict[str, Callable[[System], AbstractAsyncContextManager[None]]] = {
