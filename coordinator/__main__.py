@@ -38,6 +38,7 @@ from specdec.checkpoints.locate import locate_checkpoint
 from specdec.errors import Unsupported
 from specdec.observability.audit import AuditMetrics
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
+from specdec.observability.genai_metrics import open_genai_metrics
 from specdec.observability.logging import configure_logging
 from specdec.observability.loop_lag import watch_loop_lag
 from specdec.observability.metrics_server import start_metrics_server
@@ -55,6 +56,9 @@ from specdec.state.redis_store import open_registry, open_store
 from specdec.state.registry import Heartbeat
 from specdec.state.store import ReplicaRegistry
 from specdec.types import EngineInfo, Mode
+
+#: Name of this service in traces and metrics over OTLP.
+_OTEL_SERVICE = "specdec-coordinator"
 
 #: Time that streams have after the drain to send what they hold.
 _FLUSH_S = 1.0
@@ -99,6 +103,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
         ending.push_async_callback(pools.close)
         histories = TokenHistories(settings.lookup_history_tokens) if LookupKind.SUFFIX in settings.lookup else None
         tracing = _open_tracing(settings, metrics, ending)
+        _open_genai_metrics(settings, metrics, ending)
         timelines = None if settings.timeline is None else TimelineLog(settings.timeline)
         if timelines is not None:
             ending.callback(timelines.close)
@@ -279,13 +284,18 @@ def _open_learning_log(settings: CoordinatorSettings, metrics: CoordinatorMetric
 
 
 def _open_tracing(settings: CoordinatorSettings, metrics: CoordinatorMetrics, ending: AsyncExitStack) -> Tracing | None:
-    tracing = open_tracing(
-        settings.otlp_endpoint, settings.trace_share, service="specdec-coordinator", environ=os.environ
-    )
+    tracing = open_tracing(settings.otlp_endpoint, settings.trace_share, service=_OTEL_SERVICE, environ=os.environ)
     if tracing is not None:
         ending.push_async_callback(asyncio.to_thread, tracing.close)
         metrics.registry.register(SpanCollector(tracing))
     return tracing
+
+
+def _open_genai_metrics(settings: CoordinatorSettings, metrics: CoordinatorMetrics, ending: AsyncExitStack) -> None:
+    if settings.otlp_metrics == "on":
+        metrics.genai = open_genai_metrics(settings.otlp_endpoint, service=_OTEL_SERVICE, environ=os.environ)
+    if metrics.genai is not None:
+        ending.push_async_callback(asyncio.to_thread, metrics.genai.close)
 
 
 async def _watch_until(stop: asyncio.Event, *watching: Coroutine[Any, Any, None]) -> None:

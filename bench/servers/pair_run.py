@@ -5,9 +5,10 @@ Called by `bench.servers.suite`.
 
 import argparse
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from bench.pairs import interleave
 from bench.report import progress
@@ -22,7 +23,7 @@ from bench.servers.transformers_server import TransformersServer
 from bench.workload import OwnPrompts
 
 NUM_STREAMS = (1, MAX_STREAMS)
-NUM_BATCHES, NUM_QUICK_BATCHES = 9, 2
+NUM_BATCHES, NUM_QUICK_BATCHES = 9, 1
 NUM_QUICK_TOKENS = 16
 
 _REFERENCES = (TRANSFORMERS + ALONE, TRANSFORMERS + DRAFTED)
@@ -111,11 +112,9 @@ class PairRun:
         reference = next((name for name in _REFERENCES if name in self._batches), None)
         if reference is None:
             return []
-        checker = TransformersServer("checker", self._pair.target.checkpoint, None, self._pair.dtype)
-        self._run(checker.start())
-        try:
+        with ExitStack() as checkers:
+            gap = partial(self._logit_gap, cache(partial(self._start_checker, checkers)))
             prompts, expected = self._texts(reference)
-            gap = partial(self._logit_gap, checker)
             rows: list[Row] = []
             for name in self._batches:
                 if name != reference:
@@ -125,8 +124,13 @@ class PairRun:
                     must_match = not name.startswith(rounds_otherwise)
                     rows += text_rows(row, name, reference, matches, must_match)
             return rows
-        finally:
-            self._run(checker.stop())
+
+    def _start_checker(self, checkers: ExitStack) -> TransformersServer:
+        """Start the server that tells ties from differences: most runs have neither."""
+        checker = TransformersServer("checker", self._pair.target.checkpoint, None, self._pair.dtype)
+        self._run(checker.start())
+        checkers.callback(lambda: self._run(checker.stop()))
+        return checker
 
     def _texts(self, name: str) -> tuple[list[list[int]], list[list[int]]]:
         """Return the prompts of a system and the tokens that it answered."""
@@ -134,5 +138,7 @@ class PairRun:
         prompts = [prompt for batch in batches for prompt in batch.prompts]
         return prompts, [answer.token_ids for batch in batches for answer in batch.answers]
 
-    def _logit_gap(self, checker: TransformersServer, token_ids: list[int], first: int, second: int) -> float:
-        return float(self._run(checker.logit_gap(token_ids, first, second)))
+    def _logit_gap(
+        self, checker: Callable[[], TransformersServer], token_ids: list[int], first: int, second: int
+    ) -> float:
+        return float(self._run(checker().logit_gap(token_ids, first, second)))

@@ -57,7 +57,7 @@ def render(setting: Mapping[str, Any], messages: list[dict[str, Any]], arguments
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    with _bounded():
+    with _bounded(setting["template_cpu_s"]):
         # The declared return type is one text; the function returns a list of texts and the masks for training.
         (text,), _ = render_jinja_template(  # type: ignore[str-unpack]
             conversations=[messages],
@@ -87,13 +87,13 @@ def _tokenizer(model: str) -> Any:
 
 
 @contextmanager
-def _bounded() -> Iterator[None]:
+def _bounded(cpu_s: float) -> Iterator[None]:
     """Limit the block: too much CPU time ends the process, and too much memory raises MemoryError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = _held_bytes() + TEMPLATE_MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
     # SIGPROF has no handler, so it ends the process, even within a single call of C code.
-    signal.setitimer(signal.ITIMER_PROF, TEMPLATE_CPU_S)
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
         yield
     finally:

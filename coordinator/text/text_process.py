@@ -123,7 +123,7 @@ class TextProcess:
         self._process = process
         self._finalizer = weakref.finalize(self, _end, process)
         assert process.stdin is not None  # `Popen` opened it
-        write_message(process.stdin, self._setting)
+        write_message(process.stdin, {**self._setting, "template_cpu_s": TEMPLATE_CPU_S})
         return process
 
     def _end(self) -> None:

@@ -6,11 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.gateway_system import claude, client, greedy, sdk, system
+from tests.support.gateway_system import claude, client, demo, greedy, sdk, system
 from tests.support.redis_fixture import redis_server, redis_url
 from tests.support.tiny_models import build_tiny_model, build_tiny_pair
 
-__all__ = ["claude", "client", "greedy", "llama_pair", "other_draft", "redis_server", "redis_url", "sdk", "system"]
+__all__ = [
+    "claude",
+    "client",
+    "demo",
+    "greedy",
+    "llama_pair",
+    "other_draft",
+    "redis_server",
+    "redis_url",
+    "sdk",
+    "system",
+]
 
 
 @pytest.fixture(scope="session")

@@ -27,20 +27,39 @@ from tests.support.tiny_models import build_tiny_model
 from tests.support.up_rig import ENVIRON, SPECDEC, children_of, complaints, specdec, start_up, wait_until_gone
 
 ROOT = Path(__file__).resolve().parents[2]
+NUM_BLOCKS = 8
+BLOCK_BYTES = 16 * 6 * 4 * (32 + 32) * 4  # tokens, layers, KV heads, keys and values, float32: of the demo's target
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    """A system with two drafts; when it is stopped, nothing of it may be left and nothing have been complained of."""
-    up, endpoint = start_up("--replicas-draft", "2")
+def short_folder() -> Iterator[Path]:
+    """A folder whose path leaves a socket's path room."""
+    with tempfile.TemporaryDirectory(prefix="sd-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def system(short_folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A system with two drafts, shares of memory and a folder for its sockets.
+
+    When it is stopped, nothing of it may be left and nothing have been complained of.
+    """
+    memory = ["--kv-cache-bytes-target", str(NUM_BLOCKS * BLOCK_BYTES), "--gpu-memory-utilization-draft", "0.25"]
+    up, endpoint = start_up("--replicas-draft", "2", *memory, "--dtype", "float32", TMPDIR=str(short_folder))
     children = children_of(up)
     assert len(children) == 4
-    yield endpoint
+    yield up, endpoint
     up.send_signal(signal.SIGTERM)
     assert up.wait(60) == 0
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
+    assert list(short_folder.iterdir()) == []
     stdout, stderr = up.communicate()
     assert (stdout, complaints(stderr)) == ("", "")
+
+
+@pytest.fixture(scope="module")
+def endpoint(system: tuple[subprocess.Popen[str], str]) -> str:
+    return system[1]
 
 
 def test_health_of_a_running_system_is_serving(endpoint: str) -> None:
@@ -127,13 +146,10 @@ def test_up_ends_when_its_coordinator_refuses_a_replica(
     assert "[coordinator] refused: draft replica " in capsys.readouterr().err
 
 
-def test_memory_is_given_to_each_role_of_up() -> None:
-    num_blocks = 8
-    block_bytes = 16 * 6 * 4 * (32 + 32) * 4  # tokens, layers, KV heads, keys and values, float32: of the demo's target
-    flags = ["--kv-cache-bytes-target", str(num_blocks * block_bytes), "--gpu-memory-utilization-draft", "0.25"]
-    started, endpoint = start_up("--replicas-draft", "2", *flags, "--dtype", "float32")
+def test_memory_is_given_to_each_role_of_up(system: tuple[subprocess.Popen[str], str]) -> None:
+    started, endpoint = system
     with Client(endpoint) as client:
-        assert client.info().max_context_tokens == num_blocks * 16
+        assert client.info().max_context_tokens == NUM_BLOCKS * 16
     shares = []
     for pid in children_of(started):
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
@@ -142,8 +158,6 @@ def test_memory_is_given_to_each_role_of_up() -> None:
         shares += [share for flag, share in itertools.pairwise(words) if flag == "--gpu-memory-utilization"]
     assert [share for share in shares if "TARGET" in share] == ["SPECDEC_TARGET__GPU_MEMORY_UTILIZATION=0.6"]
     assert shares.count("0.125") == 2
-    started.send_signal(signal.SIGTERM)
-    started.communicate()
 
 
 @pytest.mark.parametrize(
@@ -197,8 +211,8 @@ def test_up_starts_in_a_folder_that_has_one_of_our_name(tmp_path: Path) -> None:
     assert line.startswith("ready grpc="), stderr
 
 
-def test_up_on_the_address_of_another_system_is_never_ready(endpoint: str) -> None:
-    result = specdec("up", "--listen", endpoint)
+def test_up_on_the_address_of_another_system_is_never_ready(endpoint: str, short_folder: Path) -> None:
+    result = specdec("up", "--listen", endpoint, TMPDIR=str(short_folder))  # where it looks for systems of this user
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == (
         f"error: your specdec up at {endpoint} is still running; stop it with `specdec down --endpoint {endpoint}`, or "
@@ -215,25 +229,16 @@ def test_the_children_of_a_killed_up_end_by_themselves() -> None:
     wait_until_gone(children)
 
 
-@pytest.fixture
-def short_folder() -> Iterator[Path]:
-    """A folder whose path leaves a socket's path room."""
-    with tempfile.TemporaryDirectory(prefix="sd-", dir="/tmp") as folder:
-        yield Path(folder)
-
-
-def test_only_the_user_reaches_the_sockets_of_up_and_they_are_removed(short_folder: Path) -> None:
-    up, endpoint = start_up(TMPDIR=str(short_folder))
+def test_only_the_user_reaches_the_sockets_of_up(system: tuple[subprocess.Popen[str], str], short_folder: Path) -> None:
+    """The end of the system finds them removed."""
+    up, endpoint = system
     sockets = list(short_folder.glob("*/*.sock"))  # the store's, and the one that `specdec scale` dials
     assert [path.parent.stat().st_mode & 0o777 for path in sockets] == [0o700] * 2
     # `up` itself listens on no port, because any user of the machine could dial it.
     assert listening_ports(up.pid) == set()
     services = {port for pid in children_of(up) for port in listening_ports(pid)}
-    assert len(services) == 3
+    assert len(services) == 4
     assert int(endpoint.rpartition(":")[2]) in services
-    up.send_signal(signal.SIGTERM)
-    assert up.wait(60) == 0
-    assert list(short_folder.iterdir()) == []
 
 
 def listening_ports(pid: int) -> set[int]:

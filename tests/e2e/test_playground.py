@@ -19,35 +19,22 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.support.browser import CHROMIUM, NO_CHROMIUM, STEP_TIMEOUT_MS, chromium, opened, screenshot
+from tests.support.gateway_system import System
 from tests.support.playground_page import PROMPT, fill, generate, numbers, output, serious, sources
-from tests.support.up_rig import ENVIRON, SPECDEC
+from tests.support.up_rig import ENVIRON
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 
 SOURCES = ("accepted", "corrected", "bonus", "target")
 PHONE_WIDTH = 360
 API_KEY = "playground-key"
-READY = re.compile(r"ready grpc=(?P<grpc>\S+) http=(?P<http>\S+)\n")
 
 expect.set_options(timeout=STEP_TIMEOUT_MS)
 
 
 @pytest.fixture(scope="module")
-def addresses() -> Iterator[dict[str, str]]:
-    """Addresses of a running system: `grpc` and `http`."""
-    command = [*SPECDEC, "up", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"]
-    up = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRON)
-    assert up.stdout is not None
-    ready = READY.fullmatch(line := up.stdout.readline())
-    assert ready, f"up printed {line!r}"
-    yield ready.groupdict()
-    up.send_signal(signal.SIGTERM)
-    up.communicate()
-
-
-@pytest.fixture(scope="module")
-def url(addresses: dict[str, str]) -> str:
-    return f"http://{addresses['http']}/"
+def url(demo: System) -> str:
+    return f"http://{demo.http}/"
 
 
 @pytest.fixture(scope="module")
@@ -210,8 +197,8 @@ def test_an_error_is_told_in_words_and_the_next_request_works(page: Page) -> Non
     expect(page.get_by_role("alert")).to_be_hidden()
 
 
-def test_a_gateway_with_keys_is_used_after_the_key_was_given(browser: Browser, addresses: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "gateway", "--listen", "127.0.0.1:0", "--coordinator", addresses["grpc"]]
+def test_a_gateway_with_keys_is_used_after_the_key_was_given(browser: Browser, demo: System) -> None:
+    command = [sys.executable, "-m", "gateway", "--listen", "127.0.0.1:0", "--coordinator", demo.grpc]
     gateway = subprocess.Popen(
         [*command, "--api-key", API_KEY, "--log-format", "json"], stderr=subprocess.PIPE, text=True, env=ENVIRON
     )

@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterator
 
 import pytest
 
+from tests.support.gateway_system import System
 from tests.support.terminal import Terminal, in_terminal
-from tests.support.up_rig import specdec, start_up
+from tests.support.up_rig import specdec
 
 ANSI = re.compile("\x1b\\[[0-9;]*m")
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    up, endpoint = start_up()
-    yield endpoint
-    up.send_signal(signal.SIGTERM)
-    up.communicate()
+def endpoint(demo: System) -> str:
+    return demo.grpc
 
 
 def test_generate_json_is_one_object_and_mode_changes_no_greedy_token(endpoint: str) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 import shlex
-import signal
 from collections.abc import Iterator
 
 import pytest
 
 from specdec.errors import InvalidRequest
 from specdec.v1 import coordinator_pb2 as pb
+from tests.support.gateway_system import System
 from tests.support.scripted_coordinator import ScriptedCoordinator, finished, serve, started, tokens
 from tests.support.tmux import Tmux, needs_tmux
-from tests.support.up_rig import ENVIRON, SPECDEC, start_up
+from tests.support.up_rig import ENVIRON, SPECDEC
 
 pytestmark = needs_tmux
 
@@ -22,11 +22,8 @@ LONG = "--temperature 0 --max-new-tokens 1500"  # seconds of text: it cannot hav
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    up, endpoint = start_up()
-    yield endpoint
-    up.send_signal(signal.SIGTERM)
-    up.communicate()
+def endpoint(demo: System) -> str:
+    return demo.grpc
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tests.e2e.test_sampled_law import FALSE_ALARM, GAMMA, NUM_AT_ONCE, NUM_TOKE
 from tests.support.cross_vocabulary_rig import CrossVocabulary, cross_vocabulary_stack
 from tests.support.other_tokenizers import build_model, save_byte_level_vocabulary, save_piece_vocabulary
 
-NUM_SAMPLES = 600
+NUM_SAMPLES = 300
 NUM_LONG_SAMPLES = 4000
 MODES = ("rejection", "block", "coupled")
 FILTERS: dict[str, dict[str, Any]] = {

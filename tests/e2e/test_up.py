@@ -129,12 +129,28 @@ def test_up_says_what_it_checks_and_what_each_service_loads_and_at_the_end_that_
     assert complaints(stderr) == ""
 
 
-def test_a_target_alone_is_served_without_speculation_and_a_note_says_so(model: Path) -> None:
+def test_a_target_alone_is_served_without_speculation_over_unix_sockets_and_a_note_says_so(model: Path) -> None:
+    async def unix_sockets_of(address: str) -> list[str]:
+        link = TargetLink(address)
+        try:
+            info = await link.info()
+            return [info.unix_socket, info.device_thread_socket]
+        finally:
+            await link.close()
+
     with running("--target", str(model)) as (up, endpoint):
         assert len(children_of(up)) == 2
+        target = child_running(up, "target_service")
+        words = Path(f"/proc/{target}/cmdline").read_text().split("\0")
+        names = asyncio.run(unix_sockets_of(words[words.index("--listen") + 1]))
+        ask = {"prompt_token_ids": [5, 6, 7], "ignore_eos": True, "temperature": 0}
         with Client(endpoint) as client:
-            completion = client.generate(prompt_token_ids=[5, 6, 7], ignore_eos=True, temperature=0, max_new_tokens=8)
+            completion = client.generate(max_new_tokens=8, **ask)
+            client.generate(mode="off", max_new_tokens=LONE_CALLS + 1, **ask)
         assert (len(completion.token_ids), completion.stats.num_draft_tokens) == (8, 0)
+        # The kernel lists a name once for the listener and once for every accepted connection.
+        ends = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
+        assert [(name[:14], ends.count(name)) for name in names] == [("@specdec-lane-", 2)] * 2
         up.send_signal(signal.SIGTERM)
         _, stderr = up.communicate()
     (note,) = complaints(stderr).splitlines()
@@ -187,28 +203,6 @@ def test_metrics_threads_context_a_tier_and_log_level_reach_every_service(model:
                 break
 
 
-def test_services_of_one_machine_exchange_frames_over_unix_sockets(model: Path) -> None:
-    async def unix_sockets_of(address: str) -> list[str]:
-        link = TargetLink(address)
-        try:
-            info = await link.info()
-            return [info.unix_socket, info.device_thread_socket]
-        finally:
-            await link.close()
-
-    with running("--target", str(model)) as (up, endpoint):
-        target = child_running(up, "target_service")
-        words = Path(f"/proc/{target}/cmdline").read_text().split("\0")
-        names = asyncio.run(unix_sockets_of(words[words.index("--listen") + 1]))
-        with Client(endpoint) as client:
-            client.generate(
-                prompt_token_ids=[5, 6, 7], ignore_eos=True, temperature=0, mode="off", max_new_tokens=LONE_CALLS + 1
-            )
-        # The kernel lists a name once for the listener and once for every accepted connection.
-        ends = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
-        assert [(name[:14], ends.count(name)) for name in names] == [("@specdec-lane-", 2)] * 2
-
-
 def test_its_rounds_become_a_picture_and_spans_of_a_collector(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "timeline.jsonl"
     collector = TraceCollector()
@@ -238,6 +232,13 @@ def test_its_rounds_become_a_picture_and_spans_of_a_collector(model: Path, tmp_p
     assert not any(line.startswith("draft") for line in alone.splitlines())
 
 
+@pytest.fixture(scope="module")
+def demo() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A system of the demo pair, whose services tests kill; its end is the last one's."""
+    with running() as demo:
+        yield demo
+
+
 def scraped(port: int) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
         page: bytes = response.read()
@@ -252,37 +253,39 @@ def scraped(port: int) -> str:
         pytest.param("coordinator", marks=pytest.mark.full),
     ],
 )
-def test_a_killed_service_restarts_at_its_address_and_a_running_stream_continues(service: str) -> None:
+def test_a_killed_service_restarts_at_its_address_and_a_running_stream_continues(
+    demo: tuple[subprocess.Popen[str], str], service: str
+) -> None:
+    up, endpoint = demo
     name = service.replace("_service", "-0")
-    with running() as (up, endpoint):
-        ask = {"temperature": 0, "max_new_tokens": 300, "mode": "rejection", "gamma": 3, "ignore_eos": True}
-        with Client(endpoint) as client:
-            expected = list(client.generate("import os\n", **ask).token_ids)
-            with client.generate("import os\n", stream=True, **ask) as stream:
-                token_ids = list(next(stream).token_ids)
-                os.kill(child_running(up, service), signal.SIGKILL)
-                for chunk in stream:
-                    token_ids += chunk.token_ids
-            assert token_ids == expected
-            assert up.stderr is not None
-            told = []
-            for line in up.stderr:
-                told.append(line)
-                if line == f"[{name}] serving again\n":
-                    break
-            assert f"[{name}] ended (signal 9), restarting in 1 s\n" in told
-            assert list(client.generate("import os\n", **ask).token_ids) == expected
-
-
-def test_up_that_stops_while_a_child_is_down_leaves_nothing() -> None:
-    with running() as (up, _):
-        os.kill(child_running(up, "target_service"), signal.SIGKILL)
+    ask = {"temperature": 0, "max_new_tokens": 300, "mode": "rejection", "gamma": 3, "ignore_eos": True}
+    with Client(endpoint) as client:
+        expected = list(client.generate("import os\n", **ask).token_ids)
+        with client.generate("import os\n", stream=True, **ask) as stream:
+            token_ids = list(next(stream).token_ids)
+            os.kill(child_running(up, service), signal.SIGKILL)
+            for chunk in stream:
+                token_ids += chunk.token_ids
+        assert token_ids == expected
         assert up.stderr is not None
-        while "restarting" not in up.stderr.readline():
-            pass
-        children = children_of(up)
-        up.send_signal(signal.SIGTERM)
-        assert up.wait(60) == 0
+        told = []
+        for line in up.stderr:
+            told.append(line)
+            if line == f"[{name}] serving again\n":
+                break
+        assert f"[{name}] ended (signal 9), restarting in 1 s\n" in told
+        assert list(client.generate("import os\n", **ask).token_ids) == expected
+
+
+def test_up_that_stops_while_a_child_is_down_leaves_nothing(demo: tuple[subprocess.Popen[str], str]) -> None:
+    up, _ = demo
+    os.kill(child_running(up, "target_service"), signal.SIGKILL)
+    assert up.stderr is not None
+    while "restarting" not in up.stderr.readline():
+        pass
+    children = children_of(up)
+    up.send_signal(signal.SIGTERM)
+    assert up.wait(60) == 0
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
 
 

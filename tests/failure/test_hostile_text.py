@@ -18,6 +18,7 @@ from coordinator.front.servicer import CoordinatorServicer
 from coordinator.front.tenants import CallTenants
 from coordinator.replicas.replica import TARGET
 from coordinator.round.draft_source_factory import DraftSourceFactory
+from coordinator.text import text_process
 from coordinator.text.prompt import encode_prompt
 from coordinator.text.text_process import GivenUp
 from coordinator.text.tokenizer import ServedTokenizer
@@ -57,8 +58,16 @@ HOSTILE_TEMPLATES = {
 }
 
 
+@pytest.fixture
+def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates without an end use their whole limit."""
+    monkeypatch.setattr(text_process, "TEMPLATE_CPU_S", 1.0)
+
+
 @pytest.mark.parametrize("name", HOSTILE_TEMPLATES)
-def test_a_hostile_template_gives_one_error(tmp_path: Path, name: str) -> None:
+def test_a_hostile_template_gives_one_error(tmp_path: Path, request: pytest.FixtureRequest, name: str) -> None:
+    if "without end" in name:  # the others must end before the whole limit is used
+        request.getfixturevalue("short_limit")
     tokenizer = ServedTokenizer(save(tmp_path, chat_template=HOSTILE_TEMPLATES[name]))
     with pytest.raises(InvalidRequest) as refusal:
         tokenizer.encode_chat(HELLO)
@@ -67,12 +76,13 @@ def test_a_hostile_template_gives_one_error(tmp_path: Path, name: str) -> None:
     assert len(refusal.value.message) < 1000
 
 
+@pytest.mark.usefixtures("short_limit")
 def test_conversations_are_served_after_one_whose_template_never_ends(tmp_path: Path) -> None:
     endless_for_world = "{% if messages[0].content == 'world' %}" + ENDLESS + "{% endif %}{{ messages[0].content }}"
     tokenizer = ServedTokenizer(save(tmp_path, chat_template=endless_for_world))
     for _ in range(2):
         assert tokenizer.encode_chat(HELLO) == [4]
-        with pytest.raises(InvalidRequest, match="took more than"):
+        with pytest.raises(InvalidRequest, match="took more than 1 s"):
             tokenizer.encode_chat([{"role": "user", "content": "world"}])
     assert tokenizer.encode_chat(HELLO) == [4]
 

@@ -8,6 +8,7 @@ on time are far above the time of a round.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,6 +29,13 @@ NUM_TOKENS = 60
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def two_drafts(tokenizer: Path) -> Iterator[Stack]:
+    """Every test leaves both drafts in use."""
+    with Stack(PAIR, PAIR, num_drafts=2, tokenizer=tokenizer, replica_arguments=()) as stack:
+        yield stack
 
 
 def ask(num_tokens: int = NUM_TOKENS, gamma: int | None = None) -> pb.GenerateRequest:
@@ -55,30 +63,33 @@ def drafts_used(stack: Stack) -> set[str]:
     return {replica.address for pool in served.pools if pool.role == "draft" for replica in pool.replicas}
 
 
-def test_while_one_of_two_drafts_hangs_the_other_drafts_for_all_sessions(tokenizer: Path) -> None:
-    with Stack(PAIR, PAIR, num_drafts=2, tokenizer=tokenizer, replica_arguments=()) as stack:
-        target_only_steps(stack, 6)  # both have drafted
-        with frozen_part(stack, "draft"):
-            outputs = [run(stack, ask(gamma=4)) for _ in range(10)]
-        assert all(len(output.token_ids) == NUM_TOKENS for output in outputs)
-        # The one round that found out, its last round that leaves no room for a draft, and a trial now and then.
-        steps = [output.finished.stats.num_target_only_steps for output in outputs]
-        assert sum(steps) <= 10 + 10
-        assert max(output.finished.stats.draft_s for output in outputs) < 2.5
+def wait_until_used(stack: Stack, name: str) -> None:
+    while stack.parts[name].address not in drafts_used(stack):
+        time.sleep(0.1)
 
 
-def test_a_draft_that_hung_is_used_again_once_it_answers(tokenizer: Path) -> None:
-    with Stack(PAIR, PAIR, num_drafts=2, tokenizer=tokenizer, replica_arguments=()) as stack:
-        target_only_steps(stack, 6)
-        with frozen_part(stack, "draft"):
-            target_only_steps(stack, 4)
-            # Long enough to be given up: it describes itself no more, and its connection is closed.
-            while stack.parts["draft"].address in drafts_used(stack):
-                time.sleep(0.1)
-        while stack.parts["draft"].address not in drafts_used(stack):
+def test_while_one_of_two_drafts_hangs_the_other_drafts_for_all_sessions(two_drafts: Stack) -> None:
+    target_only_steps(two_drafts, 6)  # both have drafted
+    with frozen_part(two_drafts, "draft"):
+        outputs = [run(two_drafts, ask(gamma=4)) for _ in range(10)]
+    assert all(len(output.token_ids) == NUM_TOKENS for output in outputs)
+    # The one round that found out, its last round that leaves no room for a draft, and a trial now and then.
+    steps = [output.finished.stats.num_target_only_steps for output in outputs]
+    assert sum(steps) <= 10 + 10
+    assert max(output.finished.stats.draft_s for output in outputs) < 2.5
+    wait_until_used(two_drafts, "draft")
+
+
+def test_a_draft_that_hung_is_used_again_once_it_answers(two_drafts: Stack) -> None:
+    target_only_steps(two_drafts, 6)
+    with frozen_part(two_drafts, "draft"):
+        target_only_steps(two_drafts, 4)
+        # Long enough to be given up: it describes itself no more, and its connection is closed.
+        while two_drafts.parts["draft"].address in drafts_used(two_drafts):
             time.sleep(0.1)
-        with frozen_part(stack, "draft2"):
-            assert min(target_only_steps(stack, 6)) <= 1
+    wait_until_used(two_drafts, "draft")
+    with frozen_part(two_drafts, "draft2"):
+        assert min(target_only_steps(two_drafts, 6)) <= 1
 
 
 def test_stalls_of_the_only_draft_cost_some_rounds_and_have_no_later_effect(tokenizer: Path) -> None:

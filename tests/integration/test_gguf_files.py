@@ -8,15 +8,20 @@ import os
 import pty
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import set_tqdm_hook
 
 from bench.gguf_writing import write_gguf
 from bench.models import DEMO
+from specdec.checkpoints import gguf_convert
+from specdec.checkpoints.gguf_convert import NotConverted
 from specdec.checkpoints.locate import checkpoint_fingerprint, locate_checkpoint
 from specdec.checkpoints.vocabulary import load_vocabulary
 from specdec.errors import InvalidRequest, SpecdecError
@@ -32,6 +37,18 @@ ODD_TEXTS = [
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "specdec" / "gguf"
+
+
+@pytest.fixture
+def convert(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Returns the child's part of a conversion, in this process: what it writes does not depend on the process."""
+
+    def convert(path: Path, *, tokenizer_only: bool = False) -> Path:
+        gguf_convert.convert(path, tmp_path / "converted", tokenizer_only=tokenizer_only)
+        return tmp_path / "converted"
+
+    yield convert
+    set_tqdm_hook(None)
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -56,7 +73,9 @@ def test_a_gguf_file_becomes_the_checkpoint_it_was_written_from(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "float32")])
-def test_weights_are_kept_in_the_narrowest_dtype_that_rounds_none(tmp_path: Path, kind: str, dtype: str) -> None:
+def test_weights_are_kept_in_the_narrowest_dtype_that_rounds_none(
+    tmp_path: Path, convert: Callable[..., Path], kind: str, dtype: str
+) -> None:
     from gguf import GGUFReader
     from gguf.quants import dequantize
 
@@ -66,7 +85,7 @@ def test_weights_are_kept_in_the_narrowest_dtype_that_rounds_none(tmp_path: Path
     model.save_pretrained(source)
     PreTrainedTokenizerFast.from_pretrained(TARGET).save_pretrained(source)
     path = write_gguf(source, tmp_path / "demo.gguf", kind)
-    directory = locate_checkpoint(path)
+    directory = convert(path)
     assert stored_dtype(directory) == dtype
     held = {tensor.name: dequantize(tensor.data, tensor.tensor_type) for tensor in GGUFReader(path).tensors}
     converted = weights(directory)
@@ -156,20 +175,27 @@ def test_without_the_packages_that_read_it_the_command_is_told_that_installs_the
     assert done.stderr.splitlines()[-1] == told
 
 
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        ({"extra_tensors": {"rope_freqs.weight": np.arange(1, 17, dtype=np.float32)}}, "unsupported RoPE scaling"),
-        ({"metadata": {"llama.rope.scaling.type": "linear"}}, "unsupported RoPE scaling"),
-        ({"extra_tensors": {"blk.0.attn_q.bias": np.ones(256, np.float32)}}, "of which transformers reads"),
-        ({"left_out": "blk.5.ffn_up.weight"}, "lacks the weight model.layers.5.mlp.up_proj.weight (1 in all)"),
-        ({"metadata": {"split.count": 3}}, "join them with llama-gguf-split"),
-        ({"metadata": {"general.architecture": "rwkv6"}}, "of an unsupported type: rwkv6"),
-    ],
-)
-def test_a_file_that_would_be_read_wrongly_is_refused_by_name(
-    tmp_path: Path, cache: Path, fault: dict[str, object], told: str
+FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"extra_tensors": {"rope_freqs.weight": np.arange(1, 17, dtype=np.float32)}}, "unsupported RoPE scaling"),
+    ({"metadata": {"llama.rope.scaling.type": "linear"}}, "unsupported RoPE scaling"),
+    ({"extra_tensors": {"blk.0.attn_q.bias": np.ones(256, np.float32)}}, "of which transformers reads"),
+    ({"left_out": "blk.5.ffn_up.weight"}, "lacks the weight model.layers.5.mlp.up_proj.weight (1 in all)"),
+    ({"metadata": {"split.count": 3}}, "join them with llama-gguf-split"),
+    ({"metadata": {"general.architecture": "rwkv6"}}, "of an unsupported type: rwkv6"),
+]
+
+
+@pytest.mark.parametrize(("fault", "told"), FAULTS)
+def test_a_file_that_would_be_read_wrongly_is_not_converted(
+    tmp_path: Path, convert: Callable[..., Path], fault: dict[str, Any], told: str
 ) -> None:
+    with pytest.raises(NotConverted) as refusal:
+        convert(write_gguf(TARGET, tmp_path / "demo.gguf", **fault))
+    assert told in str(refusal.value)
+
+
+def test_a_file_that_is_not_converted_is_refused_by_name(tmp_path: Path, cache: Path) -> None:
+    fault, told = FAULTS[-1]
     path = write_gguf(TARGET, tmp_path / "demo.gguf", **fault)
     with pytest.raises(SpecdecError) as refusal:
         locate_checkpoint(path)
@@ -179,7 +205,9 @@ def test_a_file_that_would_be_read_wrongly_is_refused_by_name(
     assert not list(cache.rglob("*.json"))
 
 
-def test_the_scaled_positions_of_llama_3_are_recovered_from_their_divisors(tmp_path: Path) -> None:
+def test_the_scaled_positions_of_llama_3_are_recovered_from_their_divisors(
+    tmp_path: Path, convert: Callable[..., Path]
+) -> None:
     """Transformers' own rotary frequencies are the oracle."""
     source = tmp_path / "source"
     source.mkdir()
@@ -192,34 +220,49 @@ def test_the_scaled_positions_of_llama_3_are_recovered_from_their_divisors(tmp_p
     frequencies = AutoModelForCausalLM.from_pretrained(source).model.rotary_emb.inv_freq
     plain = 500000.0 ** (-torch.arange(len(frequencies), dtype=torch.float64) / len(frequencies))
     divisors = (plain / frequencies).float().numpy()
-    directory = locate_checkpoint(
-        write_gguf(source, tmp_path / "demo.gguf", extra_tensors={"rope_freqs.weight": divisors})
-    )
+    directory = convert(write_gguf(source, tmp_path / "demo.gguf", extra_tensors={"rope_freqs.weight": divisors}))
     assert json.loads((directory / "config.json").read_text())["rope_parameters"] == pytest.approx(scaling)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(directory).model.rotary_emb.inv_freq, frequencies)
 
 
 def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path) -> None:
-    whole = write_gguf(TARGET, tmp_path / "demo.gguf").read_bytes()
-    for index, damaged in enumerate((whole[:40], whole[: len(whole) // 2], b"GGUF" + b"\xff" * 500)):
-        path = tmp_path / f"{index}.gguf"
-        path.write_bytes(damaged)
-        with pytest.raises(InvalidRequest) as refusal:
-            locate_checkpoint(path)
-        assert "\n" not in refusal.value.message
+    path = tmp_path / "demo.gguf"
+    path.write_bytes(write_gguf(TARGET, path).read_bytes()[:40])
+    with pytest.raises(InvalidRequest) as refusal:
+        locate_checkpoint(path)
+    assert "\n" not in refusal.value.message
     path.write_bytes(b"GG")
     with pytest.raises(InvalidRequest, match="not a GGUF file"):
         locate_checkpoint(path)
 
 
-def test_digits_stay_alone_where_the_files_merges_were_learned_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage", [lambda whole: whole[: len(whole) // 2], lambda whole: b"GGUF" + b"\xff" * 500], ids=["cut", "garbage"]
+)
+def test_the_conversion_of_a_damaged_file_ends_with_one_error(
+    tmp_path: Path,
+    damage: Callable[[bytes], bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "demo.gguf"
+    path.write_bytes(damage(write_gguf(TARGET, path).read_bytes()))
+    monkeypatch.setattr(sys, "argv", ["gguf_convert", str(path), str(tmp_path / "converted")])
+    assert gguf_convert.main() == 1
+    *_, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last)["error"].startswith("cannot be read: ")
+
+
+def test_digits_stay_alone_where_the_files_merges_were_learned_so(tmp_path: Path, convert: Callable[..., Path]) -> None:
     """Blanks before a digit are one token then, as everywhere else, and not half of them the digit's."""
     path = write_gguf(TARGET, tmp_path / "demo.gguf", metadata={"tokenizer.ggml.pre": "smollm"})
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(locate_checkpoint(path, small_files_only=True))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(convert(path, tokenizer_only=True))
     assert tokenizer.tokenize("x  12") == ["x", "ĠĠ", "1", "2"]
 
 
-def test_the_token_that_ends_a_turn_in_the_files_own_template_ends_its_answers(tmp_path: Path) -> None:
+def test_the_token_that_ends_a_turn_in_the_files_own_template_ends_its_answers(
+    tmp_path: Path, convert: Callable[..., Path]
+) -> None:
     template = "{% for m in messages %}{{ m['content'] + '<|end|>' }}{% endfor %}"
     source = tmp_path / "source"
     source.mkdir()
@@ -229,5 +272,5 @@ def test_the_token_that_ends_a_turn_in_the_files_own_template_ends_its_answers(t
         )
         (source / file.name).write_bytes(text)
     (source / "chat_template.jinja").write_text(template)
-    directory = locate_checkpoint(write_gguf(source, tmp_path / "demo.gguf"))
+    directory = convert(write_gguf(source, tmp_path / "demo.gguf"))
     assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == [2, 4]

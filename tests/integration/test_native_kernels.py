@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from specdec.artifact_cache import cache_directory
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.kernels.library import load_library
 from specdec.engine.kernels.prebuilt import prebuilt_libraries
@@ -35,6 +36,8 @@ VOCABULARY_SIZE = 96
 NUM_SEQUENCES = 5
 BLOCKS_PER_SEQUENCE = 6
 LENGTHS = (70, 3, 41, 90, 17)
+#: Where services keep their kernels: those of this machine are compiled once for all tests.
+KEPT_IN = cache_directory(os.environ) / "compiled"
 #: 255 * 127 times as many inputs still fit into 32 bits.
 WIDEST_PRODUCT = 66_311
 
@@ -53,7 +56,7 @@ def num_threads(request: pytest.FixtureRequest):
     torch.set_num_threads(threads)
 
 
-def load(directory: Path, backend: str = "native", kept_in: Path | None = None, **options: object) -> Worker:
+def load(directory: Path, backend: str = "native", kept_in: Path = KEPT_IN, **options: object) -> Worker:
     fixed = {"device": "cpu", "dtype": "float32", "num_kv_blocks": NUM_SEQUENCES * BLOCKS_PER_SEQUENCE}
     compiling = CompileOptions(backend, directory=kept_in)
     return load_worker(LoadRequest(str(directory), compiling=compiling, **(fixed | options)))
@@ -306,18 +309,26 @@ LOADING = (
 )
 
 
+@pytest.fixture
+def quick_compiler(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that does not optimise, for tests of when kernels are compiled and where they are kept."""
+    compile_with("-O0", tmp_path_factory.mktemp("compiler"), monkeypatch)
+
+
 def load_in_another_process(kept_in: Path) -> Path:
     subprocess.run([sys.executable, "-c", LOADING, str(kept_in)], check=True)
     (kept,) = kept_in.iterdir()
     return kept
 
 
+@pytest.mark.usefixtures("quick_compiler")
 def test_a_second_process_uses_the_compiled_kernels(tmp_path: Path) -> None:
     first, second = (load_in_another_process(tmp_path).stat().st_mtime_ns for _ in range(2))
     assert first == second
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("quick_compiler")
 def test_kept_kernels_that_are_damaged_are_compiled_again(tmp_path: Path) -> None:
     kept = load_in_another_process(tmp_path)
     whole = kept.read_bytes()
@@ -327,6 +338,7 @@ def test_kept_kernels_that_are_damaged_are_compiled_again(tmp_path: Path) -> Non
         assert len(kept.read_bytes()) > len(whole) // 2
 
 
+@pytest.mark.usefixtures("quick_compiler")
 def test_kept_kernels_that_others_may_write_are_not_run(tmp_path: Path) -> None:
     kept = load_in_another_process(tmp_path)
     kept.chmod(0o666)
@@ -336,6 +348,7 @@ def test_kept_kernels_that_others_may_write_are_not_run(tmp_path: Path) -> None:
     assert kept.stat().st_mode & 0o022 == 0
 
 
+@pytest.mark.usefixtures("quick_compiler")
 def test_a_directory_that_cannot_be_written_compiles_for_one_process(directory: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert len(run(load(directory, kept_in=tmp_path / "file" / "below"), piece(1, 0, 3))) == 3

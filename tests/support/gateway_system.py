@@ -69,6 +69,15 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 @pytest.fixture(scope="session")
+def demo() -> Iterator[System]:
+    """A running system of the demo pair, whose settings a test leaves as they are."""
+    demo = start_system()
+    yield demo
+    demo.process.send_signal(signal.SIGTERM)
+    demo.process.communicate()
+
+
+@pytest.fixture(scope="session")
 def client(system: System) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=system.base_url, api_key="unused", timeout=240, max_retries=0) as client:
         yield client
