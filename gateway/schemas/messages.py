@@ -53,8 +53,8 @@ class Conversation(Request):
         """Raises InvalidRequest for a field that the server knows and does not support."""
         choice = self.tool_choice.get("type") if isinstance(self.tool_choice, dict) else self.tool_choice
         for name, value, reason in (
-            ("tools", self.tools, "the output is text alone"),
-            ("tool_choice", choice not in (None, "none"), "the output is text alone"),
+            ("tools", self.tools, "there are no grammars yet"),
+            ("tool_choice", choice not in (None, "none"), "there are no grammars yet"),
             ("thinking", (self.thinking or {}).get("type", "disabled") != "disabled", "the output is text alone"),
             ("output_config.format", (self.output_config or {}).get("format"), "there are no grammars yet"),
             ("mcp_servers", self.mcp_servers, "the model has the conversation alone"),
