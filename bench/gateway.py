@@ -3,7 +3,8 @@
 One system, `specdec up`, serves both by turns: the coordinator over gRPC, and a gateway process in front of it. One
 asyncio client reads text from each. The pairs are the demo pair and `deep(18, 0.02)` of its target with its draft;
 outputs have 128 greedy tokens, and no two prompts share KV. A pair's time to the first token is the mean of its
-streams. `--peer-bench vllm` runs vLLM's own benchmark client, `vllm bench serve`, against the gateway instead.
+streams. `--peer-bench` runs the benchmark client of another project, `vllm bench serve` or `guidellm run`, against the
+gateway instead.
 """
 
 import argparse
@@ -18,13 +19,16 @@ from typing import Any
 import numpy as np
 
 from bench.gateway_streams import GrpcStreams, HttpStreams, StreamingClient, TextStream, tokens_per_s
+from bench.guidellm_client import GuideLlmClient
 from bench.models import DEMO, deep
 from bench.pairs import MIN_PAIRS, interleave, median_difference, median_ratio
+from bench.peer_clients import run_peer_client
 from bench.report import progress
 from bench.rows import Origin, Row
 from bench.servers.gateway_server import GatewayServer
+from bench.servers.suite import PEERS_FOLDER
 from bench.system import RunningSystem
-from bench.vllm_client import VLLM, add_peer_arguments, run_vllm_client
+from bench.vllm_client import VllmClient
 from bench.workload import NUM_NEW_TOKENS, prompt_token_ids
 from specdec.client import AsyncClient
 
@@ -39,6 +43,7 @@ NUM_WARMUP = 2
 _LEAST_RATIO = 0.95
 #: Limit on what the gateway adds to the time to the first token of one stream, in milliseconds.
 _MOST_TTFT_MS = 3.0
+_CLIENTS = {client.name: client for client in (VllmClient(), GuideLlmClient())}
 
 
 @dataclass(frozen=True)
@@ -60,15 +65,23 @@ class Batch:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the client of another project that is run instead, and where it is installed."""
-    add_peer_arguments(parser)
+    parser.add_argument(
+        "--peer-bench",
+        choices=list(_CLIENTS),
+        help="run this project's benchmark client against the gateway, and no more",
+    )
+    parser.add_argument(
+        "--peers-folder", type=Path, default=PEERS_FOLDER, metavar="DIR", help="folder that `make peers` has filled"
+    )
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure and return the rows; print nothing but progress."""
     row = partial(Row, suite=SUITE, row=None, origin=Origin(), quick=arguments.quick)
     with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder, asyncio.Runner() as runner:
-        if arguments.peer_bench == VLLM:
-            return runner.run(run_vllm_client(row, Path(folder), arguments))
+        if arguments.peer_bench:
+            client, peers_folder = _CLIENTS[arguments.peer_bench], arguments.peers_folder
+            return runner.run(run_peer_client(client, row, Path(folder), peers_folder, arguments.quick))
         deep_target = deep(DEMO / "target", Path(folder) / "target", num_layers=18, eps=0.02)
         targets = {"demo pair": DEMO / "target", "deep(18, 0.02)": deep_target}
         num_runs = NUM_QUICK_RUNS if arguments.quick else NUM_RUNS

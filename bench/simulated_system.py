@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -130,36 +130,47 @@ class ProcessSystem:
         redis_url: str = "memory://",
         num_coordinators: int = 1,
         coordinator_arguments: Sequence[str] = (),
+        more_coordinators: Sequence[Sequence[str]] = (),
+        runner: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         """
         Args:
             tokenizer_dir: see `write_tokenizer`.
             replicas: their addresses are given to every coordinator.
-            redis_url: of the session store; more than one coordinator needs a Redis.
+            redis_url: of the session store; coordinators that share sessions need a Redis.
             num_coordinators: at least 1.
             coordinator_arguments: further arguments of each.
+            more_coordinators: further arguments of each coordinator that is added to these.
+            runner: module with its arguments that runs every service.
+            environ: environment of the services; None: that of this process.
         """
-        ports = free_ports(len(replicas) + num_coordinators)
-        self.endpoints = [f"127.0.0.1:{ports.pop()}" for _ in range(num_coordinators)]
+        of_each = [*[coordinator_arguments] * num_coordinators, *more_coordinators]
+        ports = free_ports(len(replicas) + len(of_each))
+        self.endpoints = [f"127.0.0.1:{ports.pop()}" for _ in of_each]
         self.endpoint = self.endpoints[0]
+        self._runner, self._environ = runner, os.environ if environ is None else environ
         self._num_replicas = len(replicas)
         self._commands: list[tuple[str, list[str]]] = []
-        coordinator = ["--tokenizer", str(tokenizer_dir), "--redis-url", redis_url, *coordinator_arguments]
+        coordinator = ["--tokenizer", str(tokenizer_dir), "--redis-url", redis_url]
         for replica, port in zip(replicas, ports, strict=True):
             address = f"127.0.0.1:{port}"
             self._commands.append((replica.module, [*replica.arguments, "--listen", address]))
             coordinator += [f"--{replica.role}-endpoint", address]
         self._commands += [
-            ("coordinator", [*coordinator, "--poll-interval-s", "0.2", "--listen", endpoint])
-            for endpoint in self.endpoints
+            ("coordinator", [*coordinator, "--poll-interval-s", "0.2", "--listen", endpoint, *own])
+            for endpoint, own in zip(self.endpoints, of_each, strict=True)
         ]
         self._children: list[Child] = []
 
     def __enter__(self) -> Self:
         try:
             for module, arguments in self._commands:
-                self._children.append(Child(module, module, arguments, os.environ))
+                first, *words = [*self._runner, module, *arguments]
+                self._children.append(Child(module, first, words, self._environ))
             self._wait_connected()
+            for child in self._children:
+                child.relay()  # from now on only warnings are shown, not a line for each request
         except BaseException:
             self._stop()
             raise

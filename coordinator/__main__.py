@@ -17,6 +17,7 @@ from typing import Any
 import specdec
 from coordinator.audit.audit_queue import AuditQueue
 from coordinator.audit.turn_audit import Auditor
+from coordinator.front.opening import RequestOpener
 from coordinator.front.readiness import Readiness
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.front.tenants import CallTenants
@@ -33,15 +34,18 @@ from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.checkpoints.generation_config import recommended_sampling
+from specdec.checkpoints.locate import locate_checkpoint
+from specdec.errors import Unsupported
 from specdec.observability.audit import AuditMetrics
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
+from specdec.observability.genai_metrics import open_genai_metrics
 from specdec.observability.logging import configure_logging
 from specdec.observability.loop_lag import watch_loop_lag
 from specdec.observability.metrics_server import start_metrics_server
 from specdec.observability.series import served_name
 from specdec.observability.tracing import SpanCollector, Tracing, open_tracing
 from specdec.rpc.client import open_link
-from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
+from specdec.rpc.server import COORDINATOR_SERVICE, VLLM_SERVICE, ServiceServer
 from specdec.service import memory
 from specdec.service.lifecycle import require_addresses, run_to_exit_code, stop_on_signals
 from specdec.settings.addresses import advertised_address, split_address
@@ -52,6 +56,9 @@ from specdec.state.redis_store import open_registry, open_store
 from specdec.state.registry import Heartbeat
 from specdec.state.store import ReplicaRegistry
 from specdec.types import EngineInfo, Mode
+
+#: Name of this service in traces and metrics over OTLP.
+_OTEL_SERVICE = "specdec-coordinator"
 
 #: Time that streams have after the drain to send what they hold.
 _FLUSH_S = 1.0
@@ -81,7 +88,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
     metrics = CoordinatorMetrics(served_name(settings.tokenizer))
     server = ServiceServer(
         settings.listen,
-        service_names=(COORDINATOR_SERVICE,),
+        service_names=(COORDINATOR_SERVICE, *((VLLM_SERVICE,) if settings.worker_contract else ())),
         health_address=settings.health,
         max_message_bytes=settings.max_message_bytes,
     )
@@ -96,6 +103,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
         ending.push_async_callback(pools.close)
         histories = TokenHistories(settings.lookup_history_tokens) if LookupKind.SUFFIX in settings.lookup else None
         tracing = _open_tracing(settings, metrics, ending)
+        _open_genai_metrics(settings, metrics, ending)
         timelines = None if settings.timeline is None else TimelineLog(settings.timeline)
         if timelines is not None:
             ending.callback(timelines.close)
@@ -117,18 +125,23 @@ async def _serve(settings: CoordinatorSettings) -> None:
             timelines=timelines,
             auditor=_build_auditor(settings, metrics, ending),
         )
+        default_mode = Mode[settings.default_mode.upper()]
+        tenants = CallTenants(settings.tenant, reads_header=settings.tenant_header == "on")
         CoordinatorServicer(
             generations=generations,
             store=store,
             pools=pools,
             draft_sources=draft_sources,
             tokenizer=tokenizer,
-            default_mode=Mode[settings.default_mode.upper()],
-            tenants=CallTenants(settings.tenant, reads_header=settings.tenant_header == "on"),
+            default_mode=default_mode,
+            tenants=tenants,
             default_sampling=recommended_sampling(settings.tokenizer),
             canary=canary,
             tracing=tracing,
         ).add_to(server.grpc_server)
+        if settings.worker_contract == "smg":
+            opener = RequestOpener(generations, pools, tenants, default_mode)
+            _add_smg_contract(server, settings.tokenizer, opener, generations, pools, tracing)
         if settings.metrics:
             ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
         await server.start()
@@ -154,6 +167,31 @@ async def _serve(settings: CoordinatorSettings) -> None:
             await registration.close()  # first, so that gateways open no further stream here
         await generations.drain(settings.drain_grace_s)
     _log.info("stopped")
+
+
+def _add_smg_contract(
+    server: ServiceServer,
+    tokenizer: str,
+    opener: RequestOpener,
+    generations: GenerationService,
+    pools: ReplicaPools,
+    tracing: Tracing | None,
+) -> None:
+    """Let the router `smg` call this coordinator as a worker. Raises Unsupported where its messages are missing."""
+    try:
+        from coordinator.front.smg_servicer import SmgServicer
+    except ModuleNotFoundError as error:
+        missing = 'package smg-grpc-proto is not installed: run pip install "specdec[smg]"'
+        raise Unsupported(f"worker_contract: {missing}", field="worker_contract") from error
+    SmgServicer(
+        opener=opener,
+        generations=generations,
+        pools=pools,
+        tokenizer_directory=locate_checkpoint(tokenizer, small_files_only=True).absolute(),
+        default_sampling=recommended_sampling(tokenizer),
+        is_serving=lambda: server.is_serving,
+        tracing=tracing,
+    ).add_to(server.grpc_server)
 
 
 def _open_registry(settings: CoordinatorSettings, ending: AsyncExitStack) -> ReplicaRegistry | None:
@@ -246,13 +284,18 @@ def _open_learning_log(settings: CoordinatorSettings, metrics: CoordinatorMetric
 
 
 def _open_tracing(settings: CoordinatorSettings, metrics: CoordinatorMetrics, ending: AsyncExitStack) -> Tracing | None:
-    tracing = open_tracing(
-        settings.otlp_endpoint, settings.trace_share, service="specdec-coordinator", environ=os.environ
-    )
+    tracing = open_tracing(settings.otlp_endpoint, settings.trace_share, service=_OTEL_SERVICE, environ=os.environ)
     if tracing is not None:
         ending.push_async_callback(asyncio.to_thread, tracing.close)
         metrics.registry.register(SpanCollector(tracing))
     return tracing
+
+
+def _open_genai_metrics(settings: CoordinatorSettings, metrics: CoordinatorMetrics, ending: AsyncExitStack) -> None:
+    if settings.otlp_metrics == "on":
+        metrics.genai = open_genai_metrics(settings.otlp_endpoint, service=_OTEL_SERVICE, environ=os.environ)
+    if metrics.genai is not None:
+        ending.push_async_callback(asyncio.to_thread, metrics.genai.close)
 
 
 async def _watch_until(stop: asyncio.Event, *watching: Coroutine[Any, Any, None]) -> None:

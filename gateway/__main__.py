@@ -19,6 +19,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.server import bind, serve
 from gateway.upstream import Upstream
 from specdec.errors import SpecdecError, error_line
+from specdec.observability.genai_metrics import open_genai_metrics
 from specdec.observability.logging import configure_logging
 from specdec.observability.metrics_server import start_metrics_server
 from specdec.observability.tracing import SpanCollector, open_tracing
@@ -26,6 +27,9 @@ from specdec.settings.addresses import split_address
 from specdec.settings.gateway import GatewaySettings
 from specdec.settings.reading import parse_settings
 from specdec.state.responses import RedisResponses
+
+#: Name of this service in traces and metrics over OTLP.
+_OTEL_SERVICE = "specdec-gateway"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,11 +58,15 @@ async def _serve(settings: GatewaySettings) -> None:
     has_keys = bool(settings.api_keys or settings.api_key)
     keys = ApiKeys(settings.api_keys, key=settings.api_key, allow_anonymous=settings.allow_anonymous or not has_keys)
     metrics = GatewayMetrics()
-    tracing = open_tracing(settings.otlp_endpoint, settings.trace_share, service="specdec-gateway", environ=os.environ)
+    tracing = open_tracing(settings.otlp_endpoint, settings.trace_share, service=_OTEL_SERVICE, environ=os.environ)
     async with AsyncExitStack() as ending:
         if tracing is not None:
             ending.push_async_callback(asyncio.to_thread, tracing.close)
             metrics.registry.register(SpanCollector(tracing))
+        if settings.otlp_metrics == "on":
+            metrics.genai = open_genai_metrics(settings.otlp_endpoint, service=_OTEL_SERVICE, environ=os.environ)
+        if metrics.genai is not None:
+            ending.push_async_callback(asyncio.to_thread, metrics.genai.close)
         if settings.metrics:
             ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
         upstream = Upstream(settings)

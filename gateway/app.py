@@ -22,6 +22,8 @@ from specdec.errors import Internal, InvalidRequest, NotFound, SpecdecError
 
 _log = logging.getLogger(__name__)
 
+_SERVED = "this server generates text; GET /openapi.json lists its routes"
+
 
 def build_app(gateway: Gateway) -> FastAPI:
     """Return the application of one gateway."""
@@ -83,7 +85,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # the handler is registered for these
     path, headers = request.url.path, error.headers
     if error.status_code == 404:
-        told: SpecdecError = NotFound(f"there is nothing at {path[:256]}", reason="NOT_FOUND")
+        told: SpecdecError = NotFound(f"there is nothing at {path[:256]}: {_SERVED}", reason="NOT_FOUND")
     elif error.status_code == 405:
         told = InvalidRequest(f"{path[:256]} does not take {request.method}", reason="METHOD_NOT_ALLOWED")
         if methods := _methods_of(request):

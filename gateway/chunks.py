@@ -1,7 +1,7 @@
 """Chunks of chat and completion streams: events of outputs become OpenAI's stream objects, as bytes.
 
 This is the hot path of a stream, so a chunk is put together from text that stays the same and the few values that
-change. The text of a stream does not depend on how its tokens were divided into chunks.
+change. The text of a stream does not depend on how its tokens were divided into chunks. `gateway.sse` sends the chunks.
 
 An event has an id, `SESSION:NUM_TOKENS`, only for a client that accepts `text/event-stream` by name: a stream with ids
 can be resumed, but programs that take every block for a line of data would not read it.

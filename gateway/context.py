@@ -31,9 +31,9 @@ class Gateway:
     """Stored responses of /v1/responses."""
     tracing: Tracing | None = None
 
-    def client(self, request: Request) -> AsyncClient:
-        """Return the client for calls of the request's tenant."""
-        return self.upstream.client(_tenant_of(request))
+    def client(self, request: Request, *, tries_again: bool = True) -> AsyncClient:
+        """Return the client for calls of the request's tenant. Arguments and errors as of `Upstream.client`."""
+        return self.upstream.client(_tenant_of(request), tries_again=tries_again)
 
     def store_tenant(self, request: Request) -> str:
         """Return the tenant in the store's keys of a request; those of a caller without one have the usual name."""

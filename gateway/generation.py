@@ -1,7 +1,8 @@
 """Runs the outputs of one request: the only place of the gateway that calls `generate`.
 
 Several outputs of one prompt are sessions of their own. The first starts alone and the others follow once its first
-token has come, because they then find the keys and values of their common prompt.
+token has come, because they then find the keys and values of their common prompt. An encoder such as `gateway.chunks`
+makes an answer of what they give.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from gateway.metrics import GatewayMetrics
+from gateway.operations import measured_operation
 from gateway.tracing import traceparent
 from gateway.upstream import Served
 from specdec.client import AsyncClient, AsyncStream, Chunk, Completion, GenerateOptions
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, NotFound, SessionLost, SpecdecError
+from specdec.observability.genai_metrics import Operation
 
 _SEEDS = 1 << 64
 #: Events that an output may be ahead of the others and of the connection.
@@ -50,6 +53,21 @@ class Job:
     options: GenerateOptions
     leader: int
     """Index of the first output of the same prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """A session that an output continues, unless the session has gone on or cannot be had at once."""
+
+    client: AsyncClient
+    """Client that does not try again."""
+    session_id: str
+    num_tokens: int
+    """Number of tokens that the session must hold."""
+
+    @property
+    def options(self) -> GenerateOptions:
+        return {"session_id": self.session_id, "expected_session_tokens": self.num_tokens}
 
 
 def plan(prompts: Sequence[Prompt], num_outputs: int, options: GenerateOptions, seed: int | None) -> list[Job]:
@@ -87,8 +105,24 @@ def session_options(session_id: str | None, request_id: str | None, num_outputs:
 class Outputs:
     """The outputs of one request. Iterate `events` once, or await `completions`."""
 
-    def __init__(self, client: AsyncClient, jobs: Sequence[Job], metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        jobs: Sequence[Job],
+        metrics: GatewayMetrics,
+        model: str,
+        continued: Continued | None = None,
+    ) -> None:
+        """
+        Args:
+            client: client of the request's tenant.
+            jobs: outputs to generate.
+            metrics: receives counts and times.
+            model: name under which the request named its model.
+            continued: session of the only job; without it, or where it cannot be continued, the job's options count.
+        """
         self._client, self._jobs, self._metrics = client, jobs, metrics
+        self._model, self._continued = model, continued
         self._began_s = time.monotonic()
         self._has_begun = [asyncio.Event() for _ in jobs]
         """Set for an output that has a token or has ended."""
@@ -120,11 +154,31 @@ class Outputs:
         return [finished[job.index] for job in self._jobs]
 
     async def _output(self, job: Job) -> AsyncGenerator[Event, None]:
-        options = cast(GenerateOptions, {**job.options, "traceparent": traceparent()})
-        async with self._client.generate(job.prompt, stream=True, **options) as stream:
-            async for chunk in stream:
-                yield Event(job.index, stream, chunk)
-            yield Event(job.index, stream, None, await stream.result())
+        with measured_operation(self._metrics.genai, self._operation(job)) as measured:
+            async with aclosing(self._generate(job)) as events:
+                async for event in events:
+                    measured.completion = event.completion
+                    yield event
+
+    def _operation(self, job: Job) -> Operation:
+        return Operation("chat" if "messages" in job.options else "text_completion", self._model)
+
+    async def _generate(self, job: Job) -> AsyncGenerator[Event, None]:
+        """Yield the parts of one output: of the session to continue, or else of the job's own."""
+        has_begun, continued = False, self._continued
+        if continued is not None:
+            try:
+                async with aclosing(_generated(continued.client, job, continued.options)) as events:
+                    async for event in events:
+                        has_begun = True
+                        yield event
+                    return
+            except SpecdecError as error:
+                if has_begun or not (error.retryable or isinstance(error, NotFound | SessionLost)):
+                    raise
+        async with aclosing(_generated(self._client, job)) as events:
+            async for event in events:
+                yield event
 
     async def _merged(self) -> AsyncGenerator[Event, None]:
         queue: asyncio.Queue[Event | BaseException] = asyncio.Queue(_MAX_AHEAD * len(self._jobs))
@@ -155,6 +209,17 @@ class Outputs:
             await queue.put(error)
         finally:
             self._has_begun[job.index].set()
+
+
+async def _generated(
+    client: AsyncClient, job: Job, session: GenerateOptions | None = None
+) -> AsyncGenerator[Event, None]:
+    """Yield the parts of one output; the options of `session` replace the job's."""
+    options = cast(GenerateOptions, {**job.options, **(session or {}), "traceparent": traceparent()})
+    async with client.generate(job.prompt, stream=True, **options) as stream:
+        async for chunk in stream:
+            yield Event(job.index, stream, chunk)
+        yield Event(job.index, stream, None, await stream.result())
 
 
 @contextlib.asynccontextmanager

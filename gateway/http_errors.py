@@ -44,6 +44,7 @@ _ANTHROPIC_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 #: Names of our fields in OpenAI's requests.
 _PARAMS = {
@@ -56,9 +57,10 @@ _PARAMS = {
     "resume_from": "Last-Event-ID",
     "messages.template_arguments_json": "chat_template_kwargs",
 }
-#: Path of the route whose requests have names of their own, and these names.
+#: Path of the other route whose requests have names of their own, and the names of both.
 RESPONSES_PATH = "/v1/responses"
-_RESPONSES_PARAMS = _PARAMS | {"max_new_tokens": "max_output_tokens", "messages": "input"}
+_RESPONSES_PARAMS = _PARAMS | {"max_new_tokens": "max_output_tokens", "messages": "input", "text": "text"}
+_ANTHROPIC_PARAMS = _PARAMS | {"stop": "stop_sequences"}
 _OUR_NAMES = re.compile(r"\b(sampling\.)?(max_new_tokens|min_new_tokens|prompt_token_ids)\b|\bsampling\.(?=\w)")
 _VALUE_ERROR = re.compile(r"^(Value error|Assertion failed), ")
 _MAX_PATH_PARTS = 8
@@ -113,10 +115,10 @@ def read_validation_error(errors: Sequence[Mapping[str, Any]], content_type: str
     """Return the error of a request body that pydantic has refused.
 
     Args:
-        errors: pydantic's errors, of which the first is told.
+        errors: pydantic's errors, one of which is told.
         content_type: the request's header.
     """
-    first = errors[0]
+    first = _most_telling(errors)
     kind, message = str(first["type"]), str(first["msg"])
     if kind == "json_invalid":
         detail = (first.get("ctx") or {}).get("error", message)
@@ -136,9 +138,23 @@ def _path(location: Sequence[Any]) -> str:
     for part in location[1:_MAX_PATH_PARTS]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif re.fullmatch(r"[a-z][a-z0-9_]*", str(part)) and not (path and str(part) in _ALTERNATIVES):
+        elif re.fullmatch(r"[a-z][a-z0-9_]{0,63}", str(part)) and not (path and str(part) in _ALTERNATIVES):
             path += f".{part}" if path else str(part)
     return path
+
+
+def _most_telling(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the first error, or one of another alternative of its field that the value comes closer to.
+
+    A list with a wrong element, or of a wrong length, is also no text where a text may stand in its place.
+    """
+
+    def closeness(error: Mapping[str, Any]) -> tuple[int, bool]:
+        path = _path(error["loc"])
+        return path.count(".") + path.count("["), not error["type"].endswith("_type")
+
+    at = _path(errors[0]["loc"])
+    return max((error for error in errors if _path(error["loc"]).startswith(at)), key=closeness)
 
 
 #: Names that pydantic gives to the alternatives of a union.
@@ -174,4 +190,4 @@ def error_response(
 def anthropic_error_object(error: SpecdecError, status: int) -> dict[str, Any]:
     """Return Anthropic's error object: `{"type": "error", "error": {"type", "message"}}`."""
     kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": _in_their_names(error)}}
+    return {"type": "error", "error": {"type": kind, "message": _in_their_names(error, _ANTHROPIC_PARAMS)}}

@@ -1,6 +1,7 @@
 """ASGI layers around the routes: measuring, API keys, and limits on bodies.
 
-They are plain ASGI: a stream passes them without a task or a queue of its own.
+They are plain ASGI: a stream passes them without a task or a queue of its own. A request that passes goes to a route,
+such as `gateway.routes.chat`.
 """
 
 from __future__ import annotations

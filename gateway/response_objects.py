@@ -34,7 +34,11 @@ class ResponseShape:
     def item_id(self) -> str:
         return f"msg_{self.response_id.removeprefix('resp_')}"
 
-    def started(self, status: str = "in_progress", error: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def failed(self, code: str, message: str) -> dict[str, Any]:
+        """Return the response that an error has ended. It is never stored."""
+        return self.started("failed") | {"error": {"code": code, "message": message}, "store": False}
+
+    def started(self, status: str = "in_progress") -> dict[str, Any]:
         """Return the response without an output."""
         body = self.body
         return {
@@ -43,7 +47,7 @@ class ResponseShape:
             "created_at": self.created,
             "status": status,
             "background": False,
-            "error": error,
+            "error": None,
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
@@ -120,7 +124,8 @@ class ResponseEvents:
                 has_begun = True
                 yield self._beginning()
             if event.chunk is not None:
-                if event.chunk.text or self._shape.body.return_provenance:
+                body = self._shape.body
+                if event.chunk.text or body.has_logprobs or body.return_provenance:
                     yield self._delta(event.chunk)
             elif event.completion is not None:
                 yield self._end(event.completion, await self._finish(event.completion))
@@ -128,8 +133,7 @@ class ResponseEvents:
     def encode_error(self, error: SpecdecError) -> bytes:
         """Return the end of a stream that has failed."""
         told = error_object(error, path=RESPONSES_PATH)["error"]
-        response = self._shape.started("failed", {"code": told["code"], "message": told["message"]})
-        return self._event("response.failed", response=response)
+        return self._event("response.failed", response=self._shape.failed(told["code"], told["message"]))
 
     def _beginning(self) -> bytes:
         shape, response = self._shape, self._shape.started()

@@ -1,7 +1,8 @@
 """Server-sent events: the encoding, and an answer that streams them until they end or the client goes away.
 
-`EventStream` waits for the first event before it sends a status, so that an error before the first token has a status
-of its own. After `keep_alive_s` without an event it sends a comment, at first with the status.
+`EventStream` is what routes such as `gateway.routes.chat` return for a stream. It waits for the first event before it
+sends a status, so that an error before the first token has a status of its own. After `keep_alive_s` without an event
+it sends a comment, at first with the status.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The coordinators behind the gateway: the connection to them, what they serve, and the names of the model.
 
-Every route calls coordinators through this module. They are those of `--coordinator`, or those that the registry lists.
-A description of what is served is kept for a second, so that a request seldom waits for one.
+Every route calls coordinators through this module, and `gateway.generation` runs outputs on its clients. They are those
+of `--coordinator`, or those that the registry lists. A description of what is served is kept for a second, so that a
+request seldom waits for one.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ class _Connection:
         self.endpoint = endpoint
         budgets = Budgets(connect_s=settings.retry_s, resume_s=settings.resume_s)
         self.client = AsyncClient(endpoint, budgets=budgets, remembers_sessions=False)
-        self.prober = AsyncClient(endpoint, budgets=Budgets(connect_s=0.0))
-        """Client that does not try again."""
+        once = Budgets(connect_s=0.0, resume_s=settings.resume_s)
+        self.prober = AsyncClient(endpoint, budgets=once, remembers_sessions=False)
+        """Client that does not try again before the first answer."""
 
     async def close(self) -> None:
         await self.client.close()
@@ -103,13 +105,18 @@ class Upstream:
         self._registry = open_registry(self._settings.redis_url)
         self._discovering = asyncio.create_task(self._discover(self._registry), name="discover coordinators")
 
-    def client(self, tenant: str) -> AsyncClient:
-        """Return the client for a tenant's calls; "" is the coordinator's own tenant.
+    def client(self, tenant: str, *, tries_again: bool = True) -> AsyncClient:
+        """Return the client for a tenant's calls.
+
+        Args:
+            tenant: the tenant; "" is the coordinator's own.
+            tries_again: whether a call without an answer is tried again.
 
         Raises:
             Unavailable: no coordinator has been found yet.
         """
-        client = self._connection().client
+        connection = self._connection()
+        client = connection.client if tries_again else connection.prober
         return client.for_tenant(tenant) if tenant else client
 
     async def served(self) -> Served:

@@ -32,19 +32,25 @@ def usage_of(completions: Sequence[Completion], outputs_per_prompt: int) -> dict
 
 
 def metrics_object(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Return the counters of speculative decoding under vLLM's names, summed over outputs, and ours beside them."""
+    """Return the counters of speculative decoding in vLLM's shape, summed over outputs, and ours beside them.
+
+    vLLM counts steps by the number of tokens that they accepted. A draft is accepted from its begin on, so the number
+    of such steps is the difference between the counts of two neighbouring positions.
+    """
     stats = [completion.stats for completion in completions]
     num_drafts = sum(map(num_drafts_of, stats))
     num_draft_tokens = sum(each.num_draft_tokens for each in stats)
     num_accepted = sum(each.num_accepted_tokens for each in stats)
+    reached = [num_drafts, *accepted_per_position(stats)]
     return {
         "speculative_decoding": {
-            "num_drafts": num_drafts,
-            "num_draft_tokens": num_draft_tokens,
-            "num_accepted_tokens": num_accepted,
-            "acceptance_rate": num_accepted / num_draft_tokens if num_draft_tokens else 0.0,
             "mean_acceptance_length": 1 + num_accepted / num_drafts if num_drafts else 1.0,
-            "num_accepted_tokens_per_pos": accepted_per_position(stats),
+            "draft_acceptance_rate": num_accepted / num_draft_tokens if num_draft_tokens else 0.0,
+            "acceptance_histogram": [count - longer for count, longer in zip(reached, [*reached[1:], 0], strict=True)],
+            "num_spec_steps": num_drafts,
+            "num_accepted_draft_tokens": num_accepted,
+            "num_draft_tokens": num_draft_tokens,
+            "num_spec_tokens": len(reached) - 1,
             "num_rounds": sum(each.num_rounds for each in stats),
             "num_target_only_steps": sum(each.num_target_only_steps for each in stats),
             "draft_s": sum(each.draft_s for each in stats),

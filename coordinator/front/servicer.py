@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -18,14 +17,9 @@ import grpc
 
 import specdec
 from coordinator.front.chat_validation import check_template_arguments, validate_messages
+from coordinator.front.opening import RequestOpener
 from coordinator.front.tenants import CallTenants
-from coordinator.front.validation import (
-    ServingLimits,
-    check_detokenized,
-    check_share,
-    validate_request,
-    validate_session_id,
-)
+from coordinator.front.validation import check_detokenized, check_share, validate_session_id
 from coordinator.front.wire import (
     decode_messages,
     decode_request,
@@ -36,14 +30,13 @@ from coordinator.front.wire import (
 )
 from coordinator.generation.generation_service import GenerationService
 from coordinator.generation.request_log import no_session
-from coordinator.generation.stream import Subscription
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.routing.promotion import Canary
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.errors import Forbidden, InvalidRequest, SpecdecError, Unavailable, Unsupported
-from specdec.observability.tracing import Tracing, trace_headers
+from specdec.errors import Forbidden, InvalidRequest, Unavailable, Unsupported
+from specdec.observability.tracing import Tracing, span_of_call
 from specdec.state.store import SessionStore
 from specdec.tenant import SessionKey
 from specdec.types import Mode
@@ -91,7 +84,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._pools = pools
         self._draft_sources = draft_sources
         self._tokenizer = tokenizer
-        self._default_mode = default_mode
+        self._opener = RequestOpener(generations, pools, tenants, default_mode)
         self._tenants = tenants
         recommended: dict[str, Any] = dict(default_sampling)
         self._default_sampling = coordinator_pb2.SamplingParams(**recommended)
@@ -104,41 +97,22 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     async def Generate(self, request: coordinator_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802
         """Write the events to `context`, which costs one generator less per chunk than yielding them."""
-        if self._tracing is None:
-            await self._generate(request, context)
-            return
-        with self._tracing.begin(GENERATE_SPAN, trace_headers(context.invocation_metadata() or ())).active():
+        with span_of_call(self._tracing, GENERATE_SPAN, context):
             await self._generate(request, context)
 
     async def _generate(self, request: coordinator_pb2.GenerateRequest, context: Any) -> None:
-        subscription = await self._open(request, context)
+        subscription = await self._opener.open(context, lambda _: decode_request(request))
         # Logprobs travel in the details, and a call that resumes the request does not ask for them again.
         num_logprobs = subscription.identity.parameters.sampling.num_logprobs
         with_details = request.return_provenance or num_logprobs is not None
         token_bytes = self._tokenizer.token_bytes
-        try:
+        with subscription.reading():
             async with aclosing(subscription.events()) as events:
                 async for event in events:
                     message = encode_event(event, with_details=with_details, token_bytes=token_bytes)
                     began_s = time.perf_counter()
                     await context.write(message)
                     self._generations.count_client_wait(time.perf_counter() - began_s)
-        except asyncio.CancelledError:
-            if subscription.behind is None or (task := asyncio.current_task()) is None:
-                raise
-            task.uncancel()
-            raise subscription.behind from None
-        finally:
-            subscription.close()
-
-    async def _open(self, request: coordinator_pb2.GenerateRequest, context: Any) -> Subscription:
-        try:
-            tenant = self._tenants.of(context)
-            checked = validate_request(decode_request(request), self._limits())
-            return await self._generations.open(replace(checked, tenant=tenant))
-        except SpecdecError as error:
-            self._generations.count_refusal(error)
-            raise
 
     async def GetSession(  # noqa: N802
         self, request: coordinator_pb2.GetSessionRequest, context: Any
@@ -228,14 +202,3 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             return self._pools.max_context_tokens
         except Unavailable:
             return _MAX_TOKENS_UNTIL_CONNECTED
-
-    def _limits(self) -> ServingLimits:
-        """Return the limits for requests. Raises Unavailable before the first target replica is connected."""
-        target = self._pools.target_info
-        return ServingLimits(
-            vocabulary_size=target.vocabulary_size,
-            max_context_tokens=self._pools.max_context_tokens,
-            max_gamma=self._pools.max_gamma,
-            eos_token_ids=target.eos_token_ids,
-            default_mode=self._default_mode,
-        )

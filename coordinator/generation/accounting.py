@@ -13,6 +13,7 @@ from coordinator.generation.request_trace import RequestTrace
 from coordinator.requests import GenerationIdentity, RequestStats
 from coordinator.round.outcome import RoundOutcome
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
+from specdec.observability.genai_metrics import Ended, Operation
 from specdec.types import FinishReason
 
 _LOGGED_COUNTS = (
@@ -34,6 +35,8 @@ class Account:
         metrics: CoordinatorMetrics,
         note_interrupted: Callable[[str], None],
         began: float,
+        *,
+        operation: Operation,
         trace: RequestTrace | None = None,
     ) -> None:
         """
@@ -43,9 +46,11 @@ class Account:
             metrics: counts it.
             note_interrupted: takes the reason of the error that ends the request; it may be resumed.
             began: `time.perf_counter()` at admission; the rounds begin now.
+            operation: what the request asks for, in the terms of GenAI metrics.
             trace: gets the end of the request.
         """
         self.stats = stats
+        self._operation = operation
         self._trace = trace
         self._identity = identity
         self._metrics = metrics
@@ -125,6 +130,14 @@ class Account:
         self._log_end(how, reason, num_output_tokens)
         if self._trace is not None:
             self._trace.end(how, reason, self.stats, num_output_tokens)
+        if self._metrics.genai is not None:
+            ended = Ended(
+                self.stats.e2el_s,
+                self.stats.ttft_s,
+                num_output_tokens=num_output_tokens,
+                error="" if how == "finished" else reason,
+            )
+            self._metrics.genai.observe_served(self._operation, ended)
 
     def _log_end(self, how: str, reason: str, num_output_tokens: int) -> None:
         """Log one line with ids, counts and times. Text and tokens are never logged."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from pathlib import PurePath
 
 from coordinator.audit.turn_audit import Auditor, TurnAudit
 from coordinator.generation.accounting import Account
@@ -33,6 +34,7 @@ from coordinator.round.setting import RoundSetting
 from coordinator.round.target_calls import TargetCalls
 from coordinator.round.timeline import TimelineLog
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
+from specdec.observability.genai_metrics import Operation
 from specdec.state.store import SessionStore
 
 
@@ -79,8 +81,17 @@ class GenerationFactory:
         key = turn.lease.key
         self._interrupted.note_started(key, turn.identity.request_id)
         note_interrupted = partial(self._interrupted.note, key, turn.identity)
-        trace = begin_request_trace(prepared, self._pools.target_info.model)
-        account = Account(turn.identity, prepared.stats, self._metrics, note_interrupted, prepared.began, trace)
+        operation = self._operation(prepared)
+        trace = begin_request_trace(prepared, operation)
+        account = Account(
+            turn.identity,
+            prepared.stats,
+            self._metrics,
+            note_interrupted,
+            prepared.began,
+            operation=operation,
+            trace=trace,
+        )
         setting = self._round_setting(turn, is_timed=trace is not None or self._timelines is not None)
         router = self._draft_sources.router(turn.identity.parameters.speculation, setting, turn.tokens)
         replicas = self._replicas(prepared, router)
@@ -116,6 +127,10 @@ class GenerationFactory:
         await self._draft_sources.close()
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.close)
+
+    def _operation(self, prepared: PreparedTurn) -> Operation:
+        model = PurePath(self._pools.target_info.model).name
+        return Operation("chat" if prepared.is_chat else "text_completion", model)
 
     def _record(self, turn: Turn, setting: RoundSetting) -> TurnRecord | None:
         if self._recorder is None:

@@ -8,12 +8,12 @@ with their answers (`round/timeline`), so that replicas need no OpenTelemetry an
 from __future__ import annotations
 
 import time
-from pathlib import PurePath
 
 from coordinator.generation.turn import PreparedTurn
 from coordinator.requests import GenerationIdentity, RequestStats
 from coordinator.round.outcome import RoundOutcome
 from coordinator.round.timeline import CallTimeline, RoundTimeline
+from specdec.observability.genai_metrics import PROVIDER, Operation
 from specdec.observability.tracing import Attributes, Span, current_span
 
 #: `service.name` of the spans of each role.
@@ -88,23 +88,25 @@ class RequestTrace:
         return self._epoch_ns + round(at_s * 1e9)
 
 
-def begin_request_trace(prepared: PreparedTurn, model: str) -> RequestTrace | None:
+def begin_request_trace(prepared: PreparedTurn, operation: Operation) -> RequestTrace | None:
     """Begin the span of a generation that the current call starts; None where that call is not recorded."""
     call = current_span()
     if call is None or not call.is_recorded:
         return None
-    operation, model = "chat" if prepared.is_chat else "text_completion", PurePath(model).name
     # Both clocks tick alike; the admission's is that of `time.perf_counter`.
     start_ns = time.time_ns() - round((time.perf_counter() - prepared.began) * 1e9)
     attributes = {
-        "gen_ai.operation.name": operation,
-        "gen_ai.provider.name": "specdec",
-        "gen_ai.request.model": model,
+        "gen_ai.operation.name": operation.name,
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": operation.model,
+        "gen_ai.response.model": operation.model,
+        "gen_ai.output.type": "text",
         "specdec.tenant.name": prepared.turn.lease.tenant,
         "specdec.resumed": prepared.replayed is not None,
         **_request_attributes(prepared.turn.identity),
     }
-    return RequestTrace(call.begin_child(f"{operation} {model}", start_ns=start_ns, attributes=attributes))
+    name = f"{operation.name} {operation.model}"
+    return RequestTrace(call.begin_child(name, start_ns=start_ns, attributes=attributes))
 
 
 def _request_attributes(identity: GenerationIdentity) -> Attributes:
@@ -115,7 +117,9 @@ def _request_attributes(identity: GenerationIdentity) -> Attributes:
         "gen_ai.request.max_tokens": sampling.max_new_tokens,
         "gen_ai.request.temperature": sampling.filters.temperature,
         "gen_ai.request.top_p": sampling.filters.top_p,
-        "gen_ai.request.top_k": sampling.filters.top_k,
+        "gen_ai.request.top_k": float(sampling.filters.top_k),  # a double in the conventions
+        "gen_ai.request.frequency_penalty": sampling.filters.frequency_penalty,
+        "gen_ai.request.presence_penalty": sampling.filters.presence_penalty,
         "gen_ai.usage.input_tokens": identity.output_start,
         "specdec.mode": speculation.mode.name.lower(),
         "specdec.draft_pool": speculation.draft_pool,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from coordinator.requests import Event, Finished, GenerationIdentity, OutputChunk, Provenance, Started
@@ -187,6 +188,23 @@ class Subscription:
             self.behind = reason
             if self._task is not None:
                 self._task.cancel()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._on_close is None
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Close the subscription at the end. A task that `cut` cancelled inside raises `behind` instead."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self.behind is None or (task := asyncio.current_task()) is None:
+                raise
+            task.uncancel()
+            raise self.behind from None
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Stop reading. Idempotent."""

@@ -1,4 +1,4 @@
-"""/v1/chat/completions."""
+"""/v1/chat/completions: a request becomes outputs of `gateway.generation`, and these become chunks or one answer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def router(gateway: Gateway) -> APIRouter:
         options.update(session_options(body.session_id, body.request_id, body.num_outputs))  # type: ignore[typeddict-item]
         limit = body.max_new_tokens
         options["max_new_tokens"] = await room_of(client, served, options) if limit is None else limit
-        outputs = Outputs(client, plan([None], body.num_outputs, options, body.seed), gateway.metrics)
+        outputs = Outputs(client, plan([None], body.num_outputs, options, body.seed), gateway.metrics, model)
         answer = f"chatcmpl-{uuid.uuid4().hex}"
         if body.stream:
             encoder = ChatChunks(

@@ -39,7 +39,7 @@ def router(gateway: Gateway) -> APIRouter:
         options.update(session_options(body.session_id, body.request_id, num_outputs))  # type: ignore[typeddict-item]
         options["max_new_tokens"] = body.max_new_tokens
         first_texts = [await _text_of(client, prompt) for prompt in prompts] if body.echo else []
-        outputs = Outputs(client, plan(prompts, body.num_outputs, options, body.seed), gateway.metrics)
+        outputs = Outputs(client, plan(prompts, body.num_outputs, options, body.seed), gateway.metrics, model)
         answer = f"cmpl-{uuid.uuid4().hex}"
         if body.stream:
             encoder = CompletionChunks(

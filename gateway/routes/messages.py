@@ -30,7 +30,7 @@ def router(gateway: Gateway) -> APIRouter:
         client = gateway.client(request)
         options = body.options(served.default_sampling)
         options.update(session_options(body.session_id, body.request_id, 1))  # type: ignore[typeddict-item]
-        outputs = Outputs(client, plan([None], 1, options, body.seed), gateway.metrics)
+        outputs = Outputs(client, plan([None], 1, options, body.seed), gateway.metrics, model)
         message_id = f"msg_{uuid.uuid4().hex}"
 
         async def find_stop(completion: Completion) -> str | None:
@@ -45,6 +45,7 @@ def router(gateway: Gateway) -> APIRouter:
     async def count_message_tokens(body: CountTokensRequest, request: Request) -> Response:
         """Return the number of tokens of a conversation."""
         (await gateway.upstream.served()).require(body.model)
+        body.require_supported()
         token_ids = await gateway.client(request).tokenize(
             messages=body.conversation(), chat_template_kwargs=body.chat_template_kwargs
         )

@@ -1,7 +1,7 @@
 """/v1/responses: OpenAI's Responses, whose conversations the server keeps.
 
 A response is stored with its conversation. The first response that continues it goes on in its session; a further one,
-or one after the session has expired, begins a new session with the same conversation.
+also one at the same time, or one after the session has expired, begins a new session with the same conversation.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from gateway.context import Gateway
-from gateway.generation import Outputs, plan, room_of, session_options
+from gateway.generation import Continued, Outputs, plan, room_of, session_options
 from gateway.response_objects import ResponseEvents, ResponseShape
 from gateway.responses import ANSWERS, ERRORS, json_response, stream
+from gateway.schemas.common import unicode_text
 from gateway.schemas.responses import ResponseRequest
 from gateway.sse import while_connected
 from specdec.client import AsyncClient, ChatMessage, Completion
@@ -40,20 +41,24 @@ def router(gateway: Gateway) -> APIRouter:
     async def create_response(body: ResponseRequest, request: Request) -> Response:
         """Continue a conversation, and keep it for the next turn."""
         served = await gateway.upstream.served()
-        shape = ResponseShape(f"resp_{uuid.uuid4().hex}", served.require(body.model), int(time.time()), body)
+        model = served.require(body.model)
+        shape = ResponseShape(f"resp_{uuid.uuid4().hex}", model, int(time.time()), body)
         body.require_supported()
         stored, client = _Stored(gateway, request), gateway.client(request)
-        previous = await stored.read(body.previous_response_id) if body.previous_response_id else None
+        previous = None if body.previous_response_id is None else await stored.read(body.previous_response_id)
         messages = [*(cast(Sequence[ChatMessage], previous.messages) if previous else ()), *body.new_messages()]
         if body.store is not False:
             encode_record(ResponseRecord({}, messages, "", 0))  # refuses a conversation that is too large to store
         options = body.options(served.default_sampling)
         options["messages"] = [*_instructions(body), *messages]
-        session_id = await _session_of(client, previous) if previous else body.session_id
-        options.update(session_options(session_id, body.request_id, 1))  # type: ignore[typeddict-item]
+        options.update(session_options(body.session_id, body.request_id, 1))  # type: ignore[typeddict-item]
         limit = body.max_output_tokens
         options["max_new_tokens"] = await room_of(client, served, options) if limit is None else limit
-        outputs = Outputs(client, plan([None], 1, options, body.seed), gateway.metrics)
+        continued = None
+        if previous is not None and (session_id := await _session_of(client, previous)):
+            once = gateway.client(request, tries_again=False)
+            continued = Continued(once, session_id, previous.num_tokens)
+        outputs = Outputs(client, plan([None], 1, options, body.seed), gateway.metrics, model, continued)
 
         async def finish(completion: Completion) -> dict[str, Any]:
             answer = shape.finished(completion)
@@ -71,7 +76,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.delete("/v1/responses/{response_id}", response_model=None, responses=ERRORS)
     async def delete_response(response_id: str, request: Request) -> Response:
-        """Delete a stored response, and its session unless another response continues it."""
+        """Delete a stored response, and its session if nothing continues it."""
         stored, client = _Stored(gateway, request), gateway.client(request)
         record = await stored.read(response_id, field="response_id")
         if session_id := await _session_of(client, record):
@@ -83,7 +88,8 @@ def router(gateway: Gateway) -> APIRouter:
 
 
 def _instructions(body: ResponseRequest) -> list[ChatMessage]:
-    return [{"role": "system", "content": body.instructions}] if body.instructions else []
+    text = unicode_text(body.instructions or "", "instructions")
+    return [{"role": "system", "content": text}] if text else []
 
 
 async def _session_of(client: AsyncClient, record: ResponseRecord) -> str | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from gateway.chunks import ChatChunks, ChunkEncoder, ChunkOptions, CompletionChunks
@@ -30,10 +30,14 @@ def router(gateway: Gateway) -> APIRouter:
     async def retrieve_session(
         session_id: str,
         request: Request,
-        object: Literal["chat.completion", "text_completion"] = "chat.completion",
-        return_provenance: bool = False,
+        object: Annotated[
+            Literal["chat.completion", "text_completion"], Query(description="Form of the chunks of a stream.")
+        ] = "chat.completion",
+        return_provenance: Annotated[
+            bool, Query(description="Tell for every token of a stream which part of the system it came from.")
+        ] = False,
     ) -> Response:
-        """Return a session's record.
+        """Return a session's record, or its last output as a stream.
 
         With the header `Accept: text/event-stream`, stream the session's last output instead: from its beginning, or
         after the event that `Last-Event-ID` names. An output that was interrupted is continued.

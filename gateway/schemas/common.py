@@ -66,6 +66,15 @@ class Speculation(Request):
     """Label of the kind of request, for routing and statistics; at most 64 characters."""
 
 
+def unicode_text(text: str, field: str) -> str:
+    """Return a text. Raises InvalidRequest for halves of surrogate pairs, which JSON can spell and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{field}: is not valid Unicode at character {error.start}", field=field) from None
+    return text
+
+
 def refuse(field: str, reason: str) -> InvalidRequest:
     """Return the error for a field that the server knows and does not support."""
     return InvalidRequest(f"{field} is not supported: {reason}", field=field, reason="UNSUPPORTED")

@@ -32,7 +32,7 @@ class CompletionRequest(SamplingFields):
     logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Number of the likeliest tokens whose log-probability is returned beside that of each output token."""
     echo: Flag | None = None
-    """Return the prompt before the output."""
+    """Return the prompt before the output; not with logprobs."""
     suffix: Text | None = None
     """Not supported."""
 

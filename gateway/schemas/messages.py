@@ -9,7 +9,7 @@ from pydantic import Field
 
 from gateway.sampling import SamplingFields
 from gateway.schemas.chat import MAX_MESSAGES
-from gateway.schemas.common import Items, Object, Positive, Request, Text, refuse
+from gateway.schemas.common import Items, Object, Positive, Request, Text, refuse, unicode_text
 from specdec.client import ChatMessage, GenerateOptions
 from specdec.errors import InvalidRequest
 
@@ -36,6 +36,35 @@ class Conversation(Request):
     """System prompt: text, or blocks of the type text."""
     chat_template_kwargs: Object | None = None
     """Further variables of the chat template."""
+    tools: list[Any] | None = None
+    """Not supported."""
+    tool_choice: Any = None
+    """Only {"type": "none"} is supported."""
+    thinking: Object | None = None
+    """Only {"type": "disabled"} is supported."""
+    output_config: Object | None = None
+    """A format is not supported."""
+    mcp_servers: Items[Any] | None = None
+    """Not supported."""
+    container: Any = None
+    """Not supported."""
+
+    def require_supported(self) -> None:
+        """Raises InvalidRequest for a field that the server knows and does not support."""
+        choice = self.tool_choice.get("type") if isinstance(self.tool_choice, dict) else self.tool_choice
+        for name, value, reason in (
+            ("tools", self.tools, "there are no grammars yet"),
+            ("tool_choice", choice not in (None, "none"), "there are no grammars yet"),
+            ("thinking", (self.thinking or {}).get("type", "disabled") != "disabled", "the output is text alone"),
+            ("output_config.format", (self.output_config or {}).get("format"), "there are no grammars yet"),
+            ("mcp_servers", self.mcp_servers, "the model has the conversation alone"),
+            ("container", self.container, "the model has the conversation alone"),
+        ):
+            if value:
+                raise refuse(name, reason)
+        if self.messages[-1].role != "user":
+            field = f"messages[{len(self.messages) - 1}].role"
+            raise refuse(field, "the last message must be the user's; an output has no given beginning")
 
     def conversation(self) -> list[ChatMessage]:
         """Return the messages for the chat template. Raises InvalidRequest for a block that is not text."""
@@ -60,38 +89,20 @@ class MessagesRequest(SamplingFields, Conversation):
     """Texts before which the output ends."""
     tool_choice: Any = None
     """Only {"type": "none"} is supported."""
-    thinking: Object | None = None
-    """Only {"type": "disabled"} is supported."""
-    output_config: Object | None = None
-    """A format is not supported."""
-    mcp_servers: Items[Any] | None = None
-    """Not supported."""
-    container: Any = None
-    """Not supported."""
 
     @property
     def stops(self) -> Sequence[str]:
         """Texts before which the output ends."""
-        if self.stop_sequences is not None or not self.stop:
+        if self.stop_sequences or not self.stop:
             return self.stop_sequences or ()
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def require_supported(self) -> None:
-        """Raises InvalidRequest for a field that is not supported."""
-        choice = self.tool_choice.get("type") if isinstance(self.tool_choice, dict) else self.tool_choice
-        self.model_copy(update={"tool_choice": choice})._require_supported_sampling()
-        for name, value, reason in (
-            ("n", self.num_outputs > 1, "a message has one output"),
-            ("thinking", (self.thinking or {}).get("type", "disabled") != "disabled", "the output is text alone"),
-            ("output_config.format", (self.output_config or {}).get("format"), "there are no grammars yet"),
-            ("mcp_servers", self.mcp_servers, "the model has the conversation alone"),
-            ("container", self.container, "the model has the conversation alone"),
-        ):
-            if value:
-                raise refuse(name, reason)
-        if self.messages[-1].role != "user":
-            field = f"messages[{len(self.messages) - 1}].role"
-            raise refuse(field, "the last message must be the user's; an output has no given beginning")
+        """Raises InvalidRequest for a field that the server knows and does not support."""
+        Conversation.require_supported(self)
+        SamplingFields.require_supported(self.model_copy(update={"tool_choice": None}))
+        if self.num_outputs > 1:
+            raise refuse("n", "a message has one output")
 
     def options(self, recommended: Mapping[str, float | int]) -> GenerateOptions:
         given = super().options(recommended)
@@ -103,14 +114,11 @@ class MessagesRequest(SamplingFields, Conversation):
             given["chat_template_kwargs"] = self.chat_template_kwargs
         return given
 
-    def _require_supported_sampling(self) -> None:
-        SamplingFields.require_supported(self)
-
 
 def text_of(content: Content, field: str) -> str:
     """Return the text of a message. Raises InvalidRequest for a block that is not text, naming its place."""
     if isinstance(content, str):
-        return content
+        return unicode_text(content, field)
     texts = []
     for number, block in enumerate(content):
         where = f"{field}[{number}]"
@@ -118,5 +126,5 @@ def text_of(content: Content, field: str) -> str:
             raise refuse(f"{where}.type", f"a block must be text, got {str(block.get('type'))[:64]!r}")
         if not isinstance(block.get("text"), str):
             raise InvalidRequest(f"{where}.text: must be text", field=f"{where}.text")
-        texts.append(block["text"])
+        texts.append(unicode_text(block["text"], f"{where}.text"))
     return "\n".join(texts)

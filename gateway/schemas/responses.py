@@ -9,7 +9,7 @@ from pydantic import Field
 
 from gateway.sampling import SamplingFields
 from gateway.schemas.chat import MAX_MESSAGES, MAX_TOP_LOGPROBS
-from gateway.schemas.common import Flag, Int, Items, Object, Positive, Request, Text, refuse
+from gateway.schemas.common import Flag, Int, Items, Object, Positive, Request, Text, refuse, unicode_text
 from specdec.client import ChatMessage, GenerateOptions
 from specdec.errors import InvalidRequest
 
@@ -38,11 +38,12 @@ class InputItem(Request):
             raise refuse(f"{field}.type", f"an item must be a message, got {self.type[:64]!r}")
         if not self.role:
             raise InvalidRequest(f"{field}.role: is required", field=f"{field}.role")
-        return {"role": _ROLES.get(self.role, self.role), "content": self._text(field)}
+        role = unicode_text(_ROLES.get(self.role, self.role), f"{field}.role")
+        return {"role": role, "content": self._text(field)}
 
     def _text(self, field: str) -> str:
         if isinstance(self.content, str):
-            return self.content
+            return unicode_text(self.content, f"{field}.content")
         texts = []
         for number, part in enumerate(self.content):
             where = f"{field}.content[{number}]"
@@ -50,7 +51,7 @@ class InputItem(Request):
                 raise refuse(f"{where}.type", f"a part must be text, got {str(part.get('type'))[:64]!r}")
             if not isinstance(part.get("text"), str):
                 raise InvalidRequest(f"{where}.text: must be text", field=f"{where}.text")
-            texts.append(part["text"])
+            texts.append(unicode_text(part["text"], f"{where}.text"))
         return "\n".join(texts)
 
 
@@ -117,7 +118,7 @@ class ResponseRequest(SamplingFields):
     def new_messages(self) -> list[ChatMessage]:
         """Return the messages of the input. Raises InvalidRequest, which names the field."""
         if isinstance(self.input, str):
-            return [{"role": "user", "content": self.input}]
+            return [{"role": "user", "content": unicode_text(self.input, "input")}]
         return [item.message(f"input[{index}]") for index, item in enumerate(self.input)]
 
     def options(self, recommended: Mapping[str, float | int]) -> GenerateOptions:

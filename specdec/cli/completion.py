@@ -16,7 +16,10 @@ _SHELLS = ("bash", "zsh", "fish")
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
-        "completion", description="Print the script that completes specdec's commands and flags in a shell.",
+        "completion",
+        description="Print the script that completes specdec's commands and flags in a shell. Load it in bash with "
+        "source <(specdec completion bash), in zsh after compinit with eval \"$(specdec completion zsh)\", and in fish "
+        "with specdec completion fish | source",
         allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("shell", choices=_SHELLS, help="shell that is to read the script")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from specdec.cli.draft_pools import joining_pool
-from specdec.cli.listening import dialled_address, later_metrics_address
+from specdec.cli.listening import API_KEYS_VARIABLE, dialled_address, later_metrics_address
 from specdec.cli.service_settings import GivenSettings
 from specdec.cli.up_flags import (
     LOOKUPS,
@@ -32,7 +32,7 @@ from specdec.supervision.services import Service
 _DRAIN_GRACE_S = 3
 _POLL_INTERVAL_S = 0.2
 #: Idle threads spin for microseconds only (docs/history/log.md).
-_QUIET = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
+QUIET_THREADS = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
 
 
 class Launcher:
@@ -115,7 +115,8 @@ class Launcher:
         arguments += self._unless_given(COORDINATOR, "tokenizer", self._served.target)
         arguments += self._unless_given(COORDINATOR, "poll_interval_s", str(_POLL_INTERVAL_S))
         arguments += [word for kind in self._args.lookup for word in ("--lookup", kind)]
-        if self._settings.value(GATEWAY, "api_keys") and self._http:  # each key has a tenant
+        has_keys = self._settings.value(GATEWAY, "api_keys") or self._environ.get(API_KEYS_VARIABLE)
+        if has_keys and self._http:  # each key has a tenant
             arguments += self._unless_given(COORDINATOR, "tenant_header", "on")
         if len(self._served.drafts) > 1:
             arguments += self._unless_given(COORDINATOR, "default_draft_pool", self._served.drafts[0].name)
@@ -150,7 +151,7 @@ class Launcher:
         share = f"SPECDEC_{role.upper()}__GPU_MEMORY_UTILIZATION"
         # No other rank is on its GPU.
         of_device = self._settings.value(role, "gpu_memory_utilization") or UTILIZATION_ALONE
-        own = {**_QUIET, "OMP_NUM_THREADS": str(num_cpus), share: str(of_device)}
+        own = {**QUIET_THREADS, "OMP_NUM_THREADS": str(num_cpus), share: str(of_device)}
         return Child(
             name,
             "specdec.cluster.placed_replica",
@@ -197,7 +198,7 @@ class Launcher:
         return ["--metrics", self._metrics[name]] if name in self._metrics else []
 
     def _replica_environ(self, role: str, num_alike: int) -> Mapping[str, str]:
-        quiet = dict(_QUIET)
+        quiet = dict(QUIET_THREADS)
         # Draft and target work by turns, so a replica of each role may use all cores, and measures whether it should.
         # Several replicas of a role share the cores; one core is left to coordinator, store and client.
         if num_alike > 1:

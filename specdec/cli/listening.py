@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from specdec.cli import Usage
 from specdec.cli.control import require_unused
@@ -17,6 +17,10 @@ from specdec.supervision.services import tell
 
 #: Address of the gateway of `specdec serve`.
 DEFAULT_HTTP = "127.0.0.1:8000"
+
+#: Variables with the keys of the gateway, which other users of the machine cannot read, unlike a command line.
+API_KEYS_VARIABLE = "SPECDEC_GATEWAY__API_KEYS"
+API_KEY_VARIABLE = "SPECDEC_GATEWAY__API_KEY"
 
 _NO_GATEWAY = "none"
 
@@ -35,8 +39,12 @@ def listen_address(args: argparse.Namespace) -> str:
     return address
 
 
-def http_address(args: argparse.Namespace) -> str:
+def http_address(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
     """Return the address at which the gateway is to listen, with a free port in place of port 0; "" for no gateway.
+
+    Args:
+        args: flags of `specdec up`.
+        environ: environment of the caller, which the gateway gets and which may have its keys.
 
     Raises:
         Usage: `--http` is not an address, or is reached from other machines without a key.
@@ -48,7 +56,7 @@ def http_address(args: argparse.Namespace) -> str:
         return _default_http(args.default_http)
     host, port = split_flag("--http", args.http)
     address = join_address(host, port or free_ports(1)[0])
-    _require_keys(args, address)
+    _require_keys(args, environ, address)
     _require_free("--http", address)
     return address
 
@@ -64,10 +72,10 @@ def _default_http(address: str) -> str:
     return address
 
 
-def _require_keys(args: argparse.Namespace, address: str) -> None:
+def _require_keys(args: argparse.Namespace, environ: Mapping[str, str], address: str) -> None:
     given = args.settings
     has_access = any(given.value("gateway", name) for name in ("api_keys", "api_key", "allow_anonymous"))
-    if not has_access and not is_loopback(address):
+    if not (has_access or environ.get(API_KEYS_VARIABLE) or environ.get(API_KEY_VARIABLE)) and not is_loopback(address):
         raise Usage(
             f"--http {address} is reached from other machines: give --api-keys or --api-key, or --set "
             "gateway.allow_anonymous=true to answer everyone"

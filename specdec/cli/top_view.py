@@ -22,17 +22,16 @@ _UNKNOWN = "-"
 
 
 def frame_of(figures: Figures, note: str = "") -> RenderableType:
-    """Return a frame; `note` is its last line, or "" for none."""
+    """Return a frame. `note` comes before the tables, which may be longer than the screen; "": none."""
     info = figures.info
     lines = [f"specdec {info.version} · {model_name(info.target_model)} · context {info.max_context_tokens} tokens"]
-    lines += [_requests(figures), *([missing] if (missing := _missing(figures)) else [])]
+    lines += [_requests(figures), *(line for line in (_missing(figures), note) if line)]
     return Group(
         *map(Text, lines),
         Text(),
         table_of(_POOL_COLUMNS, list(map(_pool_row, figures.pools))),
         Text(),
         table_of(_REPLICA_COLUMNS, list(_replica_rows(figures))),
-        *([Text(), Text(note)] if note else []),
     )
 
 

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace, argv: Sequence[str], environ: Mapping[str, str
     if args.detach:
         return start_detached(args, argv, environ, stop)
     endpoint = listen_address(args)
-    http = http_address(args)
+    http = http_address(args, environ)
     if http:
         require_modules(GATEWAY_MODULES)
     names = [*up_flags.names_of(args), *([GATEWAY] if http else [])]

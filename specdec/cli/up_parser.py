@@ -46,6 +46,7 @@ _SERVICE_FLAGS = (
     _ServiceFlag("timeline", ("coordinator",)),
     _ServiceFlag("otlp_endpoint", ("coordinator", "gateway")),
     _ServiceFlag("trace_share", ("coordinator", "gateway")),
+    _ServiceFlag("otlp_metrics", ("coordinator", "gateway")),
     _ServiceFlag("api_keys", ("gateway",), prefix="Of --http: "),
     _ServiceFlag("api_key", ("gateway",), prefix="Of --http: "),
     _ServiceFlag("device", ROLES),

@@ -29,7 +29,14 @@ from specdec.engine.linear.row_products import require_kernel
 from specdec.engine.local_drafting import LocalDrafting, draft_passes, load_local_drafts
 from specdec.engine.model.attention import ATTENTION_NAME, register_attention
 from specdec.engine.model.batch_invariance import FIELD, require_batch_invariance, require_keepable
-from specdec.engine.model.checkpoint_model import load_config, model_context, model_shape, pick_dtype, pool_blocks
+from specdec.engine.model.checkpoint_model import (
+    load_config,
+    model_context,
+    model_shape,
+    pick_dtype,
+    pool_blocks,
+    telling_progress,
+)
 from specdec.engine.model.kv_cache import KvCache, LayerShape, block_bytes
 from specdec.engine.model.layer_probe import ProbedLayer, probe_layers, refusing_failures, register_probe
 from specdec.engine.model.model_runner import ForwardPass, GraphSource, ModelRunner, tapped_layers
@@ -154,7 +161,9 @@ class _Load:
         settle_cuda()
         register_attention()
         register_probe()
-        part.load(request, directory, config, pick_dtype(request.dtype, part.device, getattr(config, "dtype", None)))
+        dtype = pick_dtype(request.dtype, part.device, getattr(config, "dtype", None))
+        with telling_progress(request.note_loaded):
+            part.load(request, directory, config, dtype)
         context = min(model_context(config), request.max_context_tokens or sys.maxsize)
         with refusing_failures(config):
             layers = probe_layers(part.model)

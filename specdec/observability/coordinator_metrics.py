@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client import Counter
 from prometheus_client.core import Metric
 
+from specdec.observability.genai_metrics import GenAiMetrics
 from specdec.observability.round_metrics import RoundMetrics
 from specdec.observability.series import LATENCY_S, NUM_TOKENS, PREFIX, REQUEST_LATENCY_S, ServiceSeries
 
@@ -38,6 +39,8 @@ class CoordinatorMetrics:
         self._labels = {"model_name": model_name}
         self._series = series = ServiceSeries(self._labels)
         self.registry = series.registry
+        self.genai: GenAiMetrics | None = None
+        """Records the ends of requests once more, for a collector; None: they are not sent."""
         self._list_replicas: Callable[[], Iterable[ReplicaPlace]] = tuple
         self._known_places = {("draft", ""), ("target", "")}
         """Roles with their pools that have been seen; their series stay."""

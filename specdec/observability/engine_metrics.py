@@ -64,6 +64,10 @@ class EngineMetrics:
         """Note that the replica is now loading, warming_up or serving."""
         self._load_clock.note(phase)
 
+    def note_loaded(self, share: float) -> None:
+        """Note the share of the model's weights that are loaded, 0..1. From any thread."""
+        self._load_clock.progress = share
+
     def watch_engine(self, stats: Callable[[], EngineStats], describe: Callable[[], EngineDescription]) -> None:
         """Read the state of the engine and the description of the replica at every scrape from now on."""
         self._state.watch(stats, describe)

@@ -55,20 +55,22 @@ class EngineDescription(Protocol):
 
 
 class LoadClock:
-    """The phase of a replica's start, and the time that the start took."""
+    """The phase of a replica's start, the share of its weights that are loaded, and the time that the start took."""
 
     def __init__(self, series: ServiceSeries) -> None:
         self._series = series
         self._began_s = time.monotonic()
         self._served_s: float | None = None
         self._phase = PHASES[0]
+        self.progress = 0.0
+        """Share of the weights that are loaded, 0..1; a replica that serves has loaded all."""
         series.read(self._collect)
 
     def note(self, phase: str) -> None:
         """Note that a phase begins."""
         self._phase = phase
         if phase == PHASES[-1]:
-            self._served_s = time.monotonic()
+            self._served_s, self.progress = time.monotonic(), 1.0
 
     def _collect(self) -> Iterator[Metric]:
         end_s = time.monotonic() if self._served_s is None else self._served_s
@@ -76,6 +78,9 @@ class LoadClock:
             "load_phase",
             "1 for the phase that the replica is in: starting, loading, warming_up or serving.",
             [({"phase": phase}, float(phase == self._phase)) for phase in PHASES],
+        )
+        yield self._series.gauge_family(
+            "load_progress", "Share of the model's weights that are loaded, 0..1.", [({}, self.progress)]
         )
         yield self._series.gauge_family(
             "load_seconds", "Time from the start to serving; rises until then.", [({}, end_s - self._began_s)]

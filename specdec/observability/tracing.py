@@ -15,15 +15,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal
 
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from specdec.errors import SpecdecError, Unsupported
+from specdec.errors import SpecdecError
 from specdec.observability.logging import bind
+from specdec.observability.otlp import missing_package, of_service, otlp_endpoint, process_resource
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -44,8 +45,6 @@ _EXPORT_INTERVAL_MS = 1000.0
 #: Time that the last spans have to reach the collector when the process ends.
 _FLUSH_S = 3.0
 
-_ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-
 Attributes = Mapping[str, str | int | float | bool | list[str]]
 Kind = Literal["internal", "server"]
 
@@ -64,6 +63,13 @@ def trace_headers(metadata: Iterable[tuple[str, Any]]) -> dict[str, str]:
     return {key: value for key, value in metadata if key in (TRACEPARENT, TRACESTATE) and isinstance(value, str)}
 
 
+def span_of_call(tracing: Tracing | None, name: str, context: Any) -> AbstractContextManager[None]:
+    """Return what makes a span of a gRPC call the current one; it does nothing without traces."""
+    if tracing is None:
+        return nullcontext()
+    return tracing.begin(name, trace_headers(context.invocation_metadata() or ())).active()
+
+
 def open_tracing(endpoint: str, share: float, *, service: str, environ: Mapping[str, str]) -> Tracing | None:
     """Return what records traces, or None where no endpoint is set.
 
@@ -76,16 +82,16 @@ def open_tracing(endpoint: str, share: float, *, service: str, environ: Mapping[
     Raises:
         Unsupported: the endpoint is given and the packages of the extra `otel` are not installed.
     """
-    chosen = endpoint or next((environ[name] for name in _ENDPOINT_VARIABLES if environ.get(name)), "")
-    if not chosen or environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+    chosen = otlp_endpoint(endpoint, "TRACES", environ)
+    if not chosen:
         return None
     try:
         tracing = Tracing(chosen, share, service)
     except ModuleNotFoundError as error:
-        missing = f'package {error.name} is not installed: run pip install "specdec[otel]"'
+        missing = missing_package(error, "otlp_endpoint")
         if endpoint:
-            raise Unsupported(f"otlp_endpoint: {missing}", field="otlp_endpoint") from error
-        _log.warning("traces are off: OTEL_EXPORTER_OTLP_ENDPOINT is set, but %s", missing)
+            raise missing from error
+        _log.warning("traces are off, although OTEL_EXPORTER_OTLP_ENDPOINT is set: %s", missing.message)
         return None
     _log.info("recording traces", extra={"otlp_endpoint": chosen, "trace_share": share})
     return tracing
@@ -99,7 +105,6 @@ class Tracing:
 
         Raises ModuleNotFoundError where the packages are not installed.
         """
-        from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -107,8 +112,7 @@ class Tracing:
         from specdec.observability.span_queue import SpanQueue
 
         self._service = service
-        # Reads variables and plugins of OpenTelemetry, which takes too long for an event loop that serves.
-        self._resource = Resource.create()
+        self._resource = process_resource()
         self._kinds = {"internal": SpanKind.INTERNAL, "server": SpanKind.SERVER}
         self._extract = TraceContextTextMapPropagator().extract
         self._sampler = ParentBased(TraceIdRatioBased(share))
@@ -166,12 +170,11 @@ class Tracing:
 
     def _tracer(self, service: str) -> Any:
         """Return the tracer of a service; spans of all services leave through one queue."""
-        from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
 
         with self._lock:
             if service not in self._tracers:
-                resource = self._resource.merge(Resource({"service.name": service}))
+                resource = of_service(self._resource, service)
                 provider = TracerProvider(sampler=self._sampler, resource=resource, shutdown_on_exit=False)
                 provider.add_span_processor(self._queue)
                 self._tracers[service] = provider.get_tracer("specdec")

@@ -18,6 +18,11 @@ from specdec.settings.addresses import split_address
 Options = Sequence[tuple[str, Any]]
 """gRPC channel arguments: name and value."""
 
+#: gRPC must not repeat a call by itself. If the connection breaks under a call, and no other one can be made, the
+#: repeated call gets a status, but its reading of a message never ends (gRPC 1.85), so that its caller waits for ever.
+#: Callers repeat what may be repeated.
+_NO_RETRIES = (("grpc.enable_retries", 0),)
+
 
 def dial(address: str, options: Options = ()) -> grpc.aio.Channel:
     """Return a channel for the running event loop; it connects at the first call.
@@ -26,12 +31,12 @@ def dial(address: str, options: Options = ()) -> grpc.aio.Channel:
         address: HOST:PORT or a gRPC target.
         options: channel arguments of the caller.
     """
-    return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.insecure_channel(address, options=(*_NO_RETRIES, *options))
 
 
 def dial_blocking(address: str, options: Options = ()) -> grpc.Channel:
     """Return a channel for threads; otherwise as `dial`."""
-    return grpc.insecure_channel(address, options=options)
+    return grpc.insecure_channel(address, options=(*_NO_RETRIES, *options))
 
 
 def open_port(server: grpc.aio.Server, address: str) -> int:

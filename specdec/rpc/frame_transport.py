@@ -14,6 +14,13 @@ import grpc
 
 from specdec.rpc import status
 
+#: gRPC's message of a call on which a write has failed, until the status that the replica has sent is read.
+_PROVISIONAL_MESSAGE = "Internal error from Core"
+
+#: Time between two readings of such a call's status, and limit on the readings.
+_STATUS_POLL_S = 0.005
+_STATUS_POLLS = 400
+
 
 class FrameExchange(Protocol):
     """The stream as a transport sees it. Implemented by `specdec.rpc.replica_stream.ReplicaStream`."""
@@ -98,8 +105,28 @@ class GrpcTransport:
                     has_shaken_hands = True
                 exchange.receive(frame)
         except grpc.aio.AioRpcError as error:
-            return status.from_rpc_error(error, peer=self._address).message
+            failure = await self._final_failure(error)
+            if failure is not None:
+                return status.from_rpc_error(failure, peer=self._address).message
         return f"{self._address}: the replica closed the stream"
+
+    async def _final_failure(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError | None:
+        """Return the error with the status that the replica has sent; None if it closed the stream without an error.
+
+        A write fails if the replica has ended the call. gRPC then sets a status of its own, without a reason, and
+        replaces it once it has read the replica's.
+        """
+        for _ in range(_STATUS_POLLS):
+            if error.details() != _PROVISIONAL_MESSAGE:
+                break
+            await asyncio.sleep(_STATUS_POLL_S)
+            try:
+                await self._call.read()
+            except grpc.aio.AioRpcError as newer:
+                error = newer
+            else:
+                return None
+        return error
 
     async def _write(self, exchange: FrameExchange) -> None:
         try:

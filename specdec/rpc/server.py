@@ -29,6 +29,7 @@ from specdec.settings.addresses import join_address, split_address
 DRAFT_SERVICE = "specdec.v1.DraftService"
 TARGET_SERVICE = "specdec.v1.TargetService"
 COORDINATOR_SERVICE = "specdec.v1.CoordinatorService"
+VLLM_SERVICE = "vllm.grpc.engine.VllmEngine"
 
 
 class ServiceServer:
@@ -73,6 +74,8 @@ class ServiceServer:
         self._health_server: grpc.aio.Server | None = None
         self.port = 0
         """The bound port; 0 before `start`."""
+        self.is_serving = False
+        """Whether health is SERVING."""
 
     @property
     def address(self) -> str:
@@ -109,6 +112,7 @@ class ServiceServer:
 
     async def stop(self, grace_s: float) -> None:
         """Set NOT_SERVING permanently, refuse new calls, wait `grace_s` for calls in flight, then cancel them."""
+        self.is_serving = False
         await self._health.enter_graceful_shutdown()
         self._health.end_watches()
         await self.grpc_server.stop(grace_s)
@@ -116,6 +120,7 @@ class ServiceServer:
             await self._health_server.stop(None)
 
     async def _set_health(self, value: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
+        self.is_serving = value == health_pb2.HealthCheckResponse.SERVING
         for name in ("", *self._service_names):
             await self._health.set(name, value)
 

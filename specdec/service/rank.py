@@ -103,7 +103,7 @@ class _Rank:
         self._rank, self._num_ranks, self._host, self._port = rank, num_ranks, host, port
         self._listener = listener
 
-    def load_first(self, num_decode_rows: int) -> Worker:
+    def load_first(self, num_decode_rows: int, note_loaded: Callable[[float], None]) -> Worker:
         """Load the first rank's part while the others load theirs; fail as soon as one of them does."""
         outcome: Future[Worker] = Future()
 
@@ -111,7 +111,7 @@ class _Rank:
             with contextlib.suppress(InvalidStateError):  # the model is already loaded
                 outcome.set_exception(error)
 
-        return on_its_own_thread(partial(self._load, fail, num_decode_rows), outcome)
+        return on_its_own_thread(partial(self._load, fail, num_decode_rows, note_loaded), outcome)
 
     def follow(self, num_decode_rows: int) -> int:
         """Run the steps that the first rank sends; return the exit code."""
@@ -135,18 +135,25 @@ class _Rank:
         rank_heartbeat.close()
         return 0
 
-    def _load(self, note_lost: Callable[[SpecdecError], None], num_decode_rows: int) -> Worker:
-        return self._load_rank(*self._connect(note_lost), num_decode_rows)[1]
+    def _load(
+        self, note_lost: Callable[[SpecdecError], None], num_decode_rows: int, note_loaded: Callable[[float], None]
+    ) -> Worker:
+        return self._load_rank(*self._connect(note_lost), num_decode_rows, note_loaded)[1]
 
     def _load_rank(
-        self, seat: Seat, store: TCPStore, rank_heartbeat: RankHeartbeat, num_decode_rows: int
+        self,
+        seat: Seat,
+        store: TCPStore,
+        rank_heartbeat: RankHeartbeat,
+        num_decode_rows: int,
+        note_loaded: Callable[[float], None] = lambda share: None,
     ) -> tuple[RankGroup, Worker]:
         with memory.collector_at_rest():
             from specdec.engine.parallel.group import RankGroup
             from specdec.engine.parallel.rank_loader import load_rank, rank_device
 
         ranks = RankGroup(seat, store, rank_device(self._settings.device, int(os.environ["LOCAL_RANK"])))
-        return ranks, load_rank(load_request(self._settings, num_decode_rows), ranks, rank_heartbeat)
+        return ranks, load_rank(load_request(self._settings, num_decode_rows, note_loaded), ranks, rank_heartbeat)
 
     def _connect(self, note_lost: Callable[[SpecdecError], None]) -> tuple[Seat, TCPStore, RankHeartbeat]:
         """Connect to the other ranks. Raises Unavailable: they do not connect in time."""

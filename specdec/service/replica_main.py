@@ -61,6 +61,10 @@ SettingsT = TypeVar("SettingsT", bound=ReplicaSettings)
 
 _log = logging.getLogger(__name__)
 
+LoadWorker = Callable[[int, Callable[[float], None]], "Worker"]
+"""Loads a model. Takes the result of `ReplicaKind.num_decode_rows`, and what to call with the share of the weights that
+are loaded."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaKind(Generic[SettingsT]):
@@ -105,7 +109,7 @@ def run_service(kind: ReplicaKind[SettingsT], argv: Sequence[str] | None = None)
 async def serve_replica(
     kind: ReplicaKind[SettingsT],
     settings: SettingsT,
-    load: Callable[[int], Worker],
+    load: LoadWorker,
     note_serving: Callable[[], None] | None = None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C.
@@ -113,8 +117,7 @@ async def serve_replica(
     Args:
         kind: the kind of replica.
         settings: its settings.
-        load: loads the model, in a thread of its own, given the result of `ReplicaKind.num_decode_rows`. Not called for
-            simulated models.
+        load: loads the model, in a thread of its own. Not called for simulated models.
         note_serving: called once the replica accepts calls.
 
     Raises:
@@ -155,7 +158,7 @@ def _load_engine(
     settings: SettingsT,
     replica_id: str,
     metrics: EngineMetrics,
-    load: Callable[[int], Worker],
+    load: LoadWorker,
     ending: AsyncExitStack,
 ) -> Engine:
     prefill_budget_s = settings.prefill_budget_ms / 1e3
@@ -186,7 +189,7 @@ def _load_engine(
     with memory.collector_at_rest():  # torch takes seconds to import, so settings are checked before
         from specdec.engine.loop.replica import ReplicaOptions
 
-    worker = on_its_own_thread(partial(load, kind.num_decode_rows(settings)), Future())
+    worker = on_its_own_thread(partial(load, kind.num_decode_rows(settings), metrics.note_loaded), Future())
     tier = open_kv_tier(settings, worker.shape)
     if tier is not None:
         ending.push_async_callback(asyncio.to_thread, tier.close)
@@ -242,13 +245,17 @@ def on_its_own_thread(load: Callable[[], Worker], outcome: Future[Worker]) -> Wo
 
 
 def load_request(
-    settings: ReplicaSettings, num_decode_rows: int, local_drafts: tuple[LocalDraftSpec, ...] = ()
+    settings: ReplicaSettings,
+    num_decode_rows: int,
+    note_loaded: Callable[[float], None],
+    local_drafts: tuple[LocalDraftSpec, ...] = (),
 ) -> LoadRequest:
     """Return what a replica, or one of its ranks, loads. Imports torch.
 
     Args:
         settings: settings of the replica.
         num_decode_rows: see `ReplicaKind.num_decode_rows`.
+        note_loaded: takes the share of the weights that are loaded.
         local_drafts: drafts that the worker computes itself.
     """
     from specdec.engine.options import CompileOptions, LoadRequest, row_counts
@@ -270,10 +277,16 @@ def load_request(
         compiling=compiling,
         self_check=settings.self_check == "on",
         local_drafts=local_drafts,
+        note_loaded=note_loaded,
     )
 
 
-def _load_worker(settings: ReplicaSettings, local_drafts: tuple[LocalDraftSpec, ...], num_decode_rows: int) -> Worker:
+def _load_worker(
+    settings: ReplicaSettings,
+    local_drafts: tuple[LocalDraftSpec, ...],
+    num_decode_rows: int,
+    note_loaded: Callable[[float], None],
+) -> Worker:
     with memory.collector_at_rest():
         from specdec.engine.loader import load_worker
         from specdec.engine.options import AUTO, EAGER, NATIVE
@@ -284,4 +297,5 @@ def _load_worker(settings: ReplicaSettings, local_drafts: tuple[LocalDraftSpec, 
         and "OMP_NUM_THREADS" not in os.environ
         and settings.compile_backend in (AUTO, NATIVE, EAGER)
     )
-    return load_worker(load_request(settings, num_decode_rows, local_drafts), measures_threads=measures_threads)
+    request = load_request(settings, num_decode_rows, note_loaded, local_drafts)
+    return load_worker(request, measures_threads=measures_threads)

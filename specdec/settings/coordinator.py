@@ -42,6 +42,10 @@ class CoordinatorSettings(TracingSettings, ServiceSettings):
     only trusted gateways may reach its port. off: a call that names another tenant than --tenant is refused with
     FORBIDDEN."""
 
+    worker_contract: Literal["smg"] | None = None
+    """smg: the port of --listen also speaks vLLM's gRPC contract, as workers of the router `smg` do. Needs the extra
+    specdec[smg]. none: it speaks specdec's own contract alone."""
+
     prefix_directory: Literal["on", "off"] = "on"
     """Directory in Redis of the prefixes that replicas hold. A new session goes to a replica that holds its prefix,
     unless the replica's load costs more time than the prefix saves. off: sessions are placed by load alone."""

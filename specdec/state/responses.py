@@ -91,7 +91,7 @@ def _decode_record(value: bytes) -> ResponseRecord:
         if not (is_valid and isinstance(record.session_id, str) and isinstance(record.num_tokens, int)):
             raise TypeError("a field has another type")
     except (ValueError, TypeError, RecursionError) as error:
-        raise Internal("the record of the response in the store cannot be read; delete the response") from error
+        raise Internal("the record of the response in the store cannot be read; send the whole conversation") from error
     return record
 
 

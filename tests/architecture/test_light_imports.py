@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,3 +46,28 @@ def test_a_module_of_the_client_imports_without_the_services_dependencies(module
 def test_a_module_that_needs_a_hidden_dependency_fails_in_this_check() -> None:
     imported = run_without(SERVICE_DEPENDENCIES, "import specdec.rpc.codec")
     assert "numpy" in imported.stderr
+
+
+def test_the_gateway_imports_with_the_packages_of_its_image_alone() -> None:
+    imported = run_without(not_installed_with("gateway", "otel"), "import gateway.__main__")
+    assert imported.returncode == 0, imported.stderr
+
+
+def not_installed_with(*extras: str) -> tuple[str, ...]:
+    """Return the top-level modules of installed packages that the project with these extras does not need."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    waiting = project["dependencies"] + [line for extra in extras for line in project["optional-dependencies"][extra]]
+    needed: set[str] = {"specdec"}
+    while waiting:
+        requirement = Requirement(waiting.pop())
+        name = canonicalize_name(requirement.name)
+        if name in needed or (requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        needed.add(name)
+        try:
+            waiting += requires(name) or []
+        except PackageNotFoundError:
+            pytest.fail(f"{name} is not installed")
+    return tuple(
+        module for module, names in packages_distributions().items() if not needed & set(map(canonicalize_name, names))
+    )

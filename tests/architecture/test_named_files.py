@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOPS = ("specdec", "coordinator", "draft_service", "target_service", "bench", "tests")
+TOPS = ("specdec", "coordinator", "gateway", "draft_service", "target_service", "bench", "tests")
 FILES = [path.relative_to(ROOT).as_posix() for top in TOPS for path in (ROOT / top).rglob("*.py")]
 
 
@@ -28,12 +28,14 @@ def test_the_walk_is_read() -> None:
 
 WALK = "## The path of a request"
 REPLICA = "### Inside a replica"
+#: Packages of the services before the replicas.
+FRONT = ("coordinator/", "gateway/")
 #: Sentences of a docstring that say where the way does not go on.
 ASIDE = re.compile(r"(Not here|Not an?|Called by|Built by|Made by|Shared by|Read by)\b")
 
 
 def walked_files() -> list[str]:
-    """Paths of the files that the walk names, once each: the coordinator's and the core's, then a replica's."""
+    """Paths of the files that the walk names, once each: the front services' and the core's, then a replica's."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     walk, replica = page[page.index(WALK) : page.index("## The packages")].split(REPLICA)
     paths = [
@@ -42,7 +44,7 @@ def walked_files() -> list[str]:
         for name in re.findall(r"`([\w/]+\.py)`", part)
         for path in FILES
         if f"/{path}".endswith(f"/{name}") and not path.startswith(("tests/", "bench/"))
-        if path.startswith("coordinator/") != is_replica or path.startswith(("specdec/core/", "specdec/rpc/"))
+        if path.startswith(FRONT) != is_replica or path.startswith(("specdec/core/", "specdec/rpc/"))
     ]
     return list(dict.fromkeys(paths))
 
@@ -69,3 +71,9 @@ def test_what_a_file_is_not_is_no_way_on() -> None:
     """Negative control."""
     assert not named_next("Tokens. Not here: readers (`generation/stream`). Called by `runner`.")
     assert named_next("Tokens. They go to `generation/stream`.") == ["coordinator/generation/stream.py"]
+
+
+def test_the_walk_names_at_most_fifty_files() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    walk = page[page.index(WALK) : page.index("## The packages")]
+    assert len(set(re.findall(r"`([\w/]+\.py)`", walk))) <= 50

@@ -38,4 +38,4 @@ def test_waiting_offers_are_written_when_a_tier_is_closed_and_its_threads_end(
     go_on.set()
     closing.join()
     assert tier.tally.num_bytes["written"] == (1 + num_waiting) * RUN_BYTES
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # a thread of an earlier test may have ended meanwhile

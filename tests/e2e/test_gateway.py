@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import openai
 import pytest
 
 from specdec.client import Client
-from tests.support.gateway_system import COUPLED, MODEL, PROMPT, chat, complete, joined
+from tests.support.gateway_system import COUPLED, MESSAGES, MODEL, PROMPT, chat, complete, joined
 
 
 def test_a_chat_and_a_completion_give_the_sdk_s_text(client: openai.OpenAI, greedy: str) -> None:
@@ -134,3 +135,14 @@ def test_n_outputs_draw_with_seeds_that_follow_one_another(client: openai.OpenAI
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 36)
     streamed = list(chat(client, n=3, seed=20, stream=True, **sampled))
     assert [joined(streamed, index) for index in range(3)] == alone
+
+
+def test_the_client_s_stream_helper_assembles_the_completion(client: openai.OpenAI, greedy: str) -> None:
+    stop = "w" + greedy.split("w")[-1]  # the helper raises for an output that its length ended
+    options: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 12, "temperature": 0, "stop": stop}
+    with client.chat.completions.stream(**options, stream_options={"include_usage": True}) as stream:
+        text = "".join(event.delta for event in stream if event.type == "content.delta")
+        answer = stream.get_final_completion()
+    assert answer.choices[0].message.content == text == greedy[: greedy.index(stop)]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 4

@@ -63,8 +63,11 @@ def test_metrics_and_provenance_come_on_request(client: openai.OpenAI) -> None:
     body = {"return_metrics": True, "return_provenance": True, "speculation": {"gamma": 3}}
     answer = complete(client, extra_body=body).model_dump()
     metrics = answer["metrics"]["speculative_decoding"]
-    assert metrics["num_draft_tokens"] >= metrics["num_accepted_tokens"] == sum(metrics["num_accepted_tokens_per_pos"])
-    assert metrics["num_drafts"] > 0
+    histogram = metrics["acceptance_histogram"]
+    assert len(histogram) == metrics["num_spec_tokens"] + 1 <= 4
+    assert sum(histogram) == metrics["num_spec_steps"] > 0
+    assert sum(number * count for number, count in enumerate(histogram)) == metrics["num_accepted_draft_tokens"]
+    assert metrics["num_draft_tokens"] >= metrics["num_accepted_draft_tokens"]
     tokens = answer["choices"][0]["specdec"]["tokens"]
     assert "".join(token["text"] for token in tokens) == answer["choices"][0]["text"]
     assert {token["source"] for token in tokens} <= {"accepted", "corrected", "bonus", "target"}

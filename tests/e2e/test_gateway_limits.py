@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -54,6 +55,15 @@ def test_a_request_that_can_never_succeed_is_a_400_that_names_its_field(
     assert refused.value.param == param
     assert param.partition("[")[0].rpartition(".")[2] in refused.value.message
     assert refused.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize("call", [chat, complete])
+def test_priority_is_0_or_a_400_that_names_the_field(client: openai.OpenAI, call: Callable[..., Any]) -> None:
+    assert call(client, extra_body={"priority": 0}).usage.completion_tokens == 12
+    for priority in (1, -1, "0", 0.5):
+        with pytest.raises(openai.BadRequestError, match="priority") as refused:
+            call(client, extra_body={"priority": priority})
+        assert refused.value.param == "priority"
 
 
 def test_an_unknown_model_pool_and_model_page_are_404(client: openai.OpenAI) -> None:

@@ -77,7 +77,7 @@ def test_a_session_and_metrics_of_speculation_come_as_extensions(claude: anthrop
     body = {"session_id": "claude", "return_metrics": True, "speculation": {"gamma": 3}}
     message = send(claude, extra_body=body).model_dump()
     assert message["session_id"] == "claude"
-    assert message["metrics"]["speculative_decoding"]["num_drafts"] > 0
+    assert message["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
 
 
 @pytest.mark.parametrize(

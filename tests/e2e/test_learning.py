@@ -13,10 +13,14 @@ import pytest
 
 from specdec.cli.__main__ import run
 from specdec.client import Client
+from specdec.learning.log_files import read_segment
 from tests.support.tiny_models import build_tiny_pair
 from tests.support.up_rig import ENVIRON, SPECDEC, specdec, start_up
 
 NUM_TOKENS = 64
+
+#: Number of logged turns to learn from. A segment is written by its age, so on a slow machine the first holds fewer.
+NUM_TURNS = 16
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +51,16 @@ def serve(endpoint: str, first: int, count: int) -> set[str]:
     return pools
 
 
-def test_an_in_target_draft_is_distilled_and_loaded_at_the_next_start(endpoint: str, folder: Path) -> None:
-    serve(endpoint, 0, 16)
-    while not list((folder / "log" / "tenant-default").glob("*.safetensors")):
+def fill_log(endpoint: str, folder: Path) -> None:
+    """Serve until enough turns are written to the log."""
+    serve(endpoint, 0, NUM_TURNS)
+    segments = folder / "log" / "tenant-default"
+    while sum(len(read_segment(path)[1]) for path in segments.glob("*.safetensors")) < NUM_TURNS:
         serve(endpoint, 100, 1)
+
+
+def test_an_in_target_draft_is_distilled_and_loaded_at_the_next_start(endpoint: str, folder: Path) -> None:
+    fill_log(endpoint, folder)
     made, target = folder / "exit", str(folder / "target")
     distilled = specdec("distill", "--log", str(folder / "log"), "--draft", "early-exit:1", "--target-model", target,
                         "--out", str(made), "--max-steps", "5", "--share", "1", "--learning-rate", "2e-3",
@@ -67,11 +77,7 @@ def test_an_in_target_draft_is_distilled_and_loaded_at_the_next_start(endpoint: 
 
 
 def test_a_draft_is_distilled_joins_as_a_shadow_and_is_promoted_on_its_score(endpoint: str, folder: Path) -> None:
-    serve(endpoint, 0, 16)
-    segments = folder / "log" / "tenant-default"
-    while not list(segments.glob("*.safetensors")):
-        serve(endpoint, 100, 1)
-
+    fill_log(endpoint, folder)
     made = folder / "new"
     distilled = specdec("distill", "--log", str(folder / "log"), "--draft", str(folder / "draft"), "--out", str(made),
                         "--max-steps", "40", "--share", "1", "--learning-rate", "2e-3", "--join", "a-new",

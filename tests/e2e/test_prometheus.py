@@ -153,5 +153,5 @@ def test_the_variables_of_a_dashboard_have_values(prometheus: Prometheus, name: 
 
 
 def test_the_cancelled_request_and_the_killed_draft_are_seen(prometheus: Prometheus) -> None:
-    assert prometheus.query('specdec:request_cancellations_total{cause="client_left"} > 0')
+    until(lambda: bool(prometheus.query('specdec:request_cancellations_total{cause="client_left"} > 0')))
     until(lambda: bool(prometheus.query('changes(process_start_time_seconds{job="specdec-draft"}[10m]) == 1')))

@@ -12,9 +12,10 @@ import pytest
 
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import common_pb2, coordinator_pb2, target_pb2_grpc
+from tests.support.injured_stack import Injured
 from tests.support.process_rig import NUM_TOKENS, ask, models, read_rest, read_some, reference, run, stub_of
 from tests.support.scraping import Endpoint
-from tests.support.stack import Stack, free_port, is_serving
+from tests.support.stack import Stack, is_serving
 
 __all__ = ["models", "reference"]
 
@@ -23,35 +24,10 @@ _PATIENCE_S = 60.0
 _ILLEGAL_ADDRESS = "CUDA error: an illegal memory access was encountered"
 
 
-class Injured:
-    """A stack with a target and a draft whose devices the test can make fail or hang."""
-
-    def __init__(self, stack: Stack, directory: Path) -> None:
-        self.stack = stack
-        self.directory = directory
-        for name in ("target", "draft"):
-            part = stack.parts[name]
-            (directory / name).mkdir()
-            part.arguments = [part.module, str(directory / name), *part.arguments]
-            part.module = "tests.support.injured_service"
-        metrics = f"127.0.0.1:{free_port()}"
-        stack.parts["target"].arguments = [*stack.parts["target"].arguments, "--metrics", metrics]
-        self.target_metrics = Endpoint(metrics)
-
-    def injure(self, name: str, how: str, text: str = "") -> None:
-        written = self.directory / how
-        written.write_text(text)
-        written.rename(self.directory / name / how)  # at once: a step must not read half of the text
-
-    def heal(self, name: str) -> None:
-        for injury in (self.directory / name).iterdir():
-            injury.unlink()
-
-
 @pytest.fixture(scope="module")
 def injured(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Injured]:
     """Yield the stack; every test leaves it with all replicas serving."""
-    stack = Stack(*models, coordinator_arguments=("--target-wait-s", "0"))
+    stack = Stack(*models, coordinator_arguments=("--target-wait-s", "0"), has_metrics=True)
     injured = Injured(stack, tmp_path_factory.mktemp("injuries"))
     with stack:
         yield injured
@@ -69,9 +45,9 @@ def test_a_device_that_keeps_failing_ends_its_process_with_one_error_line(
     injured: Injured, reference: list[int], role: str
 ) -> None:
     stub = stub_of(injured.stack.endpoint)
+    injured.injure(role, "fail", _ILLEGAL_ADDRESS)
     stream = stub.Generate(ask(role, num_tokens=4 * NUM_TOKENS, gamma=1), timeout=_PATIENCE_S)
     output = read_some(stream, 8)
-    injured.injure(role, "fail", _ILLEGAL_ADDRESS)
     if role == "draft":
         read_rest(stream, output)
         assert output.token_ids == reference
@@ -97,10 +73,11 @@ def test_a_device_that_keeps_failing_ends_its_process_with_one_error_line(
 
 def test_a_target_whose_device_hangs_is_not_serving_until_its_step_ends(injured: Injured, reference: list[int]) -> None:
     stub, target = stub_of(injured.stack.endpoint), injured.stack.parts["target"]
+    metrics = Endpoint(target.metrics)
+    assert metrics.scrape_now().value("device_stalled") == 0
+    injured.injure("target", "hang")
     stream = stub.Generate(ask("s", num_tokens=4 * NUM_TOKENS, gamma=1), timeout=_PATIENCE_S)
     output = read_some(stream, 8)
-    assert injured.target_metrics.scrape_now().value("device_stalled") == 0
-    injured.injure("target", "hang")
     with pytest.raises(grpc.RpcError) as caught:
         read_rest(stream, output)
     assert from_rpc_error(caught.value).reason == "REPLICA_UNAVAILABLE"
@@ -109,18 +86,19 @@ def test_a_target_whose_device_hangs_is_not_serving_until_its_step_ends(injured:
         with pytest.raises(grpc.RpcError) as refused:
             target_pb2_grpc.TargetServiceStub(channel).GetEngineInfo(common_pb2.GetEngineInfoRequest(), timeout=10.0)
         assert from_rpc_error(refused.value).reason == "REPLICA_UNAVAILABLE"
-    assert injured.target_metrics.scrape_now().value("device_stalled") == 1
+    assert metrics.scrape_now().value("device_stalled") == 1
     injured.heal("target")
     _until(lambda: is_serving(target.address) and is_serving(injured.stack.endpoint))
-    assert injured.target_metrics.scrape_now().value("device_stalled") == 0
+    assert metrics.scrape_now().value("device_stalled") == 0
     rest = run(stub, coordinator_pb2.GenerateRequest(session_id="s", resume_from=len(output.token_ids)))
     assert output.token_ids + rest.token_ids == reference
 
 
 def test_a_target_whose_device_hangs_can_be_terminated(injured: Injured) -> None:
+    injured.injure("target", "hang")
     stream = stub_of(injured.stack.endpoint).Generate(ask(num_tokens=4 * NUM_TOKENS, gamma=1), timeout=_PATIENCE_S)
     read_some(stream, 8)
-    injured.injure("target", "hang")
+    _until(lambda: Endpoint(injured.stack.parts["target"].metrics).scrape_now().value("device_stalled") == 1)
     process = injured.stack.parts["target"].process
     assert process is not None
     process.send_signal(signal.SIGTERM)

@@ -64,6 +64,19 @@ async def open_all(opened: AsyncExitStack, client: httpx2.AsyncClient) -> list[H
     return streams
 
 
+async def open_until_one_runs_most(
+    opened: AsyncExitStack, client: httpx2.AsyncClient, stack: Stack
+) -> tuple[list[HttpStream], str]:
+    """Begin all streams, again if most of them have ended before this process can see which coordinator runs them."""
+    while True:
+        streams = await open_all(opened, client)
+        running = {name: num_running(stack, name) for name in COORDINATORS}
+        busiest = max(COORDINATORS, key=running.__getitem__)
+        if running[busiest] > NUM_STREAMS / 2:
+            return streams, busiest
+        await asyncio.gather(*(stream.read_all() for stream in streams))
+
+
 async def undisturbed_texts(client: httpx2.AsyncClient) -> list[str]:
     requests = [client.post("/v1/completions", json=fields_of(number)) for number in range(NUM_STREAMS)]
     return [response.json()["choices"][0]["text"] for response in await asyncio.gather(*requests)]
@@ -88,12 +101,9 @@ def num_running(stack: Stack, name: str) -> float:
 async def test_no_stream_ends_or_differs_when_the_coordinator_of_16_is_killed(stack: Stack) -> None:
     async with connected(stack) as client, AsyncExitStack() as opened:
         texts = await undisturbed_texts(client)
-        streams = await open_all(opened, client)
-        busiest = max(COORDINATORS, key=lambda name: num_running(stack, name))
-        num_killed = num_running(stack, busiest)
+        streams, busiest = await open_until_one_runs_most(opened, client, stack)
         stack.kill(busiest)
         try:
-            assert num_killed > NUM_STREAMS / 2
             await assert_whole(streams, texts)
         finally:
             stack.restart(busiest)
@@ -113,8 +123,10 @@ async def test_a_client_that_leaves_has_its_request_cancelled_and_its_kv_release
         for name in ("target", "draft"):
             await Endpoint(stack.parts[name].metrics).until(lambda page: page.value("kv_blocks", state="active") == 0)
         assert (await client.get(f"/v1/sessions/{session_id}")).json()["num_tokens"] == record["num_tokens"]
-        page = (await client.get("/metrics")).text
-        assert "specdec:http_disconnects_total 1.0" in page
+        page = await Endpoint(stack.parts["gateway"].metrics).until(
+            lambda page: page.value("http_disconnects_total") > 0
+        )
+        assert page.value("http_disconnects_total") == 1
 
 
 async def test_a_gateway_that_is_asked_to_stop_finishes_its_streams_and_exits_with_0(stack: Stack) -> None:

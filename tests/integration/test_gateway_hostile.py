@@ -22,6 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share service
 
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 LONG = {"prompt": [5, 6, 7, 8], "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 SURROGATE = r'"\ud800"'
 NESTED = "[" * 600 + "]" * 600
@@ -61,6 +62,21 @@ REFUSED = [
      "chat_template_kwargs"),
     (CHAT, f'"messages": [{{"role": "user", "content": "w5"}}], "chat_template_kwargs": {{"x": "{"y" * 70_000}"}}',
      "chat_template_kwargs"),
+    (RESPONSES, f'"input": {SURROGATE}', "input"),
+    (RESPONSES, f'"input": "w5", "instructions": {SURROGATE}', "instructions"),
+    (RESPONSES, f'"instructions": "w5", "input": [{{"role": "user", "content": {SURROGATE}}}]', "input[0].content"),
+    (RESPONSES, f'"input": [{{"role": "user", "content": [{{"type": "text", "text": {SURROGATE}}}]}}]',
+     "input[0].content[0].text"),
+    (RESPONSES, f'"input": [{{"role": {SURROGATE}, "content": "w5"}}]', "input[0].role"),
+    (RESPONSES, '"input": [{"role": "user", "content": [5]}]', "input[0].content[0]"),
+    (RESPONSES, '"input": [{"role": "user", "content": [{"type": "text", "text": 5}]}]', "input[0].content[0].text"),
+    (RESPONSES, '"input": [5]', "input[0]"),
+    (RESPONSES, '"input": "w5", "metadata": {"a": 5}', "metadata.a"),
+    (RESPONSES, f'"input": "w5", "metadata": {{"{"a" * 100_000}": 5}}', "metadata"),
+    (RESPONSES, '"input": "w5", "text": 5', "text"),
+    (RESPONSES, '"input": "w5", "include": [5]', "include[0]"),
+    (RESPONSES, '"input": "w5", "previous_response_id": 5', "previous_response_id"),
+    (RESPONSES, '"input": "w5", "stop": [""]', "stop"),
     (TOKENIZE, f'"prompt": {SURROGATE}', "prompt"),
     (TOKENIZE, '"messages": []', "messages"),
     (DETOKENIZE, '"tokens": [24]', "tokens"),
@@ -104,8 +120,50 @@ async def test_a_hostile_body_is_a_400_with_the_error_object_that_names_its_fiel
             assert answer.status_code == 400, (path, fields[:80], answer.text)
             error = answer.json()["error"]
             assert error.keys() == {"message", "type", "param", "code"}
-            assert error["param"].partition("[")[0] == param.partition("[")[0], (fields[:80], error)
+            given = error["param"] if path == RESPONSES else error["param"].partition("[")[0]
+            assert given == (param if path == RESPONSES else param.partition("[")[0]), (fields[:80], error)
             assert error["type"] == "invalid_request_error"
+            assert len(error["message"]) < 1000
+        await nothing_runs(running, coordinator)
+
+
+async def test_every_refusal_below_messages_has_anthropic_s_form_and_names_its_field(rig: Rig) -> None:
+    coordinator = await rig.coordinator()
+    hello = '"messages": [{"role": "user", "content": "w5"}]'
+    kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
+             405: "invalid_request_error", 413: "request_too_large"}  # fmt: skip
+    refused = [
+        ("POST", MESSAGES, "{", 400, "not valid JSON"),
+        ("POST", MESSAGES, "[]", 400, "the request body"),
+        ("POST", MESSAGES, f"{{{hello}}}", 400, "max_tokens: is required"),
+        ("POST", MESSAGES, f'{{{hello}, "max_tokens": 0}}', 400, "max_tokens: "),
+        ("POST", MESSAGES, f'{{{hello}, "max_tokens": 3, "stop_sequences": [""]}}', 400, "stop_sequences "),
+        ("POST", MESSAGES, f'{{{hello}, "max_tokens": 3, "stop_sequences": [5]}}', 400, "stop_sequences[0]: "),
+        ("POST", MESSAGES, f'{{{hello}, "max_tokens": 3, "system": {SURROGATE}}}', 400, "system: "),
+        ("POST", MESSAGES, '{"messages": [{"role": "system", "content": "w5"}], "max_tokens": 3}', 400,
+         "messages[0].role: "),
+        ("POST", MESSAGES, f'{{"messages": [{{"role": "user", "content": {SURROGATE}}}], "system": "w5", '
+         '"max_tokens": 3}', 400, "messages[0].content: "),
+        ("POST", COUNT, f'{{{hello}, "tools": [{{"name": "f", "input_schema": {{}}}}]}}', 400, "tools "),
+        ("POST", COUNT, f'{{{hello}, "thinking": {{"type": "enabled"}}}}', 400, "thinking "),
+        ("POST", COUNT, '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', 400,
+         "messages[0].content[0].type "),
+        ("POST", COUNT, f'{{{hello}, "model": "claude"}}', 404, "'claude'"),
+        ("POST", f"{MESSAGES}/batches", "{}", 404, "there is nothing at"),
+        ("GET", MESSAGES, "", 405, "does not take GET"),
+        ("POST", MESSAGES, " " * 5000, 413, "at most 4096 bytes"),
+    ]  # fmt: skip
+    keys = ApiKeys(key="k", allow_anonymous=False)
+    async with running_gateway(coordinator.server.address, keys=keys, max_body_bytes=4096) as running:
+        for method, path, content, status, words in refused:
+            for key in ("k", "wrong"):
+                headers = {"content-type": "application/json", "x-api-key": key}
+                answer = await running.http.request(method, path, content=content, headers=headers)
+                error = answer.json()["error"]
+                expected = status if key == "k" else 401
+                assert (answer.json().keys(), answer.json()["type"]) == ({"type", "error"}, "error")
+                assert (answer.status_code, error["type"]) == (expected, kinds[expected]), (content, error)
+                assert words in error["message"] or key == "wrong", (words, error)
         await nothing_runs(running, coordinator)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from specdec.engine.loader import load_worker
 from specdec.engine.loop import watchdog
 from specdec.engine.loop.replica import LOCAL_REPLICA
+from specdec.engine.options import EAGER, CompileOptions, LoadRequest
 from specdec.errors import InvalidRequest, ResourceExhausted
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.service.replica_main import serve_replica
@@ -123,7 +126,8 @@ async def test_metrics_are_served_while_the_model_is_loaded(tmp_path: Path) -> N
                               pool="big")  # fmt: skip
     pages: list[Page] = []
 
-    def load(num_decode_rows: int) -> TableWorker:
+    def load(num_decode_rows: int, note_loaded: Callable[[float], None]) -> TableWorker:
+        note_loaded(0.25)
         pages.append(Endpoint(address).scrape_now())
         raise InvalidRequest("refused by the test", field="model")
 
@@ -133,11 +137,24 @@ async def test_metrics_are_served_while_the_model_is_loaded(tmp_path: Path) -> N
     labels = {"model_name": target.name, "role": "target", "pool": "big"}
     assert page.value("load_phase", phase="loading", **labels) == 1
     assert page.value("load_phase", **labels) == 1
+    assert page.value("load_progress", **labels) == 0.25
     assert page.value("load_seconds", **labels) > 0
     for name in ("kv_exhausted_total", "num_preemptions_total", "device_stalled", "num_requests_waiting", "kv_blocks",
                  "kv_cache_usage_perc", "prefill_backlog_tokens", "busy_seconds_total"):  # fmt: skip
         assert page.value(name, **labels) == 0
     assert page.value("call_failures_total", reason="KV_EXHAUSTED", **labels) == 0
+
+
+def test_the_share_of_the_weights_that_are_loaded_rises_to_all(tmp_path: Path) -> None:
+    shares: list[float] = []
+    target, _ = build_tiny_pair("llama", tmp_path)
+    load_worker(
+        LoadRequest(str(target), device="cpu", dtype="float32", num_kv_blocks=4, self_check=False,
+                    compiling=CompileOptions(EAGER), note_loaded=shares.append)
+    ).close()  # fmt: skip
+    assert len(shares) > 3
+    assert shares == sorted(set(shares))
+    assert shares[-1] == 1
 
 
 def _round(session_id: str, num_tokens: int, round_id: int = 1) -> VerifyRequest:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+import torch
 
+from coordinator.round.request_router import TRIAL_TOKENS
 from coordinator.round.routing_table import MAX_TRIALS
 from coordinator.routing.classes import MAX_CLASSES
+from specdec.engine.base import StepPlan
 from specdec.errors import ResourceExhausted
 from specdec.rpc.status import from_rpc_error
 from specdec.types import SCORED_GAMMA
@@ -18,6 +22,9 @@ from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, Serv
 from tests.support.table_worker import TableWorker
 
 LEFT = (5, 6, 7, 8)
+
+#: Time of a slow draft's step; a step of the table model takes about 1 ms.
+SLOW_STEP_S = 0.02
 
 
 async def add_drafts(rig: Rig, *, shadow: bool = False, **good_after: int | None) -> dict[str, Service]:
@@ -349,14 +356,28 @@ async def test_requests_that_want_no_draft_spend_no_trial() -> None:
 async def test_a_slow_pool_gets_at_most_a_few_trials() -> None:
     async with Rig(drafts=0, local_drafts={"worse": 1}) as rig:
         never_idle(rig)
+        slow_down(rig.target.worker, "worse")
         await add_drafts(rig, model=LEFT[0])
         coordinator = await rig.coordinator(routes=True)
+        # The first request is too short for a trial, even where its first span is known not to be scored in time.
         used = []
-        for _ in range(8):
-            output, _ = await ask(coordinator, task="left", gamma=4, max_new_tokens=120)
+        for num_tokens in (2 * TRIAL_TOKENS, *[120] * 7):
+            output, _ = await ask(coordinator, task="left", gamma=4, max_new_tokens=num_tokens)
             used.append({detail.draft_pool for detail in output.details})
         assert sum("worse" in pools for pools in used) in range(1, MAX_TRIALS + 1)
         assert "worse" not in used[0] | used[-1]
+
+
+def slow_down(worker: TableWorker, local_draft: str) -> None:
+    """Make each step of a local draft take much longer than a step with its call, on any machine."""
+    execute = worker.execute
+
+    def execute_slowly(plan: StepPlan) -> torch.Tensor:
+        if plan.local_draft == local_draft:
+            time.sleep(SLOW_STEP_S)
+        return execute(plan)
+
+    worker.execute = execute_slowly  # type: ignore[method-assign]
 
 
 def never_idle(rig: Rig) -> None:

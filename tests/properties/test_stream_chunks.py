@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +13,11 @@ from hypothesis import strategies as st
 
 from gateway.chunks import ChatChunks, ChunkEncoder, ChunkOptions, CompletionChunks
 from gateway.generation import Event
+from gateway.message_objects import MessageEvents
+from gateway.response_objects import ResponseEvents, ResponseShape
+from gateway.responses import StreamEncoder
+from gateway.schemas.messages import MessagesRequest
+from gateway.schemas.responses import ResponseRequest
 from specdec.client import Chunk, Completion, GenerationStats, Usage
 
 STREAM = SimpleNamespace(session_id="s", target_fingerprint="f" * 64, num_prompt_tokens=3)
@@ -30,7 +35,24 @@ def chunks_of(texts: Sequence[str], cuts: Sequence[bool]) -> list[Chunk]:
     return chunks
 
 
-def encoded(encoder: ChunkEncoder, chunks: Sequence[Chunk]) -> list[bytes]:
+def response_events() -> ResponseEvents:
+    shape = ResponseShape("resp_1", "m", 0, ResponseRequest(input="x"))
+
+    async def finish(completion: Completion) -> dict[str, object]:
+        return shape.finished(completion)
+
+    return ResponseEvents(shape, finish)
+
+
+def message_events() -> MessageEvents:
+    async def find_stop(_: Completion) -> None:
+        return None
+
+    body = MessagesRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "max_tokens": 9})
+    return MessageEvents("msg_1", "m", body, find_stop)
+
+
+def encoded(encoder: StreamEncoder, chunks: Sequence[Chunk]) -> list[bytes]:
     async def events() -> AsyncIterator[Event]:
         for chunk in chunks:
             yield Event(0, STREAM, chunk)  # type: ignore[arg-type]
@@ -69,3 +91,21 @@ def test_an_event_id_counts_the_tokens_up_to_its_event() -> None:
     options = ChunkOptions("id", "m", 0, has_event_ids=True)
     events = encoded(CompletionChunks(options), chunks_of(["a", "b", "c"], [False, True]))
     assert [event.decode().split("\n")[0] for event in events[:-1]] == ["id: s:1", "id: s:3", "id: s:3"]
+
+
+@pytest.mark.parametrize(
+    ("begin", "delta", "end"),
+    [(response_events, "response.output_text.delta", "response.completed"),
+     (message_events, "content_block_delta", "message_stop")],
+)  # fmt: skip
+@given(texts=TEXTS, cuts=st.lists(st.booleans(), min_size=1, max_size=12))
+def test_joined_deltas_of_responses_and_messages_are_the_text_whatever_the_chunks(
+    begin: Callable[[], StreamEncoder], delta: str, end: str, texts: list[str], cuts: list[bool]
+) -> None:
+    stream = b"".join(encoded(begin(), chunks_of(texts, cuts)))
+    named = [event.split("\n") for event in stream.decode().removesuffix("\n\n").split("\n\n")]
+    objects = [json.loads(data.removeprefix("data: ")) for _, data in named]
+    assert [name.removeprefix("event: ") for name, _ in named] == [each["type"] for each in objects]
+    deltas = [each["delta"] for each in objects if each["type"] == delta]
+    assert "".join(each if isinstance(each, str) else each["text"] for each in deltas) == "".join(texts)
+    assert objects[-1]["type"] == end

@@ -25,7 +25,9 @@ from transformers import PreTrainedTokenizerFast
 
 from coordinator.audit.audit_queue import AuditQueue
 from coordinator.audit.turn_audit import Auditor
+from coordinator.front.opening import RequestOpener
 from coordinator.front.servicer import CoordinatorServicer
+from coordinator.front.smg_servicer import SmgServicer
 from coordinator.front.tenants import CallTenants
 from coordinator.generation.generation_service import GenerationService, GenerationSettings
 from coordinator.learning.log import LearningLog
@@ -293,6 +295,7 @@ class Rig:
         audit_share: float = 0.0,
         audit_wait_s: float = 60.0,
         tracing: Tracing | None = None,
+        has_smg_contract: bool = False,
         **settings: Any,
     ) -> Coordinator:
         """Starts a coordinator connected to every service.
@@ -309,6 +312,7 @@ class Rig:
             audit_share: share of rounds that it verifies again.
             audit_wait_s: how long an audit waits for its target to be idle.
             tracing: records its requests.
+            has_smg_contract: it is a worker of the router smg as well.
             settings: of `GenerationSettings`.
         """
         store = self.store if tenant == DEFAULT_TENANT else self.open_store(tenant)
@@ -348,6 +352,7 @@ class Rig:
         server = ServiceServer(
             "127.0.0.1:0", service_names=(COORDINATOR_SERVICE,), max_message_bytes=MESSAGE_LIMIT_BYTES
         )
+        tenants = CallTenants(tenant, reads_header=tenant_header)
         CoordinatorServicer(
             generations=generations,
             store=store,
@@ -355,11 +360,21 @@ class Rig:
             draft_sources=draft_sources,
             tokenizer=self.tokenizer,
             default_mode=Mode.REJECTION,
-            tenants=CallTenants(tenant, reads_header=tenant_header),
+            tenants=tenants,
             default_sampling=self._default_sampling,
             canary=canary,
             tracing=tracing,
         ).add_to(server.grpc_server)
+        if has_smg_contract:
+            SmgServicer(
+                opener=RequestOpener(generations, pools, tenants, Mode.REJECTION),
+                generations=generations,
+                pools=pools,
+                tokenizer_directory=Path(self._directory.name),
+                default_sampling=self._default_sampling,
+                is_serving=lambda: server.is_serving,
+                tracing=tracing,
+            ).add_to(server.grpc_server)
         await server.start()
         num_wanted = len(self.services) if num_alive is None else num_alive
         while sum(replica.is_alive for replica in pools.all_replicas()) < num_wanted:

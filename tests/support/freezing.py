@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from tests.support.stack import Stack
 
@@ -27,3 +28,23 @@ def frozen_part(stack: Stack, name: str) -> Iterator[None]:
     assert process is not None
     with frozen(process.pid):
         yield
+
+
+@asynccontextmanager
+async def stuttering(send: Callable[[int], object], *, still_s: float, running_s: float) -> AsyncIterator[None]:
+    """A process stands still for `still_s` and runs for `running_s`, in turns, within; `send` sends it a signal."""
+
+    async def stutter() -> None:
+        while True:
+            send(signal.SIGSTOP)
+            await asyncio.sleep(still_s)
+            send(signal.SIGCONT)
+            await asyncio.sleep(running_s)
+
+    task = asyncio.create_task(stutter())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        send(signal.SIGCONT)

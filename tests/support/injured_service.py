@@ -2,12 +2,15 @@
 MODULE DIR`.
 
 Runs the `main` of MODULE with the arguments that follow, on the worker that it loads itself. Before every step that
-worker looks at two files in DIR: while `hang` is there the step waits; the text of `fail` is raised as RuntimeError.
-Called by tests that need a process.
+worker looks at three files in DIR: while `hang` is there the step waits; the text of `fail` is raised as RuntimeError;
+the text of `slow` is the number of seconds that the step takes longer. The first two take effect with the first step
+that reaches position HEALTHY_TOKENS of a session, and last while a file is there. So a test can injure the device
+before its request begins, and the request gets that far on any machine. Called by tests that need a process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import time
@@ -20,6 +23,9 @@ from specdec.engine import loader
 from specdec.engine.base import StepPlan, Worker
 from specdec.service.lifecycle import end_process
 
+#: Position of a session from which on a step is injured.
+HEALTHY_TOKENS = 32
+
 _POLL_S = 0.01
 
 
@@ -30,13 +36,23 @@ class InjuredWorker(Worker):
         self.shape = worker.shape
         self._worker = worker
         self._directory = directory
+        self._is_injured = False
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
+        reached = max((part.start + len(part.token_ids) for part in plan.slices), default=0)
+        has_injury = any((self._directory / injury).exists() for injury in ("hang", "fail"))
+        self._is_injured = has_injury and (self._is_injured or reached >= HEALTHY_TOKENS)
+        if self._is_injured:
+            self._suffer()
+        with contextlib.suppress(FileNotFoundError):
+            time.sleep(float((self._directory / "slow").read_text()))
+        return self._worker.execute(plan)
+
+    def _suffer(self) -> None:
         while (self._directory / "hang").exists():
             time.sleep(_POLL_S)
         if (self._directory / "fail").exists():
             raise RuntimeError((self._directory / "fail").read_text())
-        return self._worker.execute(plan)
 
 
 def _main(module: str, directory: str, *arguments: str) -> int:

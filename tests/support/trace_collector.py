@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector on a loopback port that keeps what is exported to it, over real OTLP and gRPC.
+"""An OpenTelemetry collector on a loopback port that keeps the spans and metrics that it gets, over real OTLP and gRPC.
 
 with TraceCollector() as collector:
     tracing = Tracing(collector.endpoint, 1.0, "specdec-coordinator")
@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 
@@ -37,12 +38,40 @@ class ExportedSpan:
         return other.start_ns <= self.start_ns <= self.end_ns <= other.end_ns
 
 
+@dataclass(frozen=True, slots=True)
+class ExportedHistogram:
+    """One series of a histogram as the collector received it last."""
+
+    service: str
+    unit: str
+    attributes: dict[str, Any]
+    count: int
+    total: float
+    bounds: tuple[float, ...]
+
+
+class _MetricsReceiver(metrics_service_pb2_grpc.MetricsServiceServicer):
+    """Keeps the last export of each service; values are cumulative."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, Any] = {}
+
+    def Export(  # noqa: N802
+        self, request: metrics_service_pb2.ExportMetricsServiceRequest, context: Any
+    ) -> metrics_service_pb2.ExportMetricsServiceResponse:
+        for resource in request.resource_metrics:
+            self.last[_values(resource.resource.attributes).get("service.name", "")] = resource
+        return metrics_service_pb2.ExportMetricsServiceResponse()
+
+
 class TraceCollector(trace_service_pb2_grpc.TraceServiceServicer):
     """A collector; use it as a context manager."""
 
     def __init__(self) -> None:
         self._requests: list[trace_service_pb2.ExportTraceServiceRequest] = []
+        self._metrics = _MetricsReceiver()
         self._server = grpc.server(futures.ThreadPoolExecutor(1))
+        metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(self._metrics, self._server)
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
         self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
 
@@ -72,6 +101,19 @@ class TraceCollector(trace_service_pb2_grpc.TraceServiceServicer):
             for span in scope.spans
         ]
         return sorted(spans, key=lambda span: span.start_ns)
+
+    def histograms(self, name: str) -> list[ExportedHistogram]:
+        """Return the series of a metric, one for each service and set of attributes."""
+        return [
+            ExportedHistogram(
+                service, metric.unit, _values(point.attributes), point.count, point.sum, tuple(point.explicit_bounds)
+            )
+            for service, resource in self._metrics.last.items()
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+            if metric.name == name
+            for point in metric.histogram.data_points
+        ]
 
     def named(self, name: str) -> list[ExportedSpan]:
         return [span for span in self.spans if span.name == name]

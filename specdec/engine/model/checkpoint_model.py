@@ -7,7 +7,7 @@ of the model for the layers above the worker. Called by `engine.load_pipeline` a
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ from specdec.types import BLOCK_TOKENS
 SERVED_DTYPES = ("float32", "bfloat16", "float16", "int8")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+#: Title of the progress bar that transformers moves once for each loaded weight.
+_WEIGHTS_BAR = "Loading weights"
 
 # By default a CPU pool holds this many sessions of this many tokens, within this many bytes.
 _CPU_SESSIONS = 64
@@ -229,6 +232,27 @@ def quietly() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def telling_progress(note_loaded: Callable[[float], None]) -> Iterator[None]:
+    """Call `note_loaded` with the share of the weights that transformers has loaded, whenever it rises."""
+
+    def watch(make_bar: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        bar = make_bar(*args, **options)
+        return _told(bar, len(args[0]), note_loaded) if options.get("desc") == _WEIGHTS_BAR else bar
+
+    before = transformers_logging.set_tqdm_hook(watch)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(before)
+
+
+def _told(parts: Iterable[Any], num_parts: int, note_loaded: Callable[[float], None]) -> Iterator[Any]:
+    for index, part in enumerate(parts):
+        yield part
+        note_loaded((index + 1) / num_parts)
 
 
 def first_line(error: Exception) -> str:

@@ -9,7 +9,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 
-from tests.support.reference import command_line, configuration, errors, figures, grpc_api, metrics, speed_chart
+from tests.support.reference import (
+    command_line,
+    configuration,
+    errors,
+    figures,
+    grpc_api,
+    http_api,
+    metrics,
+    speed_chart,
+)
 
 COMMAND = "make reference"
 
@@ -19,6 +28,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/configuration.md": configuration.page,
     "docs/reference/errors.md": errors.page,
     "docs/reference/grpc-api.md": grpc_api.page,
+    "docs/reference/http-api.md": http_api.page,
     "docs/reference/metrics.md": metrics.page,
     "docs/speed.svg": speed_chart.chart,
 }

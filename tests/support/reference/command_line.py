@@ -10,7 +10,7 @@ from tests.support.reference.markdown import code, document, item, items, paragr
 _INTRODUCTION = """An error is one line on the standard error stream, `error: message (REASON)`; with `--json` or
 `--json-lines` it is one JSON object with `error`, `code`, `reason` and `field`. The exit code is 0 only on success, 2
 for a usage error, 130 after Ctrl-C and 1 otherwise. Output has no colour without a terminal or with `NO_COLOR`. The
-flags of the three service programs are on the [configuration](configuration.md) page."""
+flags of the service programs are on the [configuration](configuration.md) page."""
 
 
 def page() -> str:

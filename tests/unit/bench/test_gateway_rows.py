@@ -1,4 +1,4 @@
-"""What the suite `gateway` makes of streams, and what vLLM's client reports, as rows."""
+"""What the suite `gateway` makes of streams, and what clients of other projects report, as rows."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 
 from bench.gateway import GRPC, HTTP, Batch, batch_rows
 from bench.gateway_streams import TextStream, tokens_per_s
+from bench.guidellm_client import acceptance_figures, report_figures
 from bench.pairs import median_difference
+from bench.peer_clients import client_rows
 from bench.rows import Origin, Row
-from bench.vllm_client import client_rows
 
 ORIGIN = Origin(hardware="2 cores, a processor", commit="abc123", date="2026-01-02T03:04:05Z")
 ROW = partial(Row, suite="gateway", row=None, origin=ORIGIN)
@@ -63,7 +64,33 @@ def test_differences_of_pairs_cancel_what_changes_between_pairs() -> None:
 
 def test_a_run_of_the_client_without_acceptance_or_with_a_failed_request_falls_short() -> None:
     result = {"completed": 20, "failed": 0, "output_throughput": 900.5, "spec_decode_num_drafts": 7}
-    assert not any(row.falls_short for row in client_rows(ROW, result, 20))
-    assert row_of(client_rows(ROW, result, 20), HTTP, "output_throughput").value == 900.5
-    short = client_rows(ROW, {"completed": 19, "failed": 1}, 20)
+    assert not any(row.falls_short for row in client_rows(ROW, "a client", result, 20))
+    assert row_of(client_rows(ROW, "a client", result, 20), HTTP, "output_throughput").value == 900.5
+    short = client_rows(ROW, "a client", {"completed": 19, "failed": 1}, 20)
     assert {row.metric for row in short if row.falls_short} == {"completed", "failed", "spec_decode_num_drafts"}
+
+
+def test_the_report_of_guidellm_and_a_page_of_metrics_give_the_figures_of_vllms_client() -> None:
+    summaries = {
+        "output_tokens_per_second": {"successful": {"mean": 900.5}},
+        "time_to_first_token_ms": {"successful": {"median": 20.0}},
+        "inter_token_latency_ms": {"successful": {"median": 2.5}},
+    }
+    totals = {"successful": 20, "errored": 0, "incomplete": 0, "total": 20}
+    page = (
+        'vllm:spec_decode_num_drafts_total{model_name="target"} 100.0\n'
+        'vllm:spec_decode_num_draft_tokens_total{model_name="target"} 400.0\n'
+        'vllm:spec_decode_num_accepted_tokens_total{model_name="target"} 250.0\n'
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="target",position="0"} 90.0\n'
+    )
+    figures = report_figures({"benchmarks": [{"metrics": summaries | {"request_totals": totals}}]})
+    rows = client_rows(ROW, "a client", figures | acceptance_figures(page), 20)
+    assert not any(row.falls_short for row in rows)
+    assert {row.metric: row.value for row in rows} == {
+        "completed": 20.0, "failed": 0.0, "output_throughput": 900.5, "median_ttft_ms": 20.0, "median_tpot_ms": 2.5,
+        "spec_decode_acceptance_rate": 62.5, "spec_decode_acceptance_length": 3.5, "spec_decode_num_drafts": 100.0,
+    }  # fmt: skip
+    totals["errored"] = 1
+    figures = report_figures({"benchmarks": [{"metrics": summaries | {"request_totals": totals}}]})
+    short = client_rows(ROW, "a client", figures, 20)
+    assert {row.metric for row in short if row.falls_short} == {"failed", "spec_decode_num_drafts"}

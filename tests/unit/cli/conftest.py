@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import grpc
 import pytest
 
 from specdec.v1 import coordinator_pb2 as pb
@@ -13,9 +14,17 @@ Serve = Callable[..., tuple[ScriptedCoordinator, dict[str, str]]]
 
 
 @pytest.fixture
-def coordinator() -> Iterator[Serve]:
+def servers() -> Iterator[list[grpc.Server]]:
+    """The servers that `coordinator` has started."""
+    running: list[grpc.Server] = []
+    yield running
+    for server in running:
+        server.stop(None)
+
+
+@pytest.fixture
+def coordinator(servers: list[grpc.Server]) -> Serve:
     """Starts one that follows the scripts it is given; hands out it and the environment that leads to it."""
-    servers = []
 
     def start(*scripts: Script) -> tuple[ScriptedCoordinator, dict[str, str]]:
         servicer = ScriptedCoordinator(list(scripts))
@@ -23,9 +32,7 @@ def coordinator() -> Iterator[Serve]:
         servers.append(server)
         return servicer, {"SPECDEC_ENDPOINT": endpoint}
 
-    yield start
-    for server in servers:
-        server.stop(None)
+    return start
 
 
 def answer(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:

@@ -29,20 +29,20 @@ def taken() -> Iterator[str]:
 
 
 def test_up_has_no_gateway_unless_asked_and_serve_has_one_unless_refused() -> None:
-    assert http_address(parsed("up")) == ""
-    assert http_address(parsed("serve", "m", "--http", "none")) == ""
-    assert http_address(parsed("up", "--http", "127.0.0.1:0")).startswith("127.0.0.1:")
+    assert http_address(parsed("up"), {}) == ""
+    assert http_address(parsed("serve", "m", "--http", "none"), {}) == ""
+    assert http_address(parsed("up", "--http", "127.0.0.1:0"), {}).startswith("127.0.0.1:")
 
 
 def test_a_given_address_that_is_taken_is_an_error_and_the_default_moves_with_a_note(
     taken: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(Unavailable, match="choose another address with --http") as refused:
-        http_address(parsed("up", "--http", taken))
+        http_address(parsed("up", "--http", taken), {})
     assert refused.value.reason == "ADDRESS_IN_USE"
     args = parsed("serve", "m")
     args.default_http = taken
-    moved = http_address(args)
+    moved = http_address(args, {})
     assert moved != taken
     assert f"note: {taken} is in use, so HTTP is served at {moved}" in capsys.readouterr().err
 
@@ -50,8 +50,18 @@ def test_a_given_address_that_is_taken_is_an_error_and_the_default_moves_with_a_
 @pytest.mark.parametrize("access", [("--api-key", "k"), ("--api-keys", "f"), ("--set", "gateway.allow_anonymous=true")])
 def test_an_address_that_other_machines_reach_needs_keys_or_a_word(access: tuple[str, str]) -> None:
     with pytest.raises(Usage, match="give --api-keys or --api-key"):
-        http_address(parsed("up", "--http", "0.0.0.0:0"))
-    assert http_address(parsed("up", "--http", "0.0.0.0:0", *access))
+        http_address(parsed("up", "--http", "0.0.0.0:0"), {})
+    assert http_address(parsed("up", "--http", "0.0.0.0:0", *access), {})
+
+
+@pytest.mark.parametrize("variable", ["SPECDEC_GATEWAY__API_KEY", "SPECDEC_GATEWAY__API_KEYS"])
+def test_keys_of_the_gateway_may_be_in_the_environment_alone(variable: str) -> None:
+    args, environ = parsed("up", "--http", "0.0.0.0:0"), {variable: "given"}
+    launcher = Launcher(args, up_flags.models(args), endpoint="127.0.0.1:1", http=http_address(args, environ),
+                        redis_url="memory://", metrics={}, environ=environ)  # fmt: skip
+    words = launcher.coordinator_arguments()
+    assert ("--tenant-header" in words) == variable.endswith("KEYS")
+    assert "given" not in words
 
 
 def test_the_gateway_s_metrics_come_last_and_do_not_take_its_address() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from fcntl import ioctl
 
+import grpc
 import pytest
 
 from specdec.cli.__main__ import run
@@ -198,6 +199,21 @@ def test_in_a_terminal_frames_follow_each_other_until_q_and_the_terminal_is_as_b
     assert "Traceback" not in top.shown
 
 
+def test_a_coordinator_that_is_gone_is_told_above_tables_that_are_longer_than_the_screen(
+    screen: tuple[pb.GetInfoResponse, Screen], servers: list[grpc.Server]
+) -> None:
+    info, top = screen
+    for number in range(40):
+        info.pools[0].replicas.add(replica_id=f"draft-{number}", address="h:1")
+    top.read_until("draft-9")
+    for server in servers:
+        server.stop(None)
+    top.read_until("(COORDINATOR_UNAVAILABLE)")
+    os.write(top.ours, b"q")
+    assert top.process.wait() == 0
+    assert "Traceback" not in top.shown
+
+
 def test_ctrl_c_ends_it_with_the_terminal_as_before(screen: tuple[pb.GetInfoResponse, Screen]) -> None:
     _, top = screen
     top.read_until("q ends")
@@ -217,7 +233,7 @@ def test_long_names_are_folded_and_leave_every_heading_whole_in_80_columns(
     info.pools[0].model = "/models/a-draft-model-with-a-name-of-forty-characters"
     info.version = "10"
     top.read_until("specdec 10")
-    top.read_until("q ends")
+    top.read_until("25%")
     lines = [line.split() for line in top.shown.rpartition("specdec 10")[2].splitlines()]
     assert ["role", "pool", "model", "up", "accepted", "gamma", "waiting", "running", "draft/s"] in lines
     assert ["role", "pool", "replica", "address", "sessions", "KV", "used"] in lines

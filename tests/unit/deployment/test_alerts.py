@@ -175,11 +175,11 @@ def test_the_prometheus_of_the_compose_profile_scrapes_every_service_where_it_se
         (name, int(value.rpartition(":")[2]))
         for name, service in services.items()
         for key, value in service.get("environment", {}).items()
-        if key.endswith("__METRICS")
+        if key.endswith("__METRICS") or key == "SPECDEC_GATEWAY__LISTEN"
     }
     jobs = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
     scraped = {(*lookup["names"], lookup["port"]) for job in jobs for lookup in job["dns_sd_configs"]}
-    assert len(metrics) == 3
+    assert len(metrics) == 4
     assert scraped == metrics
     assert services["prometheus"]["profiles"] == ["monitoring"]
     assert "./monitoring/prometheus:/etc/prometheus:ro" in services["prometheus"]["volumes"]

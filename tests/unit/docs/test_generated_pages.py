@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
-from tests.support.reference import errors, figures
+from tests.support.reference import errors, figures, http_api, http_examples, http_text
 from tests.support.reference.__main__ import COMMAND, PAGES_WITH_FIGURES, committed, expected
 from tests.support.reference.error_advice import ADVICE
 from tests.support.reference.proto_comments import read_comments
 from tests.support.reference.speed_chart import chart
+
+#: Schemas of answers and of the framework.
+ANSWERS = {
+    "ErrorAnswer",
+    "ErrorDetail",
+    "AnthropicErrorAnswer",
+    "AnthropicErrorDetail",
+    "HTTPValidationError",
+    "ValidationError",
+}
 
 
 @pytest.mark.parametrize(("name", "text"), [*expected()], ids=lambda value: value if len(value) < 60 else "")
@@ -54,3 +65,42 @@ def test_the_comment_beside_a_field_and_the_one_above_a_method_are_read() -> Non
     assert comments["GenerateRequest.prompt"] == "text, appended to what the session holds"
     assert comments["CoordinatorService.GetSession"].startswith("Reads a session's record.")
     assert comments["GenerateRequest.expected_session_tokens"].startswith("Tokens the caller believes")
+
+
+def test_every_field_of_a_request_is_on_the_http_page() -> None:
+    page, api = committed("docs/reference/http-api.md"), http_api.api_document()
+    schemas = api["components"]["schemas"]
+    names = {name for schema in schemas.values() for name in schema["properties"] if schema["title"] not in ANSWERS}
+    assert {"temperature", "tools", "stop_sequences", "add_special_tokens"} <= names
+    assert [name for name in sorted(names) if not re.search(rf"`{name}[`.]", page)] == []
+
+
+def test_every_route_is_on_the_http_page() -> None:
+    page = committed("docs/reference/http-api.md")
+    assert [path for path in http_api.api_document()["paths"] if f"{path}`" not in page] == []
+
+
+def test_every_meaning_is_that_of_a_field_of_an_answer() -> None:
+    answer = http_examples.chat_answer()
+    given = {
+        "metrics": answer["metrics"]["speculative_decoding"],
+        "token": answer["choices"][0]["specdec"]["tokens"][0],
+        "round": http_examples.chat_chunk()["specdec"]["round"],
+        "session": http_examples.session_answer(),
+    }
+    assert {name: set(texts) for name, texts in http_text.MEANINGS.items()} == {
+        name: set(example) for name, example in given.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "- `temperature` (number, at least 0): 0 selects greedy decoding.",
+        '`tool_choice` (only `"none"` is accepted): There are no grammars yet.',
+        "| 409 | `invalid_request_error` |",
+        "- `response.output_text.delta`:",
+    ],
+)
+def test_the_http_page_tells_ranges_refusals_errors_and_events(line: str) -> None:
+    assert line in committed("docs/reference/http-api.md")

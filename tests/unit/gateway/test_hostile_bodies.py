@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from gateway.http_errors import read_validation_error
 from gateway.routes.tokens import DetokenizeRequest, TokenizeRequest
 from gateway.schemas.chat import ChatRequest
 from gateway.schemas.completions import CompletionRequest
+from gateway.schemas.responses import ResponseRequest
 from specdec.errors import InvalidRequest
 
 HELLO = {"role": "user", "content": "hi"}
@@ -38,6 +40,24 @@ def test_a_list_of_thousands_of_mistakes_costs_a_few_errors(kind: type[BaseModel
     with pytest.raises(ValidationError) as refused:
         kind.model_validate(body)
     assert refused.value.error_count() <= 4  # one for each alternative of a field
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], "input: List should have at least 1 item"),
+        ([HELLO] * 10_000, "input: List should have at most 4096 items"),
+        ([HELLO, {"role": "user", "content": [{}, 5]}], "input[1].content[1]: must be a valid dictionary"),
+        ([HELLO, 5], "input[1]: must be a valid dictionary"),
+        (5, "input: must be a valid string"),
+    ],
+    ids=["empty", "long", "part", "item", "number"],
+)
+def test_the_alternative_that_a_value_comes_closest_to_says_what_is_wrong(given: Any, words: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        ResponseRequest.model_validate({"input": given})
+    errors = [{**error, "loc": ("body", *error["loc"])} for error in refused.value.errors()]
+    assert words in read_validation_error(errors, "application/json").message
 
 
 @pytest.mark.parametrize("key", ["1" * 5000, "4294967296", "-1", "1.0", "", "\u0663", "\ud800"])

@@ -134,6 +134,17 @@ def test_the_phase_of_a_start_is_the_one_noted_last_and_its_time_stands_still_on
     assert value("specdec:load_seconds", REPLICA) == value("specdec:load_seconds", REPLICA)
 
 
+def test_the_share_of_loaded_weights_is_the_one_noted_last_and_all_once_the_replica_serves() -> None:
+    metrics = EngineMetrics("m", role="target")
+    value = metrics.registry.get_sample_value
+    assert value("specdec:load_progress", REPLICA) == 0
+    for share in (0.25, 0.5):
+        metrics.note_loaded(share)
+        assert value("specdec:load_progress", REPLICA) == share
+    metrics.note_phase("serving")
+    assert value("specdec:load_progress", REPLICA) == 1
+
+
 def test_time_in_steps_adds_up() -> None:
     metrics = EngineMetrics("m", role="target")
     for seconds in (0.25, 0.5):

@@ -1,0 +1,133 @@
+"""LangChain's ChatOpenAI against `specdec up --http`: calls, streams, batches, chains, conversations and errors."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.support.gateway_system import MODEL, PROMPT, System, chat
+from tests.support.optional_clients import REASON
+
+langchain_openai = pytest.importorskip("langchain_openai", reason=REASON)
+
+import openai  # noqa: E402  (the one that LangChain uses)
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage  # noqa: E402
+from langchain_core.output_parsers import StrOutputParser  # noqa: E402
+from langchain_core.prompts import ChatPromptTemplate  # noqa: E402
+
+
+def chat_model(system: System, **options: Any) -> Any:
+    """12 greedy tokens of the system's model."""
+    return langchain_openai.ChatOpenAI(
+        **{"base_url": system.base_url, "api_key": "unused", "model": MODEL, "max_tokens": 12, "temperature": 0,
+           "max_retries": 0, "timeout": 240, **options},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(system: System) -> Any:
+    return chat_model(system)
+
+
+def test_a_call_has_the_sdk_s_text_usage_and_end(model: Any, greedy: str) -> None:
+    answer = model.invoke(PROMPT)
+    assert answer.text == greedy
+    usage = answer.usage_metadata
+    assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (4, 12, 16)
+    assert (answer.response_metadata["finish_reason"], answer.response_metadata["model_name"]) == ("length", MODEL)
+
+
+def test_a_stream_has_the_same_text_and_its_usage_on_request(system: System, greedy: str) -> None:
+    chunks = list(chat_model(system, stream_usage=True).stream(PROMPT))
+    assert "".join(chunk.text for chunk in chunks) == greedy
+    (usage,) = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
+    assert (usage["input_tokens"], usage["output_tokens"]) == (4, 12)
+
+
+def test_a_batch_has_an_answer_for_each_input(model: Any, greedy: str) -> None:
+    alone = model.invoke("w9").text
+    assert [answer.text for answer in model.batch([PROMPT, "w9"] * 4)] == [greedy, alone] * 4
+
+
+def test_asynchronous_calls_and_streams_give_the_same_text(model: Any, greedy: str) -> None:
+    async def texts() -> list[str]:
+        streamed = [chunk.text async for chunk in model.astream(PROMPT)]
+        return [(await model.ainvoke(PROMPT)).text, "".join(streamed)]
+
+    assert asyncio.run(texts()) == [greedy, greedy]
+
+
+def test_a_chain_of_template_model_and_parser_streams_text(model: Any, greedy: str) -> None:
+    template = ChatPromptTemplate.from_messages([("system", "w5"), ("human", "{second} w99 w42")])
+    chain = template | model | StrOutputParser()
+    assert chain.invoke({"second": "w17"}) == greedy
+    assert "".join(chain.stream({"second": "w17"})) == greedy
+
+
+def test_messages_of_every_role_are_rendered(model: Any, greedy: str) -> None:
+    call = {"name": "f", "args": {}, "id": "c", "type": "tool_call"}
+    history = [
+        SystemMessage("w5"),
+        HumanMessage("w17"),
+        AIMessage("w99", tool_calls=[call]),
+        ToolMessage("w42", tool_call_id="c"),
+    ]
+    assert model.invoke(history).text == greedy
+
+
+def test_a_conversation_goes_on_from_its_messages_or_from_a_stored_response(
+    system: System, model: Any, greedy: str
+) -> None:
+    turns = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": greedy}]
+    with openai.OpenAI(base_url=system.base_url, api_key="unused") as client:
+        expected = chat(client, messages=[*turns, {"role": "user", "content": "w3"}]).choices[0].message.content
+    assert model.invoke([HumanMessage(PROMPT), model.invoke(PROMPT), HumanMessage("w3")]).text == expected
+    stored = chat_model(system, use_responses_api=True)
+    first = stored.invoke(PROMPT)
+    assert first.text == greedy
+    assert "".join(chunk.text for chunk in stored.stream(PROMPT)) == greedy
+    assert stored.invoke("w3", previous_response_id=first.response_metadata["id"]).text == expected
+
+
+def test_stops_seeds_logprobs_and_our_fields_reach_the_server(system: System, greedy: str) -> None:
+    last = "w" + greedy.split("w")[-1]
+    model = chat_model(system, stop_sequences=[last], extra_body={"speculation": {"gamma": 3}})
+    assert model.invoke(PROMPT).text == greedy[: greedy.index(last)]
+    sampled = chat_model(system, temperature=1.0, seed=7, extra_body={"speculation": {"mode": "coupled"}})
+    assert sampled.invoke(PROMPT).text == sampled.invoke(PROMPT).text
+    content = chat_model(system, logprobs=True, top_logprobs=2).invoke(PROMPT).response_metadata["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in content) == greedy
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"temperature": -1}, openai.BadRequestError, "temperature"),
+        ({"extra_body": {"priority": 1}}, openai.BadRequestError, "priority"),
+        ({"model": "gpt-4"}, openai.NotFoundError, "gpt-4"),
+        ({"base_url": "http://127.0.0.1:1/v1"}, openai.APIConnectionError, "Connection error"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_errors_have_the_openai_client_s_classes(
+    system: System, options: dict[str, Any], kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind, match=words):
+        chat_model(system, **options).invoke(PROMPT)
+    with pytest.raises(kind, match=words):
+        list(chat_model(system, **options).stream(PROMPT))
+
+
+def test_tools_structured_output_and_embeddings_are_refused_in_words(system: System, model: Any) -> None:
+    schema = {"title": "answer", "type": "object", "properties": {"x": {"type": "string"}}}
+    with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+        model.bind_tools([schema | {"description": "a tool"}]).invoke(PROMPT)
+    with pytest.raises(openai.BadRequestError, match="response_format is not supported"):
+        model.with_structured_output(schema, method="json_schema").invoke(PROMPT)
+    embeddings = langchain_openai.OpenAIEmbeddings(
+        base_url=system.base_url, api_key="unused", model=MODEL, max_retries=0, check_embedding_ctx_length=False
+    )
+    with pytest.raises(openai.NotFoundError, match="generates text"):
+        embeddings.embed_query(PROMPT)
