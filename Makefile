@@ -22,6 +22,8 @@ BUF := npx --yes @bufbuild/buf@1.75.0
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_DISABLE_TELEMETRY := 1
 export GRPC_VERBOSITY := ERROR
+# Tests start hundreds of processes: where the environment forbids Python to keep bytecode, each compiles all of specdec.
+export PYTHONDONTWRITEBYTECODE :=
 # Two workers, whole files each (a file shares its processes), one thread apiece. In the order of folders: the many
 # short files of tests/unit come last, so that no worker waits long for the other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15

@@ -10,7 +10,7 @@ from tests.support.stack import Stack
 from tests.support.up_rig import ENVIRON, SPECDEC, specdec
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
-ARGS = ("generate", "import os", "--temperature", "0", "--max-new-tokens", "1500", "--gamma", "2")
+ARGS = ("generate", "import os", "--temperature", "0", "--max-new-tokens", "500", "--gamma", "2")
 
 
 def test_a_killed_target_is_reported_as_lost_and_the_text_continues_after_its_restart(tmp_path: Path) -> None:
@@ -27,5 +27,5 @@ def test_a_killed_target_is_reported_as_lost_and_the_text_continues_after_its_re
         stack.restart("target")
         stderr = asking.stderr.read()
         assert asking.wait() == 0, stderr
-        assert stderr.startswith("1500 tokens in ")
+        assert stderr.startswith("500 tokens in ")
         assert text.read_text() == specdec(*ARGS, "--endpoint", stack.endpoint).stdout
