@@ -12,7 +12,6 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,9 +43,9 @@ class _Stopwatch:
     def __init__(self, cells: memoryview) -> None:
         self._cells = cells
 
-    def stop(self, began_ns: int, *, calls: int = 1) -> None:
+    def stop(self, began_ns: int) -> None:
         taken_ns = time.perf_counter_ns() - began_ns
-        self._cells[0] += calls
+        self._cells[0] += 1
         self._cells[1] += taken_ns
 
 
@@ -64,14 +63,12 @@ def read_observed(folder: Path) -> dict[str, Observed]:
 def time_calls(path: Path) -> None:
     """Time the calls of this process from now on, and keep the counts in a file."""
     methods = list(_methods())
-    size = (len(methods) + 1) * 2 * _CELL_BYTES
+    size = len(methods) * 2 * _CELL_BYTES
     with path.open("w+b") as file:
         file.truncate(size)
         cells = memoryview(mmap.mmap(file.fileno(), size)).cast("q")
     for index, (owner, name) in enumerate(methods):
         setattr(owner, name, _timed(getattr(owner, name), _Stopwatch(cells[2 * index : 2 * index + 2])))
-    # The context of a call counts its failures, so it surrounds what the call does.
-    EngineMetrics.call = _timed_context(EngineMetrics.call, _Stopwatch(cells[-2:]))  # type: ignore[method-assign]
 
 
 def _methods() -> Iterator[tuple[type, str]]:
@@ -85,19 +82,6 @@ def _timed(method: Callable[..., None], stopwatch: _Stopwatch) -> Callable[..., 
         began_ns = time.perf_counter_ns()
         method(*args, **kwargs)
         stopwatch.stop(began_ns)
-
-    return call
-
-
-def _timed_context(method: Callable[..., AbstractContextManager[None]], stopwatch: _Stopwatch) -> Any:
-    @contextmanager
-    def call(self: EngineMetrics) -> Iterator[None]:
-        began_ns = time.perf_counter_ns()
-        with method(self):
-            stopwatch.stop(began_ns)
-            yield
-            began_ns = time.perf_counter_ns()
-        stopwatch.stop(began_ns, calls=0)
 
     return call
 

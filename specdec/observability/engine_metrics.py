@@ -7,11 +7,10 @@ servicers count calls, the engine reports its steps, and `engine_state` reads th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter
 
 from specdec.observability.engine_state import EngineDescription, EngineState, EngineStats, LoadClock
 from specdec.observability.kv_tier import KvTier, KvTierCollector
@@ -34,12 +33,14 @@ class EngineMetrics:
         self.registry = series.registry
         self._load_clock = LoadClock(series)
         self._state = EngineState(series)
-        self._call_s = self._bound(Histogram, "call_latency_seconds", "Arrival of a call to its answer.", LATENCY_S)
-        self._cached_tokens = self._bound(
-            Counter, "committed_tokens_cached", "Committed tokens of answered calls that needed no forward pass."
+        self._call_lock = threading.Lock()
+        """One lock for all series of an answered call: several threads may answer calls."""
+        self._call_s = series.histogram("call_latency_seconds", "Arrival of a call to its answer.", LATENCY_S)
+        self._cached_tokens = series.counter(
+            "committed_tokens_cached", "Committed tokens of answered calls that needed no forward pass."
         )
-        self._asked_tokens = self._bound(Counter, "committed_tokens", "Committed tokens of answered calls.")
-        self._draft_tokens = self._bound(Counter, "draft_tokens", "Draft tokens made (draft) or verified (target).")
+        self._committed_tokens = series.counter("committed_tokens", "Committed tokens of answered calls.")
+        self._draft_tokens = series.counter("draft_tokens", "Draft tokens made (draft) or verified (target).")
         self._failures = self._by_reason("call_failures", "Calls that failed, by reason.", _FAILURES)
         self._repeats = self._by_reason(
             "call_repeats",
@@ -76,25 +77,21 @@ class EngineMetrics:
         """Read the cold tier's counts and estimates at every scrape."""
         self.registry.register(KvTierCollector(tier, self._labels))
 
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """Count a call that fails inside the context by its reason. A cancelled call is no failure."""
-        try:
-            yield
-        except Exception as error:
-            reason = getattr(error, "reason", "INTERNAL")
-            counter = self._repeats if reason in _REPEATED else self._failures
-            counter.labels(**self._labels, reason=reason).inc()
-            raise
+    def observe_failure(self, error: Exception) -> None:
+        """Count a call that ended with an error, by its reason. From any thread."""
+        reason = getattr(error, "reason", "INTERNAL")
+        counter = self._repeats if reason in _REPEATED else self._failures
+        counter.labels(**self._labels, reason=reason).inc()
 
     def observe_call(
         self, *, duration_s: float, num_committed_tokens: int, num_cached_tokens: int, num_draft_tokens: int
     ) -> None:
-        """Record an answered call."""
-        self._call_s.observe(duration_s)
-        self._asked_tokens.inc(num_committed_tokens)
-        self._cached_tokens.inc(num_cached_tokens)
-        self._draft_tokens.inc(num_draft_tokens)
+        """Record an answered call. From any thread."""
+        with self._call_lock:
+            self._call_s.observe(duration_s)
+            self._committed_tokens.inc(num_committed_tokens)
+            self._cached_tokens.inc(num_cached_tokens)
+            self._draft_tokens.inc(num_draft_tokens)
 
     def observe_queue(self, seconds: float) -> None:
         """Record how long an answered call waited for its first step. From one thread."""
@@ -126,9 +123,3 @@ class EngineMetrics:
         for reason in start:
             counter.labels(**self._labels, reason=reason)
         return counter
-
-    def _bound(self, kind: type[Any], name: str, text: str, buckets: Sequence[float] | None = None) -> Any:
-        """Return the only series of a metric that several threads may update."""
-        options = {} if buckets is None else {"buckets": buckets}
-        metric = kind(PREFIX + name, text, tuple(self._labels), registry=self.registry, **options)
-        return metric.labels(**self._labels)

@@ -147,8 +147,11 @@ class ReplicaServicer:
 
     async def _count_answer(self, item: Any, received_s: float) -> Any:
         arrived_s = time.monotonic()
-        with self._metrics.call():
+        try:
             answered = await self.answer(item)
+        except Exception as error:
+            self._metrics.observe_failure(error)
+            raise
         ended_s = time.monotonic()
         self._metrics.observe_call(
             duration_s=ended_s - arrived_s,
