@@ -91,7 +91,7 @@ def served(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment
 def test_the_wheel_has_the_services_the_demo_pair_and_type_marker_and_no_benchmarks(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {
-        "specdec", "draft_service", "target_service", "coordinator",
+        "specdec", "draft_service", "target_service", "coordinator", "gateway",
     }  # fmt: skip
     assert "specdec/py.typed" in names
     for role in ("target", "draft"):
