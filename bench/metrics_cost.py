@@ -32,7 +32,7 @@ class CountedBatch:
     num_rounds: int
     seconds: float
     calls: Mapping[str, Observed]
-    """By service."""
+    """Calls that counted the batch, by the service that made them."""
 
     @property
     def call_s(self) -> float:

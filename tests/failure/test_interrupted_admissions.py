@@ -9,7 +9,9 @@ from typing import Any
 
 import grpc
 import numpy as np
+import pytest
 
+from coordinator.generation import generation_service
 from specdec.state.store import Lease, RequestRecord
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Rig, eventually, read_rest, read_until, request
@@ -58,10 +60,10 @@ async def test_a_session_deleted_during_the_admission_of_its_request_stays_delet
         assert await rig.store.load("s") is None
 
 
-async def test_the_next_turn_waits_briefly_for_a_turn_that_is_about_to_end() -> None:
+async def test_the_next_turn_waits_for_a_turn_that_ends_within_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation_service, "LEAVING_GRACE_S", 15.0)  # also a slow machine makes 16 tokens in that time
     async with asyncio.timeout(20), Rig(drafts=0) as rig:
         coordinator = await rig.coordinator()
-        # Few tokens are left when the gate opens: the next turn waits a quarter of a second for all of them.
         stream = coordinator.stub.Generate(request(session_id="s", request_id="a", max_new_tokens=16))
         await read_until(stream, 1)
         rig.target.worker.gate.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -12,7 +12,9 @@ from specdec.observability.genai_metrics import GenAiMetrics, open_genai_metrics
 from tests.support.coordinator_rig import PROMPT, Rig, eventually, read_until, request
 from tests.support.gateway_rig import RunningGateway, running_gateway
 from tests.support.stack import free_port
-from tests.support.trace_collector import ExportedHistogram, TraceCollector
+from tests.support.trace_collector import ExportedHistogram, TraceCollector, collector
+
+__all__ = ["collector"]
 
 SERVER = ("request.duration", "time_to_first_token", "time_per_output_token")
 ATTRIBUTES = {
@@ -21,12 +23,6 @@ ATTRIBUTES = {
     "gen_ai.request.model": "table",
     "gen_ai.response.model": "table",
 }
-
-
-@pytest.fixture
-def collector() -> Iterator[TraceCollector]:
-    with TraceCollector() as collector:
-        yield collector
 
 
 @pytest.fixture

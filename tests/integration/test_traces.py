@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from itertools import pairwise
 
 import grpc
@@ -21,19 +21,13 @@ from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, even
 from tests.support.gateway_rig import running_gateway
 from tests.support.log_stream import lines, stream
 from tests.support.stack import free_port
-from tests.support.trace_collector import ExportedSpan, TraceCollector
+from tests.support.trace_collector import ExportedSpan, TraceCollector, collector
 
-__all__ = ["stream"]
+__all__ = ["collector", "stream"]
 
 CALL = "specdec.v1.CoordinatorService/Generate"
 REQUEST = "text_completion table"
 TRACE_ID, CALLER_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-
-
-@pytest.fixture
-def collector() -> Iterator[TraceCollector]:
-    with TraceCollector() as collector:
-        yield collector
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ class Scrape:
 
     time_s: float
     pages: Mapping[str, Page | None]
-    """By service; None, or none: it does not answer."""
+    """Page of each service; None for a service that does not answer."""
 
     def value(self, signal: Signal, suffix: str = "") -> float:
         page = self.pages.get(signal.service)

@@ -8,12 +8,14 @@ with TraceCollector() as collector:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent import futures
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
+import pytest
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
@@ -143,3 +145,10 @@ def _values(attributes: Any) -> dict[str, Any]:
 def _value(value: Any) -> Any:
     kind = value.WhichOneof("value")
     return [_value(item) for item in value.array_value.values] if kind == "array_value" else getattr(value, kind)
+
+
+@pytest.fixture
+def collector() -> Iterator[TraceCollector]:
+    """A collector for one test."""
+    with TraceCollector() as collector:
+        yield collector

@@ -11,8 +11,8 @@ are not on this page are ignored, as OpenAI does. `null` means the same as leavi
 `--max-body-bytes` is refused, and so is a body that takes longer than `--body-timeout-s`. The connection speaks
 HTTP/1.1."""
 
-ROUTES = """Where the gateway has API keys, the routes marked with yes need one. `POST` requests and resumed streams
-count towards the limits of a key."""
+ROUTES = """Where the gateway has API keys, a request to a route that is marked with yes must send a key. `POST`
+requests and resumed streams count towards the limits of a key."""
 
 SHARED = """These fields have the same meaning for `/v1/chat/completions`, `/v1/completions`, `/v1/responses` and
 `/v1/messages`."""
