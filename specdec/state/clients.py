@@ -27,6 +27,9 @@ from specdec.state.sentinel_pool import PrimaryPool
 CONNECT_TIMEOUT_S = 2.0
 REPLY_TIMEOUT_S = 2.0
 POOL_TIMEOUT_S = 5.0
+#: Time limits of a connection attempt to a node of a Redis Cluster and of its reply. They are shorter, because the
+#: sessions of other nodes wait with it once, and their leases must outlive that.
+NODE_TIMEOUT_S = 1.0
 #: Time limits of a connection attempt to a Sentinel and of its reply; the next Sentinel is asked then.
 SENTINEL_TIMEOUT_S = 1.0
 MAX_CONNECTIONS = 64
@@ -49,7 +52,11 @@ def open_client(url: RedisUrl, original: str) -> Any:
     if url.kind == MEMORY:
         return _open_in_memory(url.path)
     retry = Retry(ExponentialBackoff(cap=RETRY_CAP_S, base=RETRY_BASE_S), NUM_RETRIES)
-    options = {**_limits(), "retry": retry, "retry_on_error": [ConnectionError, TimeoutError, BusyLoadingError]}
+    options = {
+        **_limits(CONNECT_TIMEOUT_S, REPLY_TIMEOUT_S),
+        "retry": retry,
+        "retry_on_error": [ConnectionError, TimeoutError, BusyLoadingError],
+    }
     check_tls_files(url)
     if url.kind == SENTINEL:
         return Redis.from_pool(_open_primary_pool(url, options))
@@ -58,16 +65,16 @@ def open_client(url: RedisUrl, original: str) -> Any:
 
 def open_node(url: RedisUrl, host: str, port: int) -> Any:
     """Return a client of one node of a Redis Cluster. It tries nothing again, because the slot may have moved."""
-    options = {**_limits(), "retry": Retry(NoBackoff(), 0)}
+    options = {**_limits(NODE_TIMEOUT_S, NODE_TIMEOUT_S), "retry": Retry(NoBackoff(), 0)}
     return Redis.from_pool(BlockingConnectionPool.from_url(url.of_server(host, port), **options))
 
 
-def _limits() -> dict[str, Any]:
+def _limits(connect_timeout_s: float, reply_timeout_s: float) -> dict[str, Any]:
     return {
         "max_connections": MAX_CONNECTIONS,
         "timeout": POOL_TIMEOUT_S,
-        "socket_connect_timeout": CONNECT_TIMEOUT_S,
-        "socket_timeout": REPLY_TIMEOUT_S,
+        "socket_connect_timeout": connect_timeout_s,
+        "socket_timeout": reply_timeout_s,
         # The same protocol for every supported version of redis-py.
         "protocol": 2,
     }
@@ -83,12 +90,7 @@ def _open_primary_pool(url: RedisUrl, options: dict[str, Any]) -> PrimaryPool:
 
 
 def _open_sentinel(url: RedisUrl, host: str, port: int) -> Any:
-    options = {
-        **_limits(),
-        "socket_connect_timeout": SENTINEL_TIMEOUT_S,
-        "socket_timeout": SENTINEL_TIMEOUT_S,
-        "retry": Retry(NoBackoff(), 0),
-    }
+    options = {**_limits(SENTINEL_TIMEOUT_S, SENTINEL_TIMEOUT_S), "retry": Retry(NoBackoff(), 0)}
     return Redis.from_pool(BlockingConnectionPool.from_url(url.of_sentinel(host, port), **options))
 
 
@@ -109,7 +111,7 @@ def check_tls_files(url: RedisUrl) -> None:
             names = _given(options, ("ssl_certfile", "ssl_keyfile"))
             if certificate is None:
                 raise ValueError("a key needs its certificate")
-            # Without a password, the key is refused if it needs one: nobody could type it here.
+            # An empty password: OpenSSL would ask for one at the terminal otherwise.
             context.load_cert_chain(certificate, key, password="")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)

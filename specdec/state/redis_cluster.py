@@ -185,14 +185,14 @@ class ClusterRunner:
         answers: list[Any],
     ) -> None:
         node = None if owner is None else self._node(owner)
-        try:
-            if node is None or node.is_down:
-                raise _failure_of(node)
-            found = await node.scripts.run(name, [calls[index] for index in indices])
-        except (RedisError, OSError) as error:
-            if node is not None:
+        if node is None or node.is_down:
+            found: list[Any] = [_failure_of(node)] * len(indices)
+        else:
+            try:
+                found = await node.scripts.run(name, [calls[index] for index in indices])
+            except (RedisError, OSError) as error:
                 node.note(error)
-            found = [error] * len(indices)
+                found = [error] * len(indices)
         for index, answer in zip(indices, found, strict=True):
             if isinstance(answer, AskError) and not isinstance(answer, MovedError):
                 keys, args = calls[index]

@@ -127,17 +127,26 @@ class RedisCluster:
         for first, last, owner, *_ in self.nodes[-1].command("CLUSTER", "SLOTS"):
             if first <= slot <= last:
                 return ports.index(owner[1])
-        raise AssertionError(f"nobody owns slot {slot}")
+        raise AssertionError(f"no node owns slot {slot}")
 
 
 @contextlib.contextmanager
-def redis_cluster(directory: Path, *, has_replica: bool = False) -> Iterator[RedisCluster]:
-    """Run a Redis Cluster while the context is open. Nodes count as failed after 2 s."""
+def redis_cluster(
+    directory: Path, *, has_replica: bool = False, node_timeout_ms: int = 60_000
+) -> Iterator[RedisCluster]:
+    """Run a Redis Cluster while the context is open."""
     with ExitStack() as stack:
         nodes = []
         for index in range(4 if has_replica else 3):
-            options = ["--cluster-enabled", "yes", "--cluster-port", str(free_port()), "--cluster-node-timeout", "2000"]
-            options += ["--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0"]
+            options = [
+                "--cluster-enabled",
+                "yes",
+                "--cluster-port",
+                str(free_port()),
+                "--repl-diskless-sync-delay",
+                "0",
+            ]
+            options += ["--cluster-node-timeout", str(node_timeout_ms), "--cluster-replica-validity-factor", "0"]
             nodes.append(stack.enter_context(tcp_redis(directory / str(index), *options)))
         cluster = RedisCluster(nodes)
         bounds = [0, 5461, 10923, 16384]
