@@ -47,8 +47,11 @@ def report(packages: Sequence[Mapping[str, Any]]) -> int:
         print(f"local builds, not audited: {', '.join(local)}")
     if unaudited:
         names = ", ".join(each["name"] for each in unaudited[:_MAX_NAMED])
-        print(f"error: not audited: {names}{', ...' if len(unaudited) > _MAX_NAMED else ''}; the service does not know "
-              f"{len(unaudited)} of {len(packages)} packages, as a mirror that stands in its place", file=sys.stderr)  # fmt: skip
+        more = ", ..." if len(unaudited) > _MAX_NAMED else ""
+        found = (
+            f"{len(unaudited)} of {len(packages)} packages are not known to the service, or to the mirror in its place"
+        )
+        print(f"error: not audited: {names}{more}; {found}", file=sys.stderr)
     return 1 if vulnerable or unaudited else 0
 
 
