@@ -27,6 +27,7 @@ from specdec.cli.request_flags import add_client_flags, address, connect
 from specdec.cli.terminal import wants_colour
 from specdec.cli.top import metrics_addresses_of
 from specdec.client.endpoints import DEFAULT_ENDPOINT, ENDPOINT_VARIABLE
+from specdec.settings.cluster_names import DEFAULT_CLUSTER
 
 _STYLES = {Status.OK: Style(color="green"), Status.WARN: Style(color="yellow"), Status.FAIL: Style(color="red")}
 _STATUS_COLUMNS, _NAME_COLUMNS = 6, 20
@@ -41,6 +42,7 @@ _FILE_S, _CONNECT_S, _COMPILE_S = 10.0, 30.0, 300.0
 #: checks what the service uses.
 _VARIABLES = {
     "redis_url": ("SPECDEC_COORDINATOR__REDIS_URL", "SPECDEC_TARGET__REDIS_URL", "SPECDEC_DRAFT__REDIS_URL"),
+    "cluster": ("SPECDEC_COORDINATOR__CLUSTER", "SPECDEC_TARGET__CLUSTER", "SPECDEC_DRAFT__CLUSTER"),
     "kv_tier_url": ("SPECDEC_TARGET__KV_TIER_URL", "SPECDEC_DRAFT__KV_TIER_URL"),
     "tls_cert": ("SPECDEC_TLS_CERT",),
     "tls_key": ("SPECDEC_TLS_KEY",),
@@ -55,6 +57,7 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     )  # fmt: skip
     add_client_flags(parser, environ)
     _add_flag(parser, environ, "--redis-url", "URL", "Redis of the sessions and the registry, to check it")
+    _add_flag(parser, environ, "--cluster", "NAME", "name of the system in that Redis")
     _add_flag(parser, environ, "--kv-tier-url", "URL", "Redis of the KV tier, to check and measure it")
     _add_flag(parser, environ, "--tls-cert", "FILE", "certificate to check, with the key")
     _add_flag(parser, environ, "--tls-key", "FILE", "key of the certificate")
@@ -103,7 +106,14 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
 def _checks(args: argparse.Namespace, environ: Mapping[str, str]) -> Sequence[Check]:
     static = [(role, each) for role in ("draft", "target") for each in getattr(args, f"{role}_endpoint")]
     is_given = bool(environ.get(ENDPOINT_VARIABLE)) or args.endpoint != DEFAULT_ENDPOINT
-    place = Place(args.endpoint, is_given, lambda: connect(args, timeout=_CALL_TIMEOUT_S), args.redis_url, static)
+    place = Place(
+        args.endpoint,
+        is_given,
+        lambda: connect(args, timeout=_CALL_TIMEOUT_S),
+        args.redis_url,
+        static,
+        args.cluster or DEFAULT_CLUSTER,
+    )
     system = System(place)
     metrics = args.metrics or list(metrics_addresses_of(args.endpoint))
     checks = [

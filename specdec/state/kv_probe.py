@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from specdec.core.restore_rule import RestoreRule
 from specdec.errors import Unavailable
-from specdec.state.connection import describe_url
+from specdec.settings.redis_url import describe_url
 from specdec.state.kv_link import KvLink
 
 _PROBE_BYTES = 1 << 20

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
-from urllib.parse import urlsplit
 
 from specdec.cli.checks.finding import Finding, fail, ok, warn
 from specdec.errors import SpecdecError, Unavailable
-from specdec.settings.addresses import is_loopback
+from specdec.settings.addresses import is_loopback, join_address
+from specdec.settings.redis_url import parse_redis_url
 
 _MIN_VERSION = (7, 0)
 _NUM_PINGS = 9
@@ -156,15 +156,15 @@ def _writes(state: _State) -> Iterator[Finding]:
 
 
 def _access(url: str, state: _State) -> Finding:
-    parts = urlsplit(url)
-    is_local = parts.scheme in ("unix", "memory") or is_loopback(f"{parts.hostname or 'localhost'}:1")
+    parsed = parse_redis_url(url)
+    is_local = all(is_loopback(join_address(*address)) for address in parsed.addresses)
     user = f"user {state.user or 'unknown'}"
     if is_local:
         return ok("redis access", f"{user}, on this machine")
     if state.has_open_default:
         return fail("redis access", "the user default needs no password: any program that reaches the port may write",
                     "give Redis a password or ACL users")  # fmt: skip
-    if parts.scheme != "rediss":
+    if not parsed.is_tls:
         return warn("redis access", f"{user}, without TLS",
                     "serve TLS and give --redis-url rediss://, or keep Redis in a network of its own")  # fmt: skip
     return ok("redis access", f"{user}, TLS")

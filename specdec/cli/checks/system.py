@@ -11,6 +11,7 @@ import specdec
 from specdec.cli.checks.finding import Finding, fail, ok, warn
 from specdec.client import Client, ServerInfo
 from specdec.errors import DeadlineExceeded, Forbidden, SpecdecError, Unauthenticated, Unavailable
+from specdec.settings.cluster_names import DEFAULT_CLUSTER
 from specdec.types import EngineInfo
 
 #: Replicas that are named in one line.
@@ -31,6 +32,8 @@ class Place:
     redis_url: str = ""
     static: Sequence[tuple[str, str]] = ()
     """Role and address of replicas that no registry lists."""
+    cluster: str = DEFAULT_CLUSTER
+    """Name of the system in the Redis of `redis_url`."""
 
 
 @dataclass(slots=True)
@@ -122,7 +125,7 @@ class System:
         from specdec.state.coordinators import COORDINATOR
         from specdec.state.redis_store import open_registry
 
-        registry = open_registry(self.place.redis_url)
+        registry = open_registry(self.place.redis_url, cluster=self.place.cluster)
         try:
             for role in ("target", "draft"):
                 self.engines |= {record.address: record.engine for record in await registry.replicas(role)}
