@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
-from ipaddress import IPv6Address
+from ipaddress import IPv6Address, ip_address
 
 WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 # The standard forbids underscores in host names, but container networks use them.
@@ -65,6 +65,15 @@ def advertised_address(advertise: str, listen: str, bound_port: int) -> str:
     if not advertise and host in WILDCARD_HOSTS:
         host = _own_host()
     return join_address(host, port or bound_port)
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether HOST:PORT is reached from this machine alone."""
+    host = split_address(address)[0]
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _own_host() -> str:
