@@ -54,7 +54,7 @@ class ApiKeys:
         Args:
             path: file of keys; None: no file.
             key: one key beside those of the file, without limits; "": none.
-            tokens: verifies JSON web tokens; None: tokens are no credentials.
+            tokens: verifies JSON web tokens; None: tokens are refused.
             allow_anonymous: whether a request without a key is answered.
             clock: seconds, for the limits and the checks of the file.
 

@@ -1,4 +1,4 @@
-"""Who may call a coordinator: its callers, the guards of its two ports, and what it sends to replicas.
+"""Access to a coordinator: its callers, the guards of its two ports, and the credential that it sends to replicas.
 
 Clients call the port of `--listen`, operators that of `--admin`. Without keys, a coordinator that listens on loopback
 answers both at either port.

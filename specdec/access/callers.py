@@ -55,7 +55,7 @@ class Callers:
         Args:
             key_file: file of keys; None: no file.
             own_keys: keys beside those of the file, by hash.
-            tokens: verifies JSON web tokens; None: tokens are no credentials.
+            tokens: verifies JSON web tokens; None: tokens are refused.
             service_key: key of the services; None: no such key.
             anonymous: access of a caller without a credential; None: it is refused.
             clock: seconds, for the checks of the file.

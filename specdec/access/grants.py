@@ -1,4 +1,4 @@
-"""What a caller may do: its tenant, its rights and its limits.
+"""Access of a caller: its tenant, its rights and its limits.
 
 A key of a key file (`keys`), a JSON web token (`json_web_tokens`) and the service key (`service_key`) each give an
 `Access`. `callers` finds the one of a call, and `guards` compares it with the right that the called method needs.
