@@ -89,7 +89,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
     require_addresses(settings)
     stop = stop_on_signals()
     tokenizer = ServedTokenizer(settings.tokenizer)
-    metrics = CoordinatorMetrics(served_name(settings.tokenizer))
+    metrics = CoordinatorMetrics(served_name(settings.tokenizer), max_tenants=settings.tenant_metrics)
     server = ServiceServer(
         settings.listen,
         service_names=(COORDINATOR_SERVICE, *((VLLM_SERVICE,) if settings.worker_contract else ())),

@@ -56,6 +56,10 @@ class CoordinatorSettings(AccessSettings, TracingSettings, ServiceSettings):
     only trusted gateways may reach its port. off: a call that names another tenant than --tenant is refused with
     FORBIDDEN."""
 
+    tenant_metrics: int = Field(default=0, ge=0, le=1000)
+    """Number of tenants that have series of their own at --metrics, in the order in which they come; all others share
+    one. 0: no series by tenant."""
+
     worker_contract: Literal["smg"] | None = None
     """smg: the port of --listen also speaks vLLM's gRPC contract, as workers of the router `smg` do. Needs the extra
     specdec[smg]. none: it speaks specdec's own contract alone."""

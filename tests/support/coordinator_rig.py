@@ -336,7 +336,7 @@ class Rig:
         histories = TokenHistories(10_000) if "suffix" in lookup else None
         scores = ScoreQueue(pools, retry_s=0.05) if routes else None
         canary = Canary(store.promotions()) if routes else None
-        metrics = CoordinatorMetrics("table")
+        metrics = CoordinatorMetrics("table", max_tenants=2)
         metrics.watch_store(lambda: store.num_failures)
         audits = AuditQueue(AuditMetrics(metrics.registry, "table"), max_wait_s=audit_wait_s) if audit_share else None
         draft_sources = DraftSourceFactory(pools, histories, scores, canary, self.tokenizer.decode)
