@@ -51,6 +51,15 @@ def check_dialable(address: str) -> str:
     return address
 
 
+def is_loopback(address: str) -> bool:
+    """Return whether HOST:PORT is reached from this machine alone."""
+    host = split_address(address)[0]
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def join_address(host: str, port: int) -> str:
     """Return HOST:PORT; the inverse of `split_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -65,15 +74,6 @@ def advertised_address(advertise: str, listen: str, bound_port: int) -> str:
     if not advertise and host in WILDCARD_HOSTS:
         host = _own_host()
     return join_address(host, port or bound_port)
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether HOST:PORT is reached from this machine alone."""
-    host = split_address(address)[0]
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _own_host() -> str:

@@ -305,6 +305,7 @@ class Rig:
         tracing: Tracing | None = None,
         has_smg_contract: bool = False,
         access: CoordinatorAccess | None = None,
+        addresses: Mapping[str, str] = MappingProxyType({}),
         **settings: Any,
     ) -> Coordinator:
         """Starts a coordinator connected to every service.
@@ -323,13 +324,16 @@ class Rig:
             tracing: records its requests.
             has_smg_contract: it is a worker of the router smg as well.
             access: what its callers may do; None: everything.
+            addresses: where it calls a service instead of at the service's own address, which is the key.
             settings: of `GenerationSettings`.
         """
         store = self.store if tenant == DEFAULT_TENANT else self.open_store(tenant)
         pools = ReplicaPools(
             "table",
             partial(open_link, metadata=access.link_metadata if access else ()),
-            static_endpoints=[(service.role, service.address) for service in self.services],
+            static_endpoints=[
+                (service.role, addresses.get(service.address, service.address)) for service in self.services
+            ],
             lookup_pools=lookup,
             target_wait_s=target_wait_s,
         )
