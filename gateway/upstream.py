@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from specdec.access.service_key import ServiceKey
 from specdec.client import AsyncClient, Budgets, ServerInfo
-from specdec.errors import NotFound, SpecdecError, Unavailable
+from specdec.errors import Forbidden, NotFound, SpecdecError, Unauthenticated, Unavailable
 from specdec.settings.addresses import join_address, split_address
 from specdec.settings.gateway import GatewaySettings
 from specdec.state.coordinators import live_coordinators
@@ -173,6 +173,14 @@ class Upstream:
         """Ask for a description and keep it, or the error."""
         try:
             info = await self._connection().client.info()
+        except (Unauthenticated, Forbidden) as error:  # of this gateway, not of its caller
+            self._failure = Unavailable(
+                f"the coordinator refuses this gateway; both need the same --service-key: {error.message}",
+                reason="COORDINATOR_UNAVAILABLE",
+                retry_after_s=1.0,
+            )
+            _log.error("%s", self._failure.message)
+            return
         except SpecdecError as error:
             self._failure = error
             return

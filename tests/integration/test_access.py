@@ -271,7 +271,9 @@ async def test_a_gateway_with_the_service_key_serves_the_tenant_of_each_of_its_k
         assert (await running.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
     assert reason(await locked.call("GetSession", ACME, session_id="of-the-gateway")) == "OK"
     async with running_gateway(address, keys=keys) as running:
-        assert (await running.http.post("/v1/completions", json=body, headers=headers)).status_code == 401
+        refused = await running.http.post("/v1/completions", json=body, headers=headers)
+        assert refused.status_code == 503
+        assert "--service-key" in refused.json()["error"]["message"]
 
 
 async def test_a_revoked_key_opens_nothing_and_the_sdk_says_so(locked: Locked) -> None:
