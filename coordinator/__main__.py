@@ -55,6 +55,7 @@ from specdec.state.coordinators import coordinator_info
 from specdec.state.redis_store import open_registry, open_store
 from specdec.state.registry import Heartbeat
 from specdec.state.store import ReplicaRegistry
+from specdec.state.store_wait import store_answers
 from specdec.types import EngineInfo, Mode
 
 #: Name of this service in traces and metrics over OTLP.
@@ -93,7 +94,11 @@ async def _serve(settings: CoordinatorSettings) -> None:
         max_message_bytes=settings.max_message_bytes,
     )
     async with AsyncExitStack() as ending:
-        store = open_store(settings.redis_url, tenant=settings.tenant, session_ttl_s=settings.session_ttl_s)
+        if not await store_answers(settings.redis_url, settings.store_wait_s, stop):
+            return
+        store = open_store(
+            settings.redis_url, tenant=settings.tenant, cluster=settings.cluster, session_ttl_s=settings.session_ttl_s
+        )
         ending.push_async_callback(store.close)
         await store.ping()
         metrics.watch_store(lambda: store.num_failures)
@@ -198,7 +203,7 @@ def _open_registry(settings: CoordinatorSettings, ending: AsyncExitStack) -> Rep
     """Return the registry that replicas are found in; None where static endpoints replace it."""
     if settings.draft_endpoint or settings.target_endpoint:
         return None
-    registry = open_registry(settings.redis_url)
+    registry = open_registry(settings.redis_url, cluster=settings.cluster)
     ending.push_async_callback(registry.close)
     return registry
 

@@ -18,7 +18,7 @@ from gateway.context import Gateway
 from gateway.metrics import GatewayMetrics
 from gateway.server import bind, serve
 from gateway.upstream import Upstream
-from specdec.errors import SpecdecError, error_line
+from specdec.errors import InvalidSetting, SpecdecError, error_line
 from specdec.observability.genai_metrics import open_genai_metrics
 from specdec.observability.logging import configure_logging
 from specdec.observability.metrics_server import start_metrics_server
@@ -27,6 +27,7 @@ from specdec.settings.addresses import split_address
 from specdec.settings.gateway import GatewaySettings
 from specdec.settings.reading import parse_settings
 from specdec.state.responses import RedisResponses
+from specdec.state.store_wait import store_answers
 
 #: Name of this service in traces and metrics over OTLP.
 _OTEL_SERVICE = "specdec-gateway"
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         asyncio.run(_serve(settings))
     except SpecdecError as error:
         print(error_line(error), file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, InvalidSetting) else 1
     except KeyboardInterrupt:
         return 130
     return 0
@@ -69,10 +70,12 @@ async def _serve(settings: GatewaySettings) -> None:
             ending.push_async_callback(asyncio.to_thread, metrics.genai.close)
         if settings.metrics:
             ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
+        if not settings.coordinator and not await store_answers(settings.redis_url, settings.store_wait_s, stop):
+            return
         upstream = Upstream(settings)
         ending.push_async_callback(upstream.close)
         await upstream.start()
-        responses = RedisResponses(settings.redis_url)
+        responses = RedisResponses(settings.redis_url, cluster=settings.cluster)
         ending.push_async_callback(responses.close)
         listener = ending.enter_context(bind(settings.listen))
         gateway = Gateway(settings, upstream, keys, metrics, responses, tracing)

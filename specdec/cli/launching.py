@@ -184,7 +184,7 @@ class Launcher:
         ]
 
     def _common(self, service: str) -> list[str]:
-        given = ["--redis-url", self._redis_url, "--log-format", "json"]
+        given = ["--redis-url", self._redis_url, "--cluster", self._args.cluster, "--log-format", "json"]
         given += self._unless_given(service, "drain_grace_s", str(_DRAIN_GRACE_S))
         # Otherwise services keep their own level: their info records say what a start is doing, whatever is shown.
         return given + (self._unless_given(service, "log_level", "debug") if self._args.log_level == "debug" else [])

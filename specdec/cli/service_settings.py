@@ -33,6 +33,7 @@ _CHOSEN_BY_UP = {
     "shadow": "use specdec join",
     "metrics": "use --metrics",
     "redis_url": "use --redis-url, which all services share",
+    "cluster": "use --cluster, which all services share",
     "log_format": "it reads the services' records",
     **dict.fromkeys(
         ("config", "replica_id", "draft_endpoint", "target_endpoint", "coordinator"), "it sets this for every service"
