@@ -12,6 +12,7 @@ import secrets
 import sys
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import specdec
@@ -91,6 +92,8 @@ async def _serve(settings: CoordinatorSettings) -> None:
         service_names=(COORDINATOR_SERVICE, *((VLLM_SERVICE,) if settings.worker_contract else ())),
         health_address=settings.health,
         max_message_bytes=settings.max_message_bytes,
+        tls=settings.server_tls,
+        loopback_address=settings.loopback,
     )
     async with AsyncExitStack() as ending:
         store = open_store(settings.redis_url, tenant=settings.tenant, session_ttl_s=settings.session_ttl_s)
@@ -237,7 +240,7 @@ def _build_pools(
 
     return ReplicaPools(
         vocabulary_fingerprint,
-        open_link,
+        partial(open_link, tls=settings.channel_tls),
         static_endpoints=static,
         registry=registry,
         lookup_pools=settings.lookup,

@@ -66,9 +66,10 @@ class _Connection:
         """Raises InvalidRequest if the endpoint has the wrong form."""
         self.endpoint = endpoint
         budgets = Budgets(connect_s=settings.retry_s, resume_s=settings.resume_s)
-        self.client = AsyncClient(endpoint, budgets=budgets, remembers_sessions=False)
+        tls = settings.channel_tls or False
+        self.client = AsyncClient(endpoint, budgets=budgets, remembers_sessions=False, tls=tls)
         once = Budgets(connect_s=0.0, resume_s=settings.resume_s)
-        self.prober = AsyncClient(endpoint, budgets=once, remembers_sessions=False)
+        self.prober = AsyncClient(endpoint, budgets=once, remembers_sessions=False, tls=tls)
         """Client that does not try again before the first answer."""
 
     async def close(self) -> None:

@@ -11,7 +11,11 @@ from collections.abc import Iterator
 import grpc
 
 from specdec.errors import ClientClosed, SpecdecError, Unavailable, Unsupported
+from specdec.rpc.credentials import describe_refused_connection
 from specdec.rpc.status import DETAILS_KEY, from_rpc_error
+from specdec.tls import Tls
+
+_UNAVAILABLE = "COORDINATOR_UNAVAILABLE"
 
 #: What another program at the endpoint does, by a part of gRPC's message. The first match counts.
 _OTHER_PROGRAM = (
@@ -28,16 +32,18 @@ _NOT_CONNECTED = (
 )
 
 
-def read_failure(error: grpc.RpcError, endpoint: str) -> SpecdecError:
-    """Return the error of the tree for a failed call to the coordinator at `endpoint`."""
+def read_failure(error: grpc.RpcError, endpoint: str, tls: Tls | None = None) -> SpecdecError:
+    """Return the error of the tree for a failed call to the coordinator at `endpoint`, dialled with `tls`."""
     failure = from_rpc_error(error, peer=endpoint)
     if not isinstance(error, grpc.aio.AioRpcError | grpc.Call) or is_from_coordinator(error):
         return failure
     details = error.details() or ""
     other_program = _describe_other_program(details, endpoint)
+    if refused := describe_refused_connection(details, tls):
+        return Unavailable(f"no connection to the coordinator at {endpoint}: {refused}", reason=_UNAVAILABLE)
     if isinstance(failure, Unavailable):
         message = other_program or _describe_missing_answer(error.code(), details, endpoint)
-        return Unavailable(message, reason="COORDINATOR_UNAVAILABLE")
+        return Unavailable(message, reason=_UNAVAILABLE)
     if other_program:
         return type(failure)(other_program)
     if isinstance(failure, Unsupported):

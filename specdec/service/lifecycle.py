@@ -111,6 +111,8 @@ async def run_replica(
         service_names=(service_name,),
         health_address=settings.health,
         max_message_bytes=settings.max_message_bytes,
+        tls=settings.server_tls,
+        demands_client_certificate=bool(settings.tls_ca),
     )
     servicer.add_to(server.grpc_server)
     async with AsyncExitStack() as ending:

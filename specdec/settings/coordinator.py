@@ -8,7 +8,16 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from specdec.settings.base import DAY_S, Address, AddressList, ServiceSettings, TenantName, split_commas
+from specdec.settings.addresses import is_loopback
+from specdec.settings.base import (
+    DAY_S,
+    Address,
+    AddressList,
+    OptionalAddress,
+    ServiceSettings,
+    TenantName,
+    split_commas,
+)
 from specdec.settings.pool_names import OptionalPoolName
 from specdec.settings.tracing import TracingSettings
 from specdec.tenant import DEFAULT_TENANT
@@ -26,6 +35,14 @@ class CoordinatorSettings(TracingSettings, ServiceSettings):
 
     tokenizer: str
     """Tokenizer of the target model: a directory, a GGUF file, or a hub id."""
+
+    loopback: OptionalAddress = ""
+    """HOST:PORT on loopback that serves the same as --listen in plaintext, for processes of this machine such as a
+    gateway beside this coordinator. Unset: no such port."""
+
+    tls_server_name: str = ""
+    """Name that the certificates of replicas must have, where replicas are dialled by an address that their
+    certificates cannot have, such as that of a pod. Unset: the host that is dialled."""
 
     draft_endpoint: AddressList = ()
     """HOST:PORT of a draft replica; repeatable. Any static endpoint turns the replica registry off."""
@@ -108,6 +125,14 @@ class CoordinatorSettings(TracingSettings, ServiceSettings):
 
     poll_interval_s: float = Field(default=1.0, gt=0.0)
     """Seconds between two polls of the replicas, which connect new replicas and try dead ones again."""
+
+    @model_validator(mode="after")
+    def _check_transport(self) -> Self:
+        if self.loopback and not is_loopback(self.loopback):
+            raise ValueError(f"--loopback must be an address of loopback, not {self.loopback}")
+        if self.tls_server_name and not self.tls_ca:
+            raise ValueError("--tls-server-name needs --tls-ca beside it")
+        return self
 
     @model_validator(mode="after")
     def _check_endpoints(self) -> Self:

@@ -28,7 +28,7 @@ _VALUE_NAMES = {
     **dict.fromkeys(("lookup", "local-draft"), "KIND"),
     **dict.fromkeys(("model", "tokenizer"), "PATH_OR_HUB_ID"),
     **dict.fromkeys(("redis-url", "tier-url"), "URL"),
-    **dict.fromkeys(("config", "timeline", "api-keys"), "FILE"),
+    **dict.fromkeys(("config", "timeline", "api-keys", "tls-cert", "tls-key", "tls-ca"), "FILE"),
     "learning-log": "DIR",
     "api-key": "KEY",
     "cors-origin": "ORIGIN",
