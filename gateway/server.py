@@ -53,7 +53,9 @@ async def serve(app: ASGIApp, listener: socket.socket, settings: GatewaySettings
         config.load()
         config.ssl = reloading_context(tls)
     elif not is_loopback(settings.listen):
-        _log.warning("plaintext port: messages and keys are readable on the network", extra={"address": settings.listen})
+        _log.warning(
+            "plaintext port: messages and keys are readable on the network", extra={"address": settings.listen}
+        )
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     stopping = asyncio.create_task(stop.wait())

@@ -181,9 +181,8 @@ class Client(Identity):
             budgets: limits on the time for which calls are retried. None: the defaults of `Budgets`.
             timeout: seconds that each call without a timeout of its own may take as a whole; None: no limit.
             api_key: key that is sent with every call; None: no key. Without `tls` the network can read it.
-            tls: certificate files, with which the connection is encrypted; True: encrypted, and the server's certificate
-                is one that gRPC trusts by itself; False: plaintext. None: the files of the environment variables
-                SPECDEC_TLS_CA, SPECDEC_TLS_CERT and SPECDEC_TLS_KEY, or plaintext if there are none.
+            tls: certificate files to encrypt with; True: trust the authorities that gRPC knows; False: plaintext; None:
+                the files of SPECDEC_TLS_CA, SPECDEC_TLS_CERT and SPECDEC_TLS_KEY, or plaintext without them.
 
         Raises:
             InvalidRequest: the endpoint is neither HOST:PORT nor a gRPC target, or the key has other characters than

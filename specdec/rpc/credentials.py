@@ -6,6 +6,7 @@ Called by `channels`, which dials and binds every address, and where failed call
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import grpc
 
@@ -52,9 +53,9 @@ def server_credentials(tls: Tls, *, demands_client_certificate: bool) -> grpc.Se
 
     def configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
         roots = pem.ca if demands_client_certificate else None
-        return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], root_certificates=roots)
+        return grpc.ssl_server_certificate_configuration([(pem.key or b"", pem.cert or b"")], root_certificates=roots)
 
-    def fetch() -> grpc.ServerCertificateConfiguration | None:
+    def fetch() -> Any:  # None: as before, which gRPC's types leave out
         return configuration(files.pem) if files.changed() else None
 
     return grpc.dynamic_ssl_server_credentials(

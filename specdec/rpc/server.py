@@ -111,7 +111,9 @@ class ServiceServer:
         if self._loopback_address:
             _bind(self.grpc_server, self._loopback_address)
         if self._tls is None and not is_loopback(self._listen):
-            _log.warning("plaintext port: messages and keys are readable on the network", extra={"address": self.address})
+            _log.warning(
+                "plaintext port: messages and keys are readable on the network", extra={"address": self.address}
+            )
         await self.grpc_server.start()
         if self._health_address:
             self._health_server = grpc.aio.server(

@@ -49,7 +49,9 @@ class TransportSettings(BaseModel):
 
     @property
     def _tls(self) -> Tls:
-        return Tls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key, server_name=getattr(self, "tls_server_name", ""))
+        return Tls(
+            ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key, server_name=getattr(self, "tls_server_name", "")
+        )
 
     @model_validator(mode="after")
     def _check_certificate_files(self) -> Self:

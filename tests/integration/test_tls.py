@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.request import urlopen
 
 import grpc
 import pytest
@@ -16,12 +18,13 @@ from bench.simulated_system import write_tokenizer
 from specdec import AsyncClient, Client, Tls
 from specdec.cli.__main__ import run
 from specdec.client import Budgets
-from specdec.errors import InvalidRequest, Unavailable
+from specdec.errors import InvalidRequest, Unavailable, Unsupported
 from specdec.rpc.client import open_link
 from specdec.rpc.server import TARGET_SERVICE, ServiceServer
 from tests.support.certificates import Authority, Pair
 from tests.support.gateway_rig import running_gateway
 from tests.support.stack import Stack, free_port, is_serving
+from tests.support.up_rig import ENVIRON, SPECDEC
 
 PAIR = "simulated:8b-0.6b,predraft=off"
 IMPATIENT = Budgets(connect_s=0.0)
@@ -44,9 +47,7 @@ def front(authority: Authority) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def system(
-    authority: Authority, pair: Pair, front: Pair, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Stack]:
+def system(authority: Authority, pair: Pair, front: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Draft, target and coordinator that trust one authority."""
     with Stack(
         PAIR,
@@ -125,9 +126,9 @@ def test_a_client_refuses_certificates_that_are_expired_foreign_or_of_another_ho
         server.start()
         assert words in refused(f"127.0.0.1:{port}", tls)
         if "another host" in words:  # and the name that it has is accepted: the server has no such method
-            with Client(f"127.0.0.1:{port}", tls=Tls(ca=authority.path, server_name="replica.example")) as client:
-                with pytest.raises(Exception, match="does not serve this call"):
-                    client.info()
+            named = Tls(ca=authority.path, server_name="replica.example")
+            with Client(f"127.0.0.1:{port}", tls=named) as client, pytest.raises(Unsupported):
+                client.info()
         server.stop(None)
 
 
@@ -148,9 +149,7 @@ def test_a_replica_accepts_clients_of_its_authority_alone(
     assert not is_serving(address)
 
 
-async def test_a_link_says_that_the_replica_demands_another_certificate(
-    system: Stack, authority: Authority
-) -> None:
+async def test_a_link_says_that_the_replica_demands_another_certificate(system: Stack, authority: Authority) -> None:
     link = open_link("target", system.parts["target"].address, tls=Tls(ca=authority.path))
     with pytest.raises(Unavailable, match="as it does if it demands a certificate"):
         await link.info()
@@ -167,8 +166,10 @@ def test_commands_take_the_files_as_flags(
     assert run(["health", system.endpoint, "--tls-ca", authority.path], {}) == 0
     capsys.readouterr()
     assert run(["status", *at, "--tls-ca", "/nowhere.pem"], {}) == 2
-    assert capsys.readouterr().err == "error: --tls-ca: cannot read /nowhere.pem: No such file or directory " \
+    assert (
+        capsys.readouterr().err == "error: --tls-ca: cannot read /nowhere.pem: No such file or directory "
         "(INVALID_REQUEST)\n"
+    )
     assert run(["health", system.endpoint], {}) == 1
     assert "as a port with TLS does" in capsys.readouterr().err
 
@@ -216,6 +217,29 @@ async def test_a_health_port_stays_plaintext(authority: Authority, pair: Pair) -
     assert await asyncio.to_thread(is_serving, health)
     assert not await asyncio.to_thread(is_serving, server.address)
     await server.stop(0)
+
+
+@pytest.mark.full
+def test_up_serves_grpc_and_http_with_its_certificate_and_connects_to_replicas_with_it(
+    authority: Authority, pair: Pair, tmp_path: Path
+) -> None:
+    command = [*SPECDEC, "up", "--json", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--device", "cpu"]
+    command += ["--target", PAIR, "--draft", PAIR, "--tokenizer", str(write_tokenizer(tmp_path))]
+    up = subprocess.Popen([*command, *flags(authority, pair)], stdout=subprocess.PIPE, text=True, env=ENVIRON)
+    try:
+        assert up.stdout is not None
+        ready = json.loads(up.stdout.readline())
+        with Client(ready["grpc"], tls=Tls(ca=authority.path)) as client:
+            completion = client.generate(prompt_token_ids=[1, 2], max_new_tokens=12, ignore_eos=True)
+        assert completion.stats.num_draft_tokens > 0
+        assert "as a port with TLS does" in refused(ready["grpc"], False)
+        trusting = ssl.create_default_context(cafile=authority.path)
+        with urlopen(f"https://{ready['http']}/ready", context=trusting) as answer:
+            assert answer.status == 200
+    finally:
+        up.terminate()
+        up.communicate()
+    assert up.returncode == 0
 
 
 def served_certificate(port: int) -> str:

@@ -81,7 +81,9 @@ async def running_gateway(
         try:
             scheme = "https" if chosen.server_tls else "http"
             verify = ssl.create_default_context(cafile=trusted) if trusted else True
-            async with httpx2.AsyncClient(base_url=f"{scheme}://127.0.0.1:{port}", timeout=120, verify=verify) as client:
+            async with httpx2.AsyncClient(
+                base_url=f"{scheme}://127.0.0.1:{port}", timeout=120, verify=verify
+            ) as client:
                 yield RunningGateway(gateway, port, client)
         finally:
             stop.set()

@@ -194,6 +194,7 @@ class Stack:
         machine, address = [], f"127.0.0.1:{free_port()}"
         if self._machines is not None:
             machine, address = self._machines.command(name), f"{self._machines.address(name)}:50051"
+            arguments = [*arguments, "--insecure"]
         metrics = ""
         if self._has_metrics:
             metrics = address if module == GATEWAY else f"127.0.0.1:{free_port()}"
