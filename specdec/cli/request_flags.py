@@ -67,15 +67,25 @@ def tls_of_flags(args: argparse.Namespace) -> Tls | None:
     return tls
 
 
-def connect(args: argparse.Namespace, budgets: Budgets = BUDGETS, *, timeout: float | None = None) -> Client:
+def connect(
+    args: argparse.Namespace, budgets: Budgets = BUDGETS, *, endpoint: str = "", timeout: float | None = None
+) -> Client:
     """Return a client for the flags of `add_client_flags`.
+
+    Args:
+        args: the flags.
+        budgets: limits on the time for which calls are retried.
+        endpoint: another address of the same coordinator, to call in place of that of the flags.
+        timeout: seconds that each call may take as a whole; None: no limit.
 
     Raises:
         InvalidRequest: the API key is malformed.
         Usage: a certificate file cannot be used.
     """
-    tls = tls_of_flags(args) or False
-    return Client(args.endpoint, budgets=budgets, api_key=args.api_key, timeout=timeout, tls=tls)
+    tls = tls_of_flags(args)
+    if endpoint and tls is not None:
+        tls = replace(tls, server_name=tls.server_name or args.endpoint.rpartition(":")[0].strip("[]"))
+    return Client(endpoint or args.endpoint, budgets=budgets, api_key=args.api_key, timeout=timeout, tls=tls or False)
 
 
 def address(text: str) -> str:

@@ -47,7 +47,11 @@ _SERVICE_FLAGS = (
     _ServiceFlag("otlp_endpoint", ("coordinator", "gateway")),
     _ServiceFlag("trace_share", ("coordinator", "gateway")),
     _ServiceFlag("otlp_metrics", ("coordinator", "gateway")),
-    _ServiceFlag("api_keys", ("gateway",), prefix="Of --http: "),
+    _ServiceFlag("api_keys", ("coordinator", "gateway")),
+    _ServiceFlag("jwt_jwks", ("coordinator", "gateway")),
+    _ServiceFlag("jwt_issuer", ("coordinator", "gateway")),
+    _ServiceFlag("jwt_audience", ("coordinator", "gateway")),
+    _ServiceFlag("admin", ("coordinator",)),
     _ServiceFlag("api_key", ("gateway",), prefix="Of --http: "),
     _ServiceFlag(
         "tls_cert", ("coordinator", "gateway"),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -52,6 +52,7 @@ class ServiceServer:
         tls: Tls | None = None,
         demands_client_certificate: bool = False,
         loopback_address: str = "",
+        check_caller: Callable[[str, Any], None] | None = None,
     ) -> None:
         """
         Args:
@@ -62,6 +63,7 @@ class ServiceServer:
             tls: credentials of the port of `listen`; None: plaintext.
             demands_client_certificate: whether `listen` refuses clients without a certificate of `tls.ca`.
             loopback_address: HOST:PORT of a plaintext port with the same services, for this machine alone, or "".
+            check_caller: see `ErrorInterceptor`; None: every caller is answered.
         """
         self._listen = listen
         self._tls, self._demands_client_certificate = tls, demands_client_certificate
@@ -82,7 +84,7 @@ class ServiceServer:
             ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
             ("grpc.keepalive_permit_without_calls", 1),
         )
-        self.grpc_server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
+        self.grpc_server = grpc.aio.server(interceptors=[ErrorInterceptor(check_caller)], options=options)
         self._health_server: grpc.aio.Server | None = None
         self.port = 0
         """The bound port; 0 before `start`."""

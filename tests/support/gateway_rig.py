@@ -17,6 +17,7 @@ from gateway.context import Gateway
 from gateway.metrics import GatewayMetrics
 from gateway.server import bind, serve
 from gateway.upstream import Upstream
+from specdec.access.service_key import ServiceKey
 from specdec.observability.tracing import Tracing
 from specdec.settings.gateway import GatewaySettings
 from specdec.state.responses import RedisResponses
@@ -54,6 +55,7 @@ async def running_gateway(
     coordinator: str = NOWHERE,
     *,
     keys: ApiKeys | None = None,
+    service_key: ServiceKey | None = None,
     tracing: Tracing | None = None,
     trusted: str = "",
     **settings: Any,
@@ -71,7 +73,7 @@ async def running_gateway(
             **settings,
         }
     )
-    upstream, stop = Upstream(chosen), asyncio.Event()
+    upstream, stop = Upstream(chosen, service_key), asyncio.Event()
     await upstream.start()
     responses = RedisResponses(chosen.redis_url)
     gateway = Gateway(chosen, upstream, keys or ApiKeys(), GatewayMetrics(), responses, tracing)

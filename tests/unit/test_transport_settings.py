@@ -111,6 +111,7 @@ def test_authorities_without_an_own_certificate_are_refused_except_at_a_gateway(
 def test_settings_that_go_with_tls_are_refused_without_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--tls-server-name needs --tls-ca" in refused(capsys, "coordinator", "--tls-server-name", "n")
     assert "--tls-server-name needs --tls-ca" in refused(capsys, "gateway", "--tls-server-name", "n")
+    assert "--admin 0.0.0.0:1 is reached from other" in refused(capsys, "coordinator", "--admin", "0.0.0.0:1")
     assert "--loopback must be an address of loopback" in refused(capsys, "coordinator", "--loopback", "0.0.0.0:1")
 
 
