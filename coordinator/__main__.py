@@ -96,6 +96,8 @@ async def _serve(settings: CoordinatorSettings) -> None:
         service_names=(COORDINATOR_SERVICE, *((VLLM_SERVICE,) if settings.worker_contract else ())),
         health_address=settings.health,
         max_message_bytes=settings.max_message_bytes,
+        tls=settings.server_tls,
+        loopback_address=settings.loopback,
         check_caller=access.public.check,
     )
     async with AsyncExitStack() as ending:
@@ -157,7 +159,9 @@ async def _serve(settings: CoordinatorSettings) -> None:
             ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
         await server.start()
         if settings.admin:
-            servicer.admin_address = await open_admin_port(settings.admin, servicer, access.admin, ending)
+            servicer.admin_address = await open_admin_port(
+                settings.admin, servicer, access.admin, ending, tls=settings.server_tls
+            )
         memory.settle()
         ending.push_async_callback(server.stop, _FLUSH_S)
         ending.push_async_callback(generations.drain, 0.0)
@@ -255,7 +259,7 @@ def _build_pools(
 
     return ReplicaPools(
         vocabulary_fingerprint,
-        partial(open_link, metadata=access.link_metadata),
+        partial(open_link, metadata=access.link_metadata, tls=settings.channel_tls),
         static_endpoints=static,
         registry=registry,
         lookup_pools=settings.lookup,

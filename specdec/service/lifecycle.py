@@ -113,6 +113,8 @@ async def run_replica(
         service_names=(service_name,),
         health_address=settings.health,
         max_message_bytes=settings.max_message_bytes,
+        tls=settings.server_tls,
+        demands_client_certificate=bool(settings.tls_ca),
         check_caller=check_caller,
     )
     servicer.add_to(server.grpc_server)

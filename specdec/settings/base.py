@@ -18,6 +18,7 @@ from specdec.settings.addresses import split_address
 from specdec.settings.cluster_names import DEFAULT_CLUSTER, ClusterName
 from specdec.settings.pool_names import PoolName
 from specdec.settings.redis_url import SINGLE, UNIX, parse_redis_url
+from specdec.settings.transport import TransportSettings
 from specdec.tenant import check_tenant
 
 #: Upper limit of durations: a longer one is a mistake, and may exceed what Redis counts in milliseconds.
@@ -93,7 +94,7 @@ TenantName = Annotated[str, AfterValidator(_checked_tenant)]
 """1 to 64 letters, digits, "_", "." or "-"."""
 
 
-class ProcessSettings(BaseSettings):
+class ProcessSettings(TransportSettings, BaseSettings):
     """Flags that every process has. A service subclasses it and sets `env_prefix`."""
 
     model_config = SettingsConfigDict(
@@ -160,6 +161,12 @@ class ServiceSettings(ProcessSettings):
 
     max_message_bytes: int = Field(default=4 * 1024 * 1024, ge=64 * 1024, lt=1 << 31)
     """Size of the largest gRPC message accepted. A larger one is refused with RESOURCE_EXHAUSTED."""
+
+    @model_validator(mode="after")
+    def _check_own_certificate(self) -> Self:
+        if self.tls_ca and not self.tls_cert:
+            raise ValueError("--tls-ca needs --tls-cert and --tls-key beside it")
+        return self
 
 
 class ReplicaSettings(ServiceSettings):

@@ -166,11 +166,6 @@ def parse_redis_url(url: str) -> RedisUrl:
     )
 
 
-def describe_url(url: str) -> str:
-    """Return a URL without user, password and options, which must not reach logs or clients."""
-    return _without_user(urlsplit(url))
-
-
 def _without_user(parts: SplitResult) -> str:
     scheme = f"{parts.scheme}://" if parts.scheme else ""
     return f"{scheme}{parts.netloc.rpartition('@')[2]}{parts.path}"

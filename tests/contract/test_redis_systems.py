@@ -11,6 +11,8 @@ from itertools import count
 import pytest
 from redis.crc import key_slot
 
+from specdec.cli.checks.finding import Status
+from specdec.cli.checks.redis_store import check_redis
 from specdec.errors import InvalidSetting, SpecdecError, Unavailable
 from specdec.state.keys import session_keys
 from specdec.state.redis_store import RedisSessionStore, open_registry, open_store
@@ -261,3 +263,9 @@ async def test_a_server_that_is_no_cluster_and_a_wrong_password_are_wrong_settin
         assert isinstance(error, InvalidSetting)
         assert words in error.message
         assert "secret" not in error.message
+
+
+async def test_the_doctor_has_no_failure_to_report_and_names_what_is_not_on_disk(store_url: str) -> None:
+    found = await asyncio.to_thread(lambda: list(check_redis(store_url)))
+    assert {finding.check: finding.status for finding in found}["redis persistence"] == Status.WARN
+    assert not [finding for finding in found if finding.status == Status.FAIL]
