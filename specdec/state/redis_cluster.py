@@ -141,7 +141,8 @@ class ClusterRunner:
     async def ping(self) -> None:
         """Raise redis-py's error unless a node answers and takes the cluster for whole, as far as it requires that."""
         await self._read_owners()
-        node = next((self._nodes[owner] for owner in self._owners if owner and not self._nodes[owner].is_down), None)
+        owners = (self._node(owner) for owner in dict.fromkeys(self._owners) if owner is not None)
+        node = next((owner for owner in owners if not owner.is_down), None)
         if node is None:
             raise ConnectionError("no node owns a slot")
         information = await node.client.execute_command("CLUSTER", "INFO")
