@@ -57,12 +57,12 @@ async def test_generations_outlive_the_failover_of_a_killed_primary(
             is_over.set()
         outputs = [output for task in running for output in task.result()]
     assert len(outputs) >= 2 * NUM_CLIENTS
-    assert all(output == reference for output in outputs)
+    assert all(output == reference[:NUM_TOKENS] for output in outputs)
 
 
 async def generate(client: AsyncClient, is_over: asyncio.Event) -> list[list[int]]:
     """Return the tokens of generations, one after another until the failover is over and one more."""
-    options = {"prompt_token_ids": PROMPT, "temperature": 0.0, "ignore_eos": True, "max_new_tokens": 4 * NUM_TOKENS}
+    options = {"prompt_token_ids": PROMPT, "temperature": 0.0, "ignore_eos": True, "max_new_tokens": NUM_TOKENS}
     outputs = []
     was_over = False
     while not was_over:
