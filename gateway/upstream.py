@@ -111,7 +111,9 @@ class Upstream:
         if self._settings.coordinator:
             self._connect(await endpoint_of(self._settings.coordinator))
             return
-        self._registry = open_registry(self._settings.redis_url, signer=self._service_key)
+        self._registry = open_registry(
+            self._settings.redis_url, cluster=self._settings.cluster, signer=self._service_key
+        )
         self._discovering = asyncio.create_task(self._discover(self._registry), name="discover coordinators")
 
     def client(self, tenant: str, *, tries_again: bool = True) -> AsyncClient:

@@ -43,6 +43,7 @@ _FILE_S, _CONNECT_S, _COMPILE_S = 10.0, 30.0, 300.0
 #: checks what the service uses.
 _VARIABLES = {
     "redis_url": ("SPECDEC_COORDINATOR__REDIS_URL", "SPECDEC_TARGET__REDIS_URL", "SPECDEC_DRAFT__REDIS_URL"),
+    "cluster": ("SPECDEC_COORDINATOR__CLUSTER", "SPECDEC_TARGET__CLUSTER", "SPECDEC_DRAFT__CLUSTER"),
     "kv_tier_url": ("SPECDEC_TARGET__KV_TIER_URL", "SPECDEC_DRAFT__KV_TIER_URL"),
     "tls_cert": ("SPECDEC_TLS_CERT",),
     "tls_key": ("SPECDEC_TLS_KEY",),
@@ -57,6 +58,7 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     )  # fmt: skip
     add_client_flags(parser, environ)
     _add_flag(parser, environ, "--redis-url", "URL", "Redis of the sessions and the registry, to check it")
+    _add_flag(parser, environ, "--cluster", "NAME", "cluster of the registry in that Redis", "default")
     _add_flag(parser, environ, "--kv-tier-url", "URL", "Redis of the KV tier, to check and measure it")
     _add_flag(parser, environ, "--tls-cert", "FILE", "certificate to check, with the key")
     _add_flag(parser, environ, "--tls-key", "FILE", "key of the certificate")
@@ -74,10 +76,13 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     add_json_flag(parser, "lines")
 
 
-def _add_flag(parser: argparse.ArgumentParser, environ: Mapping[str, str], flag: str, metavar: str, text: str) -> None:
+def _add_flag(
+    parser: argparse.ArgumentParser, environ: Mapping[str, str], flag: str, metavar: str, text: str, otherwise: str = ""
+) -> None:
     variables = _VARIABLES[flag.removeprefix("--").replace("-", "_")]
-    default = next((environ[name] for name in variables if environ.get(name)), "")
-    parser.add_argument(flag, default=default, metavar=metavar, help=f"{text}; default: {variables[0]}")
+    default = next((environ[name] for name in variables if environ.get(name)), otherwise)
+    source = f"{variables[0]}, else {otherwise}" if otherwise else variables[0]
+    parser.add_argument(flag, default=default, metavar=metavar, help=f"{text}; default: {source}")
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -110,7 +115,7 @@ def _checks(args: argparse.Namespace, environ: Mapping[str, str]) -> Sequence[Ch
     def connect() -> Client:
         return Client(args.endpoint, budgets=BUDGETS, api_key=args.api_key, timeout=_CALL_TIMEOUT_S, tls=tls or False)
 
-    place = Place(args.endpoint, is_given, connect, args.redis_url, static, tls)
+    place = Place(args.endpoint, is_given, connect, args.redis_url, args.cluster, static, tls)
     system = System(place)
     metrics = args.metrics or list(metrics_addresses_of(args.endpoint))
     checks = [

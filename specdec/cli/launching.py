@@ -216,7 +216,7 @@ class Launcher:
         return ["--insecure"] if is_plaintext else []
 
     def _common(self, service: str) -> list[str]:
-        given = ["--redis-url", self._redis_url, "--log-format", "json"]
+        given = ["--redis-url", self._redis_url, "--cluster", self._args.cluster, "--log-format", "json"]
         given += self._unless_given(service, "drain_grace_s", str(_DRAIN_GRACE_S))
         if SERVICE_KEY_VARIABLE in self._environ:
             given += self._unless_given(service, "service_key", f"env:{SERVICE_KEY_VARIABLE}")

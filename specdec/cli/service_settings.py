@@ -39,6 +39,7 @@ _CHOSEN_BY_UP = {
     "insecure": "use --insecure",
     "loopback": "it takes a free port",
     "service_key": "set SPECDEC_SERVICE_KEY in the environment",
+    "cluster": "use --cluster, which all services share",
     "log_format": "it reads the services' records",
     **dict.fromkeys(
         ("config", "replica_id", "draft_endpoint", "target_endpoint", "coordinator"), "it sets this for every service"

@@ -18,7 +18,7 @@ from specdec.cli.service_settings import SETTINGS_TYPES
 from specdec.client import Tls
 from specdec.errors import InvalidRequest
 from specdec.settings.draft_specs import EARLY_EXIT, parse_local_drafts
-from specdec.settings.reading import checked_value
+from specdec.settings.reading import checked_value, flag_of
 from specdec.settings.transport import with_flag
 from specdec.types import SIMULATED_PREFIX
 
@@ -52,10 +52,11 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         Usage: they make no sense.
     """
-    try:
-        checked_value(SETTINGS_TYPES["coordinator"], "redis_url", args.redis_url)
-    except ValueError as error:
-        raise Usage(f"--redis-url {error}") from None
+    for name in ("redis_url", "cluster"):
+        try:
+            checked_value(SETTINGS_TYPES["coordinator"], name, getattr(args, name))
+        except ValueError as error:
+            raise Usage(f"{flag_of(name)} {error}") from None
     _check_tls(args)
     if args.replicas_target < 1 or (args.replicas_draft or 0) < 0:
         raise Usage("--replicas-target must be at least 1 and --replicas-draft at least 0")

@@ -14,6 +14,7 @@ from specdec.cli import Usage
 from specdec.cli.listening import DEFAULT_HTTP
 from specdec.cli.service_settings import SETTINGS_TYPES, GivenSettings
 from specdec.cli.up_flags import DEFAULT_UTILIZATION, LOOKUPS, MEMORY_STORE, ROLES, UTILIZATION_ALONE
+from specdec.settings.cluster_names import DEFAULT_CLUSTER
 from specdec.settings.draft_specs import is_local_draft, parse_local_drafts
 from specdec.settings.reading import flag_of, value_name
 
@@ -205,6 +206,10 @@ def _add_flags(parser: argparse.ArgumentParser, default_http: str = "") -> None:
     parser.add_argument(
         "--redis-url", default=MEMORY_STORE, metavar="URL",
         help="Redis of all services. Default: a store that ends with this command.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cluster", default=DEFAULT_CLUSTER, metavar="NAME",
+        help="Name of this system in a Redis that other systems use too. Default: default.",
     )  # fmt: skip
     parser.add_argument(
         "--replicas-draft",

@@ -29,6 +29,8 @@ class Place:
     """Set if a user named the endpoint; nothing has to serve at the default one."""
     connect: Callable[[], Client]
     redis_url: str = ""
+    cluster: str = "default"
+    """Name of the cluster in whose part of Redis the registry is."""
     static: Sequence[tuple[str, str]] = ()
     """Role and address of replicas that no registry lists."""
     tls: Tls | None = None
@@ -124,7 +126,7 @@ class System:
         from specdec.state.coordinators import COORDINATOR
         from specdec.state.redis_store import open_registry
 
-        registry = open_registry(self.place.redis_url)
+        registry = open_registry(self.place.redis_url, cluster=self.place.cluster)
         try:
             for role in ("target", "draft"):
                 self.engines |= {record.address: record.engine for record in await registry.replicas(role)}

@@ -17,8 +17,8 @@ from tests.support.certificates import Authority
 
 #: Settings that `specdec up` chooses for every service.
 CHOSEN = {"listen", "model", "for_tokenizer", "pool", "local_draft", "lookup", "shadow", "metrics", "redis_url",
-          "log_format", "config", "service_key", "replica_id", "draft_endpoint", "target_endpoint", "coordinator",
-          "tls_cert", "tls_key", "tls_ca", "tls_server_name", "insecure", "loopback"}  # fmt: skip
+          "cluster", "log_format", "config", "service_key", "replica_id", "draft_endpoint", "target_endpoint",
+          "coordinator", "tls_cert", "tls_key", "tls_ca", "tls_server_name", "insecure", "loopback"}  # fmt: skip
 
 
 def settings_of(*flags: str) -> dict[str, Any]:
