@@ -5,8 +5,10 @@
         stack.kill("draft")
         stack.restart("draft")
 
-Each part is `python -m SERVICE` with one OpenMP thread. `start` waits for health, `stop` ends everything and checks
-nothing. Called by tests that need processes; tests that do not should use `tests.support.coordinator_rig`.
+Each part runs `python -m SERVICE` with one OpenMP thread. It is forked from a template that has imported its packages
+(`process_template`); on a machine of its own it is a process from the start. `start` waits for health, `stop` ends
+everything and checks nothing. Called by tests that need processes; tests that do not should use
+`tests.support.coordinator_rig`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -32,6 +34,7 @@ from specdec.supervision.processes import free_ports
 from specdec.v1.coordinator_pb2 import GetInfoRequest
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.support.machines import Machines
+from tests.support.process_template import ForkedProcess, start_like, start_process
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
@@ -94,11 +97,15 @@ class Part:
     metrics: str = ""
     """HOST:PORT of its metrics; "" for none."""
     dial: Dial = grpc.insecure_channel
-    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    process: subprocess.Popen[bytes] | ForkedProcess | None = field(default=None, repr=False)
 
     def start(self, environ: Mapping[str, str]) -> None:
         with self.log_path.open("ab") as log:
-            self.process = _spawn([*self.machine, sys.executable, "-m", self.module, *self.arguments], log, environ)
+            if self.machine:
+                command = [*self.machine, sys.executable, "-m", self.module, *self.arguments]
+                self.process = start_process(command, log, environ)
+            else:
+                self.process = start_like(self.module, self.arguments, log, environ)
 
     @property
     def is_serving(self) -> bool:
@@ -273,7 +280,3 @@ class Stack:
             part.process.kill()
             part.process.wait()
         self._directory.cleanup()
-
-
-def _spawn(command: Sequence[str], log: IO[bytes], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=dict(environ))
