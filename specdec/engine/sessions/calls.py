@@ -264,7 +264,7 @@ class Calls(Generic[JobT, WaiterT]):
             committed_len=call.position.committed_len,
             max_kv_len=call.max_kv_len,
             reserved_len=call.reserved_len,
-            may_shrink=not call.may_refuse,
+            has_begun=not call.may_refuse,
             preemptable=preemptable,
         )
 

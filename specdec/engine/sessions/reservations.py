@@ -59,26 +59,37 @@ class Takeover:
         self._sequences = sequences
         self._now_s = now_s
 
-    def run(self, sequence: Sequence, needed_len: int, least_len: int, preemptable: Iterable[Sequence]) -> int | None:
+    def run(
+        self, sequence: Sequence, needed_len: int, least_len: int | None, preemptable: Iterable[Sequence]
+    ) -> int | None:
         """Extend the table of `sequence` to `needed_len` tokens, or where idle sessions have too few blocks for that
         and younger turns must lose theirs, to `least_len`.
 
         Args:
             sequence: sequence of the call.
             needed_len: number of tokens with those that are reserved.
-            least_len: number of tokens without which the call cannot run.
+            least_len: number of tokens without which the call cannot run; None if it needs all, and may not take blocks
+                from turns that run.
             preemptable: sequences of waiting calls that may lose their blocks, in this order.
 
         Returns:
-            The number of turns that lost blocks; None, with nothing taken, if the call must wait.
+            The number of turns that lost blocks; None if the call must wait.
         """
         if self._blocks.grow(sequence.block_table, needed_len):
             return 0
         idle = [other for other in self._sequences if is_idle(other, self._now_s)]
         if self._take(sequence, needed_len, idle) is not None:
             return 0
+        waiting = [other for other in preemptable if other is not sequence]
+        if least_len is None:
+            return self._take(sequence, needed_len, [*idle, *waiting], num_idle=len(idle))
         if self._blocks.grow(sequence.block_table, least_len):
             return 0
+        losers = [*idle, *waiting, *self._younger_turns(sequence)]
+        return self._take(sequence, least_len, losers, num_idle=len(idle))
+
+    def _younger_turns(self, sequence: Sequence) -> list[Sequence]:
+        """Return the turns between two calls that began after the sequence's own, the youngest first."""
         younger = [
             other
             for other in self._sequences
@@ -86,17 +97,13 @@ class Takeover:
             and _is_between_calls(other, self._now_s)
             and not is_idle(other, self._now_s)
         ]
-        younger.sort(key=lambda other: -other.turn_order)
-        waiting = [other for other in preemptable if other is not sequence]
-        return self._take(sequence, least_len, [*idle, *waiting, *younger], num_free_losers=len(idle))
+        return sorted(younger, key=lambda other: -other.turn_order)
 
-    def _take(
-        self, sequence: Sequence, num_tokens: int, losers: list[Sequence], *, num_free_losers: int | None = None
-    ) -> int | None:
+    def _take(self, sequence: Sequence, num_tokens: int, losers: list[Sequence], *, num_idle: int = 0) -> int | None:
         """Take the blocks of one loser after the other until the table covers `num_tokens`.
 
         Returns:
-            The number of losers with blocks after the first `num_free_losers`; None if all together have too few.
+            The number of losers with blocks after the first `num_idle`; None if all together have too few.
         """
         num_missing = blocks_for(num_tokens) - len(sequence.block_table) - self._blocks.num_available
         if sum(len(other.block_table) for other in losers) < num_missing:
@@ -105,7 +112,7 @@ class Takeover:
         for index, other in enumerate(losers):
             if self._blocks.grow(sequence.block_table, num_tokens):
                 return num_preempted
-            num_preempted += bool(other.block_table) and index >= (num_free_losers or 0)
+            num_preempted += bool(other.block_table) and index >= num_idle
             if other.in_flight:
                 other.drop_kv(self._blocks)
             else:

@@ -183,7 +183,7 @@ class SessionTable:
         committed_len: int,
         max_kv_len: int,
         reserved_len: int = 0,
-        may_shrink: bool = True,
+        has_begun: bool = True,
         preemptable: Iterable[Sequence] = (),
     ) -> bool:
         """Give `sequence` published blocks for its committed tokens and new ones for the call and its turn.
@@ -195,7 +195,8 @@ class SessionTable:
             committed_len: number of committed tokens.
             max_kv_len: number of tokens that can need KV before the call ends.
             reserved_len: number of tokens for which blocks stay reserved until the turn ends; 0: none.
-            may_shrink: True if the call may run without the whole reservation, because its turn has begun already.
+            has_begun: False for a call that waits or is refused where its whole reservation is not free. True: it may
+                run without the reservation, and take blocks from younger turns.
             preemptable: sequences of waiting calls that come after this one, first the one to preempt first.
 
         Returns:
@@ -205,14 +206,14 @@ class SessionTable:
             ResourceExhausted: the whole pool is too small (KV_EXHAUSTED).
         """
         needed_len = max(max_kv_len, reserved_len)
-        least_len = max_kv_len if may_shrink else needed_len
+        least_len = max_kv_len if has_begun else needed_len
         require_pool(least_len, self.blocks)
         # At least the last committed token must run, because its logits are always needed.
         sequence.adopt_published(committed_len - 1, self.blocks)
         if not self.blocks.grow(sequence.block_table, needed_len):
             self.end_forks()
             takeover = Takeover(self.blocks, self._sessions.values(), self._clock())
-            num_preempted = takeover.run(sequence, needed_len, least_len, preemptable)
+            num_preempted = takeover.run(sequence, needed_len, least_len if has_begun else None, preemptable)
             if num_preempted is None:
                 return False
             self.num_preemptions += num_preempted
