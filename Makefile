@@ -200,9 +200,9 @@ test-clients: $(CLIENTS_VENV)/.installed  ## LiteLLM and LangChain's ChatOpenAI 
 test-failure: setup redis  ## what happens when parts die
 	$(PYTEST) tests/failure
 
-# Eight busy processes beside two workers keep the load of two cores at ten. A test may take five times its usual limit.
+# Busy processes beside two workers keep the load of two cores at ten. A test may take five times its usual limit.
 test-loaded: setup redis  ## failure and end-to-end tests on a machine with five times the load (long)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.loaded 8 $(BIN)/python -m pytest -n 2 --dist loadfile \
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.loaded 10 $(BIN)/python -m pytest -n 2 --dist loadfile \
 		--durations 15 --timeout 1500 -m "not full and not gpu and not real" tests/failure tests/e2e tests/integration/test_ray_replicas.py
 
 mutants: setup redis  ## which faults put into the code no test notices (long; ONLY='specdec.core.*' for a part, ONLY=--lua)

@@ -296,6 +296,7 @@ class Rig:
         audit_wait_s: float = 60.0,
         tracing: Tracing | None = None,
         has_smg_contract: bool = False,
+        addresses: Mapping[str, str] = MappingProxyType({}),
         **settings: Any,
     ) -> Coordinator:
         """Starts a coordinator connected to every service.
@@ -313,13 +314,16 @@ class Rig:
             audit_wait_s: how long an audit waits for its target to be idle.
             tracing: records its requests.
             has_smg_contract: it is a worker of the router smg as well.
+            addresses: where it calls a service instead of at the service's own address, which is the key.
             settings: of `GenerationSettings`.
         """
         store = self.store if tenant == DEFAULT_TENANT else self.open_store(tenant)
         pools = ReplicaPools(
             "table",
             open_link,
-            static_endpoints=[(service.role, service.address) for service in self.services],
+            static_endpoints=[
+                (service.role, addresses.get(service.address, service.address)) for service in self.services
+            ],
             lookup_pools=lookup,
             target_wait_s=target_wait_s,
         )
