@@ -26,7 +26,8 @@ from bench.rows import Origin, Row
 from bench.up_system import UpSystem
 
 OVERLOAD = 4.0
-FLOOD_S, BASELINE_S, REST_S = 60.0, 15.0, 5.0
+FLOOD_S, QUICK_FLOOD_S = 60.0, 10.0
+BASELINE_S, REST_S = 15.0, 5.0
 _SMALL_KV_BYTES = 40_000_000
 _DEMO = ["--target", str(DEMO / "target"), "--draft", str(DEMO / "draft"), "--device", "cpu"]
 
@@ -78,20 +79,22 @@ class Flood:
 
 
 def measure_overload(
-    row: Callable[..., Row], *, seconds: float = FLOOD_S, settings: tuple[Setting, ...] = SETTINGS
+    row: Callable[..., Row], quick: bool, *, seconds: float | None = None, settings: tuple[Setting, ...] = SETTINGS
 ) -> list[Row]:
     """Return the rows of every setting.
 
     Args:
         row: makes a row of the suite.
-        seconds: duration of each flood.
+        quick: a short flood.
+        seconds: duration of each flood; None: as `quick` says.
         settings: the settings to measure.
     """
+    seconds = seconds or (QUICK_FLOOD_S if quick else FLOOD_S)
     rows = []
     for setting in settings:
         with waiting(f"flood: {setting.name}"):
             flood = measure_flood(setting, seconds)
-        rows += _rows(flood, partial(row, row=None, case=f"demo pair, 4 x load: {setting.name}", system="specdec up"))
+        rows += _rows(flood, partial(row, case=f"demo pair, 4 x load: {setting.name}", system="specdec up"))
     return rows
 
 
@@ -210,9 +213,9 @@ def main() -> None:
     names = range(1, len(SETTINGS) + 1)
     parser.add_argument("--settings", type=int, nargs="+", choices=names, default=list(names), help="only these")
     arguments = parser.parse_args()
-    row = partial(Row, suite="faults", origin=Origin(), quick=arguments.seconds < FLOOD_S)
+    row = partial(Row, suite="faults", row=None, origin=Origin(), quick=arguments.seconds < FLOOD_S)
     chosen = tuple(SETTINGS[number - 1] for number in arguments.settings)
-    print_table(measure_overload(row, seconds=arguments.seconds, settings=chosen))
+    print_table(measure_overload(row, quick=False, seconds=arguments.seconds, settings=chosen))
 
 
 if __name__ == "__main__":

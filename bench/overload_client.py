@@ -2,7 +2,7 @@
 
 `LoadProcess` keeps the child, `python -m bench.overload_client`. A batch runs in a closed loop (a fixed number of
 streams, each of which begins its next request when the last has ended) or in an open loop (requests begin at a fixed
-rate, whatever happens to the others). The calls are plain gRPC: the SDK would repeat a refused request.
+rate, whatever happens to the others). The SDK repeats nothing here, so that each refusal is seen.
 """
 
 import argparse
@@ -12,21 +12,18 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import grpc
-
-from specdec.rpc.status import from_rpc_error
-from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
+from specdec.client import AsyncClient, Budgets
+from specdec.errors import SpecdecError
 
 PROMPT_TOKENS = 64
 NUM_TOKENS = 64
 _VOCABULARY = 2000
+_NO_RETRIES = Budgets(connect_s=0.0, resume_s=0.0)
 
 
 @dataclass(frozen=True)
@@ -123,8 +120,8 @@ class LoadProcess:
 
 
 class _Client:
-    def __init__(self, stub: Any) -> None:
-        self._stub = stub
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
 
     async def run(self, batch: Batch) -> list[Outcome]:
         began_s = time.monotonic()
@@ -151,39 +148,34 @@ class _Client:
     async def _request(self, batch: Batch, began_s: float, number: int) -> Outcome:
         outcome = Outcome(time.monotonic() - began_s)
         try:
-            async for response in self._stub.Generate(_request_of(number, batch.num_tokens), timeout=batch.deadline_s):
-                if num_tokens := len(response.tokens.token_ids):
+            async with self._client.generate(
+                prompt_token_ids=_prompt(number),
+                stream=True,
+                max_new_tokens=batch.num_tokens,
+                temperature=0.0,
+                ignore_eos=True,
+                timeout=batch.deadline_s,
+            ) as stream:
+                async for chunk in stream:
                     outcome.chunk_s.append(time.monotonic() - began_s)
-                    outcome.num_tokens += num_tokens
-        except grpc.aio.AioRpcError as error:
-            failure = from_rpc_error(error)
-            outcome.error = failure.reason if failure.code != "DEADLINE_EXCEEDED" else "DEADLINE_EXCEEDED"
-            outcome.retry_after_s = failure.retry_after_s
+                    outcome.num_tokens += len(chunk.token_ids)
+        except SpecdecError as error:
+            outcome.error, outcome.retry_after_s = error.reason, error.retry_after_s
         except asyncio.CancelledError:
             outcome.error = "UNFINISHED"
         outcome.ended_s = time.monotonic() - began_s
         return outcome
 
 
-def _request_of(number: int, num_tokens: int) -> coordinator_pb2.GenerateRequest:
-    """Return a greedy request whose prompt depends on its number alone."""
-    prompt = random.Random(number).choices(range(5, _VOCABULARY), k=PROMPT_TOKENS)
-    return coordinator_pb2.GenerateRequest(
-        prompt_token_ids=coordinator_pb2.TokenIds(ids=prompt),
-        sampling=coordinator_pb2.SamplingParams(max_new_tokens=num_tokens, temperature=0.0, ignore_eos=True),
-    )
-
-
-@asynccontextmanager
-async def _connect(endpoint: str) -> AsyncIterator[_Client]:
-    async with grpc.aio.insecure_channel(endpoint) as channel:
-        stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
-        await stub.GetInfo(coordinator_pb2.GetInfoRequest(), wait_for_ready=True)
-        yield _Client(stub)
+def _prompt(number: int) -> list[int]:
+    """Return a prompt that depends on the request's number alone."""
+    return random.Random(number).choices(range(5, _VOCABULARY), k=PROMPT_TOKENS)
 
 
 async def _serve(endpoint: str) -> None:
-    async with _connect(endpoint) as client:
+    async with AsyncClient(endpoint, budgets=_NO_RETRIES) as sdk:
+        await sdk.info()
+        client = _Client(sdk)
         print("{}", flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
             outcomes = await client.run(Batch(**json.loads(line)))

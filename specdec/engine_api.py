@@ -32,7 +32,7 @@ class EngineStats:
     num_free_kv_blocks: int = 0
     """Number of KV blocks without contents."""
     num_kv_exhausted: int = 0
-    """Number of calls that were refused because no KV block was left."""
+    """Number of calls that were refused because the KV blocks were reserved for other turns, or too few."""
     num_preemptions: int = 0
     """Number of admitted calls that gave up their KV and ran it again."""
     is_stalled: bool = False

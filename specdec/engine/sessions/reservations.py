@@ -5,8 +5,9 @@ until the turn ends. So a turn that was admitted never waits for blocks, and the
 the pool. KV of idle sessions, which have no running turn, is a cache: it does not count, and any call may take it.
 
 Calls that state no length (of older coordinators, or beyond `--kv-reserve-tokens`) take blocks as they grow. Where
-those run out, a call takes them from turns that began after its own: from waiting calls first, then from turns that
-are between two calls, the youngest first. Such a turn loses no token: it runs its tokens again when its place has come.
+those run out, a call takes them from turns without a reservation, or beyond it, that began after its own: from waiting
+calls first, then from turns between two calls, the youngest first. Such a turn loses no token: it runs its tokens again
+when its place has come.
 The oldest turn always goes on, and no two turns take blocks from each other in turn.
 
 `table` calls this on the device thread.
@@ -80,7 +81,7 @@ class Takeover:
         idle = [other for other in self._sequences if is_idle(other, self._now_s)]
         if self._take(sequence, needed_len, idle) is not None:
             return 0
-        waiting = [other for other in preemptable if other is not sequence]
+        waiting = [other for other in preemptable if not (other is sequence or _is_within_reservation(other))]
         if least_len is None:
             return self._take(sequence, needed_len, [*idle, *waiting], num_idle=len(idle))
         if self._blocks.grow(sequence.block_table, least_len):
@@ -89,11 +90,15 @@ class Takeover:
         return self._take(sequence, least_len, losers, num_idle=len(idle))
 
     def _younger_turns(self, sequence: Sequence) -> list[Sequence]:
-        """Return the turns between two calls that began after the sequence's own, the youngest first."""
+        """Return the turns between two calls that began after the sequence's own, the youngest first.
+
+        Turns within their reservation are left out.
+        """
         younger = [
             other
             for other in self._sequences
             if other.turn_order > sequence.turn_order
+            and not _is_within_reservation(other)
             and _is_between_calls(other, self._now_s)
             and not is_idle(other, self._now_s)
         ]
@@ -118,6 +123,11 @@ class Takeover:
             else:
                 other.forget(self._blocks)
         return num_preempted if self._blocks.grow(sequence.block_table, num_tokens) else None
+
+
+def _is_within_reservation(sequence: Sequence) -> bool:
+    """Return whether a turn holds the blocks that are reserved for it, and no others."""
+    return bool(sequence.reserved_len) and len(sequence.block_table) == blocks_for(sequence.reserved_len)
 
 
 def _is_between_calls(sequence: Sequence, now_s: float) -> bool:
