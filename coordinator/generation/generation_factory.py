@@ -10,6 +10,7 @@ import asyncio
 from functools import partial
 from pathlib import PurePath
 
+from coordinator.admission.slots import RunningSlot
 from coordinator.audit.turn_audit import Auditor, TurnAudit
 from coordinator.generation.accounting import Account
 from coordinator.generation.generation import Collaborators, Generation, Learners
@@ -72,8 +73,11 @@ class GenerationFactory:
         self._commits = CommitQueue(store)
         self._lease_keeper = LeaseKeeper(store)
 
-    def start(self, prepared: PreparedTurn) -> Generation:
-        """Start the task of a generation. Nothing is awaited, so that the turn's lease always has an owner."""
+    def start(self, prepared: PreparedTurn, slot: RunningSlot) -> Generation:
+        """Start the task of a generation. Nothing is awaited, so that the turn's lease always has an owner.
+
+        The generation tells `slot` how fast it is; the caller releases it.
+        """
         turn = prepared.turn
         stream = OutputStream(turn.identity)
         if prepared.replayed is not None:
@@ -90,6 +94,7 @@ class GenerationFactory:
             note_interrupted,
             prepared.began,
             operation=operation,
+            slot=slot,
             trace=trace,
         )
         setting = self._round_setting(turn, is_timed=trace is not None or self._timelines is not None)

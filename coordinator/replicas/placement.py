@@ -256,5 +256,9 @@ class Placement:
             self._sessions.popitem(last=False)
         return replicas
 
+    def knows(self, key: SessionKey) -> bool:
+        """Return whether a session was served lately, so that replicas probably hold its KV."""
+        return key in self._sessions
+
     def forget(self, key: SessionKey) -> None:
         self._sessions.pop(key, None)

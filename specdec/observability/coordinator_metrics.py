@@ -21,6 +21,9 @@ from specdec.observability.series import LATENCY_S, NUM_TOKENS, PREFIX, REQUEST_
 #: answer, or does not fit.
 REPLICA_STATES = ("up", "late", "draining", "down")
 
+QueueState = tuple[int, int, float]
+"""Number of waiting requests, number of slots, and the predicted wait of a request that arrives now."""
+
 ReplicaPlace = tuple[str, str, str]
 """Role, pool and state of one replica."""
 
@@ -46,7 +49,9 @@ class CoordinatorMetrics:
         """Roles with their pools that have been seen; their series stay."""
         self._list_pools: Callable[[], Iterable[str]] = tuple
         self._count_store_errors: Callable[[], int] = int
+        self._read_queue: Callable[[], QueueState] = lambda: (0, 0, 0.0)
         series.read(self._replicas)
+        series.read(self._queue)
         series.read(self._store_errors)
         self.rounds = RoundMetrics(series)
         self._request_series()
@@ -60,7 +65,7 @@ class CoordinatorMetrics:
 
     def _request_series(self) -> None:
         counter, counters, gauge = self._series.counter, self._series.counters, self._series.gauge
-        self._capacity = gauge("request_capacity", "Largest number of requests at once, admissions included.")
+        self._capacity = gauge("request_capacity", "Largest number of requests at once, waiting ones included.")
         self._running = gauge("num_requests_running", "Requests that are generating.")
         self._admitting = gauge("num_requests_admitting", "Requests that are taking their session and their prompt.")
         self._success = counters(
@@ -122,6 +127,10 @@ class CoordinatorMetrics:
     def set_capacity(self, num_requests: int) -> None:
         """Set the largest number of requests at once."""
         self._capacity.value = num_requests
+
+    def watch_queue(self, read: Callable[[], QueueState]) -> None:
+        """Read the state of the queue at every scrape, in its thread."""
+        self._read_queue = read
 
     def watch_replicas(
         self, replicas: Callable[[], Iterable[ReplicaPlace]], pools: Callable[[], Iterable[str]]
@@ -237,6 +246,13 @@ class CoordinatorMetrics:
                 for state in REPLICA_STATES
             ],
         )
+
+    def _queue(self) -> Iterator[Metric]:
+        num_waiting, num_slots, wait_s = self._read_queue()
+        gauge = self._series.gauge_family
+        yield gauge("num_requests_waiting", "Requests that wait for a slot.", [({}, num_waiting)])
+        yield gauge("request_slots", "Largest number of requests that generate at once, now.", [({}, num_slots)])
+        yield gauge("predicted_queue_time_seconds", "Predicted wait of a request that arrives now.", [({}, wait_s)])
 
     def _store_errors(self) -> Iterator[Metric]:
         yield self._series.counter_family(

@@ -104,7 +104,15 @@ class CoordinatorSettings(TracingSettings, ServiceSettings):
     """Seconds that an idle session is kept."""
 
     max_queue: int = Field(default=1024, ge=1)
-    """Limit on requests admitted at once; a further request is refused with QUEUE_FULL."""
+    """Limit on requests at once, running and waiting ones together; a further request is refused with QUEUE_FULL."""
+
+    max_running: int | None = Field(default=None, ge=1)
+    """Limit on requests that generate at once; further requests wait for a slot. none: 16 for each target, and more
+    while a token takes at most 1.4 times as long as with 16."""
+
+    max_wait_s: float = Field(default=4.0, gt=0.0, le=DAY_S)
+    """Predicted seconds of waiting for a slot beyond which a request is refused with QUEUE_FULL, once three requests
+    wait for each slot. A request with a deadline is refused wherever it would probably miss it."""
 
     poll_interval_s: float = Field(default=1.0, gt=0.0)
     """Seconds between two polls of the replicas, which connect new replicas and try dead ones again."""

@@ -23,6 +23,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from coordinator.admission.slots import AdmissionSettings
 from coordinator.audit.audit_queue import AuditQueue
 from coordinator.audit.turn_audit import Auditor
 from coordinator.front.opening import RequestOpener
@@ -296,6 +297,9 @@ class Rig:
         audit_wait_s: float = 60.0,
         tracing: Tracing | None = None,
         has_smg_contract: bool = False,
+        max_queue: int = 64,
+        max_running: int | None = None,
+        max_wait_s: float = 4.0,
         **settings: Any,
     ) -> Coordinator:
         """Starts a coordinator connected to every service.
@@ -313,6 +317,9 @@ class Rig:
             audit_wait_s: how long an audit waits for its target to be idle.
             tracing: records its requests.
             has_smg_contract: it is a worker of the router smg as well.
+            max_queue: requests that it admits at once.
+            max_running: requests that it runs at once.
+            max_wait_s: predicted wait beyond which it refuses.
             settings: of `GenerationSettings`.
         """
         store = self.store if tenant == DEFAULT_TENANT else self.open_store(tenant)
@@ -336,7 +343,7 @@ class Rig:
                     "coordinator_id": f"c{next(self._ids)}",
                     "lease_ttl_s": 30.0,  # a starved machine must not lose leases
                     "draft_timeout_s": None,
-                    "max_running": 64,
+                    "admission": AdmissionSettings(max_queue, max_running, max_wait_s),
                     **settings,
                 }
             ),
