@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import specdec
-from coordinator.admission.slots import AdmissionSettings
+from coordinator.admission.admission import AdmissionSettings
 from coordinator.audit.audit_queue import AuditQueue
 from coordinator.audit.turn_audit import Auditor
 from coordinator.front.opening import RequestOpener
@@ -266,7 +266,7 @@ def _generation_settings(settings: CoordinatorSettings) -> GenerationSettings:
         coordinator_id=f"c-{secrets.token_hex(6)}",
         lease_ttl_s=settings.lease_ttl_s,
         draft_timeout_s=settings.draft_timeout_s,
-        admission=AdmissionSettings(settings.max_queue, settings.max_running, settings.max_wait_s),
+        admission=AdmissionSettings.of(settings),
     )
 
 

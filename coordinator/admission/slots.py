@@ -36,20 +36,8 @@ _MAX_RETRY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class AdmissionSettings:
-    """Settings of the queue (see `specdec.settings.coordinator`)."""
-
-    max_queue: int
-    """Requests that wait or run at once."""
-    max_running: int | None = None
-    """Requests that run at once; None: chosen from measured speeds."""
-    max_wait_s: float = 4.0
-    """Predicted wait beyond which a request is refused once several wait for each slot."""
-
-
-@dataclass(frozen=True, slots=True)
 class SlotRequest:
-    """What the queue knows about a request."""
+    """Fields of a request that decide its place in the queue."""
 
     key: SessionKey
     max_new_tokens: int
@@ -86,7 +74,7 @@ class RunningSlot:
 
     def note_chunk(self, num_tokens: int, since_last_s: float | None) -> None:
         """Note new tokens, `since_last_s` after the request's previous ones; None: its first ones."""
-        self._slots.note_chunk(num_tokens, since_last_s, time.monotonic() - self._began_s)
+        self._slots.note_chunk(self.tenant, num_tokens, since_last_s, time.monotonic() - self._began_s)
 
     def note_finished(self, num_tokens: int) -> None:
         """Note that the output is complete."""
@@ -112,11 +100,27 @@ class _Waiter:
 class RunningSlots:
     """The slots of one coordinator, and the requests that wait for one. Used from one event loop."""
 
-    def __init__(self, settings: AdmissionSettings, num_targets: Callable[[], int]) -> None:
-        """`num_targets` returns the number of target replicas that take sessions."""
-        self._settings = settings
+    def __init__(
+        self,
+        num_targets: Callable[[], int],
+        *,
+        max_queue: int,
+        max_running: int | None = None,
+        max_wait_s: float,
+        count_tokens: Callable[[str, int], None] = lambda tenant, num_tokens: None,
+    ) -> None:
+        """
+        Args:
+            num_targets: returns the number of target replicas that take sessions.
+            max_queue: requests that wait or run at once.
+            max_running: requests that run at once; None: chosen from measured speeds.
+            max_wait_s: predicted wait beyond which a request is refused once several wait for each slot.
+            count_tokens: called with the tenant and the number of output tokens of each chunk.
+        """
+        self._max_queue, self._max_wait_s = max_queue, max_wait_s
+        self._count_tokens = count_tokens
         self._speeds = StreamSpeeds()
-        self._limit = RunningLimit(self._speeds, num_targets, settings.max_running)
+        self._limit = RunningLimit(self._speeds, num_targets, max_running)
         self.num_running = 0
         self._running: Counter[str] = Counter()
         """Number of running requests by tenant, above 0."""
@@ -151,10 +155,9 @@ class RunningSlots:
         """
         if self._closed is not None:
             raise self._closed()
-        if self.num_running + self.num_waiting >= self._settings.max_queue:
+        if self.num_running + self.num_waiting >= self._max_queue:
             raise ResourceExhausted(
-                f"the coordinator already has {self._settings.max_queue} requests, its limit (--max-queue); try again "
-                "later",
+                f"the coordinator already has {self._max_queue} requests, its limit (--max-queue); try again later",
                 retry_after_s=_retry_s(self._wait_s(self.num_waiting)),
             )
         if request.is_resumption or self._may_start(request.key.tenant):
@@ -176,8 +179,9 @@ class RunningSlots:
                 if not waiter.granted.done():
                     waiter.granted.set_exception(error())
 
-    def note_chunk(self, num_tokens: int, since_last_s: float | None, since_start_s: float) -> None:
+    def note_chunk(self, tenant: str, num_tokens: int, since_last_s: float | None, since_start_s: float) -> None:
         """Note new tokens of a running request."""
+        self._count_tokens(tenant, num_tokens)
         if since_last_s is None:
             self._speeds.note_first_token(since_start_s)
             return
@@ -230,9 +234,9 @@ class RunningSlots:
                     retry_after_s=_retry_s(wait_s),
                 )
         num_tenants = len(self._waiting.keys() | {request.key.tenant})
-        if len(queue) >= max(1, WAITING_PER_SLOT * limit // num_tenants) and wait_s > self._settings.max_wait_s:
+        if len(queue) >= max(1, WAITING_PER_SLOT * limit // num_tenants) and wait_s > self._max_wait_s:
             raise ResourceExhausted(
-                f"the request would probably wait {wait_s:.1f} s; the limit is {self._settings.max_wait_s:g} s "
+                f"the request would probably wait {wait_s:.1f} s; the limit is {self._max_wait_s:g} s "
                 "(--max-wait-s); try again later",
                 retry_after_s=_retry_s(wait_s),
             )

@@ -130,7 +130,10 @@ class Account:
     def count_failure(self, reason: str, num_output_tokens: int) -> None:
         """Count a request that ended with an error of this reason; it may be resumed."""
         self.stats.e2el_s = self._elapsed_s()
-        self._note_interrupted(reason)
+        if reason == "KV_EXHAUSTED" and not num_output_tokens:
+            self._metrics.observe_refused(reason)  # it never began: no target had KV blocks for its prompt
+        else:
+            self._note_interrupted(reason)
         self._end("failed", reason, num_output_tokens)
 
     def _end(self, how: str, reason: str, num_output_tokens: int) -> None:

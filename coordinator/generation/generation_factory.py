@@ -53,6 +53,7 @@ class GenerationFactory:
         draft_sources: DraftSourceFactory,
         metrics: CoordinatorMetrics,
         draft_timeout_s: float | None,
+        kv_wait_s: float,
         recovery_s: float,
         recorder: Recorder | None = None,
         timelines: TimelineLog | None = None,
@@ -67,6 +68,7 @@ class GenerationFactory:
         self._metrics = metrics
         self._interrupted = InterruptedTurns(store, metrics, recovery_s)
         self._draft_timeout_s = draft_timeout_s
+        self._kv_wait_s = kv_wait_s
         self._recorder = recorder
         self._timelines = timelines
         self._auditor = auditor
@@ -189,6 +191,7 @@ class GenerationFactory:
             num_logprobs=sampling.num_logprobs,
             vocabulary_size=self._pools.target_info.vocabulary_size,
             draft_timeout_s=self._draft_timeout_s,
+            kv_wait_s=self._kv_wait_s,
             tenant=turn.lease.tenant,
             is_timed=is_timed,
         )

@@ -12,7 +12,8 @@ import time
 from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
-from coordinator.admission.slots import AdmissionSettings, RunningSlot, RunningSlots, SlotRequest
+from coordinator.admission.admission import Admission, AdmissionSettings
+from coordinator.admission.slots import RunningSlot, SlotRequest
 from coordinator.audit.turn_audit import Auditor
 from coordinator.generation.generation import CancelCause, Generation
 from coordinator.generation.generation_factory import GenerationFactory
@@ -20,7 +21,13 @@ from coordinator.generation.interrupted_turns import DEFAULT_RECOVERY_S
 from coordinator.generation.leases import Leases
 from coordinator.generation.log_repair import LogRepair
 from coordinator.generation.removal import SessionRemoval
-from coordinator.generation.request_log import LoggedRequest, check_held, check_same_request, no_session
+from coordinator.generation.request_log import (
+    LoggedRequest,
+    check_held,
+    check_same_request,
+    no_session,
+    nothing_to_resume,
+)
 from coordinator.generation.stream import OutputStream, Subscription
 from coordinator.generation.turn import PreparedTurn
 from coordinator.generation.turn_preparer import TurnPreparer
@@ -33,7 +40,7 @@ from coordinator.requests import DEFAULT_MAX_NEW_TOKENS, Finished, GenerationReq
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.round.timeline import TimelineLog
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.errors import NotFound, SessionBusy, SessionLost, SpecdecError, Unavailable
+from specdec.errors import SessionBusy, SpecdecError, Unavailable
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.state.store import PrefixDirectory, RequestRecord, SessionStore
 from specdec.tenant import SessionKey
@@ -85,16 +92,23 @@ class GenerationService:
             timelines: receives the timeline of each round.
             auditor: verifies a share of the rounds again; closed by its owner.
         """
-        self._settings = settings
         self._store = store
         self._metrics = metrics
+        self._admission = Admission(settings.admission, lambda: sum(r.takes_sessions for r in pools.targets()))
         leases = Leases(store, settings.coordinator_id, settings.lease_ttl_s)
         self._placement = placement = Placement(pools)
         self._log_repair = LogRepair(store, leases)
         self._removal = SessionRemoval(store, self._log_repair, placement, pools)
         self._prefixes = Prefixes(directory)
         self._turn_preparer = TurnPreparer(
-            store, leases, pools, tokenizer, self._removal, self._prefixes, routes_drafts=draft_sources.is_routing
+            store,
+            leases,
+            pools,
+            tokenizer,
+            self._removal,
+            self._prefixes,
+            routes_drafts=draft_sources.is_routing,
+            check_prompt=self._admission.quotas.check_prompt,
         )
         self._factory = GenerationFactory(
             store=store,
@@ -105,23 +119,20 @@ class GenerationService:
             draft_sources=draft_sources,
             metrics=metrics,
             draft_timeout_s=settings.draft_timeout_s,
+            kv_wait_s=settings.admission.max_wait_s,
             recovery_s=settings.recovery_s,
             recorder=None if learning_log is None else Recorder(learning_log, pools),
             timelines=timelines,
             auditor=auditor,
         )
-        self._slots = RunningSlots(settings.admission, lambda: sum(r.takes_sessions for r in pools.targets()))
         metrics.set_capacity(settings.admission.max_queue)
-        metrics.watch_queue(lambda: self._slots.state)
+        metrics.watch_queue(lambda: self._admission.queue_state)
         metrics.watch_replicas(pools.places, pools.draft_pools)
         self._running: dict[SessionKey, Generation] = {}
         self._locks: WeakValueDictionary[SessionKey, asyncio.Lock] = WeakValueDictionary()
         self._is_draining = False
-
-    @property
-    def coordinator_id(self) -> str:
-        """Id of this process, which is new at every start."""
-        return self._settings.coordinator_id
+        #: Id of this process, which is new at every start.
+        self.coordinator_id = settings.coordinator_id
 
     @property
     def num_running(self) -> int:
@@ -159,7 +170,7 @@ class GenerationService:
                         return await self._join(running, request)
                 # Waits without the lock, so that readers of the running request, and its deletion, are not held up.
                 if running is None:
-                    slot = await self._slots.acquire(self._slot_request(request))
+                    slot = await self._admission.enter(self._slot_request(request))
                 else:
                     await asyncio.wait([running.task], timeout=LEAVING_GRACE_S)
                     has_waited = True
@@ -181,18 +192,19 @@ class GenerationService:
         Raises Unavailable where the store cannot be reached.
         """
         lock = self._locks.setdefault(key, asyncio.Lock())
-        self._slots.withdraw(key, lambda: no_session(key.session_id))
+        self._admission.withdraw(key, lambda: no_session(key.session_id))
         async with lock:
             running = self._running.get(key)
             if running is not None:
                 running.cancel(no_session(key.session_id), CancelCause.SESSION_DELETED)
                 await asyncio.wait([running.task])
             await self._removal.remove(key)
+        self._admission.quotas.forget_session(key)
 
     async def drain(self, grace_s: float) -> None:
         """Stop admission, let generations finish within `grace_s`, then cancel the others. All leases are released."""
         self._is_draining = True
-        self._slots.close(_draining)
+        self._admission.close(_draining)
         tasks = [generation.task for generation in self._running.values()]
         if tasks:
             await asyncio.wait(tasks, timeout=grace_s)
@@ -243,12 +255,21 @@ class GenerationService:
         record = await self._log_repair.repair(request.key, loaded)
         stored = record.request if record else None
         if request.resume_from is not None and stored is None:
-            raise _nothing_to_resume(request.session_id, request.resume_from)
+            raise nothing_to_resume(request.session_id, request.resume_from)
         if stored is not None and (request.resume_from is not None or request.request_id == stored.request_id):
             return await self._resume(stored, request, began, slot)
         if record is not None and record.status == "running":
             raise SessionBusy(f"another request is running on session {request.session_id}")
-        return await self._start(await self._turn_preparer.of_new_turn(record, request, began), 0, slot)
+        quotas = self._admission.quotas
+        quotas.use_session(request.key, is_new=record is None)
+        try:
+            prepared = await self._turn_preparer.of_new_turn(record, request, began)
+        except BaseException:
+            if record is None:
+                quotas.forget_session(request.key)
+            raise
+        quotas.count_tokens(request.tenant, prepared.turn.identity.output_start - prepared.agreed_len)
+        return await self._start(prepared, 0, slot)
 
     async def _resume(
         self, stored: RequestRecord, request: GenerationRequest, began: float, slot: RunningSlot
@@ -285,15 +306,6 @@ class GenerationService:
         stream = generation.stream
         if stream.num_tokens:
             self._log_repair.remember(generation.turn, stream.finish_reason, generation.stats, stream.num_tokens)
-
-
-def _nothing_to_resume(session_id: str, num_held: int) -> NotFound | SessionLost:
-    """A caller that holds tokens of a session has seen the session, so it has been lost."""
-    if num_held == 0:
-        return no_session(session_id)
-    return SessionLost(
-        f"session {session_id} is gone, and with it the output of which {num_held} tokens are held", field="resume_from"
-    )
 
 
 def _draining() -> Unavailable:

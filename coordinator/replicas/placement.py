@@ -143,6 +143,11 @@ class SessionReplicas:
         """Return whether the session has no target replica, and may still wait for the one it lost at `lost_at_s`."""
         return time.monotonic() - lost_at_s < self._pools.target_wait_s and not self.has_target(())
 
+    @property
+    def target_wait_s(self) -> float:
+        """Seconds that a request waits for a target replica."""
+        return self._pools.target_wait_s
+
     async def wait_for_target(self, lost_at_s: float) -> None:
         """Wait for a target replica. Raises Unavailable, as `target_wait.wait_for_target` does."""
         await wait_for_target(self._pools, lambda: self.has_target(()), self.target_fingerprint, lost_at_s)

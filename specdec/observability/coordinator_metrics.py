@@ -29,8 +29,8 @@ ReplicaPlace = tuple[str, str, str]
 
 _LOST = ("DRAINING", "INTERNAL", "KV_EXHAUSTED", "LEASE_LOST", "REPLICA_UNAVAILABLE", "STORE_UNAVAILABLE")
 _REFUSED = (
-    "CONTEXT_TOO_LONG", "DRAINING", "INVALID_REQUEST", "QUEUE_FULL", "QUOTA_EXCEEDED", "REPLICA_UNAVAILABLE",
-    "SESSION_BUSY", "SESSION_LOST", "SESSION_NOT_FOUND", "STORE_UNAVAILABLE",
+    "CONTEXT_TOO_LONG", "DRAINING", "INVALID_REQUEST", "KV_EXHAUSTED", "QUEUE_FULL", "QUOTA_EXCEEDED",
+    "REPLICA_UNAVAILABLE", "SESSION_BUSY", "SESSION_LOST", "SESSION_NOT_FOUND", "STORE_UNAVAILABLE",
 )  # fmt: skip
 
 
@@ -250,7 +250,7 @@ class CoordinatorMetrics:
     def _queue(self) -> Iterator[Metric]:
         num_waiting, num_slots, wait_s = self._read_queue()
         gauge = self._series.gauge_family
-        yield gauge("num_requests_waiting", "Requests that wait for a slot.", [({}, num_waiting)])
+        yield gauge("num_requests_queued", "Requests that wait for a slot.", [({}, num_waiting)])
         yield gauge("request_slots", "Largest number of requests that generate at once, now.", [({}, num_slots)])
         yield gauge("predicted_queue_time_seconds", "Predicted wait of a request that arrives now.", [({}, wait_s)])
 

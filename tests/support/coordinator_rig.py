@@ -23,7 +23,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from coordinator.admission.slots import AdmissionSettings
+from coordinator.admission.admission import AdmissionSettings
+from coordinator.admission.quotas import TenantLimits
 from coordinator.audit.audit_queue import AuditQueue
 from coordinator.audit.turn_audit import Auditor
 from coordinator.front.opening import RequestOpener
@@ -300,6 +301,7 @@ class Rig:
         max_queue: int = 64,
         max_running: int | None = None,
         max_wait_s: float = 4.0,
+        tenant_limits: TenantLimits | None = None,
         **settings: Any,
     ) -> Coordinator:
         """Starts a coordinator connected to every service.
@@ -320,6 +322,7 @@ class Rig:
             max_queue: requests that it admits at once.
             max_running: requests that it runs at once.
             max_wait_s: predicted wait beyond which it refuses.
+            tenant_limits: limits of each tenant.
             settings: of `GenerationSettings`.
         """
         store = self.store if tenant == DEFAULT_TENANT else self.open_store(tenant)
@@ -343,7 +346,9 @@ class Rig:
                     "coordinator_id": f"c{next(self._ids)}",
                     "lease_ttl_s": 30.0,  # a starved machine must not lose leases
                     "draft_timeout_s": None,
-                    "admission": AdmissionSettings(max_queue, max_running, max_wait_s),
+                    "admission": AdmissionSettings(
+                        max_queue, max_running, max_wait_s, tenant_limits=tenant_limits or TenantLimits()
+                    ),
                     **settings,
                 }
             ),

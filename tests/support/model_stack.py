@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import torch
 
-from coordinator.admission.slots import AdmissionSettings
+from coordinator.admission.admission import AdmissionSettings
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.front.tenants import CallTenants
 from coordinator.generation.generation_service import GenerationService, GenerationSettings

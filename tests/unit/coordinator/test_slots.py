@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from coordinator.admission.slots import AdmissionSettings, RunningSlot, RunningSlots, SlotRequest
+from coordinator.admission.slots import RunningSlot, RunningSlots, SlotRequest
 from coordinator.admission.speeds import BASE_STREAMS, RunningLimit, StreamSpeeds
 from specdec.errors import ResourceExhausted, Unavailable
 from specdec.tenant import SessionKey
@@ -21,7 +21,7 @@ def asked(tenant: str = "a", session_id: str = "s", *, within_s: float | None = 
 
 
 def slots_of(max_running: int | None, *, max_queue: int = 1000, max_wait_s: float = 1e6) -> RunningSlots:
-    return RunningSlots(AdmissionSettings(max_queue, max_running, max_wait_s), lambda: 1)
+    return RunningSlots(lambda: 1, max_queue=max_queue, max_running=max_running, max_wait_s=max_wait_s)
 
 
 async def queued(slots: RunningSlots, request: SlotRequest) -> asyncio.Task[RunningSlot]:
@@ -40,8 +40,8 @@ async def with_known_speed(slots: RunningSlots, token_s: float) -> None:
     """Let the queue see eight requests, each of `NUM_TOKENS` tokens, at this speed."""
     for _ in range(8):
         slot = await slots.acquire(asked(is_resumption=True))
-        slots.note_chunk(1, None, token_s)
-        slots.note_chunk(NUM_TOKENS - 1, (NUM_TOKENS - 1) * token_s, 0.0)
+        slots.note_chunk("a", 1, None, token_s)
+        slots.note_chunk("a", NUM_TOKENS - 1, (NUM_TOKENS - 1) * token_s, 0.0)
         slots.note_released(slot.tenant, NUM_TOKENS, NUM_TOKENS * token_s)
 
 
