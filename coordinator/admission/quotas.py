@@ -47,16 +47,19 @@ class _Allowance:
 
     def __init__(self, now_s: float) -> None:
         self._used = 0.0
+        self._limit = 0
         self._counted_s = now_s
 
     def missing_s(self, limit: int, now_s: float) -> float:
         """Return the time until anything is left, 0 if it is now."""
-        self._used = max(0.0, self._used - (now_s - self._counted_s) * limit / _MINUTE_S)
-        self._counted_s = now_s
+        self.use(0, now_s)
+        self._limit = limit
         return max(0.0, (self._used + 1.0 - limit) * _MINUTE_S / limit)
 
-    def use(self, amount: int) -> None:
-        self._used += amount
+    def use(self, amount: int, now_s: float) -> None:
+        """Refill for the time since the last call, then take `amount`."""
+        self._used = max(0.0, self._used - (now_s - self._counted_s) * self._limit / _MINUTE_S) + amount
+        self._counted_s = now_s
 
 
 class _TenantUse:
@@ -103,13 +106,13 @@ class TenantQuotas:
 
     def count_request(self, tenant: str) -> None:
         """Count a request that begins."""
-        self._use_of(tenant).requests.use(1)
+        self._use_of(tenant).requests.use(1, self._clock())
 
     def count_tokens(self, tenant: str, num_tokens: int) -> None:
         """Count tokens of a request's prompt or output."""
         use = self._uses.get(tenant)
         if use is not None and use.limits.max_tokens_per_minute is not None:
-            use.tokens.use(num_tokens)
+            use.tokens.use(num_tokens, self._clock())
 
     def check_prompt(self, tenant: str, num_tokens: int) -> None:
         """Check the length of a prompt. Raises ResourceExhausted without a time to retry."""

@@ -25,8 +25,8 @@ from specdec.tenant import SessionKey
 CAUTION = 1.5
 
 #: Requests that may wait for each slot, however long that is predicted to take. Clients that each wait for their answer
-#: before they ask again, four for each slot, are therefore not refused.
-WAITING_PER_SLOT = 3
+#: before they ask again, two for each slot, are therefore not refused.
+WAITING_PER_SLOT = 1
 
 #: Part of the limit that stays in use where a tenant uses less than its share.
 MIN_SHARED_PART = 8

@@ -15,10 +15,10 @@ from collections.abc import Callable
 BASE_STREAMS = 16
 
 #: The limit rises while a token takes at most this many times as long as with `BASE_STREAMS` streams.
-RAISE_BELOW = 1.4
+RAISE_BELOW = 1.25
 
 #: The limit falls where a token takes longer than this many times as long as with `BASE_STREAMS` streams.
-LOWER_ABOVE = 1.7
+LOWER_ABOVE = 1.5
 
 #: Where a tenant uses less than its share, a token may take this many times as long as with one stream alone.
 SHARED_SLOWDOWN = 1.8
