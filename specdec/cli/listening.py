@@ -10,8 +10,7 @@ from specdec.cli import Usage
 from specdec.cli.control import require_unused
 from specdec.errors import Unavailable
 from specdec.rpc.channels import require_free
-from specdec.settings.addresses import WILDCARD_HOSTS, join_address, split_address
-from specdec.settings.gateway import is_loopback
+from specdec.settings.addresses import WILDCARD_HOSTS, is_loopback, join_address, split_address
 from specdec.supervision.processes import free_ports
 from specdec.supervision.services import tell
 

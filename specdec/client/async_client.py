@@ -199,7 +199,7 @@ class AsyncClient(Identity):
             try:
                 return await (await attempts.begin(method, request, recovery))
             except grpc.RpcError as error:
-                raise attempts.failed(error) from error
+                raise attempts.failed(error, recovery) from error
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if self._coordinators.is_closed and task is not None and not task.cancelling():

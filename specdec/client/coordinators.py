@@ -21,11 +21,12 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.client.endpoints import resolve_endpoint
-from specdec.client.failures import closed, is_from_coordinator, read_failure
+from specdec.client.failures import closed, read_failure
 from specdec.client.identity import Metadata
 from specdec.client.recovery import CHANNEL_OPTIONS, Recovery
 from specdec.errors import ResourceExhausted, SpecdecError, Unavailable
 from specdec.rpc.channels import dial, dial_blocking
+from specdec.rpc.status import is_ours
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
 #: Time that the next attempt waits for another coordinator to report SERVING.
@@ -94,16 +95,20 @@ class _Attempts(Generic[ChannelT]):
     _connection: _Connection[ChannelT]
     _must_choose = False
     """True if the next attempt must choose a serving coordinator first, unless another call has done so."""
+    _num_lost = 0
+    """Number of attempts that ended without a verdict of a coordinator."""
 
-    def failed(self, error: grpc.RpcError) -> SpecdecError:
+    def failed(self, error: grpc.RpcError, recovery: Recovery) -> SpecdecError:
         """Return the error of the last attempt, and note what the next attempt must check first."""
-        failure = read_failure(error, self._coordinators.endpoint)
-        is_first, is_refused = self._connection is self._coordinators.first, is_from_coordinator(error)
+        failure = read_failure(error, self._coordinators.endpoint, was_answered=recovery.was_answered)
+        is_first, is_refused = self._connection is self._coordinators.first, is_ours(error)
+        self._num_lost += not is_refused
         if not is_refused and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             self._coordinators.suspect = self._connection
-        elif isinstance(failure, Unavailable | ResourceExhausted):
-            # gRPC moves on by itself after a broken first connection, and after a refusal by one of the others.
-            self._must_choose = is_refused if is_first else not is_refused
+        elif not is_refused or isinstance(failure, Unavailable | ResourceExhausted):
+            # gRPC moves on by itself after a broken first connection, and after a refusal by one of the others. But the
+            # connection to a proxy outlasts the coordinator behind it.
+            self._must_choose = is_refused or self._num_lost > 1 if is_first else not is_refused
         return failure
 
     def _take_must_choose(self) -> bool:

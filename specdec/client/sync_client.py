@@ -154,7 +154,7 @@ class Stream(Iterator[Chunk]):
             self._call = None
             if self._closed:
                 return None
-            raise self._attempts.failed(error) from error
+            raise self._attempts.failed(error, self._recovery) from error
         except BaseException:
             self._end()
             raise
@@ -320,7 +320,7 @@ class Client(Identity):
             try:
                 return attempts.begin(method, request, recovery)
             except grpc.RpcError as error:
-                raise attempts.failed(error) from error
+                raise attempts.failed(error, recovery) from error
 
         try:
             return tenacity.Retrying(**recovery.tenacity_options())(once)

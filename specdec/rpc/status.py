@@ -20,7 +20,7 @@ from specdec.v1 import common_pb2
 #: Trailing metadata key of the serialised google.rpc.Status.
 DETAILS_KEY = "grpc-status-details-bin"
 
-# Statuses that carry no ErrorInfo come from gRPC itself or from a proxy.
+# Class of a status whose reason is unknown here.
 _BY_CODE: dict[str, type[SpecdecError]] = {
     "INVALID_ARGUMENT": errors.InvalidRequest,
     "OUT_OF_RANGE": errors.InvalidRequest,
@@ -34,6 +34,24 @@ _BY_CODE: dict[str, type[SpecdecError]] = {
     "UNIMPLEMENTED": errors.Unsupported,
     "DATA_LOSS": errors.SessionLost,
 }
+
+# Statuses of gRPC itself or of a proxy that refuse the call. Any other one, INTERNAL for instance, says that an answer
+# was lost on its way.
+_REFUSALS = frozenset(
+    (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.OUT_OF_RANGE,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNIMPLEMENTED,
+    )
+)
+
+# gRPC's message about a reset stream. The HTTP/2 code decides the status: INADEQUATE_SECURITY gives PERMISSION_DENIED,
+# ENHANCE_YOUR_CALM gives RESOURCE_EXHAUSTED, most others give INTERNAL.
+_RESET = re.compile(r"RST_STREAM with error code (?P<http2_code>\d+)")
 
 # gRPC's message, which begins with the side that found the message too large.
 _OVERSIZED = re.compile(r"(?P<by_us>CLIENT: )?\w+ message larger than max \((?P<size>\d+) vs\. (?P<limit>\d+)\)")
@@ -81,17 +99,34 @@ def from_status(status: status_pb2.Status) -> SpecdecError:
 
 
 def from_rpc_error(error: grpc.RpcError, *, peer: str = "") -> SpecdecError:
-    """Return the error of the tree for an exception of a gRPC call; errors made by gRPC itself name `peer`."""
+    """Return the error of the tree for an exception of a gRPC call; errors made on the way name `peer`.
+
+    A status without our ErrorInfo is not the server's verdict: unless it refuses the call, it becomes Unavailable.
+    """
     if not isinstance(error, grpc.aio.AioRpcError | grpc.Call):
         return errors.Internal(str(error))
     status = _carried_status(error)
-    if status is not None:
+    if status is not None and _is_ours(status):
         return from_status(status)
     details = error.details() or ""
     message = f"{peer}: {details}" if peer else details
     if oversized := _OVERSIZED.search(details):
         return _oversized_message(oversized, peer)
+    if error.code() not in _REFUSALS or _RESET.search(details):
+        return errors.Unavailable(message)
     return _build(error.code().value[0], "", message)
+
+
+def is_ours(error: grpc.RpcError) -> bool:
+    """Return whether a service of specdec made the error, and not gRPC or a proxy on the way to it."""
+    status = _carried_status(error) if isinstance(error, grpc.aio.AioRpcError | grpc.Call) else None
+    return status is not None and _is_ours(status)
+
+
+def http2_reset_code(details: str) -> int | None:
+    """Return the HTTP/2 code with which a stream was reset, from gRPC's message; None if it was not reset."""
+    found = _RESET.search(details)
+    return int(found["http2_code"]) if found else None
 
 
 def _oversized_message(found: re.Match[str], peer: str) -> SpecdecError:
@@ -102,6 +137,11 @@ def _oversized_message(found: re.Match[str], peer: str) -> SpecdecError:
     return errors.InvalidRequest(
         f"the request has {size} bytes; the limit of {peer} is {limit} (its --max-message-bytes)"
     )
+
+
+def _is_ours(status: status_pb2.Status) -> bool:
+    infos = (detail for detail in status.details if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR))
+    return any(error_details_pb2.ErrorInfo.FromString(detail.value).domain == errors.DOMAIN for detail in infos)
 
 
 def _carried_status(error: grpc.aio.AioRpcError | grpc.Call) -> status_pb2.Status | None:

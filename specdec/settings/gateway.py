@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from specdec.settings.addresses import split_address
+from specdec.settings.addresses import is_loopback
 from specdec.settings.base import DAY_S, Address, ProcessSettings, split_commas
 from specdec.settings.tracing import TracingSettings
 
@@ -84,12 +83,3 @@ class GatewaySettings(TracingSettings, ProcessSettings):
                 "--allow-anonymous to answer everyone"
             )
         return self
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether HOST:PORT is reached from this machine alone."""
-    host = split_address(address)[0]
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -302,6 +302,7 @@ class Rig:
         max_running: int | None = None,
         max_wait_s: float = 4.0,
         tenant_limits: TenantLimits | None = None,
+        addresses: Mapping[str, str] = MappingProxyType({}),
         **settings: Any,
     ) -> Coordinator:
         """Starts a coordinator connected to every service.
@@ -323,13 +324,16 @@ class Rig:
             max_running: requests that it runs at once.
             max_wait_s: predicted wait beyond which it refuses.
             tenant_limits: limits of each tenant.
+            addresses: where it calls a service instead of at the service's own address, which is the key.
             settings: of `GenerationSettings`.
         """
         store = self.store if tenant == DEFAULT_TENANT else self.open_store(tenant)
         pools = ReplicaPools(
             "table",
             open_link,
-            static_endpoints=[(service.role, service.address) for service in self.services],
+            static_endpoints=[
+                (service.role, addresses.get(service.address, service.address)) for service in self.services
+            ],
             lookup_pools=lookup,
             target_wait_s=target_wait_s,
         )

@@ -1,0 +1,187 @@
+"""Checks of the Redis that holds sessions and the registry: settings, persistence, memory, access and clock."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+from urllib.parse import urlsplit
+
+from specdec.cli.checks.finding import Finding, fail, ok, warn
+from specdec.errors import SpecdecError, Unavailable
+from specdec.settings.addresses import is_loopback
+
+_MIN_VERSION = (7, 0)
+_NUM_PINGS = 9
+#: Answer time above which commits are noticed beside a round of a fast GPU.
+_SLOW_S = 0.005
+#: Shares of `maxmemory`, or of the machine's memory, above which there is a warning and a failure.
+_FULL_WARN, _FULL_FAIL = 0.8, 0.95
+#: Difference of clocks above which tokens and certificates may be refused, and above which they are.
+_SKEW_WARN_S, _SKEW_FAIL_S = 2.0, 60.0
+
+
+@dataclass(slots=True)
+class _State:
+    """Answers of Redis about itself."""
+
+    latency_s: float
+    skew_s: float
+    """Its clock minus this machine's."""
+    info: Mapping[str, Any]
+    user: str = ""
+    settings: dict[str, str] = field(default_factory=dict)
+    """Settings that this user may read."""
+    has_open_default: bool = False
+    """Set if the user `default` needs no password."""
+
+
+def check_redis(url: str) -> Iterator[Finding]:
+    """Check the Redis of `--redis-url`."""
+    try:
+        state = asyncio.run(_read(url))
+    except Unavailable as error:
+        yield fail("redis", error.message, "start Redis, or correct --redis-url, its user and its password")
+        return
+    yield from (_server(state), _role(state), _eviction(state), _memory(state), _persistence(state))
+    yield from _writes(state)
+    yield _access(url, state)
+    yield clock_finding("Redis is", state.skew_s, uncertain_s=state.latency_s)
+
+
+async def _read(url: str) -> _State:
+    from specdec.state.connection import RedisConnection
+
+    connection = RedisConnection(url)
+    try:
+        await connection.run_command("PING")
+        times = []
+        for _ in range(_NUM_PINGS):
+            began_s = time.perf_counter()
+            await connection.run_command("PING")
+            times.append(time.perf_counter() - began_s)
+        asked_s = time.time()
+        seconds, microseconds = await connection.run_command("TIME")
+        skew_s = int(seconds) + int(microseconds) / 1e6 - (asked_s + time.time()) / 2
+        state = _State(median(times), skew_s, await connection.run_command("INFO"))
+        # Some hosts permit none of these.
+        state.user = _text(await _permitted(connection, "ACL", "WHOAMI"))
+        for name in ("appendfsync", "save"):
+            answer = await _permitted(connection, "CONFIG", "GET", name) or ()
+            state.settings |= dict(zip(map(_text, answer[::2]), map(_text, answer[1::2]), strict=True))
+        default = await _permitted(connection, "ACL", "GETUSER", "default") or ()
+        fields = dict(zip(map(_text, default[::2]), default[1::2], strict=True))
+        state.has_open_default = {b"on", b"nopass"} <= set(fields.get("flags", ()))
+        return state
+    finally:
+        await connection.close()
+
+
+async def _permitted(connection: Any, *command: str) -> Any:
+    """Return the answer of a command; None if this user may not send it."""
+    try:
+        return await connection.run_command(*command)
+    except SpecdecError:
+        return None
+
+
+def _text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
+
+
+def _server(state: _State) -> Finding:
+    version = str(state.info.get("redis_version", "unknown"))
+    found = f"version {version}, answers in {state.latency_s * 1000:.2g} ms"
+    if tuple(int(part) for part in version.split(".")[:2] if part.isdecimal()) < _MIN_VERSION:
+        return fail("redis", found, "specdec's scripts need Redis 7.0 or newer")
+    if state.latency_s > _SLOW_S:
+        return warn("redis", f"{found}; every round commits to it", "place Redis nearer to the coordinators")
+    return ok("redis", found)
+
+
+def _role(state: _State) -> Finding:
+    role = str(state.info.get("role", "unknown"))
+    if role == "slave":
+        primary = f"{state.info.get('master_host')}:{state.info.get('master_port')}"
+        return fail("redis role", f"a replica of {primary}, which refuses writes", "give --redis-url of the primary")
+    return ok("redis role", f"primary, {state.info.get('connected_slaves', 0)} replicas")
+
+
+def _eviction(state: _State) -> Finding:
+    policy = str(state.info.get("maxmemory_policy", "unknown"))
+    if policy not in ("noeviction", "unknown"):
+        return fail("redis eviction", f"maxmemory-policy {policy}: Redis drops sessions when its memory is full",
+                    "CONFIG SET maxmemory-policy noeviction, and the same in redis.conf")  # fmt: skip
+    return ok("redis eviction", f"maxmemory-policy {policy}")
+
+
+def _memory(state: _State) -> Finding:
+    used, limit = int(state.info.get("used_memory", 0)), int(state.info.get("maxmemory", 0))
+    total = limit or int(state.info.get("total_system_memory", 0))
+    found = f"{used / 1e6:.0f} MB used of " + (f"{limit / 1e6:.0f} MB" if limit else f"{total / 1e9:.0f} GB, no limit")
+    advice = "raise maxmemory, or lower --session-ttl-s of the coordinators"
+    if not total or used < _FULL_WARN * total:
+        return ok("redis memory", found)
+    return fail("redis memory", f"{found}: writes fail soon", advice) if used > _FULL_FAIL * total else warn(
+        "redis memory", found, advice
+    )  # fmt: skip
+
+
+def _persistence(state: _State) -> Finding:
+    if not int(state.info.get("aof_enabled", 0)):
+        kept = f"snapshots alone ({state.settings['save']})" if state.settings.get("save") else "nothing on disk"
+        return warn("redis persistence", f"{kept}: a crash of Redis loses sessions",
+                    "CONFIG SET appendonly yes, and the same in redis.conf")  # fmt: skip
+    policy = state.settings.get("appendfsync", "unknown")
+    losses = {"always": "loses no commit", "everysec": "loses up to a second"}
+    if policy == "no":
+        return warn("redis persistence", "appendfsync no: a crash of the machine loses up to 30 s of commits",
+                    "CONFIG SET appendfsync everysec")  # fmt: skip
+    return ok("redis persistence", f"appendfsync {policy}: a crash {losses.get(policy, 'loses what this says')}")
+
+
+def _writes(state: _State) -> Iterator[Finding]:
+    """Yield a failure for each log or snapshot that Redis could not write; it refuses commands then."""
+    names = {
+        "aof_last_write_status": "its log of writes",
+        "aof_last_bgrewrite_status": "a shorter log of writes",
+        "rdb_last_bgsave_status": "its last snapshot",
+    }
+    for name, what in names.items():
+        if str(state.info.get(name, "ok")) != "ok":
+            yield fail("redis disk", f"Redis cannot write {what}", "free space on its disk, and look at its log")
+
+
+def _access(url: str, state: _State) -> Finding:
+    parts = urlsplit(url)
+    is_local = parts.scheme in ("unix", "memory") or is_loopback(f"{parts.hostname or 'localhost'}:1")
+    user = f"user {state.user or 'unknown'}"
+    if is_local:
+        return ok("redis access", f"{user}, on this machine")
+    if state.has_open_default:
+        return fail("redis access", "the user default needs no password: any program that reaches the port may write",
+                    "give Redis a password or ACL users")  # fmt: skip
+    if parts.scheme != "rediss":
+        return warn("redis access", f"{user}, without TLS",
+                    "serve TLS and give --redis-url rediss://, or keep Redis in a network of its own")  # fmt: skip
+    return ok("redis access", f"{user}, TLS")
+
+
+def clock_finding(whose: str, skew_s: float, *, uncertain_s: float) -> Finding:
+    """Return what a difference between another clock and this machine's means.
+
+    Args:
+        whose: beginning of the sentence, such as "Redis is".
+        skew_s: the other clock minus this machine's, in seconds.
+        uncertain_s: how exactly that is known.
+    """
+    found = f"{whose} {abs(skew_s):.3g} s {'ahead of' if skew_s > 0 else 'behind'} this machine"
+    advice = "run NTP on both machines: certificates, keys with an end and logs go by the clock"
+    if abs(skew_s) > _SKEW_FAIL_S + uncertain_s:
+        return fail("clock", found, advice)
+    if abs(skew_s) > _SKEW_WARN_S + uncertain_s:
+        return warn("clock", found, advice)
+    return ok("clock", f"{whose} within {max(abs(skew_s), uncertain_s):.2g} s of this machine")
