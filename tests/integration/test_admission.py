@@ -54,18 +54,11 @@ async def held_slot(rig: Rig, coordinator: Coordinator) -> tuple[Any, Output]:
 async def test_requests_beyond_the_slots_wait_by_priority_and_all_get_their_tokens() -> None:
     async with limited(max_running=1) as (rig, coordinator):
         stream, output = await held_slot(rig, coordinator)
-        order: list[int] = []
-
-        async def ask(priority: int) -> list[int]:
-            asked = request(max_new_tokens=6)
-            asked.priority = priority
-            made = await coordinator.generate(asked)
-            order.append(priority)
-            return made.token_ids
-
         tasks = []
         for priority in (3, 1, 2):
-            tasks.append(asyncio.create_task(ask(priority)))
+            asked = request(session_id=f"s{priority}", max_new_tokens=6)
+            asked.priority = priority
+            tasks.append(asyncio.create_task(coordinator.generate(asked)))
             await num_waiting(coordinator, len(tasks))
         with served(coordinator.metrics.registry) as endpoint:
             page = await endpoint.scrape()
@@ -74,8 +67,10 @@ async def test_requests_beyond_the_slots_wait_by_priority_and_all_get_their_toke
         rig.target.worker.gate.set()
         await read_rest(stream, output)
         expected = rig.target.worker.greedy_continuation(PROMPT, 6)
-        assert await asyncio.gather(*tasks) == [expected] * 3
-        assert order == [1, 2, 3]
+        assert [made.token_ids for made in await asyncio.gather(*tasks)] == [expected] * 3
+        records = [await rig.store.load(f"s{priority}") for priority in (1, 2, 3)]
+        epochs = [record.epoch for record in records if record is not None]
+        assert epochs == sorted(epochs)  # an epoch is the time at which a session was leased
 
 
 async def test_a_request_whose_deadline_comes_while_it_waits_never_starts() -> None:

@@ -300,7 +300,7 @@ class Rig:
         has_smg_contract: bool = False,
         max_queue: int = 64,
         max_running: int | None = None,
-        max_wait_s: float = 4.0,
+        max_wait_s: float = 1e6,
         tenant_limits: TenantLimits | None = None,
         addresses: Mapping[str, str] = MappingProxyType({}),
         **settings: Any,
