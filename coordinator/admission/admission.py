@@ -7,10 +7,11 @@ without waiting, because its caller already holds a part of the output.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from coordinator.admission.quotas import TenantLimits, TenantQuotas
+from coordinator.admission.quotas import TenantQuotas, limits_over
 from coordinator.admission.slots import QueueState, RunningSlot, RunningSlots, SlotRequest
+from specdec.access.grants import UNLIMITED, Limits
 from specdec.errors import SpecdecError
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.tenant import SessionKey
@@ -28,38 +29,34 @@ class AdmissionSettings:
     """Predicted wait beyond which a request is refused once one request waits for each slot."""
     session_ttl_s: float = 3600.0
     """Time for which an idle session is kept."""
-    tenant_limits: TenantLimits = field(default_factory=TenantLimits)
+    tenant_limits: Limits = UNLIMITED
     """Limits of a tenant that has none of its own."""
+    limits_of: Callable[[str], Limits] = lambda tenant: UNLIMITED
+    """Returns the own limits of a tenant."""
 
     @classmethod
-    def of(cls, settings: CoordinatorSettings) -> AdmissionSettings:
-        limits = TenantLimits(
+    def of(cls, settings: CoordinatorSettings, limits_of: Callable[[str], Limits]) -> AdmissionSettings:
+        """Return the settings of a coordinator's flags; `limits_of` returns the limits of a tenant's keys."""
+        limits = Limits(
             settings.tenant_max_streams,
             settings.tenant_max_requests_per_minute,
             settings.tenant_max_tokens_per_minute,
             settings.tenant_max_sessions,
             settings.tenant_max_prompt_tokens,
         )
-        return cls(settings.max_queue, settings.max_running, settings.max_wait_s, settings.session_ttl_s, limits)
+        return cls(
+            settings.max_queue, settings.max_running, settings.max_wait_s, settings.session_ttl_s, limits, limits_of
+        )
 
 
 class Admission:
     """Admits the requests of one coordinator. Used from one event loop."""
 
-    def __init__(
-        self,
-        settings: AdmissionSettings,
-        num_targets: Callable[[], int],
-        limits_of: Callable[[str], TenantLimits] = lambda tenant: TenantLimits(),
-    ) -> None:
-        """
-        Args:
-            settings: limits.
-            num_targets: returns the number of target replicas that take sessions.
-            limits_of: returns the own limits of a tenant.
-        """
+    def __init__(self, settings: AdmissionSettings, num_targets: Callable[[], int]) -> None:
+        """`num_targets` returns the number of target replicas that take sessions."""
         self.quotas = TenantQuotas(
-            lambda tenant: limits_of(tenant).over(settings.tenant_limits), session_ttl_s=settings.session_ttl_s
+            lambda tenant: limits_over(settings.limits_of(tenant), settings.tenant_limits),
+            session_ttl_s=settings.session_ttl_s,
         )
         self._slots = RunningSlots(
             num_targets,

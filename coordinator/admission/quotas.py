@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
+from specdec.access.grants import UNLIMITED, Limits
 from specdec.errors import ResourceExhausted
 from specdec.tenant import SessionKey
 
@@ -19,27 +20,6 @@ MAX_TENANTS = 4096
 
 _MINUTE_S = 60.0
 _STREAM_RETRY_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class TenantLimits:
-    """Limits on one tenant; None: no limit."""
-
-    max_concurrent: int | None = None
-    """Requests at once, waiting ones included."""
-    max_requests_per_minute: int | None = None
-    """Requests begun in a minute."""
-    max_tokens_per_minute: int | None = None
-    """New prompt tokens and output tokens in a minute."""
-    max_sessions: int | None = None
-    """Sessions that are kept at once."""
-    max_prompt_tokens: int | None = None
-    """Tokens of a session before the output of a request."""
-
-    def over(self, defaults: TenantLimits) -> TenantLimits:
-        """Return these limits, with those of `defaults` where there is none."""
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return TenantLimits(**{n: getattr(defaults, n) if value is None else value for n, value in own.items()})
 
 
 class _Allowance:
@@ -66,7 +46,7 @@ class _TenantUse:
     """Use of the limits by one tenant."""
 
     def __init__(self, now_s: float) -> None:
-        self.limits = TenantLimits()
+        self.limits = UNLIMITED
         self.requests, self.tokens = _Allowance(now_s), _Allowance(now_s)
         self.sessions: OrderedDict[str, float] = OrderedDict()
         """Times at which sessions were last used, the oldest first."""
@@ -77,7 +57,7 @@ class TenantQuotas:
 
     def __init__(
         self,
-        limits_of: Callable[[str], TenantLimits],
+        limits_of: Callable[[str], Limits],
         *,
         session_ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -154,3 +134,9 @@ def _exceeded(limit: str, retry_after_s: float) -> ResourceExhausted:
     return ResourceExhausted(
         f"the tenant has reached its limit of {limit}", reason="QUOTA_EXCEEDED", retry_after_s=retry_after_s
     )
+
+
+def limits_over(own: Limits, usual: Limits) -> Limits:
+    """Return a tenant's own limits, with the usual ones where it has none."""
+    values = {field.name: getattr(own, field.name) for field in fields(own)}
+    return Limits(**{name: getattr(usual, name) if value is None else value for name, value in values.items()})

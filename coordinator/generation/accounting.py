@@ -15,6 +15,7 @@ from coordinator.requests import GenerationIdentity, RequestStats
 from coordinator.round.outcome import RoundOutcome
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.observability.genai_metrics import Ended, Operation
+from specdec.tenant import DEFAULT_TENANT
 from specdec.types import FinishReason
 
 _LOGGED_COUNTS = (
@@ -39,6 +40,7 @@ class Account:
         *,
         operation: Operation,
         slot: RunningSlot,
+        tenant: str = DEFAULT_TENANT,
         trace: RequestTrace | None = None,
     ) -> None:
         """
@@ -50,11 +52,13 @@ class Account:
             began: `time.perf_counter()` at admission; the rounds begin now.
             operation: what the request asks for, in the terms of GenAI metrics.
             slot: learns how fast the request is served.
+            tenant: tenant of the request.
             trace: gets the end of the request.
         """
         self.stats = stats
         self._operation = operation
         self._slot = slot
+        self._tenant = tenant
         self._trace = trace
         self._identity = identity
         self._metrics = metrics
@@ -138,6 +142,7 @@ class Account:
 
     def _end(self, how: str, reason: str, num_output_tokens: int) -> None:
         self._log_end(how, reason, num_output_tokens)
+        self._metrics.tenants.observe_end(self._tenant, how, self._identity.output_start, num_output_tokens)
         if self._trace is not None:
             self._trace.end(how, reason, self.stats, num_output_tokens)
         if self._metrics.genai is not None:

@@ -97,6 +97,7 @@ class GenerationFactory:
             prepared.began,
             operation=operation,
             slot=slot,
+            tenant=turn.lease.tenant,
             trace=trace,
         )
         setting = self._round_setting(turn, is_timed=trace is not None or self._timelines is not None)

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 
 from specdec.cli.draft_pools import joining_pool
-from specdec.cli.listening import API_KEYS_VARIABLE, dialled_address, later_metrics_address
+from specdec.cli.listening import (
+    SERVICE_KEY_VARIABLE,
+    dialled_address,
+    later_metrics_address,
+)
 from specdec.cli.service_settings import GivenSettings
 from specdec.cli.up_flags import (
     LOOKUPS,
@@ -29,10 +34,28 @@ from specdec.supervision.fleet import COORDINATOR, GATEWAY, role_of
 from specdec.supervision.processes import Child, free_ports
 from specdec.supervision.services import Service
 
+#: Services that check the credentials of clients.
+_GUARDED = (COORDINATOR, GATEWAY)
+
 _DRAIN_GRACE_S = 3
 _POLL_INTERVAL_S = 0.2
 #: Idle threads spin for microseconds only (docs/history/log.md).
 QUIET_THREADS = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
+
+
+def secured(args: argparse.Namespace, environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment of the services. If clients of the gateway need keys of their own, so do those of the
+    coordinator, and the services share a key."""
+    given: dict[str, str] = {}
+    for name in ("api_keys", "jwt_jwks"):
+        values = [args.settings.value(each, name) or environ.get(_variable(each, name)) for each in _GUARDED]
+        if value := next(filter(None, values), None):
+            given |= {_variable(COORDINATOR, name): str(value), SERVICE_KEY_VARIABLE: secrets.token_hex(32)}
+    return {**given, **environ}
+
+
+def _variable(service: str, name: str) -> str:
+    return f"SPECDEC_{service.upper()}__{name.upper()}"
 
 
 class Launcher:
@@ -115,9 +138,6 @@ class Launcher:
         arguments += self._unless_given(COORDINATOR, "tokenizer", self._served.target)
         arguments += self._unless_given(COORDINATOR, "poll_interval_s", str(_POLL_INTERVAL_S))
         arguments += [word for kind in self._args.lookup for word in ("--lookup", kind)]
-        has_keys = self._settings.value(GATEWAY, "api_keys") or self._environ.get(API_KEYS_VARIABLE)
-        if has_keys and self._http:  # each key has a tenant
-            arguments += self._unless_given(COORDINATOR, "tenant_header", "on")
         if len(self._served.drafts) > 1:
             arguments += self._unless_given(COORDINATOR, "default_draft_pool", self._served.drafts[0].name)
         return arguments + self._common(COORDINATOR)
@@ -186,6 +206,8 @@ class Launcher:
     def _common(self, service: str) -> list[str]:
         given = ["--redis-url", self._redis_url, "--log-format", "json"]
         given += self._unless_given(service, "drain_grace_s", str(_DRAIN_GRACE_S))
+        if SERVICE_KEY_VARIABLE in self._environ:
+            given += self._unless_given(service, "service_key", f"env:{SERVICE_KEY_VARIABLE}")
         # Otherwise services keep their own level: their info records say what a start is doing, whatever is shown.
         return given + (self._unless_given(service, "log_level", "debug") if self._args.log_level == "debug" else [])
 

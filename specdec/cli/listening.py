@@ -21,6 +21,9 @@ DEFAULT_HTTP = "127.0.0.1:8000"
 API_KEYS_VARIABLE = "SPECDEC_GATEWAY__API_KEYS"
 API_KEY_VARIABLE = "SPECDEC_GATEWAY__API_KEY"
 
+#: Variable with the key that the services of `specdec up` share.
+SERVICE_KEY_VARIABLE = "SPECDEC_SERVICE_KEY"
+
 _NO_GATEWAY = "none"
 
 
@@ -73,7 +76,7 @@ def _default_http(address: str) -> str:
 
 def _require_keys(args: argparse.Namespace, environ: Mapping[str, str], address: str) -> None:
     given = args.settings
-    has_access = any(given.value("gateway", name) for name in ("api_keys", "api_key", "allow_anonymous"))
+    has_access = any(given.value("gateway", name) for name in ("api_keys", "api_key", "jwt_jwks", "allow_anonymous"))
     if not (has_access or environ.get(API_KEYS_VARIABLE) or environ.get(API_KEY_VARIABLE)) and not is_loopback(address):
         raise Usage(
             f"--http {address} is reached from other machines: give --api-keys or --api-key, or --set "

@@ -37,9 +37,18 @@ def add_client_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]
     )  # fmt: skip
 
 
-def connect(args: argparse.Namespace, budgets: Budgets = BUDGETS, *, timeout: float | None = None) -> Client:
-    """Return a client for the flags of `add_client_flags`. Raises InvalidRequest for a malformed key."""
-    return Client(args.endpoint, budgets=budgets, api_key=args.api_key, timeout=timeout)
+def connect(
+    args: argparse.Namespace, budgets: Budgets = BUDGETS, *, endpoint: str = "", timeout: float | None = None
+) -> Client:
+    """Return a client for the flags of `add_client_flags`. Raises InvalidRequest for a malformed key.
+
+    Args:
+        args: the flags.
+        budgets: limits on the time for which calls are retried.
+        endpoint: address to call in place of that of the flags.
+        timeout: seconds that each call may take as a whole; None: no limit.
+    """
+    return Client(endpoint or args.endpoint, budgets=budgets, api_key=args.api_key, timeout=timeout)
 
 
 def address(text: str) -> str:

@@ -33,6 +33,7 @@ _CHOSEN_BY_UP = {
     "shadow": "use specdec join",
     "metrics": "use --metrics",
     "redis_url": "use --redis-url, which all services share",
+    "service_key": "set SPECDEC_SERVICE_KEY in the environment",
     "log_format": "it reads the services' records",
     **dict.fromkeys(
         ("config", "replica_id", "draft_endpoint", "target_endpoint", "coordinator"), "it sets this for every service"

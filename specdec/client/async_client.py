@@ -164,7 +164,8 @@ class AsyncClient(Identity):
         """Move sessions to a draft pool in steps, up to the share `share` of them; 0 ends the current promotion.
 
         The server rolls the promotion back if the pool gives fewer tokens per second. Raises NotFound for an unknown
-        pool and Unsupported if the system does not route requests.
+        pool, Unsupported if the system does not route requests, and Forbidden where operator calls are answered at
+        another address, `info().admin_address`, or the API key lacks the right.
         """
         answer = await self._call("Promote", build_message(pb.PromoteRequest, draft_pool=draft_pool, share=share))
         return read_promotion(answer.promotion) if answer.HasField("promotion") else None

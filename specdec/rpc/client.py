@@ -26,7 +26,7 @@ from specdec.rpc import codec, proposals, status, verifications
 from specdec.rpc.bounds import check_num_fields
 from specdec.rpc.calls import CallTimeout, WireStats
 from specdec.rpc.framing import MAX_FRAME_ITEMS, split_items
-from specdec.rpc.identity import check_answering
+from specdec.rpc.identity import Metadata, check_answering
 from specdec.rpc.replica_stream import ReplicaStream
 from specdec.rpc.rounds import tenant_on_wire
 from specdec.rpc.transport_selector import Route, TransportSelector
@@ -61,15 +61,16 @@ class _Link(Generic[RequestT, ReplyT]):
     _frame_type: type[Message]
     """Type of a frame of replies."""
 
-    def __init__(self, address: str, *, max_message_bytes: int = 4 << 20) -> None:
+    def __init__(self, address: str, *, metadata: Metadata = (), max_message_bytes: int = 4 << 20) -> None:
         """
         Args:
             address: HOST:PORT of the replica. Nothing is dialled yet.
+            metadata: sent with every gRPC call: the credential of the caller.
             max_message_bytes: the replica's limit. A larger item is refused here, because on the wire it would break
                 the stream for the other calls.
         """
         self.address = address
-        self.transports = TransportSelector(address, self._stream_method)
+        self.transports = TransportSelector(address, self._stream_method, metadata)
         self._max_message_bytes = max_message_bytes
         self._streams: dict[tuple[str, bool], ReplicaStream] = {}
         """Open streams by the model's fingerprint and whether the stream uses the device-thread socket."""
@@ -202,7 +203,7 @@ class _Link(Generic[RequestT, ReplyT]):
         # Without serializers: gRPC would log a traceback for bytes that it cannot read, and return None.
         call: Any = self.transports.channel().unary_unary(f"{service}/{method}")
         try:
-            answer = await call(request.SerializeToString(), timeout=_CALL_TIMEOUT_S)
+            answer = await call(request.SerializeToString(), timeout=_CALL_TIMEOUT_S, metadata=self.transports.metadata)
             check_num_fields(answer, answer_type)
             return answer_type.FromString(answer)
         except asyncio.CancelledError:
@@ -296,6 +297,12 @@ class TargetLink(_Link[VerifyRequest, Verification]):
         return verifications.decode_verifications(messages, requests)
 
 
-def open_link(role: str, address: str) -> DraftLink | TargetLink:
-    """Return a link to the replica of a role (draft | target) at HOST:PORT. Nothing is dialled yet."""
-    return DraftLink(address) if role == "draft" else TargetLink(address)
+def open_link(role: str, address: str, *, metadata: Metadata = ()) -> DraftLink | TargetLink:
+    """Return a link to the replica of a role (draft | target) at HOST:PORT. Nothing is dialled yet.
+
+    Args:
+        role: draft | target.
+        address: HOST:PORT of the replica.
+        metadata: sent with every gRPC call: the credential of the caller.
+    """
+    return (DraftLink if role == "draft" else TargetLink)(address, metadata=metadata)

@@ -14,7 +14,7 @@ Signals and draining are handled by `specdec.service` and the coordinator's `__m
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -45,6 +45,7 @@ class ServiceServer:
         service_names: Sequence[str],
         health_address: str = "",
         max_message_bytes: int = 4 << 20,
+        check_caller: Callable[[str, Any], None] | None = None,
     ) -> None:
         """
         Args:
@@ -52,6 +53,7 @@ class ServiceServer:
             service_names: full protobuf names, for health and reflection.
             health_address: HOST:PORT of a plaintext port that serves health alone, or "".
             max_message_bytes: gRPC itself refuses a larger message (RESOURCE_EXHAUSTED) before it is decoded.
+            check_caller: see `ErrorInterceptor`; None: every caller is answered.
         """
         self._listen = listen
         self._health_address = health_address
@@ -70,7 +72,7 @@ class ServiceServer:
             ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
             ("grpc.keepalive_permit_without_calls", 1),
         )
-        self.grpc_server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
+        self.grpc_server = grpc.aio.server(interceptors=[ErrorInterceptor(check_caller)], options=options)
         self._health_server: grpc.aio.Server | None = None
         self.port = 0
         """The bound port; 0 before `start`."""

@@ -17,7 +17,7 @@ import grpc
 from specdec.errors import Unavailable
 from specdec.rpc.channels import dial
 from specdec.rpc.frame_transport import FrameTransport, GrpcTransport
-from specdec.rpc.identity import meant_for
+from specdec.rpc.identity import Metadata, meant_for
 from specdec.rpc.unix_socket_transport import UnixSocketTransport
 from specdec.rpc.unix_sockets import is_name
 
@@ -51,11 +51,12 @@ class Route(Enum):
 class TransportSelector:
     """Chooses routes for one link, opens transports and owns the gRPC channel. Use from one event loop."""
 
-    def __init__(self, address: str, stream_method: str) -> None:
+    def __init__(self, address: str, stream_method: str, metadata: Metadata = ()) -> None:
         """
         Args:
             address: HOST:PORT of the replica. Nothing is dialled yet.
             stream_method: full name of the gRPC method that frames travel on.
+            metadata: sent with every gRPC call: the credential of the caller.
         """
         self.unix_socket = ""
         """The replica's Unix socket, as its `EngineInfo` states it; "": none."""
@@ -63,6 +64,7 @@ class TransportSelector:
         """The replica's device-thread socket, likewise."""
         self._address = address
         self._stream_method = stream_method
+        self.metadata = tuple(metadata)
         self._channel: grpc.aio.Channel | None = None
         self._lost_sockets: set[str] = set()
         self._num_lone_calls = 0
@@ -83,7 +85,7 @@ class TransportSelector:
         """
         if route is Route.GRPC:
             # Without serializers: frames are bytes here.
-            call: Any = self.channel().stream_stream(self._stream_method)(metadata=meant_for(model))
+            call: Any = self.channel().stream_stream(self._stream_method)(metadata=(*self.metadata, *meant_for(model)))
             return GrpcTransport(call, self._address)
         is_lone = route is Route.DEVICE_THREAD_SOCKET
         name = self.device_thread_socket if is_lone else self.unix_socket

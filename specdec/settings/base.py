@@ -118,6 +118,11 @@ class ProcessSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log records that are written. Prompts and tokens appear at debug only."""
 
+    service_key: str = ""
+    """Key that the services of one system share, of 16 characters or more: a file, or env:NAME for an environment
+    variable. Replicas then answer only callers that send it, and the registry holds only records that are signed with
+    it. The first line of a file is the key in use, further ones are accepted too. Unset: no such key."""
+
     drain_grace_s: float = Field(default=30.0, ge=0.0)
     """Time that calls in flight may still run after SIGTERM before they are cancelled."""
 

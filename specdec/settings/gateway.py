@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from specdec.settings.access import AccessSettings
 from specdec.settings.addresses import is_loopback
 from specdec.settings.base import DAY_S, Address, ProcessSettings, split_commas
 from specdec.settings.tracing import TracingSettings
@@ -16,7 +16,7 @@ Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)]
 """Several texts: a repeated flag, or one comma-separated value."""
 
 
-class GatewaySettings(TracingSettings, ProcessSettings):
+class GatewaySettings(AccessSettings, TracingSettings, ProcessSettings):
     """The gateway: answers HTTP requests in OpenAI's and Anthropic's form, as a client of coordinators."""
 
     model_config = SettingsConfigDict(env_prefix="SPECDEC_GATEWAY__")
@@ -27,10 +27,6 @@ class GatewaySettings(TracingSettings, ProcessSettings):
     coordinator: Texts = ()
     """HOST:PORT or gRPC target of a coordinator; repeatable. Unset: the coordinators that the registry in --redis-url
     lists."""
-
-    api_keys: Path | None = None
-    """File with one API key a line: the SHA-256 of the key in hexadecimal, its tenant, its rights and its limits,
-    divided by spaces. It is read again when it changes. Unset: no such keys."""
 
     api_key: str = ""
     """One API key, for requests of the coordinator's own tenant. Unset: no such key."""
@@ -77,9 +73,9 @@ class GatewaySettings(TracingSettings, ProcessSettings):
 
     @model_validator(mode="after")
     def _check_access(self) -> Self:
-        if not (self.api_keys or self.api_key or self.allow_anonymous or is_loopback(self.listen)):
+        if not (self.api_keys or self.api_key or self.jwt_jwks or self.allow_anonymous or is_loopback(self.listen)):
             raise ValueError(
-                f"--listen {self.listen} is reached from other machines: give --api-keys or --api-key, or "
-                "--allow-anonymous to answer everyone"
+                f"--listen {self.listen} is reached from other machines: give --api-keys, --api-key or "
+                "--jwt-jwks, or --allow-anonymous to answer everyone"
             )
         return self

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator.admission.quotas import TenantLimits
+from specdec.access.grants import Limits
 from specdec.errors import SpecdecError
 from specdec.rpc.status import from_rpc_error
 from specdec.tenant import TENANT_KEY
@@ -129,7 +129,7 @@ async def test_a_generation_ends_within_a_round_of_its_callers_deadline_or_cance
         assert coordinator.generations._admission._slots.num_running == 0
 
 
-LIMITS = TenantLimits(
+LIMITS = Limits(
     max_concurrent=2, max_requests_per_minute=1000, max_tokens_per_minute=60, max_sessions=3, max_prompt_tokens=20
 )
 

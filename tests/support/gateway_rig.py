@@ -16,6 +16,7 @@ from gateway.context import Gateway
 from gateway.metrics import GatewayMetrics
 from gateway.server import bind, serve
 from gateway.upstream import Upstream
+from specdec.access.service_key import ServiceKey
 from specdec.observability.tracing import Tracing
 from specdec.settings.gateway import GatewaySettings
 from specdec.state.responses import RedisResponses
@@ -50,7 +51,12 @@ class RunningGateway:
 
 @asynccontextmanager
 async def running_gateway(
-    coordinator: str = NOWHERE, *, keys: ApiKeys | None = None, tracing: Tracing | None = None, **settings: Any
+    coordinator: str = NOWHERE,
+    *,
+    keys: ApiKeys | None = None,
+    service_key: ServiceKey | None = None,
+    tracing: Tracing | None = None,
+    **settings: Any,
 ) -> AsyncIterator[RunningGateway]:
     """A gateway in front of `coordinator`, or for "" of those in the registry, with these settings."""
     chosen = GatewaySettings(
@@ -62,7 +68,7 @@ async def running_gateway(
             **settings,
         }
     )
-    upstream, stop = Upstream(chosen), asyncio.Event()
+    upstream, stop = Upstream(chosen, service_key), asyncio.Event()
     await upstream.start()
     responses = RedisResponses(chosen.redis_url)
     gateway = Gateway(chosen, upstream, keys or ApiKeys(), GatewayMetrics(), responses, tracing)

@@ -12,7 +12,7 @@ import pytest
 from specdec.cli import Usage, up, up_flags
 from specdec.cli.__main__ import build_parser
 from specdec.cli.extras import missing_extra
-from specdec.cli.launching import Launcher
+from specdec.cli.launching import Launcher, secured
 from specdec.cli.listening import http_address, metrics_addresses
 from specdec.errors import Unavailable
 
@@ -57,11 +57,15 @@ def test_an_address_that_other_machines_reach_needs_keys_or_a_word(access: tuple
 @pytest.mark.parametrize("variable", ["SPECDEC_GATEWAY__API_KEY", "SPECDEC_GATEWAY__API_KEYS"])
 def test_keys_of_the_gateway_may_be_in_the_environment_alone(variable: str) -> None:
     args, environ = parsed("up", "--http", "0.0.0.0:0"), {variable: "given"}
-    launcher = Launcher(args, up_flags.models(args), endpoint="127.0.0.1:1", http=http_address(args, environ),
-                        redis_url="memory://", metrics={}, environ=environ)  # fmt: skip
+    assert http_address(args, environ)
+    of_services = secured(args, environ)
+    has_file = variable.endswith("KEYS")  # which the coordinator reads too, and then the services have a key
+    assert of_services.get("SPECDEC_COORDINATOR__API_KEYS") == ("given" if has_file else None)
+    launcher = Launcher(args, up_flags.models(args), endpoint="127.0.0.1:1", http="127.0.0.1:2",
+                        redis_url="memory://", metrics={}, environ=of_services)  # fmt: skip
     words = launcher.coordinator_arguments()
-    assert ("--tenant-header" in words) == variable.endswith("KEYS")
-    assert "given" not in words
+    assert ("env:SPECDEC_SERVICE_KEY" in words) == has_file
+    assert not {"given", of_services.get("SPECDEC_SERVICE_KEY")} & set(words)
 
 
 def test_the_gateway_s_metrics_come_last_and_do_not_take_its_address() -> None:
@@ -73,10 +77,7 @@ def test_the_gateway_s_metrics_come_last_and_do_not_take_its_address() -> None:
 def test_settings_of_the_gateway_are_set_by_name_and_those_that_up_chooses_are_refused() -> None:
     args = parsed("up", "--set", "gateway.keep_alive_s=3", "--api-keys", "keys.txt")
     assert args.settings.arguments("gateway") == ["--api-keys", "keys.txt", "--keep-alive-s", "3.0"]
-    launcher = Launcher(args, up_flags.models(args), endpoint="127.0.0.1:1", http="127.0.0.1:2", redis_url="memory://",
-                        metrics={}, environ={})  # fmt: skip
-    words = launcher.coordinator_arguments()
-    assert words[words.index("--tenant-header") + 1] == "on"  # each key has a tenant
+    assert args.settings.arguments("coordinator") == ["--api-keys", "keys.txt"]
 
 
 @pytest.mark.parametrize("field", ["listen", "coordinator", "redis_url"])

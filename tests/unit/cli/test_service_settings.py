@@ -15,7 +15,8 @@ from specdec.settings.reading import parse_settings
 
 #: Settings that `specdec up` chooses for every service.
 CHOSEN = {"listen", "model", "for_tokenizer", "pool", "local_draft", "lookup", "shadow", "metrics", "redis_url",
-          "log_format", "config", "replica_id", "draft_endpoint", "target_endpoint", "coordinator"}  # fmt: skip
+          "log_format", "config", "service_key", "replica_id", "draft_endpoint", "target_endpoint",
+          "coordinator"}  # fmt: skip
 
 
 def settings_of(*flags: str) -> dict[str, Any]:

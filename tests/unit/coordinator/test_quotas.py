@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.admission.quotas import MAX_TENANTS, TenantLimits, TenantQuotas
+from coordinator.admission.quotas import MAX_TENANTS, TenantQuotas, limits_over
+from specdec.access.grants import Limits
 from specdec.errors import ResourceExhausted
 from specdec.tenant import SessionKey
 
@@ -20,7 +21,7 @@ class Clock:
         return self.now_s
 
 
-def quotas_of(limits: TenantLimits) -> tuple[TenantQuotas, Clock]:
+def quotas_of(limits: Limits) -> tuple[TenantQuotas, Clock]:
     clock = Clock()
     return TenantQuotas(lambda tenant: limits, session_ttl_s=TTL_S, clock=clock), clock
 
@@ -34,7 +35,7 @@ def refusal(quotas: TenantQuotas, tenant: str = "a") -> ResourceExhausted | None
 
 
 def test_requests_per_minute_are_given_back_evenly_and_the_refusal_says_when() -> None:
-    quotas, clock = quotas_of(TenantLimits(max_requests_per_minute=6))
+    quotas, clock = quotas_of(Limits(max_requests_per_minute=6))
     for _ in range(6):
         assert refusal(quotas) is None
         quotas.count_request("a")
@@ -49,7 +50,7 @@ def test_requests_per_minute_are_given_back_evenly_and_the_refusal_says_when() -
 
 
 def test_tokens_beyond_the_limit_are_made_up_for_before_the_next_request() -> None:
-    quotas, clock = quotas_of(TenantLimits(max_tokens_per_minute=600))
+    quotas, clock = quotas_of(Limits(max_tokens_per_minute=600))
     assert refusal(quotas) is None
     quotas.count_tokens("a", 1199)  # one long stream
     error = refusal(quotas)
@@ -63,7 +64,7 @@ def test_tokens_beyond_the_limit_are_made_up_for_before_the_next_request() -> No
 
 
 def test_an_idle_session_counts_until_it_expires() -> None:
-    quotas, clock = quotas_of(TenantLimits(max_sessions=2))
+    quotas, clock = quotas_of(Limits(max_sessions=2))
     quotas.check("a", 0)
     quotas.use_session(SessionKey("a", "s0"), is_new=True)
     clock.now_s += 60.0
@@ -76,12 +77,13 @@ def test_an_idle_session_counts_until_it_expires() -> None:
 
 
 def test_own_limits_take_the_place_of_the_usual_ones_one_by_one() -> None:
-    usual = TenantLimits(max_concurrent=2, max_sessions=5)
-    assert TenantLimits(max_concurrent=9, max_prompt_tokens=3).over(usual) == TenantLimits(9, None, None, 5, 3)
+    usual = Limits(max_concurrent=2, max_sessions=5)
+    own = Limits(max_concurrent=9, max_prompt_tokens=3)
+    assert limits_over(own, usual) == Limits(9, None, None, 5, 3)
 
 
 def test_only_so_many_tenants_are_remembered() -> None:
-    quotas, _ = quotas_of(TenantLimits(max_requests_per_minute=1))
+    quotas, _ = quotas_of(Limits(max_requests_per_minute=1))
     for number in range(MAX_TENANTS + 10):
         quotas.check(f"t{number}", 0)
         quotas.count_request(f"t{number}")
