@@ -1,19 +1,19 @@
 """Coordinators that each believe to own one session, in any order of their calls, on a real Redis.
 
-A lease may vanish under its owner at any time (the owner stood still, or Redis lost it), and the owner does not know: it
-goes on to write, to repeat, to renew and to begin turns. The store must have one writer a token and no epoch twice.
+A lease may vanish under its owner at any time (the owner stood still, or Redis lost it), and the owner does not know.
+It goes on to write, to repeat, to renew and to begin turns. The store must have one writer a token and no epoch twice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
@@ -130,9 +130,7 @@ class TwoOwners(RuleBasedStateMachine):
         """Send the last commit again, as after a lost answer."""
         owner = self.owners.get(name)
         if owner and owner.last:
-            self.attempt(
-                name, self.connected.store.commit(owner.lease, owner.last), succeeds=self.may_write(name)
-            )
+            self.attempt(name, self.connected.store.commit(owner.lease, owner.last), succeeds=self.may_write(name))
 
     @rule(name=OWNERS, token_ids=TOKENS)
     def contradict(self, name: str, token_ids: list[int]) -> None:
@@ -184,14 +182,50 @@ class TwoOwners(RuleBasedStateMachine):
         self.run(self.connected.store.delete(self.session))
 
 
-def run_machine(url: str, num_runs: int, num_steps: int) -> None:
+def run_machine(
+    url: str,
+    num_runs: int,
+    num_steps: int,
+    wrap: Callable[[Connected], Any] | None = None,
+    phases: Sequence[Phase] = tuple(Phase),
+) -> None:
+    """Run the machine; `wrap` replaces its store."""
     TwoOwners.connected = Connected(url)
+    if wrap is not None:
+        TwoOwners.connected.store = wrap(TwoOwners.connected)
     try:
         run_state_machine_as_test(
-            TwoOwners, settings=settings(max_examples=num_runs, stateful_step_count=num_steps, deadline=None)
+            TwoOwners,
+            settings=settings(
+                max_examples=num_runs, stateful_step_count=num_steps, deadline=None, database=None, phases=phases
+            ),
         )
     finally:
         TwoOwners.connected.close()
+
+
+class Unfenced:
+    """A store that takes the tokens of every owner."""
+
+    def __init__(self, connected: Connected) -> None:
+        self._store, self._raw = connected.store, connected.raw
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def commit(self, lease: Lease, commit: Commit) -> None:
+        try:
+            await self._store.commit(lease, commit)
+        except LeaseLost:
+            await self._raw.run_command(
+                "APPEND", session_keys("default", lease.session_id)[1], commit.token_ids.tobytes()
+            )
+
+
+def test_a_store_that_fences_nobody_is_found(redis_url: str) -> None:
+    """Negative control of the other tests."""
+    with pytest.raises(BaseException, match=r"LeaseLost|assert"):
+        run_machine(redis_url, num_runs=200, num_steps=25, wrap=Unfenced, phases=[Phase.generate])
 
 
 def test_a_session_has_one_writer_a_token_whatever_its_owners_believe(redis_url: str) -> None:

@@ -88,9 +88,7 @@ class GrpcClient:
                 position = start
                 async for chunk in stream:
                     token_ids = list(chunk.token_ids)
-                    note(
-                        _event("received", "grpc", session, request, start=position, token_ids=token_ids)
-                    )
+                    note(_event("received", "grpc", session, request, start=position, token_ids=token_ids))
                     position += len(token_ids)
                 outputs.append((await stream.result()).token_ids)
             start += num_tokens
@@ -133,7 +131,9 @@ class HttpClient:
                     if time.monotonic() > deadline_s:
                         raise AssertionError(f"{request} did not end within {PATIENCE_S:g} s: {error!r}") from error
                     await asyncio.sleep(_PAUSE_S)
-            assert reading.num_tokens == num_tokens, f"{request} ended after {reading.num_tokens} of {num_tokens} tokens"
+            assert reading.num_tokens == num_tokens, (
+                f"{request} ended after {reading.num_tokens} of {num_tokens} tokens"
+            )
             outputs.append(reading.text)
             start += num_tokens
         return outputs

@@ -134,7 +134,13 @@ class FaultSystem:
 
 
 async def run_with_faults(
-    system: FaultSystem, seed: int, *, num_generations: int, num_kinds: int, most_tokens: int, pause_s: tuple[float, float]
+    system: FaultSystem,
+    seed: int,
+    *,
+    num_generations: int,
+    num_kinds: int,
+    most_tokens: int,
+    pause_s: tuple[float, float],
 ) -> Report:
     """Run generations under faults, and check all that clients, store and processes show.
 
