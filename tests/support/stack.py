@@ -36,7 +36,7 @@ from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.support.machines import Machines
 from tests.support.process_template import ForkedProcess, start_like, start_process
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 30.0
 _POLL_S = 0.02
 GATEWAY = "gateway"
@@ -145,6 +145,7 @@ class Stack:
         num_targets: int = 1,
         num_drafts: int = 1,
         num_coordinators: int = 1,
+        num_gateways: int = 1,
         tokenizer: Path | str | None = None,
         redis_url: str = "memory://",
         replica_arguments: Sequence[str] = ("--dtype", "float32"),
@@ -164,13 +165,14 @@ class Stack:
             num_targets: target processes; they are called target, target2, ...
             num_drafts: draft processes, likewise.
             num_coordinators: coordinator processes, likewise; more than one needs a Redis.
+            num_gateways: gateway processes, likewise.
             tokenizer: its directory; None: the target's.
             redis_url: of the session store. Replicas are static endpoints either way.
             replica_arguments: further arguments of draft and target.
             target_arguments: further arguments of targets.
             draft_arguments: further arguments of drafts.
             coordinator_arguments: further arguments of coordinators.
-            gateway_arguments: further arguments of a gateway in front of all coordinators; None: no gateway.
+            gateway_arguments: further arguments of gateways in front of all coordinators; None: no gateway.
             has_metrics: whether every part serves metrics, the gateway at its own address.
             environ: added to the environment of every process.
             machines: one for each part, under its name; None: all parts run here.
@@ -194,7 +196,8 @@ class Stack:
             self._add("coordinator", index, "coordinator", [*arguments, *coordinator_arguments])
         if gateway_arguments is not None:
             upstream = [word for part in self._coordinators() for word in ("--coordinator", part.address)]
-            self._add(GATEWAY, 0, GATEWAY, [*upstream, "--redis-url", "memory://", *gateway_arguments])
+            for index in range(num_gateways):
+                self._add(GATEWAY, index, GATEWAY, [*upstream, "--redis-url", "memory://", *gateway_arguments])
 
     def _add(self, role: str, index: int, module: str, arguments: Sequence[str]) -> Part:
         name = role if index == 0 else f"{role}{index + 1}"
