@@ -19,6 +19,8 @@ from specdec.cli.checks.finding import Finding, fail, ok, warn
 #: Days before the end of a certificate from which on it is warned of.
 _WARN_DAYS = 30
 _DAY_S = 86_400
+#: OpenSSL's codes of certificates that are not valid yet and that have expired.
+_DATE_CODES = (9, 10)
 
 
 def check_certificates(cert: str, key: str, ca: str) -> Iterator[Finding]:
@@ -111,8 +113,9 @@ def _check_issuer(cert: Path, ca: str, server: ssl.SSLContext) -> Iterator[Findi
     try:
         _verified(server, trusting(cafile=ca))
     except ssl.SSLCertVerificationError as error:
-        found = f"{cert} is not accepted by services that trust {ca}: {error.verify_message}"
-        yield fail("tls issuer", found, "issue it by an authority of --tls-ca, or give that authority")
+        if error.verify_code not in _DATE_CODES:  # dates have a finding of their own
+            found = f"{cert} is not accepted by services that trust {ca}: {error.verify_message}"
+            yield fail("tls issuer", found, "issue it by an authority of --tls-ca, or give that authority")
     except OSError:  # reported with the authorities
         return
     else:

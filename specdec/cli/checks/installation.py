@@ -40,7 +40,7 @@ def check_packages() -> Iterator[Finding]:
         found = f"packages of the extra serve are missing: {', '.join(missing['serve'])}"
         yield warn("extras", found, 'pip install "specdec[serve]"')
     else:
-        yield ok("extras", f"{there}; not installed: {absent}")
+        yield ok("extras", f"{there}; not installed: {absent}" if any(missing.values()) else f"all: {there}")
 
 
 def _packages_outside_their_range() -> Iterator[str]:

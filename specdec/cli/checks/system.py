@@ -16,6 +16,8 @@ from specdec.types import EngineInfo
 #: Replicas that are named in one line.
 _MAX_NAMED = 3
 _SHOWN_CHARACTERS = 8
+#: Words of gRPC before the reason why a connection failed.
+_GRPC_REFUSAL = "Failed to connect to remote host: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +80,14 @@ class System:
         if not num_known and self.info is None:
             return
         by_role = Counter(engine.role for engine in self.engines.values())
-        found = f"{by_role['target']} target, {by_role['draft']} draft of {num_known} known"
+        found = f"{len(self.engines)} of {num_known} answer: {by_role['target']} target, {by_role['draft']} draft"
         if not by_role["target"]:
-            yield fail("replicas", f"{found}: no target replica answers, so requests wait and fail",
+            yield fail("replicas", f"{found}; without a target, requests wait and fail",
                        "start a target, or look at its log")  # fmt: skip
         elif all(engine.draining for engine in self.engines.values() if engine.role == "target"):
-            yield fail("replicas", f"{found}: every target drains and takes no new session", "start another target")
+            yield fail("replicas", f"{found}; every target drains and takes no new session", "start another target")
         else:
-            yield ok("replicas", f"{found} answer")
+            yield ok("replicas", found)
         yield from self._compare()
 
     async def _describe_all(self) -> list[Finding]:
@@ -111,7 +113,8 @@ class System:
                 self.engines[address] = answer
             elif not isinstance(answer, Unauthenticated | Forbidden):  # those let coordinators in alone, and live
                 self.engines.pop(address, None)
-                failures.append(fail("replica", f"{role} at {address} does not answer: {answer.message}",
+                reason = answer.message.rpartition(_GRPC_REFUSAL)[2].removeprefix(f"{address}: ")
+                failures.append(fail("replica", f"{role} at {address} does not answer: {reason}",
                                      "look at its log, and whether this machine may reach its port"))  # fmt: skip
         return failures
 
