@@ -106,4 +106,6 @@ def test_a_key_set_without_public_keys_is_refused(
     (tmp_path / "jwks").write_text(jwks)
     flags = ("--tokenizer", "t", "--jwt-jwks", str(tmp_path / "jwks"), "--jwt-issuer", "i")
     assert words in refusal(capsys, run_coordinator, *flags, "--jwt-audience", "a")
+    (tmp_path / "jwks").chmod(0o666)
+    assert "other users may write" in refusal(capsys, run_coordinator, *flags, "--jwt-audience", "a")
     assert "must be given together" in refusal(capsys, run_coordinator, *flags)
