@@ -14,6 +14,7 @@ from coordinator.requests import GenerationIdentity, RequestStats
 from coordinator.round.outcome import RoundOutcome
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.observability.genai_metrics import Ended, Operation
+from specdec.tenant import DEFAULT_TENANT
 from specdec.types import FinishReason
 
 _LOGGED_COUNTS = (
@@ -37,6 +38,7 @@ class Account:
         began: float,
         *,
         operation: Operation,
+        tenant: str = DEFAULT_TENANT,
         trace: RequestTrace | None = None,
     ) -> None:
         """
@@ -47,10 +49,12 @@ class Account:
             note_interrupted: takes the reason of the error that ends the request; it may be resumed.
             began: `time.perf_counter()` at admission; the rounds begin now.
             operation: what the request asks for, in the terms of GenAI metrics.
+            tenant: tenant of the request.
             trace: gets the end of the request.
         """
         self.stats = stats
         self._operation = operation
+        self._tenant = tenant
         self._trace = trace
         self._identity = identity
         self._metrics = metrics
@@ -128,6 +132,7 @@ class Account:
 
     def _end(self, how: str, reason: str, num_output_tokens: int) -> None:
         self._log_end(how, reason, num_output_tokens)
+        self._metrics.tenants.observe_end(self._tenant, how, self._identity.output_start, num_output_tokens)
         if self._trace is not None:
             self._trace.end(how, reason, self.stats, num_output_tokens)
         if self._metrics.genai is not None:

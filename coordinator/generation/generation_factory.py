@@ -90,6 +90,7 @@ class GenerationFactory:
             note_interrupted,
             prepared.began,
             operation=operation,
+            tenant=turn.lease.tenant,
             trace=trace,
         )
         setting = self._round_setting(turn, is_timed=trace is not None or self._timelines is not None)

@@ -48,8 +48,30 @@ _SERVICE_FLAGS = (
     _ServiceFlag("otlp_endpoint", ("coordinator", "gateway")),
     _ServiceFlag("trace_share", ("coordinator", "gateway")),
     _ServiceFlag("otlp_metrics", ("coordinator", "gateway")),
-    _ServiceFlag("api_keys", ("gateway",), prefix="Of --http: "),
+    _ServiceFlag("api_keys", ("coordinator", "gateway")),
+    _ServiceFlag("jwt_jwks", ("coordinator", "gateway")),
+    _ServiceFlag("jwt_issuer", ("coordinator", "gateway")),
+    _ServiceFlag("jwt_audience", ("coordinator", "gateway")),
+    _ServiceFlag("admin", ("coordinator",)),
     _ServiceFlag("api_key", ("gateway",), prefix="Of --http: "),
+    _ServiceFlag(
+        "tls_cert", ("coordinator", "gateway"),
+        help="PEM file with the certificate of --listen and --http, followed by those of intermediate authorities. "
+        "Both are encrypted then. The file is read again when it changes. Services talk to each other on loopback, in "
+        "plaintext unless --tls-ca is given. Default: plaintext.",
+    ),
+    _ServiceFlag("tls_key", ("coordinator", "gateway")),
+    _ServiceFlag(
+        "tls_ca", ("coordinator",),
+        help="PEM file with the authorities that coordinator and replicas trust. They use mutual TLS then, with the "
+        "certificate of --tls-cert on both sides. Default: coordinator and replicas speak plaintext.",
+    ),
+    _ServiceFlag("tls_server_name", ("coordinator",)),
+    _ServiceFlag(
+        "insecure", ("coordinator", "gateway"),
+        help="Serve in plaintext at addresses that other machines can reach. Without it, such an address needs "
+        "--tls-cert.",
+    ),
     _ServiceFlag("device", ROLES),
     _ServiceFlag("dtype", ROLES),
     _ServiceFlag("compile_backend", ROLES),

@@ -16,6 +16,7 @@ from prometheus_client.core import Metric
 from specdec.observability.genai_metrics import GenAiMetrics
 from specdec.observability.round_metrics import RoundMetrics
 from specdec.observability.series import LATENCY_S, NUM_TOKENS, PREFIX, REQUEST_LATENCY_S, ServiceSeries
+from specdec.observability.tenant_metrics import TenantMetrics
 
 #: States of a replica: it takes sessions; it missed a deadline and was not heard of since; it drains; it does not
 #: answer, or does not fit.
@@ -34,8 +35,12 @@ _REFUSED = (
 class CoordinatorMetrics:
     """Metrics of one coordinator."""
 
-    def __init__(self, model_name: str) -> None:
-        """`model_name` is the name under which the target model is served."""
+    def __init__(self, model_name: str, *, max_tenants: int = 0) -> None:
+        """
+        Args:
+            model_name: name under which the target model is served.
+            max_tenants: number of tenants with series of their own.
+        """
         self._labels = {"model_name": model_name}
         self._series = series = ServiceSeries(self._labels)
         self.registry = series.registry
@@ -49,6 +54,7 @@ class CoordinatorMetrics:
         series.read(self._replicas)
         series.read(self._store_errors)
         self.rounds = RoundMetrics(series)
+        self.tenants = TenantMetrics(series, max_tenants)
         self._request_series()
         self._latency_series()
         self._logged = Counter(

@@ -86,6 +86,7 @@ async def run_replica(
     register: Register | None,
     stop: asyncio.Event,
     note_serving: Callable[[], None] | None = None,
+    check_caller: Callable[[str, Any], None] | None = None,
 ) -> None:
     """Serve until `stop` is set, then finish the calls in flight within `settings.drain_grace_s`.
 
@@ -101,6 +102,7 @@ async def run_replica(
         register: None for a replica that is not in a registry.
         stop: set by a signal handler.
         note_serving: called once the replica accepts calls.
+        check_caller: refuses callers that may not call a replica; None: every caller is answered.
 
     Raises:
         Unavailable: the address is in use.
@@ -111,6 +113,9 @@ async def run_replica(
         service_names=(service_name,),
         health_address=settings.health,
         max_message_bytes=settings.max_message_bytes,
+        tls=settings.server_tls,
+        demands_client_certificate=bool(settings.tls_ca),
+        check_caller=check_caller,
     )
     servicer.add_to(server.grpc_server)
     async with AsyncExitStack() as ending:

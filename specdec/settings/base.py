@@ -18,6 +18,7 @@ from specdec.settings.addresses import split_address
 from specdec.settings.cluster_names import DEFAULT_CLUSTER, ClusterName
 from specdec.settings.pool_names import PoolName
 from specdec.settings.redis_url import SINGLE, UNIX, parse_redis_url
+from specdec.settings.transport import TransportSettings
 from specdec.tenant import check_tenant
 
 #: Upper limit of durations: a longer one is a mistake, and may exceed what Redis counts in milliseconds.
@@ -93,7 +94,7 @@ TenantName = Annotated[str, AfterValidator(_checked_tenant)]
 """1 to 64 letters, digits, "_", "." or "-"."""
 
 
-class ProcessSettings(BaseSettings):
+class ProcessSettings(TransportSettings, BaseSettings):
     """Flags that every process has. A service subclasses it and sets `env_prefix`."""
 
     model_config = SettingsConfigDict(
@@ -123,6 +124,11 @@ class ProcessSettings(BaseSettings):
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log records that are written. Prompts and tokens appear at debug only."""
+
+    service_key: str = ""
+    """Key that the services of one system share, of 16 characters or more: a file, or env:NAME for an environment
+    variable. Replicas then answer only callers that send it, and the registry holds only records that are signed with
+    it. The first line of a file is the key in use, further ones are accepted too. Unset: no such key."""
 
     drain_grace_s: float = Field(default=30.0, ge=0.0)
     """Time that calls in flight may still run after SIGTERM before they are cancelled."""
@@ -155,6 +161,12 @@ class ServiceSettings(ProcessSettings):
 
     max_message_bytes: int = Field(default=4 * 1024 * 1024, ge=64 * 1024, lt=1 << 31)
     """Size of the largest gRPC message accepted. A larger one is refused with RESOURCE_EXHAUSTED."""
+
+    @model_validator(mode="after")
+    def _check_own_certificate(self) -> Self:
+        if self.tls_ca and not self.tls_cert:
+            raise ValueError("--tls-ca needs --tls-cert and --tls-key beside it")
+        return self
 
 
 class ReplicaSettings(ServiceSettings):

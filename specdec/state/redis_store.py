@@ -18,7 +18,13 @@ from specdec.state.coordinators import COORDINATOR
 from specdec.state.keys import TOKEN_BYTES, pack_tokens, replica_keys, session_keys, unpack_tokens
 from specdec.state.prefix_directory import RedisPrefixDirectory
 from specdec.state.promotions import RedisPromotions
-from specdec.state.replica_records import MAX_RECORD_BYTES, MAX_REPLICA_ID_BYTES, decode_record, encode_record
+from specdec.state.replica_records import (
+    MAX_RECORD_BYTES,
+    MAX_REPLICA_ID_BYTES,
+    Signer,
+    decode_record,
+    encode_record,
+)
 from specdec.state.session_fields import (
     read_locations,
     read_request,
@@ -225,16 +231,27 @@ def open_store(
 class RedisReplicaRegistry:
     """`ReplicaRegistry` on Redis. Entries expire by the server's clock; reading removes expired ones."""
 
-    def __init__(self, url: str, *, cluster: str = DEFAULT_CLUSTER) -> None:
-        """Open no connection yet. Raises InvalidRequest for a malformed URL or cluster."""
+    def __init__(self, url: str, *, cluster: str = DEFAULT_CLUSTER, signer: Signer | None = None) -> None:
+        """Open no connection yet.
+
+        Args:
+            url: a store URL, as of `RedisConnection`.
+            cluster: name of the system in the keys.
+            signer: signs the records that are published, and without its signature none is read; None: no signatures.
+
+        Raises:
+            InvalidRequest: the URL or the cluster is malformed.
+        """
         self._cluster = check_cluster(cluster)
         self._connection = RedisConnection(url)
+        self._signer = signer
         self._skipped: dict[str, dict[bytes, str]] = {}
         """Records that were skipped at the last read, with the reasons, by role."""
 
     async def publish(self, record: ReplicaRecord, *, ttl_s: float) -> None:
         engine = record.engine
-        args: list[str | bytes | int] = [engine.replica_id, encode_record(record), max(1, round(ttl_s * 1000))]
+        text = encode_record(record, ttl_s=ttl_s, signer=self._signer)
+        args: list[str | bytes | int] = [engine.replica_id, text, max(1, round(ttl_s * 1000))]
         await self._connection.run_script("publish", replica_keys(engine.role, self._cluster), args)
 
     async def remove(self, replica_id: str) -> None:
@@ -249,7 +266,7 @@ class RedisReplicaRegistry:
         skipped: dict[bytes, str] = {}
         for replica_id, text in zip(answer[::2], answer[1::2], strict=True):
             try:
-                records.append(decode_record(text))
+                records.append(self._decode(role, text))
             except ValueError as error:
                 skipped[replica_id] = str(error)
                 if skipped[replica_id] != self._skipped.get(role, {}).get(replica_id):
@@ -257,17 +274,19 @@ class RedisReplicaRegistry:
         self._skipped[role] = skipped
         return records
 
+    def _decode(self, role: str, text: bytes) -> ReplicaRecord:
+        record = decode_record(text, signer=self._signer)
+        if self._signer is not None and record.engine.role != role:
+            raise ValueError("it was signed for another role")
+        return record
+
     async def close(self) -> None:
         await self._connection.close()
 
 
-def open_registry(url: str, *, cluster: str = DEFAULT_CLUSTER) -> ReplicaRegistry:
-    """Return a cluster's registry at a URL; it connects at the first command.
-
-    Raises:
-        InvalidRequest: the URL or the cluster is malformed.
-    """
-    return RedisReplicaRegistry(url, cluster=cluster)
+def open_registry(url: str, *, cluster: str = DEFAULT_CLUSTER, signer: Signer | None = None) -> ReplicaRegistry:
+    """Return a cluster's registry, not connected yet. Arguments and errors as of `RedisReplicaRegistry`."""
+    return RedisReplicaRegistry(url, cluster=cluster, signer=signer)
 
 
 def _refusal(answer: Any, lease: Lease, commit: Commit) -> SpecdecError:

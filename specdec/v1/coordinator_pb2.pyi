@@ -328,7 +328,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("version", "target_model", "vocabulary_fingerprint", "vocabulary_size", "max_context_tokens", "max_gamma", "pools", "promotion", "default_sampling")
+    __slots__ = ("version", "target_model", "vocabulary_fingerprint", "vocabulary_size", "max_context_tokens", "max_gamma", "pools", "promotion", "default_sampling", "admin_address")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TARGET_MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -338,6 +338,7 @@ class GetInfoResponse(_message.Message):
     POOLS_FIELD_NUMBER: _ClassVar[int]
     PROMOTION_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    ADMIN_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     version: str
     target_model: str
     vocabulary_fingerprint: str
@@ -347,7 +348,8 @@ class GetInfoResponse(_message.Message):
     pools: _containers.RepeatedCompositeFieldContainer[PoolInfo]
     promotion: PromotionInfo
     default_sampling: SamplingParams
-    def __init__(self, version: _Optional[str] = ..., target_model: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_gamma: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolInfo, _Mapping]]] = ..., promotion: _Optional[_Union[PromotionInfo, _Mapping]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ...) -> None: ...
+    admin_address: str
+    def __init__(self, version: _Optional[str] = ..., target_model: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_gamma: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolInfo, _Mapping]]] = ..., promotion: _Optional[_Union[PromotionInfo, _Mapping]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., admin_address: _Optional[str] = ...) -> None: ...
 
 class PoolInfo(_message.Message):
     __slots__ = ("name", "role", "model", "replicas", "alpha", "gamma", "routes", "dtype", "shadow")

@@ -17,6 +17,7 @@ from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
 from tests.support.coordinator_rig import Rig, text_of, write_tokenizer
 from tests.support.gateway_rig import RunningGateway, eventually, running_gateway
+from tests.support.key_files import write_private
 from tests.support.redis_fixture import redis_server, redis_url
 
 __all__ = ["redis_server", "redis_url"]
@@ -76,8 +77,8 @@ async def test_a_client_that_leaves_ends_its_generation_whether_it_streams_or_no
 async def test_each_key_reaches_the_sessions_of_its_own_tenant(rig: Rig, tmp_path: Path) -> None:
     coordinator = await rig.coordinator(tenant_header=True)
     path = tmp_path / "keys"
-    path.write_text(
-        "".join(f"{hashlib.sha256(name.encode()).hexdigest()} {name} generate\n" for name in ("acme", "umbrella"))
+    write_private(
+        path, "".join(f"{hashlib.sha256(name.encode()).hexdigest()} {name} generate\n" for name in ("acme", "umbrella"))
     )
     keys = ApiKeys(path, allow_anonymous=False)
     async with running_gateway(coordinator.server.address, keys=keys) as running:
@@ -97,7 +98,7 @@ async def test_each_key_reaches_the_sessions_of_its_own_tenant(rig: Rig, tmp_pat
 async def test_a_key_for_a_tenant_is_forbidden_unless_the_coordinator_trusts_gateways(rig: Rig, tmp_path: Path) -> None:
     coordinator = await rig.coordinator()
     path = tmp_path / "keys"
-    path.write_text(f"{hashlib.sha256(b'k').hexdigest()} acme generate\n")
+    write_private(path, f"{hashlib.sha256(b'k').hexdigest()} acme generate\n")
     async with running_gateway(coordinator.server.address, keys=ApiKeys(path)) as running:
         answer = await post(running, key="k")
         assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error")
@@ -106,7 +107,7 @@ async def test_a_key_for_a_tenant_is_forbidden_unless_the_coordinator_trusts_gat
 async def test_a_key_s_limit_on_requests_is_429(rig: Rig, tmp_path: Path) -> None:
     coordinator = await rig.coordinator(tenant_header=True)
     path = tmp_path / "keys"
-    path.write_text(f"{hashlib.sha256(b'k').hexdigest()} acme generate rpm=1\n")
+    write_private(path, f"{hashlib.sha256(b'k').hexdigest()} acme generate rpm=1\n")
     async with running_gateway(coordinator.server.address, keys=ApiKeys(path)) as running:
         assert (await post(running, key="k")).status_code == 200
         answer = await post(running, key="k")

@@ -20,6 +20,7 @@ from specdec.state.redis_store import DEFAULT_SESSION_TTL_S
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import Rig, eventually, text_of, write_tokenizer
 from tests.support.gateway_rig import RunningGateway, running_gateway
+from tests.support.key_files import write_private
 from tests.support.redis_fixture import RedisServer, redis_server, redis_url
 from tests.support.scripted_coordinator import ScriptedCoordinator, finished, serve, started, tokens
 
@@ -62,8 +63,8 @@ async def test_a_response_is_read_and_continued_by_its_own_tenant_alone(
 ) -> None:
     coordinator = await rig.coordinator(tenant_header=True)
     path = tmp_path / "keys"
-    path.write_text(
-        "".join(f"{hashlib.sha256(name.encode()).hexdigest()} {name} generate\n" for name in ("acme", "umbrella"))
+    write_private(
+        path, "".join(f"{hashlib.sha256(name.encode()).hexdigest()} {name} generate\n" for name in ("acme", "umbrella"))
     )
     async with running_gateway(coordinator.server.address, keys=ApiKeys(path), redis_url=redis_url) as running:
         response = (await respond(running, key="acme")).json()

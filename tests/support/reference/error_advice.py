@@ -13,8 +13,8 @@ ADVICE = {
     "the Python client only.",
     "DEADLINE_EXCEEDED": "The `timeout` of the call has passed. Raised by the Python client only.",
     "DRAINING": "The process is shutting down. Try again: another process takes the call.",
-    "FORBIDDEN": "The API key lacks a right, or the coordinator does not take the tenant of the call: start it with "
-    "`--tenant-header on` behind gateways whose keys have tenants.",
+    "FORBIDDEN": "The API key lacks a right, or belongs to another tenant than the call names. Operator calls are "
+    "answered at the coordinator's `--admin` address alone.",
     "INTERNAL": "A fault of specdec. The log has the traceback under the request id.",
     "INVALID_REQUEST": "The request cannot succeed as it is. The message names the field, the value and the limit.",
     "KV_EXHAUSTED": "Give replicas more memory for KV (`--kv-cache-bytes`, `--gpu-memory-utilization`; under "
@@ -47,7 +47,8 @@ ADVICE = {
     "SESSION_NOT_FOUND": "The session does not exist: it expired, it was deleted, or the id is wrong.",
     "STALE_EPOCH": "The call is older than one that the replica has seen. Internal to the draft and target links.",
     "STORE_UNAVAILABLE": "Redis does not answer at `--redis-url`.",
-    "UNAUTHENTICATED": "The gateway needs an API key: send `authorization: Bearer KEY` or `x-api-key: KEY`.",
+    "UNAUTHENTICATED": "An API key or token is needed, or it is unknown or expired: send `authorization: Bearer KEY`, "
+    "over HTTP or as gRPC metadata. Replicas need the key of `--service-key`.",
     "UNSUPPORTED": "This build or this model cannot do what was asked. The message says what can.",
     "VOCABULARY_MISMATCH": "Target and tokenizer must share one id-to-token map. A draft must share it, too, unless it "
     "is started with `--for-tokenizer` and has tokens in common. The message has the fingerprints.",
