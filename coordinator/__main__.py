@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import specdec
+from coordinator.admission.admission import AdmissionSettings
 from coordinator.audit.audit_queue import AuditQueue
 from coordinator.audit.turn_audit import Auditor
 from coordinator.front.access import CoordinatorAccess, open_access
@@ -126,7 +127,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
             ending.push_async_callback(canary.close)
         draft_sources = DraftSourceFactory(pools, histories, scores, canary, tokenizer.decode)
         generations = GenerationService(
-            _generation_settings(settings),
+            _generation_settings(settings, access),
             store=store,
             pools=pools,
             tokenizer=tokenizer,
@@ -282,12 +283,12 @@ def _build_auditor(
     return Auditor(queue, settings.audit_share)
 
 
-def _generation_settings(settings: CoordinatorSettings) -> GenerationSettings:
+def _generation_settings(settings: CoordinatorSettings, access: CoordinatorAccess) -> GenerationSettings:
     return GenerationSettings(
         coordinator_id=f"c-{secrets.token_hex(6)}",
         lease_ttl_s=settings.lease_ttl_s,
         draft_timeout_s=settings.draft_timeout_s,
-        max_running=settings.max_queue,
+        admission=AdmissionSettings.of(settings, access.limits_of),
     )
 
 
