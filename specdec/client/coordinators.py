@@ -103,7 +103,8 @@ class _Coordinators(Generic[ChannelT]):
         raise NotImplementedError
 
     def _connections(self) -> list[_Connection[ChannelT]]:
-        connections: list[_Connection[ChannelT]] = [self.first, *self._left]
+        connections = list(self._left)
+        connections.append(self.first)
         if self._others is not None:
             connections.append(self._others)
         return connections
