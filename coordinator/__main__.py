@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import specdec
+from coordinator.admission.admission import AdmissionSettings
 from coordinator.audit.audit_queue import AuditQueue
 from coordinator.audit.turn_audit import Auditor
 from coordinator.front.access import CoordinatorAccess, open_access
@@ -58,6 +59,7 @@ from specdec.state.coordinators import coordinator_info
 from specdec.state.redis_store import open_registry, open_store
 from specdec.state.registry import Heartbeat
 from specdec.state.store import ReplicaRegistry
+from specdec.state.store_wait import store_answers
 from specdec.types import EngineInfo, Mode
 
 #: Name of this service in traces and metrics over OTLP.
@@ -95,10 +97,16 @@ async def _serve(settings: CoordinatorSettings) -> None:
         service_names=(COORDINATOR_SERVICE, *((VLLM_SERVICE,) if settings.worker_contract else ())),
         health_address=settings.health,
         max_message_bytes=settings.max_message_bytes,
+        tls=settings.server_tls,
+        loopback_address=settings.loopback,
         check_caller=access.public.check,
     )
     async with AsyncExitStack() as ending:
-        store = open_store(settings.redis_url, tenant=settings.tenant, session_ttl_s=settings.session_ttl_s)
+        if not await store_answers(settings.redis_url, settings.store_wait_s, stop):
+            return
+        store = open_store(
+            settings.redis_url, tenant=settings.tenant, cluster=settings.cluster, session_ttl_s=settings.session_ttl_s
+        )
         ending.push_async_callback(store.close)
         await store.ping()
         metrics.watch_store(lambda: store.num_failures)
@@ -119,7 +127,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
             ending.push_async_callback(canary.close)
         draft_sources = DraftSourceFactory(pools, histories, scores, canary, tokenizer.decode)
         generations = GenerationService(
-            _generation_settings(settings),
+            _generation_settings(settings, access),
             store=store,
             pools=pools,
             tokenizer=tokenizer,
@@ -152,7 +160,9 @@ async def _serve(settings: CoordinatorSettings) -> None:
             ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
         await server.start()
         if settings.admin:
-            servicer.admin_address = await open_admin_port(settings.admin, servicer, access.admin, ending)
+            servicer.admin_address = await open_admin_port(
+                settings.admin, servicer, access.admin, ending, tls=settings.server_tls
+            )
         memory.settle()
         ending.push_async_callback(server.stop, _FLUSH_S)
         ending.push_async_callback(generations.drain, 0.0)
@@ -210,7 +220,7 @@ def _open_registry(
     """Return the registry that replicas are found in; None where static endpoints replace it."""
     if settings.draft_endpoint or settings.target_endpoint:
         return None
-    registry = open_registry(settings.redis_url, signer=access.service_key)
+    registry = open_registry(settings.redis_url, cluster=settings.cluster, signer=access.service_key)
     ending.push_async_callback(registry.close)
     return registry
 
@@ -250,7 +260,7 @@ def _build_pools(
 
     return ReplicaPools(
         vocabulary_fingerprint,
-        partial(open_link, metadata=access.link_metadata),
+        partial(open_link, metadata=access.link_metadata, tls=settings.channel_tls),
         static_endpoints=static,
         registry=registry,
         lookup_pools=settings.lookup,
@@ -273,12 +283,12 @@ def _build_auditor(
     return Auditor(queue, settings.audit_share)
 
 
-def _generation_settings(settings: CoordinatorSettings) -> GenerationSettings:
+def _generation_settings(settings: CoordinatorSettings, access: CoordinatorAccess) -> GenerationSettings:
     return GenerationSettings(
         coordinator_id=f"c-{secrets.token_hex(6)}",
         lease_ttl_s=settings.lease_ttl_s,
         draft_timeout_s=settings.draft_timeout_s,
-        max_running=settings.max_queue,
+        admission=AdmissionSettings.of(settings, access.limits_of),
     )
 
 

@@ -35,7 +35,7 @@ from specdec.v1 import coordinator_pb2
 _DRAFTED = (TokenSource.ACCEPTED, TokenSource.CORRECTED)
 
 #: Fields of a request that do not change its output.
-_NOT_DIGESTED = ("session_id", "request_id", "return_provenance", "resume_from", "expected_session_tokens")
+_NOT_DIGESTED = ("session_id", "request_id", "return_provenance", "resume_from", "expected_session_tokens", "priority")
 
 
 def decode_request(message: coordinator_pb2.GenerateRequest) -> RawGenerationParams:
@@ -52,6 +52,7 @@ def decode_request(message: coordinator_pb2.GenerateRequest) -> RawGenerationPar
         speculation=_decode_speculation(message.speculation),
         resume_from=_optional(message, "resume_from"),
         expected_session_tokens=_optional(message, "expected_session_tokens"),
+        priority=message.priority,
         former_digests=(_digest_of_form_1(message),),
     )
 

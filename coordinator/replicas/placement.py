@@ -146,6 +146,11 @@ class SessionReplicas:
         """Return whether the session has no target replica, and may still wait for the one it lost at `lost_at_s`."""
         return time.monotonic() - lost_at_s < self._pools.target_wait_s and not self.has_target(())
 
+    @property
+    def target_wait_s(self) -> float:
+        """Seconds that a request waits for a target replica."""
+        return self._pools.target_wait_s
+
     async def wait_for_target(self, lost_at_s: float) -> None:
         """Wait for a target replica. Raises Unavailable, as `target_wait.wait_for_target` does."""
         await wait_for_target(self._pools, lambda: self.has_target(()), self.target_fingerprint, lost_at_s)
@@ -267,6 +272,10 @@ class Placement:
         while len(self._sessions) > self._capacity:
             self._sessions.popitem(last=False)
         return replicas
+
+    def knows(self, key: SessionKey) -> bool:
+        """Return whether a session was served lately, so that replicas probably hold its KV."""
+        return key in self._sessions
 
     def forget(self, key: SessionKey) -> None:
         self._sessions.pop(key, None)

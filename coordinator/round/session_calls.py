@@ -28,6 +28,11 @@ class SessionCalls:
         self._tokens = tokens
         self._replicas = replicas
 
+    @property
+    def has_output(self) -> bool:
+        """Return whether the request has committed output tokens."""
+        return len(self._tokens) > self._setting.output_start
+
     async def call(
         self, replica: Replica[Any], round_id: int, send: Callable[[SessionPosition], Awaitable[AnswerT]]
     ) -> AnswerT:

@@ -110,6 +110,8 @@ class Recovery:
 
     def _worth_retrying(self, error: BaseException) -> bool:
         """Return whether a retry may succeed. It is safe: the same request id joins what an earlier attempt began."""
+        if isinstance(error, ResourceExhausted) and not error.retryable:
+            return False
         # The session may be busy with our own earlier attempt, whose lease has not expired yet.
         is_temporary = isinstance(error, Unavailable | LeaseLost | StaleEpoch | SessionBusy | ResourceExhausted)
         if is_temporary or (isinstance(error, SpecdecError) and error.retryable):

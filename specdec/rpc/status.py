@@ -93,7 +93,10 @@ def from_status(status: status_pb2.Status) -> SpecdecError:
             field = next((violation.field for violation in bad_request.field_violations), "")
         elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
             retry_after_s = error_details_pb2.RetryInfo.FromString(detail.value).retry_delay.ToNanoseconds() / 1e9
-    return _build(status.code, reason, status.message, field=field, retry_after_s=retry_after_s, have=have)
+    error = _build(status.code, reason, status.message, field=field, retry_after_s=retry_after_s, have=have)
+    if reason and retry_after_s is None:
+        error.retry_after_s = None  # our servers say whether a retry can help
+    return error
 
 
 def from_rpc_error(error: grpc.RpcError, *, peer: str = "") -> SpecdecError:

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from specdec.settings.access import AccessSettings
+from specdec.settings.addresses import is_loopback
 from specdec.settings.base import (
     DAY_S,
     Address,
@@ -40,6 +41,14 @@ class CoordinatorSettings(AccessSettings, TracingSettings, ServiceSettings):
 
     tokenizer: str
     """Tokenizer of the target model: a directory, a GGUF file, or a hub id."""
+
+    loopback: OptionalAddress = ""
+    """HOST:PORT on loopback that serves the same as --listen in plaintext, for processes of this machine such as a
+    gateway beside this coordinator. Unset: no such port."""
+
+    tls_server_name: str = ""
+    """Name that the certificates of replicas must have, where replicas are dialled by an address that their
+    certificates cannot have, such as that of a pod. Unset: the host that is dialled."""
 
     draft_endpoint: AddressList = ()
     """HOST:PORT of a draft replica; repeatable. Any static endpoint turns the replica registry off."""
@@ -122,10 +131,48 @@ class CoordinatorSettings(AccessSettings, TracingSettings, ServiceSettings):
     """Seconds that an idle session is kept."""
 
     max_queue: int = Field(default=1024, ge=1)
-    """Limit on requests admitted at once; a further request is refused with QUEUE_FULL."""
+    """Limit on requests at once, running and waiting ones together; a further request is refused with QUEUE_FULL."""
+
+    max_running: int | None = Field(default=None, ge=1)
+    """Limit on requests that generate at once; further requests wait for a slot. none: 16 for each target, and more
+    while a token takes at most 1.25 times as long as with 16."""
+
+    max_wait_s: float = Field(default=4.0, gt=0.0, le=DAY_S)
+    """Predicted seconds of waiting for a slot beyond which a request is refused with QUEUE_FULL, once one request
+    waits for each slot. A request with a deadline is refused wherever it would probably miss it."""
+
+    tenant_max_streams: int | None = Field(default=None, ge=1)
+    """Limit on the requests of one tenant at once, waiting ones included. none: no limit. This limit and those below
+    refuse with QUOTA_EXCEEDED, hold for each coordinator by itself, and give way to the limits of a tenant's key."""
+
+    tenant_max_requests_per_minute: int | None = Field(default=None, ge=1)
+    """Limit on the requests that one tenant begins in a minute. none: no limit."""
+
+    tenant_max_tokens_per_minute: int | None = Field(default=None, ge=1)
+    """Limit on the new prompt tokens and output tokens of one tenant in a minute. A stream that has begun goes on, and
+    the tenant's next requests are refused until it is below the limit. none: no limit."""
+
+    tenant_max_sessions: int | None = Field(default=None, ge=1)
+    """Limit on the sessions of one tenant, idle ones included. none: no limit."""
+
+    tenant_max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Limit on the tokens of one tenant's session before the output of a request. none: no limit."""
 
     poll_interval_s: float = Field(default=1.0, gt=0.0)
     """Seconds between two polls of the replicas, which connect new replicas and try dead ones again."""
+
+    @model_validator(mode="after")
+    def _check_transport(self) -> Self:
+        if self.loopback and not is_loopback(self.loopback):
+            raise ValueError(f"--loopback must be an address of loopback, not {self.loopback}")
+        if self.admin and not (self.tls_cert or self.insecure or is_loopback(self.admin)):
+            raise ValueError(
+                f"--admin {self.admin} is reached from other machines: give --tls-cert and --tls-key, or --insecure to "
+                "serve there in plaintext"
+            )
+        if self.tls_server_name and not self.tls_ca:
+            raise ValueError("--tls-server-name needs --tls-ca beside it")
+        return self
 
     @model_validator(mode="after")
     def _check_endpoints(self) -> Self:

@@ -51,7 +51,7 @@ async def test_a_busy_session_is_a_conflict_that_says_when_to_try_again(rig: Rig
 
 
 async def test_a_full_queue_is_429_with_a_time_to_wait(rig: Rig) -> None:
-    coordinator = await rig.coordinator(max_running=0)
+    coordinator = await rig.coordinator(max_queue=0)
     async with running_gateway(coordinator.server.address) as running:
         answer = await post(running)
         error = answer.json()["error"]

@@ -148,7 +148,7 @@ async def test_a_call_that_names_no_valid_tenant_or_two_is_refused(
 
 async def test_all_tenants_share_one_limit_on_admitted_requests() -> None:
     async with Rig() as rig:
-        coordinator = await rig.coordinator(tenant_header=True, max_running=1)
+        coordinator = await rig.coordinator(tenant_header=True, max_queue=1)
         stream = coordinator.stub.Generate(request(max_new_tokens=400), metadata=named("acme"))
         output = await read_until(stream, 1)
         error = await refusal(turn(coordinator, "other", "s", PROMPT))

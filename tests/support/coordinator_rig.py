@@ -24,6 +24,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from coordinator.admission.admission import AdmissionSettings
 from coordinator.audit.audit_queue import AuditQueue
 from coordinator.audit.turn_audit import Auditor
 from coordinator.front.access import CoordinatorAccess
@@ -43,6 +44,7 @@ from coordinator.text.tokenizer import ServedTokenizer
 from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from draft_service.servicer import DraftServicer
+from specdec.access.grants import UNLIMITED, Limits
 from specdec.checkpoints.generation_config import recommended_sampling
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.observability.audit import AuditMetrics
@@ -309,6 +311,10 @@ class Rig:
         audit_wait_s: float = 60.0,
         tracing: Tracing | None = None,
         has_smg_contract: bool = False,
+        max_queue: int = 64,
+        max_running: int | None = None,
+        max_wait_s: float = 1e6,
+        tenant_limits: Limits = UNLIMITED,
         access: CoordinatorAccess | None = None,
         addresses: Mapping[str, str] = MappingProxyType({}),
         **settings: Any,
@@ -328,6 +334,10 @@ class Rig:
             audit_wait_s: how long an audit waits for its target to be idle.
             tracing: records its requests.
             has_smg_contract: it is a worker of the router smg as well.
+            max_queue: requests that it admits at once.
+            max_running: requests that it runs at once.
+            max_wait_s: predicted wait beyond which it refuses.
+            tenant_limits: limits of each tenant.
             access: what its callers may do; None: everything.
             addresses: where it calls a service instead of at the service's own address, which is the key.
             settings: of `GenerationSettings`.
@@ -355,7 +365,7 @@ class Rig:
                     "coordinator_id": f"c{next(self._ids)}",
                     "lease_ttl_s": 30.0,  # a starved machine must not lose leases
                     "draft_timeout_s": None,
-                    "max_running": 64,
+                    "admission": AdmissionSettings(max_queue, max_running, max_wait_s, tenant_limits=tenant_limits),
                     **settings,
                 }
             ),

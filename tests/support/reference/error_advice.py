@@ -29,10 +29,11 @@ ADVICE = {
     "Over HTTP only.",
     "NO_CHAT_TEMPLATE": "The tokenizer has no chat template. Send a prompt instead of messages.",
     "POOL_NOT_FOUND": "No draft pool has this name. `specdec pools` lists the names.",
-    "QUEUE_FULL": "The coordinator runs `--max-queue` requests, or the reader of a stream fell 2,048 tokens behind and "
-    "was cut off. Try again; resume a stream with `resume_from` after the last token that was read.",
-    "QUOTA_EXCEEDED": "The API key has reached one of its limits, or the Ray cluster has no room for a replica. "
-    "The message has the limit, or what is needed and what is free.",
+    "QUEUE_FULL": "The request would wait too long or miss its deadline, the coordinator has `--max-queue` requests, "
+    "or the reader of a stream fell 2,048 tokens behind and was cut off. Try again after the time of `RetryInfo`; "
+    "resume a stream with `resume_from` after the last token that was read.",
+    "QUOTA_EXCEEDED": "The API key or the tenant has reached one of its limits, or the Ray cluster has no room for a "
+    "replica. The message has the limit, or what is needed and what is free.",
     "REPLICA_BUSY": "The draft replica serves sessions and does not score now. Internal to the draft link.",
     "REPLICA_UNAVAILABLE": "No target replica answers, or its device hangs. Look at `specdec status`, then at the "
     "health and the log of the target replicas.",
