@@ -59,6 +59,7 @@ from specdec.state.coordinators import coordinator_info
 from specdec.state.redis_store import open_registry, open_store
 from specdec.state.registry import Heartbeat
 from specdec.state.store import ReplicaRegistry
+from specdec.state.store_wait import store_answers
 from specdec.types import EngineInfo, Mode
 
 #: Name of this service in traces and metrics over OTLP.
@@ -96,10 +97,16 @@ async def _serve(settings: CoordinatorSettings) -> None:
         service_names=(COORDINATOR_SERVICE, *((VLLM_SERVICE,) if settings.worker_contract else ())),
         health_address=settings.health,
         max_message_bytes=settings.max_message_bytes,
+        tls=settings.server_tls,
+        loopback_address=settings.loopback,
         check_caller=access.public.check,
     )
     async with AsyncExitStack() as ending:
-        store = open_store(settings.redis_url, tenant=settings.tenant, session_ttl_s=settings.session_ttl_s)
+        if not await store_answers(settings.redis_url, settings.store_wait_s, stop):
+            return
+        store = open_store(
+            settings.redis_url, tenant=settings.tenant, cluster=settings.cluster, session_ttl_s=settings.session_ttl_s
+        )
         ending.push_async_callback(store.close)
         await store.ping()
         metrics.watch_store(lambda: store.num_failures)
@@ -153,7 +160,9 @@ async def _serve(settings: CoordinatorSettings) -> None:
             ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
         await server.start()
         if settings.admin:
-            servicer.admin_address = await open_admin_port(settings.admin, servicer, access.admin, ending)
+            servicer.admin_address = await open_admin_port(
+                settings.admin, servicer, access.admin, ending, tls=settings.server_tls
+            )
         memory.settle()
         ending.push_async_callback(server.stop, _FLUSH_S)
         ending.push_async_callback(generations.drain, 0.0)
@@ -211,7 +220,7 @@ def _open_registry(
     """Return the registry that replicas are found in; None where static endpoints replace it."""
     if settings.draft_endpoint or settings.target_endpoint:
         return None
-    registry = open_registry(settings.redis_url, signer=access.service_key)
+    registry = open_registry(settings.redis_url, cluster=settings.cluster, signer=access.service_key)
     ending.push_async_callback(registry.close)
     return registry
 
@@ -251,7 +260,7 @@ def _build_pools(
 
     return ReplicaPools(
         vocabulary_fingerprint,
-        partial(open_link, metadata=access.link_metadata),
+        partial(open_link, metadata=access.link_metadata, tls=settings.channel_tls),
         static_endpoints=static,
         registry=registry,
         lookup_pools=settings.lookup,

@@ -20,7 +20,7 @@ from gateway.server import bind, serve
 from gateway.upstream import Upstream
 from specdec.access.callers import open_tokens
 from specdec.access.service_key import ServiceKey, read_service_key
-from specdec.errors import SpecdecError, error_line
+from specdec.errors import InvalidSetting, SpecdecError, error_line
 from specdec.observability.genai_metrics import open_genai_metrics
 from specdec.observability.logging import configure_logging
 from specdec.observability.metrics_server import start_metrics_server
@@ -29,6 +29,7 @@ from specdec.settings.addresses import split_address
 from specdec.settings.gateway import GatewaySettings
 from specdec.settings.reading import opened, parse_settings
 from specdec.state.responses import RedisResponses
+from specdec.state.store_wait import store_answers
 
 #: Name of this service in traces and metrics over OTLP.
 _OTEL_SERVICE = "specdec-gateway"
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         asyncio.run(_serve(settings, keys, service_key))
     except SpecdecError as error:
         print(error_line(error), file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, InvalidSetting) else 1
     except KeyboardInterrupt:
         return 130
     return 0
@@ -78,10 +79,12 @@ async def _serve(settings: GatewaySettings, keys: ApiKeys, service_key: ServiceK
             ending.push_async_callback(asyncio.to_thread, metrics.genai.close)
         if settings.metrics:
             ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
+        if not settings.coordinator and not await store_answers(settings.redis_url, settings.store_wait_s, stop):
+            return
         upstream = Upstream(settings, service_key)
         ending.push_async_callback(upstream.close)
         await upstream.start()
-        responses = RedisResponses(settings.redis_url)
+        responses = RedisResponses(settings.redis_url, cluster=settings.cluster)
         ending.push_async_callback(responses.close)
         listener = ending.enter_context(bind(settings.listen))
         gateway = Gateway(settings, upstream, keys, metrics, responses, tracing)

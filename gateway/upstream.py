@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from specdec.access.service_key import ServiceKey
 from specdec.client import AsyncClient, Budgets, ServerInfo
@@ -67,9 +68,10 @@ class _Connection:
         """Raises InvalidRequest if the endpoint has the wrong form."""
         self.endpoint = endpoint
         budgets = Budgets(connect_s=settings.retry_s, resume_s=settings.resume_s)
-        self.client = AsyncClient(endpoint, budgets=budgets, api_key=api_key, remembers_sessions=False)
+        common: Any = {"api_key": api_key, "remembers_sessions": False, "tls": settings.channel_tls or False}
+        self.client = AsyncClient(endpoint, budgets=budgets, **common)
         once = Budgets(connect_s=0.0, resume_s=settings.resume_s)
-        self.prober = AsyncClient(endpoint, budgets=once, api_key=api_key, remembers_sessions=False)
+        self.prober = AsyncClient(endpoint, budgets=once, **common)
         """Client that does not try again before the first answer."""
 
     async def close(self) -> None:
@@ -109,7 +111,9 @@ class Upstream:
         if self._settings.coordinator:
             self._connect(await endpoint_of(self._settings.coordinator))
             return
-        self._registry = open_registry(self._settings.redis_url, signer=self._service_key)
+        self._registry = open_registry(
+            self._settings.redis_url, cluster=self._settings.cluster, signer=self._service_key
+        )
         self._discovering = asyncio.create_task(self._discover(self._registry), name="discover coordinators")
 
     def client(self, tenant: str, *, tries_again: bool = True) -> AsyncClient:

@@ -7,9 +7,12 @@ from contextlib import AsyncExitStack
 from coordinator.front.servicer import CoordinatorServicer
 from specdec.access.guards import Guard
 from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
+from specdec.tls import Tls
 
 
-async def open_admin_port(listen: str, servicer: CoordinatorServicer, guard: Guard, ending: AsyncExitStack) -> str:
+async def open_admin_port(
+    listen: str, servicer: CoordinatorServicer, guard: Guard, ending: AsyncExitStack, *, tls: Tls | None = None
+) -> str:
     """Answer operator calls at an address; return it with the port in use.
 
     Args:
@@ -17,11 +20,12 @@ async def open_admin_port(listen: str, servicer: CoordinatorServicer, guard: Gua
         servicer: answers the calls that the guard admits.
         guard: guard of the port.
         ending: closes the port.
+        tls: credentials of the port; None: plaintext.
 
     Raises:
         Unavailable: the address cannot be bound.
     """
-    server = ServiceServer(listen, service_names=(COORDINATOR_SERVICE,), check_caller=guard.check)
+    server = ServiceServer(listen, service_names=(COORDINATOR_SERVICE,), check_caller=guard.check, tls=tls)
     servicer.add_to(server.grpc_server)
     await server.start()
     ending.push_async_callback(server.stop, 0.0)

@@ -49,7 +49,7 @@ _COMMANDS = {
 _NEED_A_SYSTEM = ("generate", "chat", "top", "status", "pools", "promote", "scale", "join", "bench")
 
 #: Subcommands whose flags have no default in the environment.
-_WITHOUT_ENVIRON = ("up", "timeline", "health", "completion")
+_WITHOUT_ENVIRON = ("up", "timeline", "completion")
 
 
 def build_parser(environ: Mapping[str, str], command: str = "") -> argparse.ArgumentParser:

@@ -23,10 +23,12 @@ from specdec.cli.checks import certificates, clocks, devices, installation, kv_t
 from specdec.cli.checks.finding import Check, Finding, Status, findings_of
 from specdec.cli.checks.system import Place, System
 from specdec.cli.json_output import add_json_flag, print_json
-from specdec.cli.request_flags import add_client_flags, address, connect
+from specdec.cli.request_flags import BUDGETS, add_client_flags, address
 from specdec.cli.terminal import wants_colour
 from specdec.cli.top import metrics_addresses_of
+from specdec.client import Client, Tls
 from specdec.client.endpoints import DEFAULT_ENDPOINT, ENDPOINT_VARIABLE
+from specdec.errors import InvalidRequest
 
 _STYLES = {Status.OK: Style(color="green"), Status.WARN: Style(color="yellow"), Status.FAIL: Style(color="red")}
 _STATUS_COLUMNS, _NAME_COLUMNS = 6, 20
@@ -41,6 +43,7 @@ _FILE_S, _CONNECT_S, _COMPILE_S = 10.0, 30.0, 300.0
 #: checks what the service uses.
 _VARIABLES = {
     "redis_url": ("SPECDEC_COORDINATOR__REDIS_URL", "SPECDEC_TARGET__REDIS_URL", "SPECDEC_DRAFT__REDIS_URL"),
+    "cluster": ("SPECDEC_COORDINATOR__CLUSTER", "SPECDEC_TARGET__CLUSTER", "SPECDEC_DRAFT__CLUSTER"),
     "kv_tier_url": ("SPECDEC_TARGET__KV_TIER_URL", "SPECDEC_DRAFT__KV_TIER_URL"),
     "tls_cert": ("SPECDEC_TLS_CERT",),
     "tls_key": ("SPECDEC_TLS_KEY",),
@@ -55,6 +58,7 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     )  # fmt: skip
     add_client_flags(parser, environ)
     _add_flag(parser, environ, "--redis-url", "URL", "Redis of the sessions and the registry, to check it")
+    _add_flag(parser, environ, "--cluster", "NAME", "cluster of the registry in that Redis", "default")
     _add_flag(parser, environ, "--kv-tier-url", "URL", "Redis of the KV tier, to check and measure it")
     _add_flag(parser, environ, "--tls-cert", "FILE", "certificate to check, with the key")
     _add_flag(parser, environ, "--tls-key", "FILE", "key of the certificate")
@@ -72,10 +76,13 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     add_json_flag(parser, "lines")
 
 
-def _add_flag(parser: argparse.ArgumentParser, environ: Mapping[str, str], flag: str, metavar: str, text: str) -> None:
+def _add_flag(
+    parser: argparse.ArgumentParser, environ: Mapping[str, str], flag: str, metavar: str, text: str, otherwise: str = ""
+) -> None:
     variables = _VARIABLES[flag.removeprefix("--").replace("-", "_")]
-    default = next((environ[name] for name in variables if environ.get(name)), "")
-    parser.add_argument(flag, default=default, metavar=metavar, help=f"{text}; default: {variables[0]}")
+    default = next((environ[name] for name in variables if environ.get(name)), otherwise)
+    source = f"{variables[0]}, else {otherwise}" if otherwise else variables[0]
+    parser.add_argument(flag, default=default, metavar=metavar, help=f"{text}; default: {source}")
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -103,7 +110,12 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
 def _checks(args: argparse.Namespace, environ: Mapping[str, str]) -> Sequence[Check]:
     static = [(role, each) for role in ("draft", "target") for each in getattr(args, f"{role}_endpoint")]
     is_given = bool(environ.get(ENDPOINT_VARIABLE)) or args.endpoint != DEFAULT_ENDPOINT
-    place = Place(args.endpoint, is_given, lambda: connect(args, timeout=_CALL_TIMEOUT_S), args.redis_url, static)
+    tls = _usable_tls(args)
+
+    def connect() -> Client:
+        return Client(args.endpoint, budgets=BUDGETS, api_key=args.api_key, timeout=_CALL_TIMEOUT_S, tls=tls or False)
+
+    place = Place(args.endpoint, is_given, connect, args.redis_url, args.cluster, static, tls)
     system = System(place)
     metrics = args.metrics or list(metrics_addresses_of(args.endpoint))
     checks = [
@@ -128,6 +140,16 @@ def _checks(args: argparse.Namespace, environ: Mapping[str, str]) -> Sequence[Ch
         tier = partial(kv_tier.check_kv_tier, args.kv_tier_url, args.redis_url, system.target_model, metrics)
         checks.append(Check("kv tier", tier, _CONNECT_S))
     return checks
+
+
+def _usable_tls(args: argparse.Namespace) -> Tls | None:
+    """Return the credentials to dial with; None: plaintext. Files that cannot be used fail a check of their own."""
+    tls = Tls(ca=args.tls_ca, cert=args.tls_cert, key=args.tls_key, server_name=args.tls_server_name)
+    try:
+        tls.check()
+    except InvalidRequest:
+        return None
+    return tls if tls.ca else None
 
 
 def _known_ports(system: System) -> Iterator[ports.Port]:

@@ -31,6 +31,7 @@ from specdec.client.results import Completion, Session, read_session
 from specdec.client.server_info import Promotion, ServerInfo, read_promotion, read_server_info
 from specdec.client.transcript import Transcript
 from specdec.errors import SpecdecError
+from specdec.tls import Tls
 from specdec.v1 import coordinator_pb2 as pb
 
 
@@ -44,6 +45,7 @@ class AsyncClient(Identity):
         budgets: Budgets | None = None,
         timeout: float | None = None,
         api_key: str | None = None,
+        tls: Tls | bool | None = None,
         remembers_sessions: bool = True,
     ) -> None:
         """Make a client that connects at its first call.
@@ -53,17 +55,19 @@ class AsyncClient(Identity):
                 variable SPECDEC_ENDPOINT, or 127.0.0.1:50051.
             budgets: limits on the time for which calls are retried. None: the defaults of `Budgets`.
             timeout: seconds that each call without a timeout of its own may take as a whole; None: no limit.
-            api_key: key that is sent with every call; None: no key. The connection is not encrypted.
+            api_key: key that is sent with every call; None: no key. Without `tls` the network can read it.
+            tls: certificate files to encrypt with; True: trust the authorities that gRPC knows; False: plaintext; None:
+                the files of SPECDEC_TLS_CA, SPECDEC_TLS_CERT and SPECDEC_TLS_KEY, or plaintext without them.
             remembers_sessions: whether the next turn of a session states how many tokens it should hold. False for a
                 client whose sessions other clients continue, too.
 
         Raises:
             InvalidRequest: the endpoint is neither HOST:PORT nor a gRPC target, or the key has other characters than
-                printable ASCII.
+                printable ASCII, or a certificate file cannot be used.
         """
         self._timeout = timeout
         self._budgets = budgets or Budgets()
-        self._coordinators = AsyncCoordinators(endpoint)
+        self._coordinators = AsyncCoordinators(endpoint, tls)
         self._identify(api_key, remembers_sessions=remembers_sessions)
 
     @overload

@@ -24,9 +24,11 @@ from specdec.client.endpoints import resolve_endpoint
 from specdec.client.failures import closed, read_failure
 from specdec.client.identity import Metadata
 from specdec.client.recovery import CHANNEL_OPTIONS, Recovery
+from specdec.client.transport import resolve_tls
 from specdec.errors import ResourceExhausted, SpecdecError, Unavailable
 from specdec.rpc.channels import dial, dial_blocking
 from specdec.rpc.status import is_ours
+from specdec.tls import Tls
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
 #: Time that the next attempt waits for another coordinator to report SERVING.
@@ -62,8 +64,8 @@ class _Connection(Generic[ChannelT]):
 class _Coordinators(Generic[ChannelT]):
     """Base of the blocking and the asyncio class."""
 
-    def __init__(self, endpoint: str, first: ChannelT) -> None:
-        self.endpoint = endpoint
+    def __init__(self, endpoint: str, tls: Tls | None, first: ChannelT) -> None:
+        self.endpoint, self.tls = endpoint, tls
         self.first: _Connection[ChannelT] = _Connection.over(first)
         self.chosen: _Connection[ChannelT] = self.first
         self.suspect: _Connection[ChannelT] | None = None
@@ -100,7 +102,8 @@ class _Attempts(Generic[ChannelT]):
 
     def failed(self, error: grpc.RpcError, recovery: Recovery) -> SpecdecError:
         """Return the error of the last attempt, and note what the next attempt must check first."""
-        failure = read_failure(error, self._coordinators.endpoint, was_answered=recovery.was_answered)
+        endpoint, tls = self._coordinators.endpoint, self._coordinators.tls
+        failure = read_failure(error, endpoint, tls, was_answered=recovery.was_answered)
         is_first, is_refused = self._connection is self._coordinators.first, is_ours(error)
         self._num_lost += not is_refused
         if not is_refused and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -138,15 +141,18 @@ def _reports_serving(response: health_pb2.HealthCheckResponse) -> bool:
 class AsyncCoordinators(_Coordinators[grpc.aio.Channel]):
     """Connections of an `AsyncClient`, for the running event loop."""
 
-    def __init__(self, endpoint: str | None) -> None:
-        """Prepare a connection that opens at the first call. Raises InvalidRequest for an invalid endpoint."""
-        endpoint = resolve_endpoint(endpoint)
-        super().__init__(endpoint, dial(endpoint, CHANNEL_OPTIONS))
+    def __init__(self, endpoint: str | None, tls: Tls | bool | None = None) -> None:
+        """Prepare a connection that opens at the first call.
+
+        Raises InvalidRequest for an invalid endpoint or certificate files that cannot be used.
+        """
+        endpoint, credentials = resolve_endpoint(endpoint), resolve_tls(tls)
+        super().__init__(endpoint, credentials, dial(endpoint, CHANNEL_OPTIONS, tls=credentials))
 
     async def choose_serving(self, timeout_s: float) -> None:
         """Choose the other coordinators if one of them reports SERVING within `timeout_s`, else the first one."""
         if self._others is None:
-            self._others = _Connection.over(dial(self.endpoint, _HEALTH_CHECKED_OPTIONS))
+            self._others = _Connection.over(dial(self.endpoint, _HEALTH_CHECKED_OPTIONS, tls=self.tls))
         others = self._others
         self.chosen = others if await self.serves(others, timeout_s, wait_for_ready=True) else self.first
 
@@ -197,10 +203,13 @@ class AsyncAttempts(_Attempts[grpc.aio.Channel]):
 class Coordinators(_Coordinators[grpc.Channel]):
     """Connections of a `Client`, for any number of threads."""
 
-    def __init__(self, endpoint: str | None) -> None:
-        """Prepare a connection that opens at the first call. Raises InvalidRequest for an invalid endpoint."""
-        endpoint = resolve_endpoint(endpoint)
-        super().__init__(endpoint, dial_blocking(endpoint, CHANNEL_OPTIONS))
+    def __init__(self, endpoint: str | None, tls: Tls | bool | None = None) -> None:
+        """Prepare a connection that opens at the first call.
+
+        Raises InvalidRequest for an invalid endpoint or certificate files that cannot be used.
+        """
+        endpoint, credentials = resolve_endpoint(endpoint), resolve_tls(tls)
+        super().__init__(endpoint, credentials, dial_blocking(endpoint, CHANNEL_OPTIONS, tls=credentials))
         self._lock = threading.Lock()
 
     def choose_serving(self, timeout_s: float) -> None:
@@ -211,7 +220,8 @@ class Coordinators(_Coordinators[grpc.Channel]):
         with self._lock:
             self.require_open()
             if self._others is None:
-                self._others = _Connection.over(dial_blocking(self.endpoint, _HEALTH_CHECKED_OPTIONS))
+                channel = dial_blocking(self.endpoint, _HEALTH_CHECKED_OPTIONS, tls=self.tls)
+                self._others = _Connection.over(channel)
             others = self._others
         self.chosen = others if self.serves(others, timeout_s, wait_for_ready=True) else self.first
 

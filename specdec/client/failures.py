@@ -13,7 +13,9 @@ from collections.abc import Iterator
 import grpc
 
 from specdec.errors import ClientClosed, SpecdecError, Unavailable
+from specdec.rpc.credentials import describe_refused_connection
 from specdec.rpc.status import from_rpc_error, http2_reset_code, is_ours
+from specdec.tls import Tls
 
 #: What another program at the endpoint does, by a part of gRPC's message. The first match counts.
 _OTHER_PROGRAM = (
@@ -44,12 +46,15 @@ _RESET_RETRY_AFTER_S = 0.05
 _REFUSED_RETRY_AFTER_S = 0.5
 
 
-def read_failure(error: grpc.RpcError, endpoint: str, *, was_answered: bool = False) -> SpecdecError:
+def read_failure(
+    error: grpc.RpcError, endpoint: str, tls: Tls | None = None, *, was_answered: bool = False
+) -> SpecdecError:
     """Return the error of the tree for a failed call to the coordinator at `endpoint`.
 
     Args:
         error: exception of the call.
         endpoint: endpoint of the client.
+        tls: credentials of its channel; None: plaintext.
         was_answered: whether an earlier attempt of the call was answered. A coordinator is reached through this
             endpoint then, so a refusal by something else on the way may pass.
     """
@@ -59,6 +64,9 @@ def read_failure(error: grpc.RpcError, endpoint: str, *, was_answered: bool = Fa
     details = error.details() or ""
     if not failure.message.startswith(f"{endpoint}: "):
         return failure  # a message that is too large
+    if refused := describe_refused_connection(details, tls):
+        message = f"no connection to the coordinator at {endpoint}: {refused}"
+        return Unavailable(message, reason="COORDINATOR_UNAVAILABLE")
     message = _describe_other_program(details, endpoint) or _describe(error.code(), details, endpoint)
     if isinstance(failure, Unavailable):
         retry_after_s = None if http2_reset_code(details) is None else _RESET_RETRY_AFTER_S

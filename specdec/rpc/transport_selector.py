@@ -14,12 +14,13 @@ from typing import Any
 
 import grpc
 
-from specdec.errors import Unavailable
+from specdec.errors import InvalidRequest, Unavailable
 from specdec.rpc.channels import dial
 from specdec.rpc.frame_transport import FrameTransport, GrpcTransport
 from specdec.rpc.identity import Metadata, meant_for
 from specdec.rpc.unix_socket_transport import UnixSocketTransport
 from specdec.rpc.unix_sockets import is_name
+from specdec.tls import Tls
 
 #: Consecutive calls that started while no other was pending, after which calls are taken to come one at a time.
 LONE_CALLS = 8
@@ -51,12 +52,13 @@ class Route(Enum):
 class TransportSelector:
     """Chooses routes for one link, opens transports and owns the gRPC channel. Use from one event loop."""
 
-    def __init__(self, address: str, stream_method: str, metadata: Metadata = ()) -> None:
+    def __init__(self, address: str, stream_method: str, metadata: Metadata = (), tls: Tls | None = None) -> None:
         """
         Args:
             address: HOST:PORT of the replica. Nothing is dialled yet.
             stream_method: full name of the gRPC method that frames travel on.
             metadata: sent with every gRPC call: the credential of the caller.
+            tls: credentials of the gRPC channel; None: plaintext.
         """
         self.unix_socket = ""
         """The replica's Unix socket, as its `EngineInfo` states it; "": none."""
@@ -64,6 +66,7 @@ class TransportSelector:
         """The replica's device-thread socket, likewise."""
         self._address = address
         self._stream_method = stream_method
+        self.tls = tls
         self.metadata = tuple(metadata)
         self._channel: grpc.aio.Channel | None = None
         self._lost_sockets: set[str] = set()
@@ -95,12 +98,15 @@ class TransportSelector:
         """Return the gRPC channel to the replica, dialling it at the first use.
 
         Raises:
-            Unavailable: the link is closed.
+            Unavailable: the link is closed, or the files of its credentials cannot be used.
         """
         if self.is_closed:
             raise Unavailable(f"{self._address}: the link is closed")
         if self._channel is None:
-            self._channel = dial(self._address, _CHANNEL_OPTIONS)
+            try:
+                self._channel = dial(self._address, _CHANNEL_OPTIONS, tls=self.tls)
+            except InvalidRequest as error:  # files that are being replaced; the next attempt reads them again
+                raise Unavailable(f"{self._address}: {error.message}") from error
         return self._channel
 
     def refuse(self) -> None:

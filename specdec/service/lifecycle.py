@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Protocol
 import grpc
 
 from specdec.engine_api import Engine
-from specdec.errors import SpecdecError, error_line
+from specdec.errors import InvalidSetting, SpecdecError, error_line
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.channels import require_free
 from specdec.rpc.server import ServiceServer
@@ -113,6 +113,8 @@ async def run_replica(
         service_names=(service_name,),
         health_address=settings.health,
         max_message_bytes=settings.max_message_bytes,
+        tls=settings.server_tls,
+        demands_client_certificate=bool(settings.tls_ca),
         check_caller=check_caller,
     )
     servicer.add_to(server.grpc_server)
@@ -195,13 +197,14 @@ def stop_on_signals() -> asyncio.Event:
 def run_to_exit_code(service: Coroutine[Any, Any, None]) -> int:
     """Run a service's coroutine in a new event loop; return the process's exit code.
 
-    An error of the tree is one line on stderr and code 1; an interrupt before the service handles signals is 130.
+    An error of the tree is one line on stderr and code 1, or 2 for InvalidSetting; an interrupt before the service
+    handles signals is 130.
     """
     try:
         asyncio.run(service)
     except SpecdecError as error:
         print(error_line(error), file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, InvalidSetting) else 1
     except KeyboardInterrupt:
         return 130
     return 0

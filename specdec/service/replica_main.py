@@ -52,6 +52,7 @@ from specdec.settings.draft_specs import LocalDraftSpec
 from specdec.settings.reading import opened, parse_settings
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
+from specdec.state.store_wait import wait_for_store
 from specdec.types import SIMULATED_PREFIX
 
 if TYPE_CHECKING:  # torch takes seconds to import
@@ -136,10 +137,11 @@ async def serve_replica(
         if settings.metrics:  # from now on, so that the load can be watched
             ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
         service_key = read_service_key(settings.service_key, os.environ)
-        is_registered = not settings.redis_url.startswith("memory:")
-        registry = open_registry(settings.redis_url, signer=service_key) if is_registered else None
-        if registry is not None:
+        registry = None
+        if not settings.redis_url.startswith("memory:"):
+            registry = open_registry(settings.redis_url, cluster=settings.cluster, signer=service_key)
             ending.push_async_callback(registry.close)
+            await wait_for_store(settings.redis_url, settings.store_wait_s)
             await registry.replicas(kind.role)
         engine = _load_engine(kind, settings, replica_id, metrics, load, ending)
         memory.settle()
@@ -229,6 +231,7 @@ def open_kv_tier(settings: ReplicaSettings, shape: ModelShape) -> KvTier | None:
         rank=layout.rank,
         layer_bytes=layout.layer_bytes,
         run_blocks=run_blocks(layout.block_bytes),
+        cluster=settings.cluster,
     )
     return KvTier(settings.kv_tier_url, space)
 

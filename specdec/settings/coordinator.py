@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from specdec.settings.access import AccessSettings
+from specdec.settings.addresses import is_loopback
 from specdec.settings.base import (
     DAY_S,
     Address,
@@ -40,6 +41,14 @@ class CoordinatorSettings(AccessSettings, TracingSettings, ServiceSettings):
 
     tokenizer: str
     """Tokenizer of the target model: a directory, a GGUF file, or a hub id."""
+
+    loopback: OptionalAddress = ""
+    """HOST:PORT on loopback that serves the same as --listen in plaintext, for processes of this machine such as a
+    gateway beside this coordinator. Unset: no such port."""
+
+    tls_server_name: str = ""
+    """Name that the certificates of replicas must have, where replicas are dialled by an address that their
+    certificates cannot have, such as that of a pod. Unset: the host that is dialled."""
 
     draft_endpoint: AddressList = ()
     """HOST:PORT of a draft replica; repeatable. Any static endpoint turns the replica registry off."""
@@ -151,6 +160,19 @@ class CoordinatorSettings(AccessSettings, TracingSettings, ServiceSettings):
 
     poll_interval_s: float = Field(default=1.0, gt=0.0)
     """Seconds between two polls of the replicas, which connect new replicas and try dead ones again."""
+
+    @model_validator(mode="after")
+    def _check_transport(self) -> Self:
+        if self.loopback and not is_loopback(self.loopback):
+            raise ValueError(f"--loopback must be an address of loopback, not {self.loopback}")
+        if self.admin and not (self.tls_cert or self.insecure or is_loopback(self.admin)):
+            raise ValueError(
+                f"--admin {self.admin} is reached from other machines: give --tls-cert and --tls-key, or --insecure to "
+                "serve there in plaintext"
+            )
+        if self.tls_server_name and not self.tls_ca:
+            raise ValueError("--tls-server-name needs --tls-ca beside it")
+        return self
 
     @model_validator(mode="after")
     def _check_endpoints(self) -> Self:

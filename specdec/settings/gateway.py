@@ -28,6 +28,10 @@ class GatewaySettings(AccessSettings, TracingSettings, ProcessSettings):
     """HOST:PORT or gRPC target of a coordinator; repeatable. Unset: the coordinators that the registry in --redis-url
     lists."""
 
+    tls_server_name: str = ""
+    """Name that the certificates of coordinators must have, where coordinators are dialled by an address that their
+    certificates cannot have, such as that of a pod. Unset: the host that is dialled."""
+
     api_key: str = ""
     """One API key, for requests of the coordinator's own tenant. Unset: no such key."""
 
@@ -69,6 +73,12 @@ class GatewaySettings(AccessSettings, TracingSettings, ProcessSettings):
     def _check_upstream(self) -> Self:
         if not self.coordinator and self.redis_url.startswith("memory:"):
             raise ValueError("--redis-url memory:// needs --coordinator: it has no registry of coordinators")
+        return self
+
+    @model_validator(mode="after")
+    def _check_server_name(self) -> Self:
+        if self.tls_server_name and not self.tls_ca:
+            raise ValueError("--tls-server-name needs --tls-ca beside it")
         return self
 
     @model_validator(mode="after")

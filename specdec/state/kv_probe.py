@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from specdec.core.restore_rule import RestoreRule
 from specdec.errors import Unavailable
-from specdec.state.connection import describe_url
+from specdec.settings.redis_url import parse_redis_url
 from specdec.state.kv_link import KvLink
 
 _PROBE_BYTES = 1 << 20
@@ -34,7 +34,9 @@ def measure_tier(url: str) -> tuple[RestoreRule, dict[str, Any]]:
         _measure(client, rule)
     except (RedisError, OSError) as error:
         reason = " ".join(str(error).split())
-        raise Unavailable(f"the KV tier at {describe_url(url)}: {reason}", reason="STORE_UNAVAILABLE") from error
+        raise Unavailable(
+            f"the KV tier at {parse_redis_url(url).place}: {reason}", reason="STORE_UNAVAILABLE"
+        ) from error
     finally:
         client.close()
     return rule, info

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec.errors import Internal, LeaseLost, NotFound, SessionBusy, SessionLost, SpecdecError
+from specdec.settings.cluster_names import DEFAULT_CLUSTER, check_cluster
 from specdec.state.connection import RedisConnection
 from specdec.state.coordinators import COORDINATOR
 from specdec.state.keys import TOKEN_BYTES, pack_tokens, replica_keys, session_keys, unpack_tokens
@@ -52,18 +53,27 @@ class RedisSessionStore:
     after its last acquire, renewal, begin, commit, repair or release; reading does not prolong it.
     """
 
-    def __init__(self, url: str, *, tenant: str = DEFAULT_TENANT, session_ttl_s: float = DEFAULT_SESSION_TTL_S) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        cluster: str = DEFAULT_CLUSTER,
+        session_ttl_s: float = DEFAULT_SESSION_TTL_S,
+    ) -> None:
         """Open no connection yet.
 
         Args:
-            url: redis://, rediss://, unix:// or memory://.
+            url: a URL of `specdec.settings.redis_url`.
             tenant: owner of the sessions; tenants share no session.
+            cluster: name of the system; clusters on one Redis share no key.
             session_ttl_s: above 0.
 
         Raises:
-            InvalidRequest: the URL or the tenant is malformed.
+            InvalidRequest: the URL, the tenant or the cluster is malformed.
         """
         self._url = url
+        self._cluster = check_cluster(cluster)
         self._tenant = check_tenant(tenant)
         self._session_ttl_s = session_ttl_s
         self._session_ttl_ms = _milliseconds(session_ttl_s)
@@ -86,7 +96,8 @@ class RedisSessionStore:
 
     async def renew_all(self, leases: Sequence[Lease]) -> list[SpecdecError | None]:
         calls = [
-            (session_keys(*lease.key), self._fence(lease, _milliseconds(lease.ttl_s))) for lease in leases
+            (session_keys(*lease.key, self._cluster), self._fence(lease, _milliseconds(lease.ttl_s)))
+            for lease in leases
         ]  # fmt: skip
         answers = await self._connection.run_scripts("renew", calls)
         return [_loss(answer, lease) for answer, lease in zip(answers, leases, strict=True)]
@@ -106,7 +117,9 @@ class RedisSessionStore:
             raise error
 
     async def commit_all(self, commits: Sequence[tuple[Lease, Commit]]) -> list[SpecdecError | None]:
-        calls = [(session_keys(*lease.key), self._commit_args(lease, commit)) for lease, commit in commits]
+        calls = [
+            (session_keys(*lease.key, self._cluster), self._commit_args(lease, commit)) for lease, commit in commits
+        ]
         answers = await self._connection.run_scripts("commit", calls)
         return [
             None if answer == b"OK" else _refusal(answer, lease, commit)
@@ -148,7 +161,7 @@ class RedisSessionStore:
 
     async def read_tokens(self, session_id: str, start: int = 0) -> TokenIds:
         """See `SessionStore.read_tokens`. Empty beyond the log's end, and for a session that does not exist."""
-        tokens_key = session_keys(*self._key(session_id))[1]
+        tokens_key = session_keys(*self._key(session_id), self._cluster)[1]
         return unpack_tokens(await self._connection.run_command("GETRANGE", tokens_key, start * TOKEN_BYTES, -1))
 
     async def delete(self, session_id: str) -> None:
@@ -158,15 +171,15 @@ class RedisSessionStore:
         _check_owned(await self._run("discard", lease.key, [lease.owner, lease.epoch]), lease)
 
     async def ping(self) -> None:
-        await self._connection.run_command("PING")
+        await self._connection.ping()
 
     def prefixes(self) -> RedisPrefixDirectory:
         """Return the tenant's directory of prefixes; its scripts travel in the store's pipelines."""
-        return RedisPrefixDirectory(self._connection, self._tenant)
+        return RedisPrefixDirectory(self._connection, self._tenant, cluster=self._cluster)
 
     def promotions(self) -> RedisPromotions:
         """Return the tenant's promotion of a draft pool."""
-        return RedisPromotions(self._connection, self._tenant)
+        return RedisPromotions(self._connection, self._tenant, cluster=self._cluster)
 
     @property
     def num_failures(self) -> int:
@@ -182,13 +195,15 @@ class RedisSessionStore:
         return other
 
     def reopen(self) -> RedisSessionStore:
-        return RedisSessionStore(self._url, tenant=self._tenant, session_ttl_s=self._session_ttl_s)
+        return RedisSessionStore(
+            self._url, tenant=self._tenant, cluster=self._cluster, session_ttl_s=self._session_ttl_s
+        )
 
     async def close(self) -> None:
         await self._connection.close()
 
     async def _run(self, script: str, key: SessionKey, args: list[str | bytes | int]) -> Any:
-        return await self._connection.run_script(script, session_keys(*key), args)
+        return await self._connection.run_script(script, session_keys(*key, self._cluster), args)
 
     def _key(self, session_id: str) -> SessionKey:
         return SessionKey(self._tenant, session_id)
@@ -199,29 +214,35 @@ class RedisSessionStore:
 
 
 def open_store(
-    url: str, *, tenant: str = DEFAULT_TENANT, session_ttl_s: float = DEFAULT_SESSION_TTL_S
+    url: str,
+    *,
+    tenant: str = DEFAULT_TENANT,
+    cluster: str = DEFAULT_CLUSTER,
+    session_ttl_s: float = DEFAULT_SESSION_TTL_S,
 ) -> RedisSessionStore:
     """Return the session store at a URL. It connects at the first command; `ping` checks that it is available.
 
     Raises:
-        InvalidRequest: the URL or the tenant is malformed.
+        InvalidRequest: the URL, the tenant or the cluster is malformed.
     """
-    return RedisSessionStore(url, tenant=tenant, session_ttl_s=session_ttl_s)
+    return RedisSessionStore(url, tenant=tenant, cluster=cluster, session_ttl_s=session_ttl_s)
 
 
 class RedisReplicaRegistry:
     """`ReplicaRegistry` on Redis. Entries expire by the server's clock; reading removes expired ones."""
 
-    def __init__(self, url: str, *, signer: Signer | None = None) -> None:
+    def __init__(self, url: str, *, cluster: str = DEFAULT_CLUSTER, signer: Signer | None = None) -> None:
         """Open no connection yet.
 
         Args:
-            url: redis://, rediss://, unix:// or memory://.
+            url: a store URL, as of `RedisConnection`.
+            cluster: name of the system in the keys.
             signer: signs the records that are published, and without its signature none is read; None: no signatures.
 
         Raises:
-            InvalidRequest: the URL has another form.
+            InvalidRequest: the URL or the cluster is malformed.
         """
+        self._cluster = check_cluster(cluster)
         self._connection = RedisConnection(url)
         self._signer = signer
         self._skipped: dict[str, dict[bytes, str]] = {}
@@ -231,16 +252,16 @@ class RedisReplicaRegistry:
         engine = record.engine
         text = encode_record(record, ttl_s=ttl_s, signer=self._signer)
         args: list[str | bytes | int] = [engine.replica_id, text, max(1, round(ttl_s * 1000))]
-        await self._connection.run_script("publish", replica_keys(engine.role), args)
+        await self._connection.run_script("publish", replica_keys(engine.role, self._cluster), args)
 
     async def remove(self, replica_id: str) -> None:
         for role in ROLES:
-            await self._connection.run_script("remove", replica_keys(role), [replica_id])
+            await self._connection.run_script("remove", replica_keys(role, self._cluster), [replica_id])
 
     async def replicas(self, role: str) -> list[ReplicaRecord]:
         """See `ReplicaRegistry.replicas`. A record that this version cannot read is skipped and logged once."""
         limits = [MAX_RECORD_BYTES, MAX_REPLICA_ID_BYTES]
-        answer = await self._connection.run_script("replicas", replica_keys(role), limits)
+        answer = await self._connection.run_script("replicas", replica_keys(role, self._cluster), limits)
         records = []
         skipped: dict[bytes, str] = {}
         for replica_id, text in zip(answer[::2], answer[1::2], strict=True):
@@ -263,9 +284,9 @@ class RedisReplicaRegistry:
         await self._connection.close()
 
 
-def open_registry(url: str, *, signer: Signer | None = None) -> ReplicaRegistry:
-    """Return the registry at a URL, not connected yet. Arguments and errors as of `RedisReplicaRegistry`."""
-    return RedisReplicaRegistry(url, signer=signer)
+def open_registry(url: str, *, cluster: str = DEFAULT_CLUSTER, signer: Signer | None = None) -> ReplicaRegistry:
+    """Return a cluster's registry, not connected yet. Arguments and errors as of `RedisReplicaRegistry`."""
+    return RedisReplicaRegistry(url, cluster=cluster, signer=signer)
 
 
 def _refusal(answer: Any, lease: Lease, commit: Commit) -> SpecdecError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -56,9 +57,13 @@ async def running_gateway(
     keys: ApiKeys | None = None,
     service_key: ServiceKey | None = None,
     tracing: Tracing | None = None,
+    trusted: str = "",
     **settings: Any,
 ) -> AsyncIterator[RunningGateway]:
-    """A gateway in front of `coordinator`, or for "" of those in the registry, with these settings."""
+    """A gateway in front of `coordinator`, or for "" of those in the registry, with these settings.
+
+    Its client trusts the certificates in the file `trusted`.
+    """
     chosen = GatewaySettings(
         **{
             "listen": "127.0.0.1:0",
@@ -76,7 +81,11 @@ async def running_gateway(
         port = listener.getsockname()[1]
         serving = asyncio.create_task(serve(build_app(gateway), listener, chosen, stop))
         try:
-            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+            scheme = "https" if chosen.server_tls else "http"
+            verify = ssl.create_default_context(cafile=trusted) if trusted else True
+            async with httpx2.AsyncClient(
+                base_url=f"{scheme}://127.0.0.1:{port}", timeout=120, verify=verify
+            ) as client:
                 yield RunningGateway(gateway, port, client)
         finally:
             stop.set()

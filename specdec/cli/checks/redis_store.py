@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
-from urllib.parse import urlsplit
 
 from specdec.cli.checks.finding import Finding, fail, ok, warn
 from specdec.errors import SpecdecError, Unavailable
-from specdec.settings.addresses import is_loopback
+from specdec.settings.addresses import is_loopback, join_address
+from specdec.settings.redis_url import CLUSTER, RedisUrl, parse_redis_url
 
 _MIN_VERSION = (7, 0)
 _NUM_PINGS = 9
@@ -32,6 +32,8 @@ class _State:
     skew_s: float
     """Its clock minus this machine's."""
     info: Mapping[str, Any]
+    cluster: str = ""
+    """Answer of CLUSTER INFO; "" from a server outside of clusters."""
     user: str = ""
     settings: dict[str, str] = field(default_factory=dict)
     """Settings that this user may read."""
@@ -40,15 +42,32 @@ class _State:
 
 
 def check_redis(url: str) -> Iterator[Finding]:
-    """Check the Redis of `--redis-url`."""
+    """Check the Redis of `--redis-url`: its server, the primary of its Sentinels, or the nodes that it names."""
+    try:
+        parsed = parse_redis_url(url)
+    except ValueError as error:
+        yield fail("redis", f"--redis-url {error}", "correct the URL")
+        return
+    if parsed.kind != CLUSTER:
+        yield from _check_server(url, parsed, is_node=False)
+        return
+    for host, port in parsed.addresses:
+        for finding in _check_server(parsed.of_server(host, port), parsed, is_node=True):
+            yield replace(finding, found=f"{join_address(host, port)}: {finding.found}")
+
+
+def _check_server(url: str, parsed: RedisUrl, *, is_node: bool) -> Iterator[Finding]:
+    """Check one server; a node of a cluster may be a replica, and has the state of the cluster."""
     try:
         state = asyncio.run(_read(url))
     except Unavailable as error:
         yield fail("redis", error.message, "start Redis, or correct --redis-url, its user and its password")
         return
-    yield from (_server(state), _role(state), _eviction(state), _memory(state), _persistence(state))
+    yield _server(state)
+    yield _cluster(state) if is_node else _role(state)
+    yield from (_eviction(state), _memory(state), _persistence(state))
     yield from _writes(state)
-    yield _access(url, state)
+    yield _access(parsed, state)
     yield clock_finding("Redis is", state.skew_s, uncertain_s=state.latency_s)
 
 
@@ -68,6 +87,7 @@ async def _read(url: str) -> _State:
         skew_s = int(seconds) + int(microseconds) / 1e6 - (asked_s + time.time()) / 2
         state = _State(median(times), skew_s, await connection.run_command("INFO"))
         # Some hosts permit none of these.
+        state.cluster = _text(await _permitted(connection, "CLUSTER", "INFO"))
         state.user = _text(await _permitted(connection, "ACL", "WHOAMI"))
         for name in ("appendfsync", "save"):
             answer = await _permitted(connection, "CONFIG", "GET", name) or ()
@@ -108,6 +128,14 @@ def _role(state: _State) -> Finding:
         primary = f"{state.info.get('master_host')}:{state.info.get('master_port')}"
         return fail("redis role", f"a replica of {primary}, which refuses writes", "give --redis-url of the primary")
     return ok("redis role", f"primary, {state.info.get('connected_slaves', 0)} replicas")
+
+
+def _cluster(state: _State) -> Finding:
+    fields = dict(line.split(":", 1) for line in state.cluster.splitlines() if ":" in line)
+    if fields.get("cluster_state") != "ok":
+        found = f"state {fields.get('cluster_state', 'unknown')}, {fields.get('cluster_slots_ok', '0')} slots served"
+        return fail("redis cluster", found, "look at CLUSTER NODES; a plain server needs redis:// in --redis-url")
+    return ok("redis cluster", f"state ok, {fields.get('cluster_size', '?')} primaries")
 
 
 def _eviction(state: _State) -> Finding:
@@ -155,18 +183,18 @@ def _writes(state: _State) -> Iterator[Finding]:
             yield fail("redis disk", f"Redis cannot write {what}", "free space on its disk, and look at its log")
 
 
-def _access(url: str, state: _State) -> Finding:
-    parts = urlsplit(url)
-    is_local = parts.scheme in ("unix", "memory") or is_loopback(f"{parts.hostname or 'localhost'}:1")
+def _access(url: RedisUrl, state: _State) -> Finding:
     user = f"user {state.user or 'unknown'}"
-    if is_local:
+    if all(is_loopback(join_address(host, port)) for host, port in url.addresses):  # none for a Unix socket
         return ok("redis access", f"{user}, on this machine")
     if state.has_open_default:
         return fail("redis access", "the user default needs no password: any program that reaches the port may write",
                     "give Redis a password or ACL users")  # fmt: skip
-    if parts.scheme != "rediss":
+    if not url.is_tls:
         return warn("redis access", f"{user}, without TLS",
                     "serve TLS and give --redis-url rediss://, or keep Redis in a network of its own")  # fmt: skip
+    if dict(url.options).get("ssl_cert_reqs", "required") != "required":
+        return warn("redis access", f"{user}, TLS without a check of the certificate", "give ssl_ca_certs in the URL")
     return ok("redis access", f"{user}, TLS")
 
 

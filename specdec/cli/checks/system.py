@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import specdec
 from specdec.cli.checks.finding import Finding, fail, ok, warn
-from specdec.client import Client, ServerInfo
+from specdec.client import Client, ServerInfo, Tls
 from specdec.errors import DeadlineExceeded, Forbidden, SpecdecError, Unauthenticated, Unavailable
 from specdec.types import EngineInfo
 
@@ -29,8 +29,12 @@ class Place:
     """Set if a user named the endpoint; nothing has to serve at the default one."""
     connect: Callable[[], Client]
     redis_url: str = ""
+    cluster: str = "default"
+    """Name of the cluster in whose part of Redis the registry is."""
     static: Sequence[tuple[str, str]] = ()
     """Role and address of replicas that no registry lists."""
+    tls: Tls | None = None
+    """Credentials of connections; None: plaintext."""
 
 
 @dataclass(slots=True)
@@ -107,7 +111,7 @@ class System:
             except SpecdecError as error:
                 failures.append(fail("registry", error.message, "see the check of Redis"))
         known |= {address: record.role for address, record in self.engines.items()}
-        answers = await asyncio.gather(*(_describe(role, address) for address, role in known.items()))
+        answers = await asyncio.gather(*(_describe(role, address, self.place.tls) for address, role in known.items()))
         for (address, role), answer in zip(known.items(), answers, strict=True):
             if isinstance(answer, EngineInfo):
                 self.engines[address] = answer
@@ -122,7 +126,7 @@ class System:
         from specdec.state.coordinators import COORDINATOR
         from specdec.state.redis_store import open_registry
 
-        registry = open_registry(self.place.redis_url)
+        registry = open_registry(self.place.redis_url, cluster=self.place.cluster)
         try:
             for role in ("target", "draft"):
                 self.engines |= {record.address: record.engine for record in await registry.replicas(role)}
@@ -177,10 +181,16 @@ def _compare_versions(engines: dict[str, EngineInfo]) -> Iterator[Finding]:
         yield ok("service versions", f"all {next(iter(versions))}")
 
 
-async def _describe(role: str, address: str) -> EngineInfo | SpecdecError:
+async def _describe(role: str, address: str, tls: Tls | None) -> EngineInfo | SpecdecError:
+    """Return a replica's answer. With `tls`, a replica that does not answer is asked in plaintext, too."""
+    answer = await _ask(role, address, tls)
+    return await _ask(role, address, None) if tls is not None and isinstance(answer, Unavailable) else answer
+
+
+async def _ask(role: str, address: str, tls: Tls | None) -> EngineInfo | SpecdecError:
     from specdec.rpc.client import open_link
 
-    link = open_link(role, address)
+    link = open_link(role, address, tls=tls)
     try:
         return await link.info()
     except SpecdecError as error:
