@@ -197,8 +197,9 @@ test-clients: $(CLIENTS_VENV)/.installed  ## LiteLLM and LangChain's ChatOpenAI 
 		tests/e2e/test_gateway_langchain.py tests/e2e/test_gateway_litellm.py
 	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest tests/e2e/test_documented_code.py -k openai-clients.md
 
-test-failure: setup redis  ## what happens when parts die
-	$(PYTEST) tests/failure
+# The long ones as well: 1,000 generations under faults, 2,000 runs of two owners. SPECDEC_FAULT_SEED=N repeats a run.
+test-failure: setup redis  ## what happens when parts die, the long tests included (under 45 minutes on two cores)
+	$(PYTEST) tests/failure --timeout 2700
 
 # Busy processes beside two workers keep the load of two cores at ten. A test may take five times its usual limit.
 test-loaded: setup redis  ## failure and end-to-end tests on a machine with five times the load (long)

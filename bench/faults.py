@@ -10,6 +10,7 @@ from functools import partial
 
 from bench.fault_drafts import measure_drafts_gone
 from bench.fault_outages import measure_outages
+from bench.overload import measure_overload
 from bench.rows import Origin, Row
 
 SUITE = "faults"
@@ -18,13 +19,14 @@ SUITE = "faults"
 MEASUREMENTS: dict[str, Callable[[Callable[..., Row], bool], list[Row]]] = {
     "outages": measure_outages,
     "drafts": measure_drafts_gone,
+    "overload": measure_overload,
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the choice of measurements."""
     names = list(MEASUREMENTS)
-    parser.add_argument("--rows", nargs="+", choices=names, default=names, help="only these measurements")
+    parser.add_argument("--rows", "--only", nargs="+", choices=names, default=names, help="only these measurements")
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:

@@ -27,8 +27,7 @@ CAUTION = 1.5
 #: Time after a request found no slot in which free slots are given only to requests that meet their deadlines.
 LOADED_S = 5.0
 
-#: Requests that may wait for each slot, however long that is predicted to take. Clients that each wait for their answer
-#: before they ask again, two for each slot, are therefore not refused.
+#: Requests that may wait for each slot, however long that takes. So two clients for each slot are not refused.
 WAITING_PER_SLOT = 1
 
 #: Part of the limit that stays in use where a tenant uses less than its share.
@@ -246,9 +245,8 @@ class RunningSlots:
         wait_s = 0.0 if may_start else self._wait_s(self._num_before(request.key.tenant, num_ahead))
         # Free slots are soon taken, so the speed is that of a full system, unless few of them are in use.
         num_streams = limit if self.num_running >= limit // 4 else self.num_running + 1
-        generation_s = (
-            self._speeds.generation_s(request.max_new_tokens, self._limit.streams_per_target(num_streams)) or 0.0
-        )
+        num_streams = self._limit.streams_per_target(num_streams)
+        generation_s = self._speeds.generation_s(request.max_new_tokens, num_streams) or 0.0
         if request.deadline_s is not None:
             needed_s, left_s = CAUTION * (wait_s + generation_s), request.deadline_s - time.monotonic()
             if needed_s > left_s:
@@ -276,9 +274,9 @@ class RunningSlots:
             self._waiting[tenant] = []
             self._served_at[tenant] = next(self._numbers)
         insort(self._waiting[tenant], waiter)
-        timeout_s = (
-            None if request.deadline_s is None else request.deadline_s - time.monotonic() - CAUTION * generation_s
-        )
+        timeout_s = None
+        if request.deadline_s is not None:
+            timeout_s = request.deadline_s - time.monotonic() - CAUTION * generation_s
         try:
             async with asyncio.timeout(timeout_s):
                 return await granted
@@ -286,10 +284,9 @@ class RunningSlots:
             if granted.done() and not granted.cancelled() and granted.exception() is None:
                 granted.result().release()
             if isinstance(error, TimeoutError):
-                wait_s = self._wait_s(self.num_waiting)
                 raise ResourceExhausted(
                     "the request has waited so long that it would probably end after its deadline; try again later",
-                    retry_after_s=_retry_s(wait_s),
+                    retry_after_s=_retry_s(self._wait_s(self.num_waiting)),
                 ) from None
             raise
         finally:

@@ -12,6 +12,7 @@ from typing import Any
 
 from specdec.access.grants import OPERATE, SERVICE, Access
 from specdec.access.guards import caller
+from specdec.access.refusals import RefusalLog
 from specdec.errors import Forbidden, InvalidRequest
 from specdec.observability.logging import bind_task
 from specdec.tenant import DEFAULT_TENANT, TENANT_KEY, check_tenant
@@ -28,6 +29,7 @@ class CallTenants:
         """
         self._own = own
         self._reads_header = reads_header
+        self._refusals = RefusalLog()
 
     def of(self, context: Any) -> str:
         """Return the tenant of a call, and add it to all further log records of the call. Call it in the call's task.
@@ -36,7 +38,11 @@ class CallTenants:
             InvalidRequest: the call names no valid tenant, or more than one.
             Forbidden: the call names another tenant than the caller may call for.
         """
-        tenant = self._chosen(caller(), self._named(context))
+        try:
+            tenant = self._chosen(caller(), self._named(context))
+        except Forbidden as error:
+            self._refusals.note(context.peer(), error)
+            raise
         bind_task(tenant=tenant)
         return tenant
 

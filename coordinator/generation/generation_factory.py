@@ -192,6 +192,7 @@ class GenerationFactory:
             num_logprobs=sampling.num_logprobs,
             vocabulary_size=self._pools.target_info.vocabulary_size,
             draft_timeout_s=self._draft_timeout_s,
+            max_session_tokens=identity.output_start + sampling.max_new_tokens,
             kv_wait_s=self._kv_wait_s,
             tenant=turn.lease.tenant,
             is_timed=is_timed,

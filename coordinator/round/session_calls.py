@@ -70,4 +70,5 @@ class SessionCalls:
             draw_rule=setting.draw_rule,
             is_timed=setting.is_timed,
             tenant=setting.tenant,
+            max_session_tokens=setting.max_session_tokens,
         )

@@ -13,7 +13,8 @@ from typing import Any
 
 from specdec.access.callers import Callers, bearer_of
 from specdec.access.grants import GENERATE, OPERATE, SERVICE, Access
-from specdec.errors import Forbidden, InvalidRequest
+from specdec.access.refusals import RefusalLog
+from specdec.errors import Forbidden, InvalidRequest, Unauthenticated
 
 _OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 _AUTHORIZATION_KEY = "authorization"
@@ -46,6 +47,7 @@ class Guard:
             refusal: message for methods that no right opens.
         """
         self._callers, self._needs, self._others, self._refusal = callers, needs, others, refusal
+        self._log = RefusalLog()
 
     def check(self, method: str, context: Any) -> None:
         """Admit a call, and note its caller for the rest of its task.
@@ -56,12 +58,19 @@ class Guard:
         """
         if method.startswith(_OPEN):
             return
+        try:
+            _caller.set(self._admitted(method, context))
+        except (Unauthenticated, Forbidden) as error:
+            self._log.note(context.peer(), error)
+            raise
+
+    def _admitted(self, method: str, context: Any) -> Access:
         access = self._callers.identify(_credential(context))
         rights = self._needs.get(method, self._others)
         if not rights:
             raise Forbidden(self._refusal)
         access.require(*rights)
-        _caller.set(access)
+        return access
 
 
 def public_guard(callers: Callers, *, takes_operators: bool) -> Guard:

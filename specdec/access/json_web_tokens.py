@@ -7,6 +7,7 @@ PyJWT (extra specdec[gateway] or specdec[serve]).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import threading
@@ -14,7 +15,7 @@ import time
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jwt
 
@@ -40,6 +41,7 @@ _FRESH_S = 300.0
 _MIN_INTERVAL_S = 10.0
 _FETCH_TIMEOUT_S = 5.0
 _MAX_JWKS_BYTES = 1 << 20
+_MAX_VERIFIED = 4096
 
 #: Tolerated difference between the issuer's clock and this one's.
 _LEEWAY_S = 30.0
@@ -59,6 +61,15 @@ Keys = Mapping[str, PublicKey]
 """Public keys by their id; "" for a key without one."""
 
 
+class _Verified(NamedTuple):
+    """A token that was verified."""
+
+    access: Access
+    keys: Keys
+    """Keys by which it was verified."""
+    expires_at_s: float
+
+
 class TokenVerifier:
     """Verifies tokens of one issuer. Any thread may call it."""
 
@@ -74,7 +85,9 @@ class TokenVerifier:
             Unavailable: the URL does not answer.
         """
         self._issuer, self._audience = issuer, audience
-        self._keys = _RemoteKeys(source) if source.startswith(_SCHEMES) else _FileKeys(Path(source))
+        self._keys: _KeySource = _RemoteKeys(source) if source.startswith(_SCHEMES) else _FileKeys(Path(source))
+        self._verified: dict[bytes, _Verified] = {}
+        """Tokens that were verified, by their hash: a signature takes about a millisecond."""
 
     def identify(self, token: str) -> Access:
         """Return the access that a token grants.
@@ -83,24 +96,49 @@ class TokenVerifier:
             Unauthenticated: the token is malformed, expired or of another issuer or audience, or its signature is not
                 valid. The message has no part of the token.
         """
+        keys, digest = self._keys.current(), hashlib.sha256(token.encode(errors="replace")).digest()
+        known = self._verified.get(digest)
+        if known is not None and known.keys is keys and time.time() < known.expires_at_s:
+            return known.access
         try:
-            header = jwt.get_unverified_header(token)
-            algorithm = header.get("alg")
-            if algorithm not in ALGORITHMS:
-                raise Unauthenticated("the token is not signed with an algorithm that is accepted")
-            key = self._keys.find(header.get("kid"))
-            claims = jwt.decode(
-                token,
-                key.key,
-                algorithms=[key.algorithm or algorithm],
-                issuer=self._issuer,
-                audience=self._audience,
-                leeway=_LEEWAY_S,
-                options={"require": ["exp", "iss", "aud"]},
-            )
-            return _access(claims)
+            claims = self._claims(token, keys)
+            verified = _Verified(_access(claims), keys, float(claims["exp"]) + _LEEWAY_S)
         except (jwt.PyJWTError, ValueError, TypeError) as error:
             raise Unauthenticated(f"the token is not valid: {type(error).__name__}") from None
+        if len(self._verified) >= _MAX_VERIFIED:
+            self._verified.clear()
+        self._verified[digest] = verified
+        return verified.access
+
+    def _claims(self, token: str, keys: Keys) -> Mapping[str, Any]:
+        """Return the claims of a token whose signature and usual claims are valid."""
+        header = jwt.get_unverified_header(token)
+        algorithm = header.get("alg")
+        if algorithm not in ALGORITHMS:
+            raise Unauthenticated("the token is not signed with an algorithm that is accepted")
+        key = _choose(keys, header.get("kid"))
+        if key is None:
+            self._keys.note_unknown()
+            raise Unauthenticated("the token is signed with a key that is not known")
+        return jwt.decode(
+            token,
+            key.key,
+            algorithms=[key.algorithm or algorithm],
+            issuer=self._issuer,
+            audience=self._audience,
+            leeway=_LEEWAY_S,
+            options={"require": ["exp", "iss", "aud"]},
+        )
+
+
+class _KeySource(Protocol):
+    def current(self) -> Keys:
+        """Return the keys; the same object until they change."""
+        ...
+
+    def note_unknown(self) -> None:
+        """Note that a token names a key that is not among them."""
+        ...
 
 
 class _FileKeys:
@@ -109,8 +147,11 @@ class _FileKeys:
     def __init__(self, path: Path) -> None:
         self._file = WatchedFile(path, _parse_jwks, field=_FIELD, is_private=False)
 
-    def find(self, key_id: object) -> PublicKey:
-        return _choose(self._file.content(), key_id)
+    def current(self) -> Keys:
+        return self._file.content()
+
+    def note_unknown(self) -> None:
+        """The file is looked at once a second anyway."""
 
 
 class _RemoteKeys:
@@ -122,12 +163,16 @@ class _RemoteKeys:
         self._fetched_s = time.monotonic()
         self._fetching = threading.Lock()
 
-    def find(self, key_id: object) -> PublicKey:
-        age_s = time.monotonic() - self._fetched_s
-        is_known = isinstance(key_id, str) and key_id in self._keys
-        if age_s > (_FRESH_S if is_known else _MIN_INTERVAL_S) and self._fetching.acquire(blocking=False):
+    def current(self) -> Keys:
+        self._fetch_if_older_than(_FRESH_S)
+        return self._keys
+
+    def note_unknown(self) -> None:
+        self._fetch_if_older_than(_MIN_INTERVAL_S)
+
+    def _fetch_if_older_than(self, age_s: float) -> None:
+        if time.monotonic() - self._fetched_s >= age_s and self._fetching.acquire(blocking=False):
             threading.Thread(target=self._fetch_again, name="fetch-jwks", daemon=True).start()
-        return _choose(self._keys, key_id)
 
     def _fetch_again(self) -> None:
         try:
@@ -139,13 +184,11 @@ class _RemoteKeys:
             self._fetching.release()
 
 
-def _choose(keys: Keys, key_id: object) -> PublicKey:
-    """Return the key that a token names, or the only one where it names none. Raises Unauthenticated."""
+def _choose(keys: Keys, key_id: object) -> PublicKey | None:
+    """Return the key that a token names, or the only one where it names none; None for an unknown key."""
     if key_id is None and len(keys) == 1:
         return next(iter(keys.values()))
-    if isinstance(key_id, str) and key_id in keys:
-        return keys[key_id]
-    raise Unauthenticated("the token is signed with a key that is not known")
+    return keys.get(key_id) if isinstance(key_id, str) else None
 
 
 def _access(claims: Mapping[str, Any]) -> Access:

@@ -40,7 +40,7 @@ class WatchedFile(Generic[ContentT]):
             path: the file.
             parse: returns the content of the text; raises InvalidRequest.
             field: name of the setting that names the file, for messages.
-            is_private: whether a file that other users may read is refused.
+            is_private: whether a file that other users may read is refused; one that they may write always is.
             clock: seconds, for the checks of the file.
 
         Raises:
@@ -76,13 +76,12 @@ def read_credentials(path: Path, *, field: str, is_private: bool = True) -> tupl
     """Return the text of a file of credentials, and what differs after every change of it.
 
     Raises:
-        InvalidRequest: the file cannot be read, is too large, or is open to other users although it is private.
+        InvalidRequest: the file cannot be read, is too large, or is open to other users.
     """
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
-            if is_private:
-                _require_private(path, status, field)
+            _require_private(path, status, field, may_be_read=not is_private)
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
             raise InvalidRequest(f"{field}: {path} has more than {MAX_FILE_BYTES} bytes", field=field)
@@ -91,15 +90,15 @@ def read_credentials(path: Path, *, field: str, is_private: bool = True) -> tupl
         raise InvalidRequest(f"{field}: cannot read {path}: {error}", field=field) from error
 
 
-def _require_private(path: Path, status: os.stat_result, field: str) -> None:
-    """Raise InvalidRequest if other users may read the file, or may write it.
+def _require_private(path: Path, status: os.stat_result, field: str, *, may_be_read: bool) -> None:
+    """Raise InvalidRequest if other users may write the file, or may read it although it is private.
 
     Container systems mount secrets as files of root that everyone in the container may read, so those are accepted.
     """
     mode = stat.S_IMODE(status.st_mode)
-    forbidden = 0o022 if status.st_uid == 0 else 0o077
-    if mode & forbidden:
-        verb = "write" if status.st_uid == 0 else "read or write"
+    may_be_read |= status.st_uid == 0
+    if mode & (0o022 if may_be_read else 0o077):
+        verb = "write" if may_be_read else "read or write"
         raise InvalidRequest(
             f"{field}: other users may {verb} {path} (mode {mode:03o}): run chmod 600 {path}", field=field
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -192,6 +192,23 @@ class _Link(Generic[RequestT, ReplyT]):
             Unavailable: it cannot be reached, or does not answer in time.
         """
         request = common_pb2.ReleaseRequest(session_ids=session_ids, tenant=tenant_on_wire(tenant))
+        await self._unary("Release", request, common_pb2.ReleaseResponse)
+
+    async def end_turns(self, epochs: Mapping[str, int], *, tenant: str = DEFAULT_TENANT) -> None:
+        """End a tenant's turns on the replica: abandon their calls, and give back the KV blocks reserved for them.
+
+        Idempotent. A replica of an earlier version frees the sessions' KV instead.
+
+        Args:
+            epochs: epoch of the turn by its session's id.
+            tenant: whose sessions they are.
+
+        Raises:
+            Unavailable: it cannot be reached, or does not answer in time.
+        """
+        request = common_pb2.ReleaseRequest(
+            session_ids=epochs.keys(), tenant=tenant_on_wire(tenant), epochs=epochs.values()
+        )
         await self._unary("Release", request, common_pb2.ReleaseResponse)
 
     async def score(self, request: ScoreRequest) -> Score:

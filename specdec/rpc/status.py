@@ -6,6 +6,7 @@ RetryInfo if retrying helps. Called by interceptors, links, servicers and the cl
 
 from __future__ import annotations
 
+import math
 import re
 
 import grpc
@@ -160,12 +161,17 @@ def to_item_status(error: SpecdecError) -> common_pb2.ItemStatus:
     """Return the error of one item of a frame."""
     have = error.have if isinstance(error, errors.KvMiss) else 0
     code = code_pb2.Code.Value(error.code)
-    return common_pb2.ItemStatus(code=code, reason=error.reason, message=error.message, have=have)
+    is_usual = error.retry_after_s == error.default_retry_after_s
+    retry_after_ms = 0 if is_usual or error.retry_after_s is None else math.ceil(1e3 * error.retry_after_s)
+    return common_pb2.ItemStatus(
+        code=code, reason=error.reason, message=error.message, have=have, retry_after_ms=retry_after_ms
+    )
 
 
 def from_item_status(status: common_pb2.ItemStatus) -> SpecdecError:
     """Return the error in an item's status; an unknown reason becomes the class of its code."""
-    return _build(status.code, status.reason, status.message, have=status.have)
+    retry_after_s = status.retry_after_ms / 1e3 if status.retry_after_ms else None
+    return _build(status.code, status.reason, status.message, have=status.have, retry_after_s=retry_after_s)
 
 
 def _build(

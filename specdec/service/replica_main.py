@@ -212,6 +212,7 @@ def _load_engine(
         prefill_budget_s=prefill_budget_s,
         shadow=kind.is_shadow(settings),
         kv_tier=tier,
+        kv_reserve_tokens=settings.kv_reserve_tokens,
     )
     return kind.build_engine(worker, options, settings, metrics)
 

@@ -223,6 +223,11 @@ class ReplicaSettings(ServiceSettings):
     """Size of the KV cache; with --tensor-parallel, of each process. Unset: chosen from the model and the free
     memory."""
 
+    kv_reserve_tokens: int = Field(default=4096, ge=1)
+    """Largest number of output tokens for which a request gets KV blocks in advance. They stay reserved for it until
+    its turn ends, so it never waits for KV. A request that may grow further takes blocks as it grows; where none are
+    left, the youngest requests pause and run their tokens again later."""
+
     gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
     """Share of a GPU's whole memory that this process may take for weights, KV cache and working memory. Set it when
     processes share a GPU, so that what each takes does not depend on which starts first. --kv-cache-bytes wins over

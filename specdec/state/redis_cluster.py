@@ -115,8 +115,11 @@ class ClusterRunner:
         return answers
 
     async def run_command(self, *parts: Any) -> Any:
-        """Run a command whose first argument is its key, or raise redis-py's error."""
-        slot = key_slot(str(parts[1]).encode())
+        """Run a command whose first argument is its key, or raise redis-py's error.
+
+        One without arguments runs on any node.
+        """
+        slot = key_slot(str(parts[1]).encode()) if len(parts) > 1 else 0
         error: Exception = ConnectionError("no node was reached")
         for pause_s in (*PAUSES_S, None):
             if not self._owners:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.errors import Internal, LeaseLost, NotFound, SessionBusy, SessionLost, SpecdecError
+from specdec.errors import NotFound, SessionBusy, SpecdecError
 from specdec.settings.cluster_names import DEFAULT_CLUSTER, check_cluster
 from specdec.state.connection import RedisConnection
 from specdec.state.coordinators import COORDINATOR
@@ -25,6 +25,7 @@ from specdec.state.replica_records import (
     decode_record,
     encode_record,
 )
+from specdec.state.session_answers import check_log, check_owned, loss_of, refusal_of
 from specdec.state.session_fields import (
     read_locations,
     read_request,
@@ -100,7 +101,7 @@ class RedisSessionStore:
             for lease in leases
         ]  # fmt: skip
         answers = await self._connection.run_scripts("renew", calls)
-        return [_loss(answer, lease) for answer, lease in zip(answers, leases, strict=True)]
+        return [loss_of(answer, lease) for answer, lease in zip(answers, leases, strict=True)]
 
     async def release(self, lease: Lease, *, left: bool = True, locations: Sequence[KvLocation] = ()) -> None:
         await self._run("release", lease.key, [*self._fence(lease), int(left), write_locations(locations)])
@@ -108,8 +109,8 @@ class RedisSessionStore:
     async def begin_request(self, lease: Lease, request: RequestRecord, *, keep: int, token_ids: TokenIds) -> None:
         args = [*self._fence(lease), keep, pack_tokens(token_ids), *request_fields(request)]
         answer = await self._run("begin_request", lease.key, args)
-        _check_owned(answer, lease)
-        _check_log(answer, lease, keep)
+        check_owned(answer, lease)
+        check_log(answer, lease, keep)
 
     async def commit(self, lease: Lease, commit: Commit) -> None:
         (error,) = await self.commit_all([(lease, commit)])
@@ -122,7 +123,7 @@ class RedisSessionStore:
         ]
         answers = await self._connection.run_scripts("commit", calls)
         return [
-            None if answer == b"OK" else _refusal(answer, lease, commit)
+            None if answer == b"OK" else refusal_of(answer, lease, commit)
             for answer, (lease, commit) in zip(answers, commits, strict=True)
         ]
 
@@ -138,8 +139,8 @@ class RedisSessionStore:
 
     async def repair(self, lease: Lease, *, base_len: int, token_ids: TokenIds) -> None:
         answer = await self._run("repair", lease.key, [*self._fence(lease), base_len, pack_tokens(token_ids)])
-        _check_owned(answer, lease)
-        _check_log(answer, lease, base_len)
+        check_owned(answer, lease)
+        check_log(answer, lease, base_len)
 
     async def load(self, session_id: str) -> SessionRecord | None:
         answer = await self._run("load", self._key(session_id), [])
@@ -168,7 +169,7 @@ class RedisSessionStore:
         await self._run("delete", self._key(session_id), [_milliseconds(_DELETION_TTL_S)])
 
     async def discard(self, lease: Lease) -> None:
-        _check_owned(await self._run("discard", lease.key, [lease.owner, lease.epoch]), lease)
+        check_owned(await self._run("discard", lease.key, [lease.owner, lease.epoch]), lease)
 
     async def ping(self) -> None:
         await self._connection.ping()
@@ -235,8 +236,8 @@ class RedisReplicaRegistry:
         """Open no connection yet.
 
         Args:
-            url: a store URL, as of `RedisConnection`.
-            cluster: name of the system in the keys.
+            url: a URL of `specdec.settings.redis_url`.
+            cluster: name of the system; clusters on one Redis share no key.
             signer: signs the records that are published, and without its signature none is read; None: no signatures.
 
         Raises:
@@ -285,46 +286,8 @@ class RedisReplicaRegistry:
 
 
 def open_registry(url: str, *, cluster: str = DEFAULT_CLUSTER, signer: Signer | None = None) -> ReplicaRegistry:
-    """Return a cluster's registry, not connected yet. Arguments and errors as of `RedisReplicaRegistry`."""
+    """Return the registry at a URL, not connected yet. Arguments and errors as of `RedisReplicaRegistry`."""
     return RedisReplicaRegistry(url, cluster=cluster, signer=signer)
-
-
-def _refusal(answer: Any, lease: Lease, commit: Commit) -> SpecdecError:
-    """Return the error for a commit that was refused."""
-    try:
-        if isinstance(answer, SpecdecError):
-            raise answer
-        _check_owned(answer, lease)
-        _check_log(answer, lease, commit.base_len)
-    except SpecdecError as error:
-        return error
-    return Internal(f"the store answered a commit with {answer!r}")
-
-
-def _loss(answer: Any, lease: Lease) -> SpecdecError | None:
-    """Return the error for a renewal that was refused, or None."""
-    if isinstance(answer, SpecdecError):
-        return answer
-    try:
-        _check_owned(answer, lease)
-    except (LeaseLost, NotFound) as error:
-        return error
-    return None
-
-
-def _check_owned(answer: Any, lease: Lease) -> None:
-    if answer[0] == b"LEASE_LOST":
-        deleted_epoch = answer[1] if len(answer) > 1 else None
-        if deleted_epoch is not None and lease.epoch <= int(deleted_epoch):
-            raise NotFound(f"session {lease.session_id!r} was deleted", field="session_id")
-        raise LeaseLost(f"the lease of session {lease.session_id!r} at epoch {lease.epoch} is lost")
-
-
-def _check_log(answer: Any, lease: Lease, expected: int) -> None:
-    if answer[0] == b"SESSION_LOST":
-        raise SessionLost(
-            f"the log of session {lease.session_id!r} holds {int(answer[1])} tokens where {expected} were committed"
-        )
 
 
 def _milliseconds(seconds: float) -> int:

@@ -5,8 +5,10 @@
         stack.kill("draft")
         stack.restart("draft")
 
-Each part is `python -m SERVICE` with one OpenMP thread. `start` waits for health, `stop` ends everything and checks
-nothing. Called by tests that need processes; tests that do not should use `tests.support.coordinator_rig`.
+Each part runs `python -m SERVICE` with one OpenMP thread. It is forked from a template that has imported its packages
+(`process_template`); on a machine of its own it is a process from the start. `start` waits for health, `stop` ends
+everything and checks nothing. Called by tests that need processes; tests that do not should use
+`tests.support.coordinator_rig`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -32,8 +34,9 @@ from specdec.supervision.processes import free_ports
 from specdec.v1.coordinator_pb2 import GetInfoRequest
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.support.machines import Machines
+from tests.support.process_template import ForkedProcess, start_like, start_process
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 30.0
 _POLL_S = 0.02
 GATEWAY = "gateway"
@@ -94,11 +97,15 @@ class Part:
     metrics: str = ""
     """HOST:PORT of its metrics; "" for none."""
     dial: Dial = grpc.insecure_channel
-    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    process: subprocess.Popen[bytes] | ForkedProcess | None = field(default=None, repr=False)
 
     def start(self, environ: Mapping[str, str]) -> None:
         with self.log_path.open("ab") as log:
-            self.process = _spawn([*self.machine, sys.executable, "-m", self.module, *self.arguments], log, environ)
+            if self.machine:
+                command = [*self.machine, sys.executable, "-m", self.module, *self.arguments]
+                self.process = start_process(command, log, environ)
+            else:
+                self.process = start_like(self.module, self.arguments, log, environ)
 
     @property
     def is_serving(self) -> bool:
@@ -138,6 +145,7 @@ class Stack:
         num_targets: int = 1,
         num_drafts: int = 1,
         num_coordinators: int = 1,
+        num_gateways: int = 1,
         tokenizer: Path | str | None = None,
         redis_url: str = "memory://",
         replica_arguments: Sequence[str] = ("--dtype", "float32"),
@@ -157,13 +165,14 @@ class Stack:
             num_targets: target processes; they are called target, target2, ...
             num_drafts: draft processes, likewise.
             num_coordinators: coordinator processes, likewise; more than one needs a Redis.
+            num_gateways: gateway processes, likewise.
             tokenizer: its directory; None: the target's.
             redis_url: of the session store. Replicas are static endpoints either way.
             replica_arguments: further arguments of draft and target.
             target_arguments: further arguments of targets.
             draft_arguments: further arguments of drafts.
             coordinator_arguments: further arguments of coordinators.
-            gateway_arguments: further arguments of a gateway in front of all coordinators; None: no gateway.
+            gateway_arguments: further arguments of gateways in front of all coordinators; None: no gateway.
             has_metrics: whether every part serves metrics, the gateway at its own address.
             environ: added to the environment of every process.
             machines: one for each part, under its name; None: all parts run here.
@@ -187,7 +196,8 @@ class Stack:
             self._add("coordinator", index, "coordinator", [*arguments, *coordinator_arguments])
         if gateway_arguments is not None:
             upstream = [word for part in self._coordinators() for word in ("--coordinator", part.address)]
-            self._add(GATEWAY, 0, GATEWAY, [*upstream, "--redis-url", "memory://", *gateway_arguments])
+            for index in range(num_gateways):
+                self._add(GATEWAY, index, GATEWAY, [*upstream, "--redis-url", "memory://", *gateway_arguments])
 
     def _add(self, role: str, index: int, module: str, arguments: Sequence[str]) -> Part:
         name = role if index == 0 else f"{role}{index + 1}"
@@ -273,7 +283,3 @@ class Stack:
             part.process.kill()
             part.process.wait()
         self._directory.cleanup()
-
-
-def _spawn(command: Sequence[str], log: IO[bytes], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=dict(environ))

@@ -10,8 +10,9 @@ import pytest
 from coordinator.__main__ import main as run_coordinator
 from draft_service.__main__ import main as run_draft
 from gateway.__main__ import main as run_gateway
+from specdec.access import refusals
 from specdec.access.service_key import ServiceKey, read_service_key
-from specdec.errors import InvalidRequest
+from specdec.errors import Forbidden, InvalidRequest, Unauthenticated
 from tests.support.key_files import key_line, write_private
 
 SECRET = "a-secret-of-32-characters-or-more"
@@ -54,6 +55,20 @@ def test_a_secret_that_others_may_change_is_refused_by_every_service(
         assert SECRET not in line
 
 
+def test_a_host_that_is_refused_again_and_again_is_logged_once_in_an_interval(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "LOG_INTERVAL_S", 1e6)
+    log = refusals.RefusalLog()
+    for port in range(5):
+        log.note(f"ipv4:10.0.0.1:{port}", Unauthenticated("the API key is unknown"))
+    log.note("ipv6:[::1]:1", Forbidden("another"))
+    assert [(record.getMessage(), record.reason) for record in caplog.records] == [  # type: ignore[attr-defined]
+        ("refused a caller: the API key is unknown", "UNAUTHENTICATED"),
+        ("refused a caller: another", "FORBIDDEN"),
+    ]
+
+
 @pytest.mark.parametrize("text", ["short", "with a space " * 3, "", "ünïcode" * 8])
 def test_a_service_key_that_cannot_be_sent_or_is_guessed_is_refused_without_being_shown(
     tmp_path: Path, text: str
@@ -91,4 +106,6 @@ def test_a_key_set_without_public_keys_is_refused(
     (tmp_path / "jwks").write_text(jwks)
     flags = ("--tokenizer", "t", "--jwt-jwks", str(tmp_path / "jwks"), "--jwt-issuer", "i")
     assert words in refusal(capsys, run_coordinator, *flags, "--jwt-audience", "a")
+    (tmp_path / "jwks").chmod(0o666)
+    assert "other users may write" in refusal(capsys, run_coordinator, *flags, "--jwt-audience", "a")
     assert "must be given together" in refusal(capsys, run_coordinator, *flags)
