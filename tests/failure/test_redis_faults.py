@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -290,18 +291,20 @@ class Logged:
         """Kill Redis, cut its log of writes, and start it again."""
         await asyncio.to_thread(self.server.restart_without_its_last, self.sizes[-1] - kept_bytes)
 
-    async def close(self) -> None:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         await self.store.close()
         self.server.stop()
 
 
 @pytest.mark.parametrize("policy", ["always", "everysec"])
 async def test_a_killed_redis_has_every_commit_that_reached_its_log(tmp_path: Path, policy: str) -> None:
-    logged = Logged(tmp_path, policy)
-    await logged.run()
-    await logged.crash(logged.sizes[-1])
-    assert await held_tokens(logged.store, "s") == [1, 2, 3, 10, 11, 12]
-    await logged.close()
+    async with Logged(tmp_path, policy) as logged:
+        await logged.run()
+        await logged.crash(logged.sizes[-1])
+        assert await held_tokens(logged.store, "s") == [1, 2, 3, 10, 11, 12]
 
 
 async def test_a_machine_that_loses_the_last_second_loses_whole_rounds_which_their_owner_repairs(
@@ -310,20 +313,18 @@ async def test_a_machine_that_loses_the_last_second_loses_whole_rounds_which_the
     """`everysec`: what was not synced is lost with the machine, and the log may end within a command."""
     whole = [1, 2, 3, 10, 11, 12]
     for index in range(5):
-        logged = Logged(tmp_path / str(index), "everysec")
-        lease = await logged.run()
-        start, _, second, third = logged.sizes
-        kept_bytes, num_rounds = [(third - 1, 2), ((second + third) // 2, 2), (second, 2), (second - 1, 1), (start, 0)][
-            index
-        ]
-        await logged.crash(kept_bytes)
-        record, left = await logged.store.load("s"), await held_tokens(logged.store, "s")
-        assert left == whole[: 3 + num_rounds]
-        assert record is not None
-        assert record.round_id == num_rounds, "a round is in the log of writes as a whole or not at all"
-        with pytest.raises(SessionLost):
+        async with Logged(tmp_path / str(index), "everysec") as logged:
+            lease = await logged.run()
+            start, _, second, third = logged.sizes
+            cuts = [(third - 1, 2), ((second + third) // 2, 2), (second, 2), (second - 1, 1), (start, 0)]
+            kept_bytes, num_rounds = cuts[index]
+            await logged.crash(kept_bytes)
+            record, left = await logged.store.load("s"), await held_tokens(logged.store, "s")
+            assert left == whole[: 3 + num_rounds]
+            assert record is not None
+            assert record.round_id == num_rounds, "a round is in the log of writes as a whole or not at all"
+            with pytest.raises(SessionLost):
+                await logged.store.commit(lease, a_round(3, 6, 13))
+            await logged.store.repair(lease, base_len=len(left), token_ids=tokens(*whole[len(left) :]))
             await logged.store.commit(lease, a_round(3, 6, 13))
-        await logged.store.repair(lease, base_len=len(left), token_ids=tokens(*whole[len(left) :]))
-        await logged.store.commit(lease, a_round(3, 6, 13))
-        assert await held_tokens(logged.store, "s") == [*whole, 13]
-        await logged.close()
+            assert await held_tokens(logged.store, "s") == [*whole, 13]
