@@ -17,7 +17,7 @@ from specdec.access.service_key import ServiceKey
 from specdec.cli.__main__ import run
 from specdec.cli.checks.certificates import check_certificates
 from specdec.cli.checks.finding import Check, Finding, Status, findings_of, ok
-from specdec.cli.checks.ports import Port, check_ports
+from specdec.cli.checks.ports import Port, check_ports, own_ports
 from specdec.cli.checks.redis_store import clock_finding
 from specdec.cli.checks.system import Place, System
 from specdec.cli.request_flags import BUDGETS
@@ -172,6 +172,31 @@ async def test_a_port_that_others_reach_is_told_by_its_answer_to_tls(tmp_path: P
     assert (about_plain.check, about_plain.status) == ("open port", Status.WARN)
     # It ends in 5 days; about the port itself nothing is said.
     assert (about_certificate.check, about_certificate.status) == ("served certificate", Status.WARN)
+
+
+def test_ports_of_our_processes_are_read_from_proc_and_those_of_others_are_not(tmp_path: Path) -> None:
+    # As the kernel writes them: 0.0.0.0:50051 and [::]:50061 listen, 127.0.0.1:50071 is connected.
+    head = "  sl  local_address rem_address   st tx_queue:rx_queue tr:tm->when retrnsmt   uid  timeout inode\n"
+    tables = {
+        "tcp": "0: 00000000:C383 00000000:0000 0A 0:0 0:0 0 0 0 11\n1: 0100007F:C397 0100007F:1 01 0:0 0:0 0 0 0 12\n",
+        "tcp6": f"0: {'0' * 32}:C38D {'0' * 32}:0000 0A 0:0 0:0 0 0 0 13\n",
+    }
+    (tmp_path / "net").mkdir()
+    for name, lines in tables.items():
+        (tmp_path / "net" / name).write_text(head + lines)
+    commands = {
+        "7": ["python", "-P", "-m", "specdec.supervision.child", "coordinator", "--listen", "0.0.0.0:50051"],
+        "8": ["python", "-m", "draft_service"],
+        "9": ["python", "-m", "http.server"],
+    }
+    for (process, words), inode in zip(commands.items(), (11, 13, 11), strict=True):
+        (tmp_path / process / "fd").mkdir(parents=True)
+        (tmp_path / process / "cmdline").write_text("\0".join(words) + "\0")
+        (tmp_path / process / "fd" / "5").symlink_to(f"socket:[{inode}]")
+    assert {port.address: port.owner for port in own_ports(tmp_path)} == {
+        "0.0.0.0:50051": "coordinator, process 7",
+        "[::]:50061": "draft_service, process 8",
+    }
 
 
 @pytest.mark.parametrize(("skew_s", "status"), [(0.1, Status.OK), (-5.0, Status.WARN), (90.0, Status.FAIL)])

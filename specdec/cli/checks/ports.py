@@ -21,6 +21,7 @@ _TIMEOUT_S = 3.0
 _LISTENS = "0A"
 #: Modules of our processes, as they stand after `-m` in a command line.
 _MODULES = ("coordinator", "draft_service", "gateway", "target_service", "specdec.cli")
+_CHILD = "specdec.supervision.child"
 _PROTECT = "give the service --tls-cert and --tls-key, or restrict the port with a firewall or network policy"
 
 
@@ -134,5 +135,6 @@ def _host_of(digits: str) -> str:
 def _module_of(folder: Path) -> str:
     """Return the module of a process that is ours; "" for any other process."""
     words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-    module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
-    return module if module in _MODULES else ""
+    after = words[words.index("-m") + 1 :] if "-m" in words else []
+    named = after[1:2] if after[:1] == [_CHILD] else after[:1]  # `specdec up` starts its services through a module
+    return named[0] if named and named[0] in _MODULES else ""
