@@ -119,9 +119,10 @@ async def start_service(
     local_gammas: tuple[int, ...] = (),
     shadow: bool = False,
     check_caller: Callable[[str, Any], None] | None = None,
+    num_blocks: int = 256,
 ) -> Service:
     """`between` may put something of its own between the engine and its servicer."""
-    worker = TableWorker(vocabulary_size=VOCABULARY, num_blocks=256, context=context, salt=salt,
+    worker = TableWorker(vocabulary_size=VOCABULARY, num_blocks=num_blocks, context=context, salt=salt,
                          vocabulary=vocabulary, local_drafts=local_drafts, local_gammas=local_gammas)  # fmt: skip
     options = ReplicaOptions(replica_id=f"{role}-{salt}", model="table", pool=pool, max_gamma=max_gamma, shadow=shadow)
     metrics = EngineMetrics("table", role=role, pool=pool)
@@ -234,12 +235,14 @@ class Rig:
         local_drafts: Mapping[str, int] = MappingProxyType({}),
         write_checkpoint: Callable[[Path], None] = write_tokenizer,
         check_caller: Callable[[str, Any], None] | None = None,
+        num_blocks: int = 256,
     ) -> None:
         """`store_url`: of the session store; one of its own in memory if empty. `local_drafts`: of the targets.
 
         `write_checkpoint`: writes the tokenizer into a directory, and what is to lie beside it.
-        `check_caller`: guard of the services.
+        `check_caller`: guard of the services. `num_blocks`: KV blocks of each.
         """
+        self._num_blocks = num_blocks
         self._write_checkpoint = write_checkpoint
         self._check_caller = check_caller
         self._local_drafts = local_drafts
@@ -261,7 +264,9 @@ class Rig:
         for role, count in self._counts.items():
             for _ in range(count):
                 own = {"salt": self._draft_salt} if role == DRAFT else {"salt": 0, "local_drafts": self._local_drafts}
-                self.services.append(await start_service(role, check_caller=self._check_caller, **own))
+                self.services.append(
+                    await start_service(role, check_caller=self._check_caller, num_blocks=self._num_blocks, **own)
+                )
         return self
 
     async def __aexit__(
