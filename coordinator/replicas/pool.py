@@ -85,7 +85,7 @@ class ReplicaPools:
         self._target_described = asyncio.Event()
 
     def targets(self) -> list[TargetReplica]:
-        """Return every target replica that has ever described itself, alive or not, by address."""
+        """Return every target replica that has ever described itself, by address. Any thread may call this."""
         return self._known(TARGET)
 
     def drafts(self, pool: str) -> list[DraftReplica]:
@@ -103,7 +103,7 @@ class ReplicaPools:
         return list(self._names.all)
 
     def _known(self, role: str) -> list[Replica[Any]]:
-        return [replica for (kind, _), replica in self._replicas.items() if kind == role and replica.info]
+        return [replica for (kind, _), replica in list(self._replicas.items()) if kind == role and replica.info]
 
     @property
     def is_ready(self) -> bool:
