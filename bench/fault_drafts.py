@@ -71,10 +71,10 @@ def _tokens_per_s(client: Client, mode: str) -> float:
 
 def _return_s(system: ProcessSystem, client: Client, drafts: list[str]) -> float:
     """Start the drafts again; return the time from the first one's health to the first accepted token."""
-    starting = threading.Thread(target=system.start_again, args=(drafts,))
+    starting = threading.Thread(target=system.start_again, args=(drafts,), daemon=True)
     starting.start()
     served: list[float] = []
-    watching = [threading.Thread(target=_note_serving, args=(address, served)) for address in drafts]
+    watching = [threading.Thread(target=_note_serving, args=(address, served), daemon=True) for address in drafts]
     for thread in watching:
         thread.start()
     accepted_s = 0.0

@@ -198,13 +198,17 @@ async def _undisturbed(system: FaultSystem, works: Sequence[Work]) -> dict[tuple
     """Return the tokens of each kind of generation that has one text, from the system before any fault."""
     client = GrpcClient(system.endpoint)
     kinds = {_kind(work): work for work in works if work.has_one_text}
-    outputs = {}
-    for index, (kind, work) in enumerate(kinds.items()):
-        session = f"undisturbed{index}"
-        outputs[kind] = await client.run(work, session, lambda _: None)
-        await client.delete(session)
+    gate = asyncio.Semaphore(NUM_AT_ONCE)
+
+    async def run(number: int, work: Work) -> list[str | tuple[int, ...]]:
+        async with gate:
+            outputs = await client.run(work, f"undisturbed{number}", lambda _: None)
+            await client.delete(f"undisturbed{number}")
+            return outputs
+
+    outputs = await asyncio.gather(*(run(number, work) for number, work in enumerate(kinds.values())))
     await client.close()
-    return outputs  # type: ignore[return-value]
+    return dict(zip(kinds, outputs, strict=True))  # type: ignore[arg-type]
 
 
 def _is_same(
