@@ -31,7 +31,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-lo
 .PHONY: help setup demo real demo-real demo-pair peers test test-full test-real model-list reference docs docs-serve \
 	wheel-check test-gpu test-clients test-failure \
 	test-loaded mutants sbom audit bench lint type proto proto-check k8s-validate images up down ci clean redis browser \
-	prometheus dashboards
+	prometheus dashboards environments programs
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -270,7 +270,15 @@ up:  ## the whole system in containers
 down:  ## stop it and forget its state
 	docker compose down --volumes
 
-ci: browser prometheus lint type proto-check docs k8s-validate test  ## what CI runs
+# What the targets of `ci` need. Installations wait for the network, so they run side by side, but for those of apt.
+environments: $(STAMP) $(DOCS_VENV)/.installed $(PROTOC_VENV)/.installed programs
+
+programs:
+	@MAKEFLAGS= $(MAKE) --no-print-directory browser prometheus redis
+
+ci:  ## what CI runs
+	@$(MAKE) -j4 --no-print-directory environments
+	@$(MAKE) --no-print-directory lint type proto-check docs k8s-validate test
 
 clean:  ## forget environments and caches
 	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(SUPPLY_VENV) $(PEERS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants sbom.json *.egg-info

@@ -24,8 +24,10 @@ from specdec.tenant import SessionKey
 #: Factor on predicted times before they are compared with a deadline.
 CAUTION = 1.5
 
-#: Requests that may wait for each slot, however long that is predicted to take. Clients that each wait for their answer
-#: before they ask again, two for each slot, are therefore not refused.
+#: Time after a request found no slot in which free slots are given only to requests that meet their deadlines.
+LOADED_S = 5.0
+
+#: Requests that may wait for each slot, however long that takes. So two clients for each slot are not refused.
 WAITING_PER_SLOT = 1
 
 #: Part of the limit that stays in use where a tenant uses less than its share.
@@ -129,6 +131,8 @@ class RunningSlots:
         self._served_at: dict[str, int] = {}
         """Number of the last grant by waiting tenant, which decides between tenants that run equally many."""
         self._numbers = count()
+        self._full_at_s = float("-inf")
+        """Time at which a request last found no slot."""
         self._closed: Callable[[], SpecdecError] | None = None
 
     @property
@@ -160,10 +164,15 @@ class RunningSlots:
                 f"the coordinator already has {self._max_queue} requests, its limit (--max-queue); try again later",
                 retry_after_s=_retry_s(self._wait_s(self.num_waiting)),
             )
-        if request.is_resumption or self._may_start(request.key.tenant):
-            return self._take(request.key.tenant)
-        generation_s = self._require_time(request)
-        return await self._wait(request, generation_s)
+        self._speeds.note_asked(request.max_new_tokens)
+        tenant, may_start = request.key.tenant, self._may_start(request.key.tenant)
+        if not may_start:
+            self._limit.note_wanted()
+            self._full_at_s = time.monotonic()
+        if request.is_resumption or (may_start and not self._is_loaded()):
+            return self._take(tenant)
+        generation_s = self._require_time(request, may_start=may_start)
+        return self._take(tenant) if may_start else await self._wait(request, generation_s)
 
     def withdraw(self, key: SessionKey, error: Callable[[], SpecdecError]) -> None:
         """Refuse the waiting requests of a session with the error that `error` makes."""
@@ -186,7 +195,9 @@ class RunningSlots:
             self._speeds.note_first_token(since_start_s)
             return
         before = self._limit.value
-        self._limit.note_chunk(num_tokens, since_last_s, self.num_running, is_waiting=bool(self._waiting))
+        if self._waiting:
+            self._limit.note_wanted()
+        self._limit.note_chunk(num_tokens, since_last_s, self.num_running)
         if self._limit.value > before:
             self._fill()
 
@@ -199,6 +210,14 @@ class RunningSlots:
         if running_s is not None:
             self._speeds.note_end(num_tokens, running_s)
         self._fill()
+
+    def _is_loaded(self) -> bool:
+        """Return whether the time to generate is to be predicted even where a slot is free.
+
+        While more requests come than can run, a free slot is taken by the next one that arrives. On a system that has
+        room, a request is served for as long as its caller waits.
+        """
+        return self.num_running > 0 and time.monotonic() - self._full_at_s < LOADED_S
 
     def _may_start(self, tenant: str) -> bool:
         limit = self._current_limit()
@@ -219,20 +238,25 @@ class RunningSlots:
             return max(len(tenants), self._limit.shared_value, limit // MIN_SHARED_PART)
         return limit
 
-    def _require_time(self, request: SlotRequest) -> float:
+    def _require_time(self, request: SlotRequest, *, may_start: bool) -> float:
         """Return the predicted time to generate. Raises ResourceExhausted where the request must be refused."""
         limit, queue = self._current_limit(), self._waiting.get(request.key.tenant, [])
         num_ahead = sum(waiter.priority <= request.priority for waiter in queue)
-        wait_s = self._wait_s(self._num_before(request.key.tenant, num_ahead))
-        generation_s = self._speeds.generation_s(request.max_new_tokens, self._limit.streams_per_target(limit)) or 0.0
+        wait_s = 0.0 if may_start else self._wait_s(self._num_before(request.key.tenant, num_ahead))
+        # Free slots are soon taken, so the speed is that of a full system, unless few of them are in use.
+        num_streams = limit if self.num_running >= limit // 4 else self.num_running + 1
+        num_streams = self._limit.streams_per_target(num_streams)
+        generation_s = self._speeds.generation_s(request.max_new_tokens, num_streams) or 0.0
         if request.deadline_s is not None:
             needed_s, left_s = CAUTION * (wait_s + generation_s), request.deadline_s - time.monotonic()
             if needed_s > left_s:
                 raise ResourceExhausted(
                     f"the request would probably end after its deadline: it would wait {wait_s:.1f} s and generate for "
                     f"{generation_s:.1f} s, and {max(left_s, 0.0):.1f} s are left; try again later",
-                    retry_after_s=_retry_s(wait_s),
+                    retry_after_s=_retry_s(max(wait_s, needed_s - left_s)),
                 )
+        if may_start:
+            return generation_s
         num_tenants = len(self._waiting.keys() | {request.key.tenant})
         if len(queue) >= max(1, WAITING_PER_SLOT * limit // num_tenants) and wait_s > self._max_wait_s:
             raise ResourceExhausted(
@@ -250,7 +274,9 @@ class RunningSlots:
             self._waiting[tenant] = []
             self._served_at[tenant] = next(self._numbers)
         insort(self._waiting[tenant], waiter)
-        timeout_s = None if request.deadline_s is None else request.deadline_s - time.monotonic() - generation_s
+        timeout_s = None
+        if request.deadline_s is not None:
+            timeout_s = request.deadline_s - time.monotonic() - CAUTION * generation_s
         try:
             async with asyncio.timeout(timeout_s):
                 return await granted
@@ -258,10 +284,9 @@ class RunningSlots:
             if granted.done() and not granted.cancelled() and granted.exception() is None:
                 granted.result().release()
             if isinstance(error, TimeoutError):
-                wait_s = self._wait_s(self.num_waiting)
                 raise ResourceExhausted(
                     "the request has waited so long that it would probably end after its deadline; try again later",
-                    retry_after_s=_retry_s(wait_s),
+                    retry_after_s=_retry_s(self._wait_s(self.num_waiting)),
                 ) from None
             raise
         finally:

@@ -31,7 +31,8 @@ _MAX_LENGTHS = 128
 _LENGTH_QUANTILE = 0.95
 _KEEP = 0.9
 _MAX_RATE_TOKENS = 2_000.0
-_MIN_WINDOW_CHUNKS = 32
+_MIN_WINDOW_CHUNKS = 64
+_WINDOW_CHUNKS_PER_STREAM = 4
 
 
 class _Rate:
@@ -72,6 +73,7 @@ class StreamSpeeds:
         """Rates by the power of two that the number of streams is rounded up to."""
         self._first_token_s = _Mean()
         self._running_s = _Mean()
+        self._max_new_tokens = _Mean()
         self._recent_lengths: deque[int] = deque(maxlen=_MAX_LENGTHS)
         self._sorted_lengths: list[int] = []
 
@@ -79,6 +81,10 @@ class StreamSpeeds:
         """Note that a stream made tokens in `seconds` while `num_streams` streams shared its target."""
         exponent = max(num_streams - 1, 0).bit_length()
         self._rates.setdefault(exponent, _Rate()).add(num_tokens, seconds)
+
+    def note_asked(self, max_new_tokens: int) -> None:
+        """Note the limit on the output of a request that arrives."""
+        self._max_new_tokens.add(max_new_tokens)
 
     def note_first_token(self, seconds: float) -> None:
         """Note the time from the start of a request to its first token."""
@@ -120,7 +126,8 @@ class StreamSpeeds:
         """Return the time for which a request usually holds its slot; 0 while nothing is known."""
         if self._running_s.value is not None:
             return self._running_s.value
-        return self.generation_s(UNKNOWN_OUTPUT_TOKENS, num_streams) or 0.0
+        max_new_tokens = self._max_new_tokens.value or UNKNOWN_OUTPUT_TOKENS
+        return self.generation_s(round(max_new_tokens), num_streams) or 0.0
 
     def _usual_length(self) -> int:
         if len(self._sorted_lengths) < _MIN_LENGTHS:
@@ -142,6 +149,8 @@ class RunningLimit:
         self._per_target = BASE_STREAMS
         self._window = _Rate()
         self._num_window_chunks = 0
+        self._is_wanted = False
+        """True where a request found no slot in this window."""
 
     @property
     def value(self) -> int:
@@ -164,25 +173,34 @@ class RunningLimit:
     def streams_per_target(self, num_running: int) -> int:
         return -(-num_running // self._targets)
 
-    def note_chunk(self, num_tokens: int, seconds: float, num_running: int, *, is_waiting: bool) -> None:
-        """Note that a stream made tokens in `seconds` while `num_running` ran; `is_waiting`: others wait for a slot."""
+    def note_wanted(self) -> None:
+        """Note that a request found no slot."""
+        self._is_wanted = True
+
+    def note_chunk(self, num_tokens: int, seconds: float, num_running: int) -> None:
+        """Note that a stream made tokens in `seconds` while `num_running` ran."""
         self._speeds.note_chunk(num_tokens, seconds, self.streams_per_target(num_running))
         if self._fixed is not None:
             return
         self._window.add(num_tokens, seconds)
         self._num_window_chunks += 1
-        if self._num_window_chunks >= max(_MIN_WINDOW_CHUNKS, 2 * num_running):
-            self._adapt(self._window.token_s, num_running, is_waiting=is_waiting)
-            self._window, self._num_window_chunks = _Rate(), 0
+        if self._num_window_chunks >= max(_MIN_WINDOW_CHUNKS, _WINDOW_CHUNKS_PER_STREAM * num_running):
+            self._adapt(self._window.token_s, self.streams_per_target(num_running))
+            self._window, self._num_window_chunks, self._is_wanted = _Rate(), 0, False
 
-    def _adapt(self, token_s: float, num_running: int, *, is_waiting: bool) -> None:
+    def _adapt(self, token_s: float, num_streams: int) -> None:
+        """Change the limit after a window in which a token took `token_s` with `num_streams` streams of a target."""
         base_s = self._speeds.measured_token_s(BASE_STREAMS)
         if base_s is None:
             return
-        if token_s > LOWER_ABOVE * base_s and self.streams_per_target(num_running) > BASE_STREAMS:
+        step, more = self._per_target // 4, num_streams - BASE_STREAMS
+        # Streams that have begun run to their end, so a limit that was too high is felt for long. The time with the
+        # next limit is therefore predicted, by the line through this window and the base.
+        next_s = token_s + (step * max(0.0, token_s - base_s) / more if more > 0 else 0.0)
+        if token_s > LOWER_ABOVE * base_s and more > 0:
             self._per_target = max(BASE_STREAMS, self._per_target - max(1, self._per_target // 8))
-        elif token_s < RAISE_BELOW * base_s and is_waiting:
-            self._per_target += self._per_target // 4
+        elif next_s < RAISE_BELOW * base_s and self._is_wanted and num_streams >= self._per_target - step:
+            self._per_target += step
 
     @property
     def _targets(self) -> int:

@@ -113,9 +113,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             async with aclosing(subscription.events()) as events:
                 async for event in events:
                     message = encode_event(event, with_details=with_details, token_bytes=token_bytes)
-                    began_s = time.perf_counter()
+                    began_s = subscription.sending_since_s = time.monotonic()
                     await context.write(message)
-                    self._generations.count_client_wait(time.perf_counter() - began_s)
+                    subscription.sending_since_s = None
+                    self._generations.count_client_wait(time.monotonic() - began_s)
 
     async def GetSession(  # noqa: N802
         self, request: coordinator_pb2.GetSessionRequest, context: Any

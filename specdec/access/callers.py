@@ -66,6 +66,8 @@ class Callers:
         self._file = None if key_file is None else WatchedFile(key_file, parse_keys, field="api_keys", clock=clock)
         self._own_keys = dict(own_keys or {})
         self._tokens, self._service_key, self._anonymous = tokens, service_key, anonymous
+        self._tenant_limits: tuple[Mapping[str, Access], Mapping[str, Limits]] = ({}, {})
+        """Limits of tenants, with the keys that they come from."""
 
     def identify(self, credential: str | None) -> Access:
         """Return the access of a caller that sent a credential.
@@ -99,18 +101,23 @@ class Callers:
 
     def limits_of(self, tenant: str) -> Limits:
         """Return the limits of a tenant: the loosest of those of its keys; no limits for a tenant without keys."""
-        limits = [access.limits for access in self._keys().values() if access.tenant == tenant]
-        if not limits:
-            return UNLIMITED
-        merged = limits[0]
-        for each in limits[1:]:
-            merged = merged.loosest(each)
-        return merged
+        keys = self._keys()
+        if self._tenant_limits[0] is not keys:  # keys have changed
+            self._tenant_limits = (keys, _limits_by_tenant(keys))
+        return self._tenant_limits[1].get(tenant, UNLIMITED)
 
     def _keys(self) -> Mapping[str, Access]:
         if self._file is None:
             return self._own_keys
         return {**self._file.content(), **self._own_keys} if self._own_keys else self._file.content()
+
+
+def _limits_by_tenant(keys: Mapping[str, Access]) -> dict[str, Limits]:
+    limits: dict[str, Limits] = {}
+    for access in keys.values():
+        known = limits.get(access.tenant)
+        limits[access.tenant] = access.limits if known is None else known.loosest(access.limits)
+    return limits
 
 
 def open_tokens(sources: Sources) -> Tokens | None:

@@ -45,24 +45,18 @@ _VARIABLES = {
     "redis_url": ("SPECDEC_COORDINATOR__REDIS_URL", "SPECDEC_TARGET__REDIS_URL", "SPECDEC_DRAFT__REDIS_URL"),
     "cluster": ("SPECDEC_COORDINATOR__CLUSTER", "SPECDEC_TARGET__CLUSTER", "SPECDEC_DRAFT__CLUSTER"),
     "kv_tier_url": ("SPECDEC_TARGET__KV_TIER_URL", "SPECDEC_DRAFT__KV_TIER_URL"),
-    "tls_cert": ("SPECDEC_TLS_CERT",),
-    "tls_key": ("SPECDEC_TLS_KEY",),
-    "tls_ca": ("SPECDEC_TLS_CA",),
 }
 
 
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     parser = commands.add_parser(
         "doctor", description="Check the installation and a running system: what is wrong, and what to do.",
-        allow_abbrev=False, conflict_handler="resolve",
+        allow_abbrev=False,
     )  # fmt: skip
     add_client_flags(parser, environ)
     _add_flag(parser, environ, "--redis-url", "URL", "Redis of the sessions and the registry, to check it")
     _add_flag(parser, environ, "--cluster", "NAME", "cluster of the registry in that Redis", "default")
     _add_flag(parser, environ, "--kv-tier-url", "URL", "Redis of the KV tier, to check and measure it")
-    _add_flag(parser, environ, "--tls-cert", "FILE", "certificate to check, with the key")
-    _add_flag(parser, environ, "--tls-key", "FILE", "key of the certificate")
-    _add_flag(parser, environ, "--tls-ca", "FILE", "authorities to check")
     for role in ("draft", "target"):
         parser.add_argument(
             f"--{role}-endpoint", action="append", default=[], type=address, metavar="HOST:PORT",
@@ -115,7 +109,7 @@ def _checks(args: argparse.Namespace, environ: Mapping[str, str]) -> Sequence[Ch
     def connect() -> Client:
         return Client(args.endpoint, budgets=BUDGETS, api_key=args.api_key, timeout=_CALL_TIMEOUT_S, tls=tls or False)
 
-    place = Place(args.endpoint, is_given, connect, args.redis_url, args.cluster, static, tls)
+    place = Place(args.endpoint, is_given, connect, args.redis_url, args.cluster, static, tls, bool(args.api_key))
     system = System(place)
     metrics = args.metrics or list(metrics_addresses_of(args.endpoint))
     checks = [

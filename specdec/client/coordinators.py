@@ -25,10 +25,10 @@ from specdec.client.failures import closed, read_failure
 from specdec.client.identity import Metadata
 from specdec.client.recovery import CHANNEL_OPTIONS, Recovery
 from specdec.client.transport import resolve_tls
-from specdec.errors import ResourceExhausted, SpecdecError, Unavailable
-from specdec.rpc.channels import dial, dial_blocking
+from specdec.errors import InvalidRequest, ResourceExhausted, SpecdecError, Unavailable
+from specdec.rpc.channels import Options, dial, dial_blocking
 from specdec.rpc.status import is_ours
-from specdec.tls import Tls
+from specdec.tls import Signature, Tls
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
 #: Time that the next attempt waits for another coordinator to report SERVING.
@@ -71,12 +71,43 @@ class _Coordinators(Generic[ChannelT]):
         self.suspect: _Connection[ChannelT] | None = None
         """Connection on which a call's deadline passed without an answer."""
         self._others: _Connection[ChannelT] | None = None
+        self._files: Signature = () if tls is None else tls.signature()
+        """Version of the certificate files that the connections were made with."""
+        self._left: list[_Connection[ChannelT]] = []
+        """Connections that were replaced, whose calls may not have ended."""
         self._closed = False
 
     def take_suspect(self) -> _Connection[ChannelT] | None:
         """Return the chosen connection if its health must be checked before the next call, and clear the mark."""
         suspect, self.suspect = self.suspect, None
         return suspect if suspect is self.chosen else None
+
+    def renew(self) -> None:
+        """Make the connections anew if the certificate files have changed and can be used.
+
+        For a connection that TLS refused: its files may have been renewed since it was made.
+        """
+        if self.tls is None or self._closed or (files := self.tls.signature()) == self._files:
+            return
+        try:
+            first = _Connection.over(self._dial(CHANNEL_OPTIONS))
+        except InvalidRequest:  # they are being replaced; the next attempt looks again
+            return
+        self._files = files
+        self._left = self._connections()
+        self.first = self.chosen = first
+        self._others = None
+
+    def _dial(self, options: Options) -> ChannelT:
+        """Return a channel to the endpoint. Raises InvalidRequest if the certificate files cannot be used."""
+        raise NotImplementedError
+
+    def _connections(self) -> list[_Connection[ChannelT]]:
+        connections = list(self._left)
+        connections.append(self.first)
+        if self._others is not None:
+            connections.append(self._others)
+        return connections
 
     @property
     def is_closed(self) -> bool:
@@ -106,6 +137,8 @@ class _Attempts(Generic[ChannelT]):
         failure = read_failure(error, endpoint, tls, was_answered=recovery.was_answered)
         is_first, is_refused = self._connection is self._coordinators.first, is_ours(error)
         self._num_lost += not is_refused
+        if isinstance(failure, Unavailable) and not is_refused:
+            self._coordinators.renew()
         if not is_refused and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             self._coordinators.suspect = self._connection
         elif not is_refused or isinstance(failure, Unavailable | ResourceExhausted):
@@ -152,7 +185,10 @@ class AsyncCoordinators(_Coordinators[grpc.aio.Channel]):
     async def choose_serving(self, timeout_s: float) -> None:
         """Choose the other coordinators if one of them reports SERVING within `timeout_s`, else the first one."""
         if self._others is None:
-            self._others = _Connection.over(dial(self.endpoint, _HEALTH_CHECKED_OPTIONS, tls=self.tls))
+            try:
+                self._others = _Connection.over(self._dial(_HEALTH_CHECKED_OPTIONS))
+            except InvalidRequest:  # certificate files that are being replaced
+                return
         others = self._others
         self.chosen = others if await self.serves(others, timeout_s, wait_for_ready=True) else self.first
 
@@ -171,12 +207,14 @@ class AsyncCoordinators(_Coordinators[grpc.aio.Channel]):
             raise
         return _reports_serving(response)
 
+    def _dial(self, options: Options) -> grpc.aio.Channel:
+        return dial(self.endpoint, options, tls=self.tls)
+
     async def close(self) -> None:
         """End every call and connection. Idempotent."""
         self._closed = True
-        await self.first.channel.close()
-        if self._others is not None:
-            await self._others.channel.close()
+        for connection in self._connections():
+            await connection.channel.close()
 
 
 class AsyncAttempts(_Attempts[grpc.aio.Channel]):
@@ -220,8 +258,10 @@ class Coordinators(_Coordinators[grpc.Channel]):
         with self._lock:
             self.require_open()
             if self._others is None:
-                channel = dial_blocking(self.endpoint, _HEALTH_CHECKED_OPTIONS, tls=self.tls)
-                self._others = _Connection.over(channel)
+                try:
+                    self._others = _Connection.over(self._dial(_HEALTH_CHECKED_OPTIONS))
+                except InvalidRequest:  # certificate files that are being replaced
+                    return
             others = self._others
         self.chosen = others if self.serves(others, timeout_s, wait_for_ready=True) else self.first
 
@@ -236,11 +276,18 @@ class Coordinators(_Coordinators[grpc.Channel]):
             raise
         return _reports_serving(response)
 
+    def renew(self) -> None:
+        with self._lock:
+            super().renew()
+
+    def _dial(self, options: Options) -> grpc.Channel:
+        return dial_blocking(self.endpoint, options, tls=self.tls)
+
     def close(self) -> None:
         """End every call and connection. Idempotent."""
         with self._lock:
             self._closed = True
-            connections = [connection for connection in (self.first, self._others) if connection is not None]
+            connections = self._connections()
         for connection in connections:
             connection.channel.close()
 

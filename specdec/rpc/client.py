@@ -241,6 +241,7 @@ class _Link(Generic[RequestT, ReplyT]):
             raise Unavailable(f"{self.address}: the link was closed") from None
         except grpc.aio.AioRpcError as error:
             if refused := describe_refused_connection(error.details() or "", self.transports.tls):
+                self.transports.note_refused_connection()
                 raise Unavailable(f"{self.address}: {refused}") from error
             raise status.from_rpc_error(error, peer=self.address) from error
         except DecodeError as error:

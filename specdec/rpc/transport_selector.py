@@ -20,7 +20,7 @@ from specdec.rpc.frame_transport import FrameTransport, GrpcTransport
 from specdec.rpc.identity import Metadata, meant_for
 from specdec.rpc.unix_socket_transport import UnixSocketTransport
 from specdec.rpc.unix_sockets import is_name
-from specdec.tls import Tls
+from specdec.tls import Signature, Tls
 
 #: Consecutive calls that started while no other was pending, after which calls are taken to come one at a time.
 LONE_CALLS = 8
@@ -69,6 +69,9 @@ class TransportSelector:
         self.tls = tls
         self.metadata = tuple(metadata)
         self._channel: grpc.aio.Channel | None = None
+        self._files: Signature = ()
+        """Version of the certificate files that the channel was made with."""
+        self._left_channels: list[grpc.aio.Channel] = []
         self._lost_sockets: set[str] = set()
         self._num_lone_calls = 0
         self.is_closed = False
@@ -103,11 +106,21 @@ class TransportSelector:
         if self.is_closed:
             raise Unavailable(f"{self._address}: the link is closed")
         if self._channel is None:
+            self._files = () if self.tls is None else self.tls.signature()
             try:
                 self._channel = dial(self._address, _CHANNEL_OPTIONS, tls=self.tls)
             except InvalidRequest as error:  # files that are being replaced; the next attempt reads them again
                 raise Unavailable(f"{self._address}: {error.message}") from error
         return self._channel
+
+    def note_refused_connection(self) -> None:
+        """Make another channel for the next call if the certificate files have changed since the last one was made.
+
+        The replica refused a connection, or its certificate was refused, so no call runs on the channel.
+        """
+        if self._channel is not None and self.tls is not None and self.tls.signature() != self._files:
+            self._left_channels.append(self._channel)
+            self._channel = None
 
     def refuse(self) -> None:
         """Open nothing from now on. Idempotent."""
@@ -116,8 +129,9 @@ class TransportSelector:
     async def close(self) -> None:
         """Close the channel, and open nothing from now on. Idempotent."""
         self.refuse()
-        if self._channel is not None:
-            await self._channel.close()
+        for channel in (self._channel, *self._left_channels):
+            if channel is not None:
+                await channel.close()
 
     def _is_usable(self, name: str) -> bool:
         return not self.is_closed and name not in self._lost_sockets and is_name(name)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeGuard
 
 from redis.crc import key_slot
 from redis.exceptions import (
@@ -28,6 +29,7 @@ from redis.exceptions import (
     TryAgainError,
 )
 
+from specdec.settings.addresses import join_address
 from specdec.settings.redis_url import RedisUrl
 from specdec.state.clients import check_tls_files, open_node
 from specdec.state.script_runner import ScriptCall, ScriptRunner, script_text
@@ -36,6 +38,8 @@ NUM_SLOTS = 16384
 
 #: Pauses before a script that met a moving slot or a lost connection is sent again.
 PAUSES_S = (0.0, 0.02, 0.05, 0.1, 0.2)
+#: Time after which a call is not sent again, and after which no further node is asked for the owners of the slots.
+RETRY_S = 2.0
 #: Time for which a node that did not answer in time is taken for down.
 DOWN_S = 1.0
 
@@ -104,12 +108,13 @@ class ClusterRunner:
         slots = [key_slot(keys[0].encode()) for keys, _ in calls]
         answers: list[Any] = [None] * len(calls)
         todo = list(range(len(calls)))
+        ends_s = time.monotonic() + RETRY_S
         for pause_s in (*PAUSES_S, None):
             if not self._owners:
                 await self._read_owners()
             await self._send(name, calls, slots, todo, answers)
             todo = [index for index in todo if isinstance(answers[index], _PASSING)]
-            if not todo or pause_s is None:
+            if not todo or pause_s is None or time.monotonic() > ends_s:
                 break
             await self._prepare_retry([(slots[index], answers[index]) for index in todo], pause_s)
         return answers
@@ -121,6 +126,7 @@ class ClusterRunner:
         """
         slot = key_slot(str(parts[1]).encode()) if len(parts) > 1 else 0
         error: Exception = ConnectionError("no node was reached")
+        ends_s = time.monotonic() + RETRY_S
         for pause_s in (*PAUSES_S, None):
             if not self._owners:
                 await self._read_owners()
@@ -129,19 +135,21 @@ class ClusterRunner:
                 return await self._run_at(node, parts)
             except _PASSING as failure:
                 error = failure
-            if isinstance(error, AskError):
+            if _is_asked(error):
                 try:
                     return await self._ask(error, node, parts)
                 except _PASSING as failure:
                     error = failure
-            if pause_s is not None:
-                await self._prepare_retry([(slot, error)], pause_s)
+            if pause_s is None or time.monotonic() > ends_s:
+                break
+            await self._prepare_retry([(slot, error)], pause_s)
         raise error
 
     async def ping(self) -> None:
         """Raise redis-py's error unless a node answers and takes the cluster for whole, as far as it requires that."""
         await self._read_owners()
-        node = next((self._nodes[owner] for owner in self._owners if owner and not self._nodes[owner].is_down), None)
+        owners = (self._node(owner) for owner in dict.fromkeys(self._owners) if owner is not None)
+        node = next((owner for owner in owners if not owner.is_down), None)
         if node is None:
             raise ConnectionError("no node owns a slot")
         information = await node.client.execute_command("CLUSTER", "INFO")
@@ -197,7 +205,7 @@ class ClusterRunner:
                 node.note(error)
                 found = [error] * len(indices)
         for index, answer in zip(indices, found, strict=True):
-            if isinstance(answer, AskError) and not isinstance(answer, MovedError):
+            if _is_asked(answer):
                 keys, args = calls[index]
                 answer = await self._answer_of_asked(answer, node, ("EVAL", script_text(name), len(keys), *keys, *args))
             answers[index] = answer
@@ -235,7 +243,8 @@ class ClusterRunner:
                 self._owners[slot] = _target(error, self._owner(slot))
         await asyncio.sleep(pause_s)
         if any(isinstance(error, _STALE) for _, error in failures):
-            await self._read_owners()
+            with suppress(RedisError, OSError):  # the known owners are tried once more then
+                await self._read_owners()
 
     # ---- owners ------------------------------------------------------------------------------------------------
 
@@ -255,20 +264,22 @@ class ClusterRunner:
         await asyncio.shield(self._reading)
 
     async def _read_from_any(self) -> None:
-        known = [*dict.fromkeys([*self._nodes, *self._url.addresses])]
-        known.sort(key=lambda address: address in self._nodes and self._nodes[address].is_down)
-        failures = []
-        for address in known:
-            node = self._node(address)
+        known = [self._node(address) for address in dict.fromkeys([*self._nodes, *self._url.addresses])]
+        known.sort(key=lambda node: node.is_down)
+        failures: list[Exception] = []
+        ends_s = time.monotonic() + RETRY_S
+        for node in known:
+            if failures and time.monotonic() > ends_s:
+                break
             try:
                 answer = await node.client.execute_command("CLUSTER", "SLOTS")
             except (RedisError, OSError) as error:
                 node.note(error)
                 if isinstance(error, ResponseError) and "cluster support disabled" in str(error):
-                    raise NotACluster(f"{address[0]}:{address[1]} is not a node of a Redis Cluster") from error
+                    raise NotACluster(f"{join_address(*node.address)} is not a node of a Redis Cluster") from error
                 failures.append(error)
                 continue
-            self._owners = _owners(answer, address[0])
+            self._owners = _owners(answer, node.address[0])
             await self._forget_nodes()
             return
         raise failures[-1]
@@ -292,6 +303,11 @@ def _owners(answer: Any, host: str) -> list[Address | None]:
         text = name.decode() if isinstance(name, bytes) else name
         owners[first : last + 1] = [(text or host, int(port))] * (last + 1 - first)
     return owners
+
+
+def _is_asked(answer: Any) -> TypeGuard[AskError]:
+    """Return whether another node must be asked this once. redis-py's MovedError is an AskError too."""
+    return isinstance(answer, AskError) and not isinstance(answer, MovedError)
 
 
 def _target(error: AskError, node: _Node | None) -> Address:

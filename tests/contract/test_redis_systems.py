@@ -127,6 +127,14 @@ async def test_everything_that_is_not_a_session_works_on_every_system(store_url:
         await each.close()
 
 
+async def test_any_node_leads_to_the_whole_cluster(cluster: RedisCluster) -> None:
+    for node in cluster.nodes:
+        store = open_store(f"redis+cluster://{node.address}")
+        await store.ping()
+        assert await store.load("unknown") is None
+        await store.close()
+
+
 async def test_sessions_spread_over_all_nodes(cluster: RedisCluster, on_cluster: RedisSessionStore) -> None:
     ids = [session_of(cluster, node)[0] for node in range(3) for _ in range(4)]
     leases = [await begin(on_cluster, session_id) for session_id in ids]

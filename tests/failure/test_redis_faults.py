@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,27 @@ async def test_tls_and_the_documented_rights_are_enough_and_no_more(tmp_path: Pa
         open_store(f"rediss://h?ssl_certfile={own.cert}&ssl_keyfile={other.key}")
     with pytest.raises(InvalidSetting, match=r"ssl_ca_certs=/missing cannot be used: No such file"):
         open_store("rediss://h?ssl_ca_certs=/missing")
+
+
+async def test_sentinels_and_nodes_of_a_cluster_get_the_files_of_the_url(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    own = authority.issue("own")
+    files = ["--tls-cert-file", own.cert, "--tls-key-file", own.key, "--tls-ca-cert-file", authority.path]
+    files += ["--tls-replication", "yes", "--tls-cluster", "yes"]
+    trusted = f"ssl_ca_certs={authority.path}&ssl_certfile={own.cert}&ssl_keyfile={own.key}"
+    alone = ["--cluster-enabled", "yes", "--cluster-port", str(free_port())]
+    with ExitStack() as stack:
+        primary = stack.enter_context(tcp_redis(tmp_path / "primary", *files, scheme="rediss"))
+        watched = f"sentinel monitor sessions 127.0.0.1 {primary.port} 1\n"
+        sentinel = stack.enter_context(
+            tcp_redis(tmp_path / "sentinel", *files, "--sentinel", config=watched, scheme="rediss")
+        )
+        node = stack.enter_context(tcp_redis(tmp_path / "node", *files, *alone, scheme="rediss"))
+        with node.client(ssl=True, ssl_ca_certs=authority.path, ssl_certfile=own.cert, ssl_keyfile=own.key) as client:
+            client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        for url in (f"rediss+sentinel://{sentinel.address}/sessions", f"rediss+cluster://{node.address}"):
+            await wait_for_store(f"{url}?{trusted}", 60.0)
+            await use_everything(f"{url}?{trusted}", "default")
 
 
 # ---- clusters on one Redis -------------------------------------------------------------------------------------------

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from specdec.access.callers import Callers
+from specdec.access.guards import replica_guard
+from specdec.access.service_key import ServiceKey
 from specdec.cli.__main__ import run
 from specdec.cli.checks.certificates import check_certificates
 from specdec.cli.checks.finding import Check, Finding, Status, findings_of, ok
@@ -19,6 +22,7 @@ from specdec.cli.checks.redis_store import clock_finding
 from specdec.cli.checks.system import Place, System
 from specdec.cli.request_flags import BUDGETS
 from specdec.client import Client
+from specdec.rpc.server import TARGET_SERVICE, ServiceServer
 from specdec.state.redis_store import open_registry
 from specdec.state.store import ReplicaRecord
 from tests.support.certificates import Authority
@@ -173,3 +177,28 @@ async def test_a_port_that_others_reach_is_told_by_its_answer_to_tls(tmp_path: P
 @pytest.mark.parametrize(("skew_s", "status"), [(0.1, Status.OK), (-5.0, Status.WARN), (90.0, Status.FAIL)])
 def test_clocks_that_differ_by_seconds_are_a_warning_and_by_a_minute_a_failure(skew_s: float, status: Status) -> None:
     assert clock_finding("Redis is", skew_s, uncertain_s=0.01).status == status
+
+
+async def test_replicas_that_answer_services_alone_are_alive_and_open_services_beyond_this_machine_are_named() -> None:
+    guard = replica_guard(Callers(service_key=ServiceKey("k" * 16)))
+    async with Rig() as rig:
+        coordinator = await rig.coordinator()
+        server = ServiceServer("127.0.0.1:0", service_names=(TARGET_SERVICE,), check_caller=guard.check)
+        rig.target.servicer.add_to(server.grpc_server)
+        await server.start()
+
+        def connect() -> Client:
+            return Client(coordinator.server.address, budgets=BUDGETS)
+
+        beyond = rig.draft.address.replace("127.0.0.1", "0.0.0.0")  # as an address of a network
+        static = [("target", server.address), ("draft", beyond)]
+        system = System(Place(coordinator.server.address, True, connect, static=static))
+        checks = (system.check_coordinator, system.check_replicas)
+        found = await asyncio.to_thread(lambda: {each.check: each for check in checks for each in check()})
+        await server.stop(0)
+    assert found["replicas"].status == Status.OK
+    assert found["replicas"].found == "4 of 4 answer: 2 target, 2 draft, 1 of them services alone"
+    assert (found["callers"].status, found["callers"].found) == (
+        Status.WARN,
+        f"callers without a key are answered by draft at {beyond}",
+    )

@@ -59,6 +59,21 @@ async def test_a_full_queue_is_429_with_a_time_to_wait(rig: Rig) -> None:
         assert int(answer.headers["retry-after"]) >= 1
 
 
+async def test_the_time_that_a_client_waits_is_the_deadline_of_its_generation(rig: Rig) -> None:
+    coordinator = await rig.coordinator()
+    async with running_gateway(coordinator.server.address) as running:
+        body = {"prompt": PROMPT, "max_tokens": 12}
+        refused = await running.http.post(COMPLETIONS, json=body, headers={"specdec-timeout": "soon"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "specdec-timeout")
+        rig.target.worker.gate.clear()
+        try:
+            for headers in ({"specdec-timeout": "0.5"}, {"x-envoy-expected-rq-timeout-ms": "500"}):
+                assert (await running.http.post(COMPLETIONS, json=body, headers=headers)).status_code == 504
+                await eventually(lambda: not coordinator.generations.num_running)
+        finally:
+            rig.target.worker.gate.set()
+
+
 async def test_a_client_that_leaves_ends_its_generation_whether_it_streams_or_not(rig: Rig) -> None:
     coordinator = await rig.coordinator()
     async with running_gateway(coordinator.server.address) as running:

@@ -231,6 +231,20 @@ async def test_a_replayed_stream_has_null_sources_and_is_not_counted_twice(rig: 
         assert running.count("vllm:spec_decode_num_draft_tokens_total") == drafted
 
 
+@pytest.mark.parametrize("form", ["text_completion", "chat.completion"])
+async def test_a_stream_that_is_resumed_after_its_last_token_keeps_its_position(rig: Rig, form: str) -> None:
+    """A client that resumes once more, from the id of the last event, must not receive its tokens again."""
+    coordinator = await rig.coordinator()
+    async with running_gateway(coordinator.server.address) as running:
+        body = {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True, "session_id": "s"}
+        await running.http.post("/v1/completions", json=body)
+        headers = EVENTS | {"last-event-id": "s:12"}
+        text = (await running.http.get(f"/v1/sessions/s?object={form}", headers=headers)).text
+        ids = [line.removeprefix("id: ") for line in text.splitlines() if line.startswith("id: ")]
+        assert ids
+        assert set(ids) == {"s:12"}
+
+
 async def test_a_stream_that_is_continued_after_it_was_left_is_counted_once(rig: Rig) -> None:
     coordinator = await rig.coordinator()
     async with running_gateway(coordinator.server.address) as running:

@@ -19,8 +19,9 @@ from specdec import AsyncClient, Client, Tls
 from specdec.cli.__main__ import run
 from specdec.client import Budgets
 from specdec.errors import InvalidRequest, Unavailable, Unsupported
-from specdec.rpc.client import open_link
+from specdec.rpc.client import DraftLink, TargetLink, open_link
 from specdec.rpc.server import TARGET_SERVICE, ServiceServer
+from specdec.types import EngineInfo
 from tests.support.certificates import Authority, Pair
 from tests.support.gateway_rig import running_gateway
 from tests.support.stack import Stack, free_port, is_serving
@@ -204,6 +205,57 @@ def test_a_renewed_certificate_is_used_without_a_restart(
     log = system.parts["coordinator"].log
     assert "new certificate refused" in log
     assert "certificate reloaded" in log
+
+
+async def test_clients_and_links_that_are_refused_use_the_files_of_today(tmp_path: Path) -> None:
+    """A new authority issues the server's certificate; the connection of before was made with the old one."""
+    address = f"127.0.0.1:{free_port()}"
+    link, client = None, None
+    for _ in range(2):
+        authority = Authority(tmp_path)
+        own = authority.issue("server")
+        tls = Tls(ca=authority.path, cert=own.cert, key=own.key)
+        server = ServiceServer(address, service_names=(TARGET_SERVICE,), tls=tls, demands_client_certificate=True)
+        await server.start()
+        client, link = client or AsyncClient(address, tls=tls), link or open_link("target", address, tls=tls)
+        with pytest.raises(Unsupported):  # it is answered: the server has no service
+            await client.info()
+        with pytest.raises(Unsupported):
+            await described(link)
+        await server.stop(0)
+    assert client is not None
+    assert link is not None
+    await client.close()
+    await link.close()
+
+
+async def described(link: DraftLink | TargetLink) -> EngineInfo:
+    """What a replica says of itself, as soon as it can be reached."""
+    while True:
+        try:
+            return await link.info()
+        except Unavailable:
+            await asyncio.sleep(0.05)
+
+
+def test_an_endpoint_of_several_coordinators_needs_the_name_of_their_certificates(
+    system: Stack, authority: Authority
+) -> None:
+    several = f"ipv4:{system.endpoint},{system.endpoint}"
+    assert "for another host" in refused(several, Tls(ca=authority.path))
+    with Client(several, tls=Tls(ca=authority.path, server_name="localhost")) as client:
+        assert client.info().pools
+
+
+def test_operator_calls_are_encrypted_as_the_public_port_is(
+    system: Stack, authority: Authority, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Client(system.endpoint, tls=Tls(ca=authority.path)) as client:
+        admin = client.info().admin_address
+    assert "as a port with TLS does" in refused(admin, False)
+    words = ["promote", "default", "--endpoint", system.endpoint, "--admin", admin, "--tls-ca", authority.path]
+    assert run(words, {}) == 1
+    assert "it runs without --route auto" in capsys.readouterr().err  # which the coordinator says
 
 
 async def test_a_health_port_stays_plaintext(authority: Authority, pair: Pair) -> None:

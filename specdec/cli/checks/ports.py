@@ -13,8 +13,9 @@ from typing import Any
 
 from specdec.cli.checks.certificates import dates_of, trusting
 from specdec.cli.checks.finding import Finding, ok, warn
+from specdec.cli.checks.system import is_local
 from specdec.cli.listening import dialled_address
-from specdec.settings.addresses import is_loopback, join_address, split_address
+from specdec.settings.addresses import join_address, split_address
 
 _TIMEOUT_S = 3.0
 _LISTENS = "0A"
@@ -36,7 +37,7 @@ def check_ports(known: Iterable[Port]) -> Iterator[Finding]:
     Args:
         known: ports of the system, beside those of our processes on this machine.
     """
-    ports = {port.address: port for port in (*own_ports(Path("/proc")), *known) if not _is_local(port.address)}
+    ports = {port.address: port for port in (*own_ports(Path("/proc")), *known) if not is_local(port.address)}
     certificates: dict[bytes, str] = {}
     num_encrypted = 0
     for port in ports.values():
@@ -52,14 +53,6 @@ def check_ports(known: Iterable[Port]) -> Iterator[Finding]:
         yield ok("open ports", f"{num_encrypted} of {len(ports)} beyond this machine answer with TLS")
     for certificate, address in certificates.items():
         yield from _check_served(certificate, address)
-
-
-def _is_local(address: str) -> bool:
-    """Return whether only programs of this machine reach an address."""
-    try:
-        return is_loopback(address)
-    except ValueError:  # a Unix socket, or a name in another scheme of gRPC
-        return True
 
 
 def handshake(address: str) -> bytes | None:

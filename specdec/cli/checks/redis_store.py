@@ -57,11 +57,18 @@ def check_redis(url: str) -> Iterator[Finding]:
 
 
 def _check_server(url: str, parsed: RedisUrl, *, is_node: bool) -> Iterator[Finding]:
-    """Check one server; a node of a cluster may be a replica, and has the state of the cluster."""
+    """Check one server; a node of a cluster may be a replica, and knows the state of the cluster."""
     try:
         state = asyncio.run(_read(url))
     except Unavailable as error:
         yield fail("redis", error.message, "start Redis, or correct --redis-url, its user and its password")
+        return
+    if not state.info:
+        user = f"user {state.user}" if state.user else "the user of this URL"
+        yield warn("redis", f"answers in {state.latency_s * 1000:.2g} ms; {user} may not send INFO",
+                   "give a user with +info +config|get +acl|whoami, to have its settings checked")  # fmt: skip
+        yield _access(parsed, state)
+        yield clock_finding("Redis is", state.skew_s, uncertain_s=state.latency_s)
         return
     yield _server(state)
     yield _cluster(state) if is_node else _role(state)
@@ -85,8 +92,8 @@ async def _read(url: str) -> _State:
         asked_s = time.time()
         seconds, microseconds = await connection.run_command("TIME")
         skew_s = int(seconds) + int(microseconds) / 1e6 - (asked_s + time.time()) / 2
-        state = _State(median(times), skew_s, await connection.run_command("INFO"))
-        # Some hosts permit none of these.
+        # Some hosts, and users with few rights, permit none of these.
+        state = _State(median(times), skew_s, await _permitted(connection, "INFO") or {})
         state.cluster = _text(await _permitted(connection, "CLUSTER", "INFO"))
         state.user = _text(await _permitted(connection, "ACL", "WHOAMI"))
         for name in ("appendfsync", "save"):

@@ -11,6 +11,7 @@ import specdec
 from specdec.cli.checks.finding import Finding, fail, ok, warn
 from specdec.client import Client, ServerInfo, Tls
 from specdec.errors import DeadlineExceeded, Forbidden, SpecdecError, Unauthenticated, Unavailable
+from specdec.settings.addresses import is_loopback
 from specdec.types import EngineInfo
 
 #: Replicas that are named in one line.
@@ -35,6 +36,8 @@ class Place:
     """Role and address of replicas that no registry lists."""
     tls: Tls | None = None
     """Credentials of connections; None: plaintext."""
+    has_credential: bool = False
+    """Set if `connect` sends a key."""
 
 
 @dataclass(slots=True)
@@ -47,6 +50,10 @@ class System:
     """Descriptions of replicas by address."""
     coordinators: dict[str, EngineInfo] = field(default_factory=dict)
     """Records of coordinators by address."""
+    closed: dict[str, str] = field(default_factory=dict)
+    """Roles of replicas that answer services alone and that no record describes, by address."""
+    open_callers: list[str] = field(default_factory=list)
+    """Services beyond this machine that answer callers without a credential."""
 
     def target_model(self) -> str:
         """Return path or hub id of the target; "" if it is not known."""
@@ -69,6 +76,8 @@ class System:
         except (Unauthenticated, Forbidden) as error:
             yield fail("coordinator", f"{endpoint} refuses this caller: {error.message}", "give a key with --api-key")
             return
+        if not self.place.has_credential and not is_local(endpoint):
+            self.open_callers.append(f"coordinator at {endpoint}")
         version = self.info.version
         if version != specdec.__version__:
             yield warn("coordinator", f"{endpoint} runs specdec {version}, and this is {specdec.__version__}",
@@ -80,19 +89,32 @@ class System:
         """Ask every known replica for its description, and compare the descriptions."""
         failures = asyncio.run(self._describe_all())
         yield from failures
-        num_known = len(self.engines) + sum(finding.check == "replica" for finding in failures)
-        if not num_known and self.info is None:
-            return
-        by_role = Counter(engine.role for engine in self.engines.values())
-        found = f"{len(self.engines)} of {num_known} answer: {by_role['target']} target, {by_role['draft']} draft"
-        if not by_role["target"]:
-            yield fail("replicas", f"{found}; without a target, requests wait and fail",
-                       "start a target, or look at its log")  # fmt: skip
-        elif all(engine.draining for engine in self.engines.values() if engine.role == "target"):
-            yield fail("replicas", f"{found}; every target drains and takes no new session", "start another target")
-        else:
-            yield ok("replicas", found)
+        roles = Counter([*(engine.role for engine in self.engines.values()), *self.closed.values()])
+        hidden = Counter(
+            pool.role for pool in (self.info.pools if self.info else ()) for each in pool.replicas if not each.address
+        )
+        num_failed = sum(finding.check == "replica" for finding in failures)
+        if hidden and not roles:
+            yield ok("replicas", f"{hidden['target']} target, {hidden['draft']} draft; operators see their addresses")
+        elif roles or num_failed or self.info is not None:
+            yield self._replica_finding(roles, num_failed)
         yield from self._compare()
+        if self.open_callers:
+            yield warn("callers", f"callers without a key are answered by {_listed(self.open_callers)}",
+                       "give coordinators --api-keys, and all services one --service-key")  # fmt: skip
+
+    def _replica_finding(self, roles: Counter[str], num_failed: int) -> Finding:
+        num_alive = roles["target"] + roles["draft"]
+        found = f"{num_alive} of {num_alive + num_failed} answer: {roles['target']} target, {roles['draft']} draft"
+        if self.closed:
+            found += f", {len(self.closed)} of them services alone"
+        if not roles["target"]:
+            return fail("replicas", f"{found}; without a target, requests wait and fail",
+                        "start a target, or look at its log")  # fmt: skip
+        targets = [engine for engine in self.engines.values() if engine.role == "target"]
+        if targets and all(engine.draining for engine in targets):
+            return fail("replicas", f"{found}; every target drains and takes no new session", "start another target")
+        return ok("replicas", found)
 
     async def _describe_all(self) -> list[Finding]:
         """Fill in `engines`; return a failure for the registry and for each replica that gives no description."""
@@ -115,7 +137,12 @@ class System:
         for (address, role), answer in zip(known.items(), answers, strict=True):
             if isinstance(answer, EngineInfo):
                 self.engines[address] = answer
-            elif not isinstance(answer, Unauthenticated | Forbidden):  # those let coordinators in alone, and live
+                if not is_local(address) and not (self.place.tls and self.place.tls.cert):
+                    self.open_callers.append(f"{role} at {address}")
+            elif isinstance(answer, Unauthenticated | Forbidden):  # it lives; the registry may describe it
+                if address not in self.engines:
+                    self.closed[address] = role
+            else:
                 self.engines.pop(address, None)
                 reason = answer.message.rpartition(_GRPC_REFUSAL)[2].removeprefix(f"{address}: ")
                 failures.append(fail("replica", f"{role} at {address} does not answer: {reason}",
@@ -154,6 +181,14 @@ class System:
             yield ok("vocabularies", f"equal: {_short(reference)}")
         yield from _compare_models(self.engines)
         yield from _compare_versions(everything)
+
+
+def is_local(address: str) -> bool:
+    """Return whether only programs of this machine reach an address."""
+    try:
+        return is_loopback(address)
+    except ValueError:  # a Unix socket, or a name in another scheme of gRPC
+        return True
 
 
 def _compare_models(engines: dict[str, EngineInfo]) -> Iterator[Finding]:

@@ -170,30 +170,27 @@ async def test_the_waiting_requests_of_a_deleted_session_are_refused() -> None:
     other.cancel()
 
 
-def limit_after(token_s: dict[int, float], *, is_waiting: bool) -> RunningLimit:
-    """Return the limit after many chunks, where the time per token depends on the number of streams."""
-    speeds = StreamSpeeds()
-    limit = RunningLimit(speeds, lambda: 1)
-    for _ in range(4000):
-        num_streams = limit.value
-        known = max(number for number in token_s if number <= num_streams)
-        limit.note_chunk(2, 2 * token_s[known], num_streams, is_waiting=is_waiting)
-    return limit
-
-
 @pytest.mark.parametrize(
-    ("token_s", "is_waiting", "low", "high"),
+    ("slope", "is_wanted", "low", "high"),
     [
-        ({1: 0.01}, True, 300, 10**9),  # more streams cost nothing
-        ({1: 0.01}, False, BASE_STREAMS, BASE_STREAMS),  # no request needs another slot
-        ({1: 0.01, 17: 0.02}, True, BASE_STREAMS, 20),
-        ({1: 0.01, 17: 0.012, 60: 0.03}, True, 40, 80),
+        (0.0, True, 300, 10**9),  # more streams cost nothing
+        (0.0, False, BASE_STREAMS, BASE_STREAMS),  # no request needs another slot
+        (0.1, True, BASE_STREAMS, 20),
+        (0.005, True, 40, BASE_STREAMS + 50),  # 50 streams more cost 25 %
     ],
 )
 def test_the_limit_rises_only_while_more_streams_are_nearly_as_fast(
-    token_s: dict[int, float], is_waiting: bool, low: int, high: int
+    slope: float, is_wanted: bool, low: int, high: int
 ) -> None:
-    assert low <= limit_after(token_s, is_waiting=is_waiting).value <= high
+    """`slope`: share by which each stream beyond the base makes a token take longer."""
+    limit = RunningLimit(StreamSpeeds(), lambda: 1)
+    for _ in range(10_000):
+        num_streams = limit.value
+        if is_wanted:
+            limit.note_wanted()
+        token_s = 0.01 * (1.0 + slope * max(0, num_streams - BASE_STREAMS))
+        limit.note_chunk(2, 2 * token_s, num_streams)
+    assert low <= limit.value <= high
 
 
 def test_the_shared_limit_keeps_half_of_the_speed_of_a_stream_alone() -> None:

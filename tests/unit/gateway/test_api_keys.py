@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gateway.auth import ApiKeys
+from specdec.access.callers import Callers
 from specdec.access.grants import Limits
 from specdec.access.keys import parse_keys
 from specdec.errors import Forbidden, InvalidRequest, ResourceExhausted, Unauthenticated
@@ -98,6 +99,18 @@ def test_a_file_that_other_users_may_read_is_refused_unless_it_is_roots(tmp_path
         os.chown(path, 12345, -1)
     with pytest.raises(InvalidRequest, match="other users may read or write"):
         ApiKeys(path)
+
+
+def test_a_tenant_with_several_keys_has_the_loosest_of_their_limits_and_changes_with_the_file(tmp_path: Path) -> None:
+    path, clock = tmp_path / "keys", Clock()
+    one, other = line("a", "acme generate rpm=5,tpm=70,sessions=2"), line("b", "acme generate rpm=9,tpm=60")
+    write(path, one, other, line("c", "beta generate"))
+    callers = Callers(path, clock=clock)
+    assert callers.limits_of("acme") == Limits(None, 9, 70, None, None)
+    assert callers.limits_of("beta") == callers.limits_of("unknown") == Limits()
+    write(path, one)
+    clock.now_s += 2
+    assert callers.limits_of("acme") == Limits(None, 5, 70, 2, None)
 
 
 def test_a_missing_key_an_unknown_key_and_a_key_without_the_right_are_told_apart(tmp_path: Path) -> None:
