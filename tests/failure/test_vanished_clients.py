@@ -29,7 +29,7 @@ MANY = pytest.param(500, 10_000, marks=[pytest.mark.full, pytest.mark.timeout(90
 @pytest.mark.parametrize(("num_clients", "num_idle"), [(8, 50), MANY])
 async def test_kv_is_free_soon_after_the_last_of_many_clients_vanished(num_clients: int, num_idle: int) -> None:
     async with Rig(num_blocks=(num_clients + 1) * STREAM_BLOCKS) as rig:
-        coordinator = await rig.coordinator(max_running=num_clients + 1)
+        coordinator = await rig.coordinator(max_queue=num_clients + 1, max_running=num_clients + 1)
         await _leave_idle_sessions(rig, num_idle)
         begun = [asyncio.Event() for _ in range(num_clients)]
         # Many streams of a model in Python, on one event loop: drafts would only slow them down.
