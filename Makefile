@@ -30,7 +30,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-lo
 
 .PHONY: help setup demo real demo-real demo-pair peers test test-full test-real model-list reference docs docs-serve \
 	wheel-check test-gpu test-clients test-failure \
-	test-loaded mutants bench lint type proto proto-check k8s-validate images up down ci clean redis browser \
+	test-loaded mutants sbom audit bench lint type proto proto-check k8s-validate images up down ci clean redis browser \
 	prometheus dashboards environments programs
 
 help:  ## list the targets
@@ -197,17 +197,34 @@ test-clients: $(CLIENTS_VENV)/.installed  ## LiteLLM and LangChain's ChatOpenAI 
 		tests/e2e/test_gateway_langchain.py tests/e2e/test_gateway_litellm.py
 	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest tests/e2e/test_documented_code.py -k openai-clients.md
 
-test-failure: setup redis  ## what happens when parts die
-	$(PYTEST) tests/failure
+# The long ones as well: 1,000 generations under faults, 2,000 runs of two owners. SPECDEC_FAULT_SEED=N repeats a run.
+test-failure: setup redis  ## what happens when parts die, the long tests included (under 45 minutes on two cores)
+	$(PYTEST) tests/failure --timeout 2700
 
-# Eight busy processes beside two workers keep the load of two cores at ten. A test may take five times its usual limit.
+# Busy processes beside two workers keep the load of two cores at ten. A test may take five times its usual limit.
 test-loaded: setup redis  ## failure and end-to-end tests on a machine with five times the load (long)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.loaded 8 $(BIN)/python -m pytest -n 2 --dist loadfile \
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.loaded 10 $(BIN)/python -m pytest -n 2 --dist loadfile \
 		--durations 15 --timeout 1500 -m "not full and not gpu and not real" tests/failure tests/e2e tests/integration/test_ray_replicas.py
 
 mutants: setup redis  ## which faults put into the code no test notices (long; ONLY='specdec.core.*' for a part, ONLY=--lua)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt $(EDITABLE) -e '.[mutants]'
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.mutants $(ONLY)
+
+# The tools have an environment of their own, so that they are no part of what they look at.
+SUPPLY_VENV := .venv-supply
+SUPPLY := cyclonedx-bom==7.5.0 pip-audit==2.10.1
+
+$(SUPPLY_VENV)/.installed: Makefile
+	@[ -n "$(PYTHON)" ] || { echo "error: Python 3.11 or 3.12 is needed; none found (set PYTHON=/path/to/python)" >&2; exit 1; }
+	@[ -x $(SUPPLY_VENV)/bin/python ] || $(PYTHON) -m venv $(SUPPLY_VENV)
+	@$(SUPPLY_VENV)/bin/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) $(SUPPLY)
+	@touch $@
+
+sbom: $(SERVE_STAMP) $(SUPPLY_VENV)/.installed  ## write sbom.json: the packages of .venv as a CycloneDX bill of materials
+	@$(SUPPLY_VENV)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o sbom.json $(BIN)/python
+
+audit: $(SERVE_STAMP) $(SUPPLY_VENV)/.installed  ## known vulnerabilities of the packages of .venv; fails if there is one, or if it cannot be known
+	@$(BIN)/python -m tests.support.audit $(SUPPLY_VENV)/bin/pip-audit $$($(BIN)/$(SITE_PACKAGES))
 
 bench: setup redis  ## all CPU suites (under 40 minutes): tables, bench/results and plots; fails when a row falls short
 	@status=0; for suite in wire latency throughput orchestration; do \
@@ -264,4 +281,4 @@ ci:  ## what CI runs
 	@$(MAKE) --no-print-directory lint type proto-check docs k8s-validate test
 
 clean:  ## forget environments and caches
-	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(PEERS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants *.egg-info
+	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(SUPPLY_VENV) $(PEERS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants sbom.json *.egg-info

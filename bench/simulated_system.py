@@ -151,6 +151,8 @@ class ProcessSystem:
         self.endpoint = self.endpoints[0]
         self._runner, self._environ = runner, os.environ if environ is None else environ
         self._num_replicas = len(replicas)
+        self.addresses = [f"127.0.0.1:{port}" for port in ports]
+        """HOST:PORT of each replica, in the order of `replicas`."""
         self._commands: list[tuple[str, list[str]]] = []
         coordinator = ["--tokenizer", str(tokenizer_dir), "--redis-url", redis_url]
         for replica, port in zip(replicas, ports, strict=True):
@@ -178,6 +180,23 @@ class ProcessSystem:
 
     def __exit__(self, *_: object) -> None:
         self._stop()
+
+    def child(self, address: str) -> Child:
+        """Return the process that listens at an address of `addresses` or `endpoints`."""
+        return self._children[self._index(address)]
+
+    def start_again(self, addresses: Sequence[str]) -> None:
+        """Start parts that have ended once more; return when every coordinator knows every replica."""
+        for address in addresses:
+            index = self._index(address)
+            self._children[index].stop()
+            self._children[index] = self._children[index].again()
+        self._wait_connected()
+        for address in addresses:
+            self.child(address).relay()
+
+    def _index(self, address: str) -> int:
+        return [*self.addresses, *self.endpoints].index(address)
 
     @property
     def coordinator_cpu_s(self) -> float:

@@ -12,11 +12,15 @@ import secrets
 import sys
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import specdec
+from coordinator.admission.admission import AdmissionSettings
 from coordinator.audit.audit_queue import AuditQueue
 from coordinator.audit.turn_audit import Auditor
+from coordinator.front.access import CoordinatorAccess, open_access
+from coordinator.front.admin_port import open_admin_port
 from coordinator.front.opening import RequestOpener
 from coordinator.front.readiness import Readiness
 from coordinator.front.servicer import CoordinatorServicer
@@ -48,13 +52,14 @@ from specdec.rpc.client import open_link
 from specdec.rpc.server import COORDINATOR_SERVICE, VLLM_SERVICE, ServiceServer
 from specdec.service import memory
 from specdec.service.lifecycle import require_addresses, run_to_exit_code, stop_on_signals
-from specdec.settings.addresses import advertised_address, split_address
+from specdec.settings.addresses import advertised_address, is_loopback, split_address
 from specdec.settings.coordinator import CoordinatorSettings
-from specdec.settings.reading import parse_settings
+from specdec.settings.reading import opened, parse_settings
 from specdec.state.coordinators import coordinator_info
 from specdec.state.redis_store import open_registry, open_store
 from specdec.state.registry import Heartbeat
 from specdec.state.store import ReplicaRegistry
+from specdec.state.store_wait import store_answers
 from specdec.types import EngineInfo, Mode
 
 #: Name of this service in traces and metrics over OTLP.
@@ -82,24 +87,32 @@ async def _serve(settings: CoordinatorSettings) -> None:
         SpecdecError: the service cannot start (address, tokenizer, store), or a static endpoint has another vocabulary
             before the first request could be served.
     """
+    access = opened(lambda: open_access(settings, os.environ, is_loopback=is_loopback(settings.listen)))
     require_addresses(settings)
     stop = stop_on_signals()
     tokenizer = ServedTokenizer(settings.tokenizer)
-    metrics = CoordinatorMetrics(served_name(settings.tokenizer))
+    metrics = CoordinatorMetrics(served_name(settings.tokenizer), max_tenants=settings.tenant_metrics)
     server = ServiceServer(
         settings.listen,
         service_names=(COORDINATOR_SERVICE, *((VLLM_SERVICE,) if settings.worker_contract else ())),
         health_address=settings.health,
         max_message_bytes=settings.max_message_bytes,
+        tls=settings.server_tls,
+        loopback_address=settings.loopback,
+        check_caller=access.public.check,
     )
     async with AsyncExitStack() as ending:
-        store = open_store(settings.redis_url, tenant=settings.tenant, session_ttl_s=settings.session_ttl_s)
+        if not await store_answers(settings.redis_url, settings.store_wait_s, stop):
+            return
+        store = open_store(
+            settings.redis_url, tenant=settings.tenant, cluster=settings.cluster, session_ttl_s=settings.session_ttl_s
+        )
         ending.push_async_callback(store.close)
         await store.ping()
         metrics.watch_store(lambda: store.num_failures)
         readiness = Readiness(lambda is_ready: server.set_serving() if is_ready else server.set_not_serving())
-        registry = _open_registry(settings, ending)
-        pools = _build_pools(settings, tokenizer.fingerprint, readiness, registry)
+        registry = _open_registry(settings, access, ending)
+        pools = _build_pools(settings, access, tokenizer.fingerprint, readiness, registry)
         ending.push_async_callback(pools.close)
         histories = TokenHistories(settings.lookup_history_tokens) if LookupKind.SUFFIX in settings.lookup else None
         tracing = _open_tracing(settings, metrics, ending)
@@ -114,7 +127,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
             ending.push_async_callback(canary.close)
         draft_sources = DraftSourceFactory(pools, histories, scores, canary, tokenizer.decode)
         generations = GenerationService(
-            _generation_settings(settings),
+            _generation_settings(settings, access),
             store=store,
             pools=pools,
             tokenizer=tokenizer,
@@ -127,7 +140,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
         )
         default_mode = Mode[settings.default_mode.upper()]
         tenants = CallTenants(settings.tenant, reads_header=settings.tenant_header == "on")
-        CoordinatorServicer(
+        servicer = CoordinatorServicer(
             generations=generations,
             store=store,
             pools=pools,
@@ -138,18 +151,25 @@ async def _serve(settings: CoordinatorSettings) -> None:
             default_sampling=recommended_sampling(settings.tokenizer),
             canary=canary,
             tracing=tracing,
-        ).add_to(server.grpc_server)
+        )
+        servicer.add_to(server.grpc_server)
         if settings.worker_contract == "smg":
             opener = RequestOpener(generations, pools, tenants, default_mode)
             _add_smg_contract(server, settings.tokenizer, opener, generations, pools, tracing)
         if settings.metrics:
             ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
         await server.start()
+        if settings.admin:
+            servicer.admin_address = await open_admin_port(
+                settings.admin, servicer, access.admin, ending, tls=settings.server_tls
+            )
         memory.settle()
         ending.push_async_callback(server.stop, _FLUSH_S)
         ending.push_async_callback(generations.drain, 0.0)
         address = advertised_address(settings.advertise, settings.listen, server.port)
-        _log.info("listening", extra={"address": server.address, "advertised": address})
+        _log.info(
+            "listening", extra={"address": server.address, "advertised": address, "admin": servicer.admin_address}
+        )
         registration = _register(settings, registry, address, tokenizer.fingerprint, generations)
         if registration is not None:
             await registration.start()
@@ -194,11 +214,13 @@ def _add_smg_contract(
     ).add_to(server.grpc_server)
 
 
-def _open_registry(settings: CoordinatorSettings, ending: AsyncExitStack) -> ReplicaRegistry | None:
+def _open_registry(
+    settings: CoordinatorSettings, access: CoordinatorAccess, ending: AsyncExitStack
+) -> ReplicaRegistry | None:
     """Return the registry that replicas are found in; None where static endpoints replace it."""
     if settings.draft_endpoint or settings.target_endpoint:
         return None
-    registry = open_registry(settings.redis_url)
+    registry = open_registry(settings.redis_url, cluster=settings.cluster, signer=access.service_key)
     ending.push_async_callback(registry.close)
     return registry
 
@@ -228,6 +250,7 @@ def _register(
 
 def _build_pools(
     settings: CoordinatorSettings,
+    access: CoordinatorAccess,
     vocabulary_fingerprint: str,
     readiness: Readiness,
     registry: ReplicaRegistry | None,
@@ -237,7 +260,7 @@ def _build_pools(
 
     return ReplicaPools(
         vocabulary_fingerprint,
-        open_link,
+        partial(open_link, metadata=access.link_metadata, tls=settings.channel_tls),
         static_endpoints=static,
         registry=registry,
         lookup_pools=settings.lookup,
@@ -260,12 +283,12 @@ def _build_auditor(
     return Auditor(queue, settings.audit_share)
 
 
-def _generation_settings(settings: CoordinatorSettings) -> GenerationSettings:
+def _generation_settings(settings: CoordinatorSettings, access: CoordinatorAccess) -> GenerationSettings:
     return GenerationSettings(
         coordinator_id=f"c-{secrets.token_hex(6)}",
         lease_ttl_s=settings.lease_ttl_s,
         draft_timeout_s=settings.draft_timeout_s,
-        max_running=settings.max_queue,
+        admission=AdmissionSettings.of(settings, access.limits_of),
     )
 
 

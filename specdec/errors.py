@@ -2,6 +2,7 @@
 
 SpecdecError
 ├── InvalidRequest        INVALID_ARGUMENT     INVALID_REQUEST, CONTEXT_TOO_LONG, NO_CHAT_TEMPLATE
+│   └── InvalidSetting    (at the start of a process, which ends with exit code 2)
 ├── NotFound              NOT_FOUND            SESSION_NOT_FOUND, POOL_NOT_FOUND
 ├── SessionBusy           FAILED_PRECONDITION  SESSION_BUSY
 ├── VocabularyMismatch    FAILED_PRECONDITION  VOCABULARY_MISMATCH
@@ -74,6 +75,10 @@ class InvalidRequest(SpecdecError):
 
     code = "INVALID_ARGUMENT"
     default_reason = "INVALID_REQUEST"
+
+
+class InvalidSetting(InvalidRequest):
+    """A setting of this process does not fit what it names, such as a file or a server; the message names the flag."""
 
 
 class NotFound(SpecdecError):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specdec.engine.simulated.engines import SimulatedTarget
@@ -31,9 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _build_verifier(
     worker: Worker, options: ReplicaOptions, settings: TargetSettings, metrics: EngineMetrics
 ) -> Verifier:
+    from specdec.engine.sessions.kv_queue import WaitLimits
     from target_service.verifier import Verifier
 
-    return Verifier(worker, options, observer=metrics)
+    limits = WaitLimits(settings.max_waiting, settings.max_wait_s)
+    return Verifier(worker, replace(options, wait_limits=limits), observer=metrics)
 
 
 KIND = ReplicaKind(

@@ -36,6 +36,7 @@ from coordinator.routing.promotion import Canary
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.errors import Forbidden, InvalidRequest, Unavailable, Unsupported
+from specdec.observability.series import served_name
 from specdec.observability.tracing import Tracing, span_of_call
 from specdec.state.store import SessionStore
 from specdec.tenant import SessionKey
@@ -90,6 +91,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._default_sampling = coordinator_pb2.SamplingParams(**recommended)
         self._canary = canary
         self._tracing = tracing
+        self.admin_address = ""
+        """HOST:PORT for operator calls; "" if there is none."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the service on a server that has not started."""
@@ -110,9 +113,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             async with aclosing(subscription.events()) as events:
                 async for event in events:
                     message = encode_event(event, with_details=with_details, token_bytes=token_bytes)
-                    began_s = time.perf_counter()
+                    began_s = subscription.sending_since_s = time.monotonic()
                     await context.write(message)
-                    self._generations.count_client_wait(time.perf_counter() - began_s)
+                    subscription.sending_since_s = None
+                    self._generations.count_client_wait(time.monotonic() - began_s)
 
     async def GetSession(  # noqa: N802
         self, request: coordinator_pb2.GetSessionRequest, context: Any
@@ -166,11 +170,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def GetInfo(  # noqa: N802
         self, request: coordinator_pb2.GetInfoRequest, context: Any
     ) -> coordinator_pb2.GetInfoResponse:
-        is_own = self._tenants.is_own(self._tenants.of(context))
+        sees_all = self._tenants.sees_all(self._tenants.of(context))
         target = self._pools.target_info
         return coordinator_pb2.GetInfoResponse(
             version=specdec.__version__,
-            target_model=target.model,
+            target_model=target.model if sees_all else served_name(target.model),
             vocabulary_fingerprint=self._pools.vocabulary_fingerprint,
             vocabulary_size=target.vocabulary_size,
             max_context_tokens=self._pools.max_context_tokens,
@@ -179,17 +183,19 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 self._pools.all_replicas(),
                 self._pools.lookup_pools,
                 self._draft_sources.draft_stats,
-                self._draft_sources.route_stats if is_own else lambda pool: [],
+                self._draft_sources.route_stats if sees_all else lambda pool: [],
+                has_inner_names=sees_all,
             ),
-            promotion=encode_promotion(self._canary.promotion if self._canary is not None and is_own else None),
+            promotion=encode_promotion(self._canary.promotion if self._canary is not None and sees_all else None),
             default_sampling=self._default_sampling,
+            admin_address=self.admin_address if sees_all else "",
         )
 
     async def Promote(  # noqa: N802
         self, request: coordinator_pb2.PromoteRequest, context: Any
     ) -> coordinator_pb2.PromoteResponse:
-        if not self._tenants.is_own(self._tenants.of(context)):
-            raise Forbidden("a promotion affects all tenants, so only the coordinator's own tenant may change it")
+        if not self._tenants.sees_all(self._tenants.of(context)):
+            raise Forbidden("a promotion affects all tenants, so only operators may change it")
         check_share(request.share)
         self._pools.require_model_pool(request.draft_pool)
         if self._canary is None:

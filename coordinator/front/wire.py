@@ -26,6 +26,7 @@ from coordinator.requests import (
     RouteStats,
     Started,
 )
+from specdec.observability.series import served_name
 from specdec.state.store import Promotion, SessionRecord
 from specdec.types import TokenSource
 from specdec.v1 import coordinator_pb2
@@ -34,7 +35,7 @@ from specdec.v1 import coordinator_pb2
 _DRAFTED = (TokenSource.ACCEPTED, TokenSource.CORRECTED)
 
 #: Fields of a request that do not change its output.
-_NOT_DIGESTED = ("session_id", "request_id", "return_provenance", "resume_from", "expected_session_tokens")
+_NOT_DIGESTED = ("session_id", "request_id", "return_provenance", "resume_from", "expected_session_tokens", "priority")
 
 
 def decode_request(message: coordinator_pb2.GenerateRequest) -> RawGenerationParams:
@@ -51,6 +52,7 @@ def decode_request(message: coordinator_pb2.GenerateRequest) -> RawGenerationPar
         speculation=_decode_speculation(message.speculation),
         resume_from=_optional(message, "resume_from"),
         expected_session_tokens=_optional(message, "expected_session_tokens"),
+        priority=message.priority,
         former_digests=(_digest_of_form_1(message),),
     )
 
@@ -211,6 +213,8 @@ def encode_pools(
     lookup_pools: Iterable[str],
     draft_stats: Callable[[str], DraftStats],
     route_stats: Callable[[str], Iterable[RouteStats]],
+    *,
+    has_inner_names: bool = True,
 ) -> list[coordinator_pb2.PoolInfo]:
     """Return the pools with their live replicas, draft pools first.
 
@@ -219,26 +223,27 @@ def encode_pools(
         lookup_pools: names of the pools whose drafts are found in text, without a replica.
         draft_stats: returns the statistics of a draft pool.
         route_stats: returns the statistics of a draft pool for each class of requests.
+        has_inner_names: whether addresses of replicas and paths of models are stated; else a model's last name alone.
     """
     pools = {(DRAFT, name): coordinator_pb2.PoolInfo(name=name, role=DRAFT, model=name) for name in lookup_pools}
     for replica in replicas:
         engine = replica.info
         if engine is None or not replica.is_alive:
             continue
+        model = engine.model if has_inner_names else served_name(engine.model)
         for name in engine.local_drafts:
             pools.setdefault(
-                (DRAFT, name),
-                coordinator_pb2.PoolInfo(name=name, role=DRAFT, model=engine.model, dtype=engine.dtype),
+                (DRAFT, name), coordinator_pb2.PoolInfo(name=name, role=DRAFT, model=model, dtype=engine.dtype)
             )
         pool = pools.setdefault(
             (replica.role, engine.pool),
             coordinator_pb2.PoolInfo(
-                name=engine.pool, role=replica.role, model=engine.model, dtype=engine.dtype, shadow=engine.shadow
+                name=engine.pool, role=replica.role, model=model, dtype=engine.dtype, shadow=engine.shadow
             ),
         )
         pool.replicas.add(
             replica_id=engine.replica_id,
-            address=replica.address,
+            address=replica.address if has_inner_names else "",
             draining=engine.draining,
             num_sessions=engine.num_sessions,
             kv_usage=engine.kv_usage,

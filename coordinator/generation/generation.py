@@ -162,6 +162,7 @@ class Generation:
             error = Internal("the generation failed; the coordinator's log has the cause")
         finally:
             self._is_ending = True
+            self._session.give_back()
             if error is not None and error.reason == "STORE_UNAVAILABLE":
                 self._end(None, error)  # the readers need not wait while the release waits for the store again
             # Nothing may interrupt the clean-up: a lease that is left behind blocks the session until it expires.

@@ -98,6 +98,15 @@ def no_session(session_id: str) -> NotFound:
     return NotFound(f"session_id {session_id!r} is not a session", field="session_id")
 
 
+def nothing_to_resume(session_id: str, num_held: int) -> NotFound | SessionLost:
+    """Return the error for a resumption without a request. A caller that holds tokens has seen the session."""
+    if num_held == 0:
+        return no_session(session_id)
+    return SessionLost(
+        f"session {session_id} is gone, and with it the output of which {num_held} tokens are held", field="resume_from"
+    )
+
+
 def check_same_request(request: GenerationRequest, request_id: str, digest: str) -> None:
     """Refuse a resumption that names another request id, and a retry whose fields differ from the first call's."""
     if request.request_id and request.request_id != request_id:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -59,8 +60,19 @@ class TurnPreparer:
         prefixes: Prefixes,
         *,
         routes_drafts: bool,
+        check_prompt: Callable[[str, int], None] = lambda tenant, num_tokens: None,
     ) -> None:
-        """`routes_drafts`: a request that names no draft pool is routed among the draft models while it runs."""
+        """
+        Args:
+            store: session store of all tenants.
+            leases: takes the leases of sessions.
+            pools: replicas, for the limits of prompts.
+            tokenizer: tokenizer of the target model.
+            removal: removes sessions that were created for a request that fails.
+            prefixes: finds the replicas that hold a session's first tokens.
+            routes_drafts: a request that names no draft pool is routed among the draft models while it runs.
+            check_prompt: raises an error where a tenant's prompt has too many tokens.
+        """
         self._store = store
         self._leases = leases
         self._pools = pools
@@ -68,6 +80,7 @@ class TurnPreparer:
         self._removal = removal
         self._prefixes = prefixes
         self._routes_drafts = routes_drafts
+        self._check_prompt = check_prompt
 
     async def of_new_turn(self, record: SessionRecord | None, request: GenerationRequest, began: float) -> PreparedTurn:
         """Prepare a new turn: take the lease and write the prompt into the log.
@@ -80,6 +93,7 @@ class TurnPreparer:
         Raises:
             InvalidRequest: CONTEXT_TOO_LONG, NO_CHAT_TEMPLATE, or an empty input.
             NotFound: the draft pool does not exist (POOL_NOT_FOUND), or the session was deleted in the meantime.
+            ResourceExhausted: the prompt is longer than the tenant's limit (QUOTA_EXCEEDED).
             SessionBusy: another coordinator has changed the session in the meantime.
             SessionLost: the session does not hold what the caller expects.
             Unavailable: no target replica or no store can be reached.
@@ -93,6 +107,7 @@ class TurnPreparer:
         check_left(request, record)
         max_context_tokens = self._pools.max_context_tokens
         prompt = await in_thread(encode_prompt, request, held, self._tokenizer, max_context_tokens)
+        self._check_prompt(key.tenant, prompt.num_tokens)
         sampling = resolve_sampling(request, prompt, max_context_tokens)
         identity = self._identity(record, request, sampling, draft_pool, prompt)
         tokens = SessionTokens([*held[: prompt.keep].tolist(), *prompt.new_token_ids.tolist()])

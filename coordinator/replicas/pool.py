@@ -247,7 +247,7 @@ class ReplicaPools:
             if check := self._checks.pop(key, None):
                 check.cancel()
             self._endpoints.forget(key)
-            await self._replicas.pop(key).link.close()
+            await self._replicas.pop(key).close()
         for key in sorted(endpoints - self._replicas.keys()):
             self._replicas[key] = Replica(*key, self._open_link(*key))
             self._replicas[key].on_doubt = self._doubt.set
@@ -276,7 +276,7 @@ class ReplicaPools:
         for check in self._checks.values():
             check.cancel()
         replicas, self._replicas = list(self._replicas.values()), {}
-        await asyncio.gather(*(replica.link.close() for replica in replicas))
+        await asyncio.gather(*(replica.close() for replica in replicas))
 
     async def release(self, session_id: str, *, tenant: str = DEFAULT_TENANT) -> None:
         """Request that every live replica frees the KV of a session. One that cannot be reached evicts it later."""

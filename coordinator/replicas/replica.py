@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from coordinator.replicas.turn_ends import TurnEnds
 from specdec.errors import SpecdecError, Unsupported, VocabularyMismatch
 from specdec.rpc.client import DraftLink, TargetLink
 from specdec.settings.pool_names import check_pool_name
@@ -118,6 +119,7 @@ class Replica(Generic[LinkT]):
         self.lost_at_s = 0.0
         """Time at which the replica was last taken out of use, by `time.monotonic`."""
         self.health = ReplicaHealth()
+        self.turn_ends = TurnEnds(link)
         self._has_stalled = False
         """True where the replica last failed by exceeding its own step limit although it described itself."""
         self._new_sessions = 0
@@ -177,6 +179,11 @@ class Replica(Generic[LinkT]):
 
     def note_new_session(self) -> None:
         self._new_sessions += 1
+
+    async def close(self) -> None:
+        """Close the link. Idempotent."""
+        await self.turn_ends.close()
+        await self.link.close()
 
     def fail(self, error: BaseException) -> None:
         """Take the replica out of use until it answers again."""

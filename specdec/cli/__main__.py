@@ -40,6 +40,7 @@ _COMMANDS = {
     "distill": "train a draft on what the target said (see up --learning-log)",
     "timeline": "picture where the milliseconds of a round are",
     "bench": "speculation against target-only on a running system",
+    "doctor": "check the installation and a running system: what is wrong and what to do",
     "health": "ask a service for its health",
     "completion": "print the completion script of a shell",
 }
@@ -48,7 +49,7 @@ _COMMANDS = {
 _NEED_A_SYSTEM = ("generate", "chat", "top", "status", "pools", "promote", "scale", "join", "bench")
 
 #: Subcommands whose flags have no default in the environment.
-_WITHOUT_ENVIRON = ("up", "timeline", "health", "completion")
+_WITHOUT_ENVIRON = ("up", "timeline", "completion")
 
 
 def build_parser(environ: Mapping[str, str], command: str = "") -> argparse.ArgumentParser:

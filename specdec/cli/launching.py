@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 
 from specdec.cli.draft_pools import joining_pool
-from specdec.cli.listening import API_KEYS_VARIABLE, dialled_address, later_metrics_address
+from specdec.cli.listening import (
+    SERVICE_KEY_VARIABLE,
+    dialled_address,
+    later_metrics_address,
+)
 from specdec.cli.service_settings import GivenSettings
 from specdec.cli.up_flags import (
     LOOKUPS,
@@ -29,10 +34,28 @@ from specdec.supervision.fleet import COORDINATOR, GATEWAY, role_of
 from specdec.supervision.processes import Child, free_ports
 from specdec.supervision.services import Service
 
+#: Services that check the credentials of clients.
+_GUARDED = (COORDINATOR, GATEWAY)
+
 _DRAIN_GRACE_S = 3
 _POLL_INTERVAL_S = 0.2
 #: Idle threads spin for microseconds only (docs/history/log.md).
 QUIET_THREADS = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
+
+
+def secured(args: argparse.Namespace, environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment of the services. If clients of the gateway need keys of their own, so do those of the
+    coordinator, and the services share a key."""
+    given: dict[str, str] = {}
+    for name in ("api_keys", "jwt_jwks"):
+        values = [args.settings.value(each, name) or environ.get(_variable(each, name)) for each in _GUARDED]
+        if value := next(filter(None, values), None):
+            given |= {_variable(COORDINATOR, name): str(value), SERVICE_KEY_VARIABLE: secrets.token_hex(32)}
+    return {**given, **environ}
+
+
+def _variable(service: str, name: str) -> str:
+    return f"SPECDEC_{service.upper()}__{name.upper()}"
 
 
 class Launcher:
@@ -44,6 +67,7 @@ class Launcher:
         served: Models,
         *,
         endpoint: str,
+        loopback: str = "",
         http: str = "",
         redis_url: str,
         metrics: Mapping[str, str],
@@ -55,6 +79,7 @@ class Launcher:
             args: the flags of `up`.
             served: the models.
             endpoint: address of the coordinator.
+            loopback: its plaintext address for programs of this machine; "": `endpoint`.
             http: address of the gateway; "" for no gateway.
             redis_url: store that all services share.
             metrics: metrics addresses of the services that are started first, by name; empty for no metrics.
@@ -62,7 +87,7 @@ class Launcher:
             ray_address: address of the cluster on whose nodes replicas are placed; "" for this machine alone.
         """
         self._args, self._served, self._endpoint, self._redis_url = args, served, endpoint, redis_url
-        self._http = http
+        self._loopback, self._http = loopback, http
         self._metrics, self._environ, self._ray_address = dict(metrics), environ, ray_address
         self._settings: GivenSettings = args.settings
         self._ports: set[int] = set()
@@ -105,19 +130,17 @@ class Launcher:
 
     def gateway(self) -> Service:
         """Start the gateway."""
-        arguments = ["--listen", self._http, "--coordinator", dialled_address(self._endpoint)]
+        arguments = ["--listen", self._http, "--coordinator", self._loopback or dialled_address(self._endpoint)]
         arguments += [*self._settings.arguments(GATEWAY), *self._common(GATEWAY), *self._metrics_flag(GATEWAY)]
         return Child(GATEWAY, "gateway", arguments, self._environ, shown_level=self._args.log_level)
 
     def coordinator_arguments(self) -> list[str]:
         """Return the coordinator's flags, except for its metrics address."""
         arguments = ["--listen", self._endpoint, *self._settings.arguments(COORDINATOR)]
+        arguments += ["--loopback", self._loopback] if self._loopback else []
         arguments += self._unless_given(COORDINATOR, "tokenizer", self._served.target)
         arguments += self._unless_given(COORDINATOR, "poll_interval_s", str(_POLL_INTERVAL_S))
         arguments += [word for kind in self._args.lookup for word in ("--lookup", kind)]
-        has_keys = self._settings.value(GATEWAY, "api_keys") or self._environ.get(API_KEYS_VARIABLE)
-        if has_keys and self._http:  # each key has a tenant
-            arguments += self._unless_given(COORDINATOR, "tenant_header", "on")
         if len(self._served.drafts) > 1:
             arguments += self._unless_given(COORDINATOR, "default_draft_pool", self._served.drafts[0].name)
         return arguments + self._common(COORDINATOR)
@@ -179,13 +202,24 @@ class Launcher:
             given = given.with_flag(role, "gpu_memory_utilization", str(self._share(role)))
         return [
             *own,
-            *(*given.arguments(role), *self._common(role)),
+            *(*given.arguments(role), *self._common(role), *self._transport()),
             *(word for kind in local_drafts for word in ("--local-draft", kind)),
         ]
 
+    def _transport(self) -> list[str]:
+        """Return the replicas' flags of transport security, which are the coordinator's if it connects with TLS."""
+        given = {name: self._settings.value(COORDINATOR, name) for name in ("tls_ca", "tls_cert", "tls_key")}
+        if given["tls_ca"]:
+            return [word for name, path in given.items() for word in (flag_of(name), os.path.abspath(path))]
+        # Ray gives the nodes of its local cluster this machine's address on the network, not that of loopback.
+        is_plaintext = self._settings.value(COORDINATOR, "insecure") or self._args.ray_address == "local"
+        return ["--insecure"] if is_plaintext else []
+
     def _common(self, service: str) -> list[str]:
-        given = ["--redis-url", self._redis_url, "--log-format", "json"]
+        given = ["--redis-url", self._redis_url, "--cluster", self._args.cluster, "--log-format", "json"]
         given += self._unless_given(service, "drain_grace_s", str(_DRAIN_GRACE_S))
+        if SERVICE_KEY_VARIABLE in self._environ:
+            given += self._unless_given(service, "service_key", f"env:{SERVICE_KEY_VARIABLE}")
         # Otherwise services keep their own level: their info records say what a start is doing, whatever is shown.
         return given + (self._unless_given(service, "log_level", "debug") if self._args.log_level == "debug" else [])
 

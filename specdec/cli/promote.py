@@ -14,10 +14,10 @@ from dataclasses import asdict
 from typing import Any
 
 from specdec.cli.json_output import add_json_flag, print_json
-from specdec.cli.request_flags import add_client_flags, connect
+from specdec.cli.request_flags import add_client_flags, address, connect
 from specdec.cli.waiting import Waiting
 from specdec.client import Client, Promotion, Route
-from specdec.errors import InvalidRequest, NotFound
+from specdec.errors import Forbidden, InvalidRequest, NotFound
 
 #: Fewest draft tokens of a score. From there on the standard error of an acceptance rate is below 0.03.
 MIN_TESTED = 300
@@ -29,6 +29,10 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     parser = commands.add_parser("promote", description="Give sessions another draft pool, share by share.",
                                  allow_abbrev=False)  # fmt: skip
     add_client_flags(parser, environ)
+    parser.add_argument(
+        "--admin", type=address, metavar="HOST:PORT",
+        help="address of the coordinator for operator calls; default: the one that it names at --endpoint",
+    )  # fmt: skip
     parser.add_argument("pool", metavar="POOL", help="pool of draft replicas; it replaces a promotion of another pool")
     parser.add_argument(
         "--to", type=float, default=1.0, metavar="SHARE",
@@ -46,12 +50,26 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     with connect(args) as client:
         if args.on_score:
             _await_score(client, args.pool)
-        promotion = client.promote(args.pool, args.to)
+        promotion = _promote(args, client)
     if args.json:
         print_json({"promotion": asdict(promotion) if promotion else None})
         return 0
     print("nothing is promoted" if promotion is None else describe(promotion))
     return 0
+
+
+def _promote(args: argparse.Namespace, client: Client) -> Promotion | None:
+    """Request the promotion where the coordinator answers operator calls. Raises SpecdecError if it is refused."""
+    endpoint = args.admin
+    if not endpoint:
+        try:
+            return client.promote(args.pool, args.to)
+        except Forbidden:
+            endpoint = client.info().admin_address
+            if not endpoint:
+                raise
+    with connect(args, endpoint=endpoint) as operator:
+        return operator.promote(args.pool, args.to)
 
 
 def _await_score(client: Client, name: str) -> None:

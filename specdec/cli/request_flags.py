@@ -6,9 +6,12 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 
-from specdec.client import Budgets, Client, GenerateOptions
+from specdec.cli import Usage
+from specdec.client import Budgets, Client, GenerateOptions, Tls
 from specdec.client.endpoints import DEFAULT_ENDPOINT, ENDPOINT_VARIABLE, check_endpoint
+from specdec.client.transport import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, SERVER_NAME_VARIABLE, tls_of
 from specdec.errors import InvalidRequest
+from specdec.settings.transport import with_flag
 from specdec.types import Mode
 
 #: Variable that holds the API key of client commands.
@@ -35,11 +38,54 @@ def add_client_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]
         "--api-key", default=environ.get(_API_KEY_VARIABLE) or None, metavar="KEY",
         help=f"key to send with every call; default: {_API_KEY_VARIABLE}, which other users of the machine cannot see",
     )  # fmt: skip
+    add_tls_flags(parser, environ)
 
 
-def connect(args: argparse.Namespace, budgets: Budgets = BUDGETS, *, timeout: float | None = None) -> Client:
-    """Return a client for the flags of `add_client_flags`. Raises InvalidRequest for a malformed key."""
-    return Client(args.endpoint, budgets=budgets, api_key=args.api_key, timeout=timeout)
+def add_tls_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
+    """Add the flags of every subcommand that dials: the authorities that it trusts, and its own certificate."""
+    for flag, variable, metavar, meaning in (
+        ("--tls-ca", CA_VARIABLE, "FILE", "PEM file of the authorities of the server's certificate; encrypts the "
+         "connection"),
+        ("--tls-cert", CERT_VARIABLE, "FILE", "PEM file of this command's certificate, for a server that demands one"),
+        ("--tls-key", KEY_VARIABLE, "FILE", "PEM file of its key"),
+        ("--tls-server-name", SERVER_NAME_VARIABLE, "NAME", "name in the server's certificate, if it is not the host "
+         "of the address"),
+    ):  # fmt: skip
+        parser.add_argument(
+            flag, default=environ.get(variable, ""), metavar=metavar, help=f"{meaning}; default: {variable}"
+        )
+
+
+def tls_of_flags(args: argparse.Namespace) -> Tls | None:
+    """Return the credentials of the flags of `add_tls_flags`; None: plaintext. Raises Usage if they cannot be used."""
+    try:
+        tls = tls_of(args.tls_ca, args.tls_cert, args.tls_key, server_name=args.tls_server_name)
+        if tls is not None:
+            tls.check()
+    except InvalidRequest as error:
+        raise Usage(with_flag(error)) from None
+    return tls
+
+
+def connect(
+    args: argparse.Namespace, budgets: Budgets = BUDGETS, *, endpoint: str = "", timeout: float | None = None
+) -> Client:
+    """Return a client for the flags of `add_client_flags`.
+
+    Args:
+        args: the flags.
+        budgets: limits on the time for which calls are retried.
+        endpoint: another address of the same coordinator, to call in place of that of the flags.
+        timeout: seconds that each call may take as a whole; None: no limit.
+
+    Raises:
+        InvalidRequest: the API key is malformed.
+        Usage: a certificate file cannot be used.
+    """
+    tls = tls_of_flags(args)
+    if endpoint and tls is not None:
+        tls = replace(tls, server_name=tls.server_name or args.endpoint.rpartition(":")[0].strip("[]"))
+    return Client(endpoint or args.endpoint, budgets=budgets, api_key=args.api_key, timeout=timeout, tls=tls or False)
 
 
 def address(text: str) -> str:

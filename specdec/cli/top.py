@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Show the system. Raises SpecdecError if the coordinator cannot be reached at first."""
     console = console_for(environ)
     with connect(args, timeout=_CALL_TIMEOUT_S) as client:
-        reader = Reader(client, lambda: args.metrics or _addresses_of(args.endpoint))
+        reader = Reader(client, lambda: args.metrics or metrics_addresses_of(args.endpoint))
         if args.json:
             print_json(_read_once(reader).to_dict())
         elif args.once or not console.is_terminal or console.is_dumb_terminal:
@@ -111,7 +111,7 @@ def _has_ended(keys: int | None) -> bool:
     return False
 
 
-def _addresses_of(endpoint: str) -> Iterable[str]:
+def metrics_addresses_of(endpoint: str) -> Iterable[str]:
     """Return the metrics addresses of the `specdec up` of this user at an endpoint of this machine; () without."""
     port = control.local_port(endpoint)
     if port is None or not control.is_running(port):

@@ -23,8 +23,15 @@ from specdec.cli.control_folder import unmark_starting
 from specdec.cli.detached import start_detached
 from specdec.cli.extras import GATEWAY_MODULES, require_modules
 from specdec.cli.health import is_serving
-from specdec.cli.launching import Launcher
-from specdec.cli.listening import dialled_address, http_address, listen_address, metrics_addresses
+from specdec.cli.launching import Launcher, secured
+from specdec.cli.listening import (
+    SERVICE_KEY_VARIABLE,
+    dialled_address,
+    http_address,
+    listen_address,
+    loopback_address,
+    metrics_addresses,
+)
 from specdec.cli.up_flags import Models
 from specdec.cli.up_parser import add_parser, add_serve_parser
 from specdec.cli.waiting import Waiting
@@ -96,10 +103,12 @@ def run(args: argparse.Namespace, argv: Sequence[str], environ: Mapping[str, str
         SpecdecError: a service did not start, or the coordinator refuses it; the error is the service's own.
     """
     up_flags.check(args)
+    up_flags.check_certificate_files(args)
     served = up_flags.models(args)
     if args.detach:
         return start_detached(args, argv, environ, stop)
-    endpoint = listen_address(args)
+    endpoint = listen_address(args, environ)
+    loopback = loopback_address(args, environ)
     http = http_address(args, environ)
     if http:
         require_modules(GATEWAY_MODULES)
@@ -127,10 +136,12 @@ def run(args: argparse.Namespace, argv: Sequence[str], environ: Mapping[str, str
         own_ray = _own_ray(args, environ, start, stack)
         if stop.is_set():
             return 0
+        environ = secured(args, environ)
         launcher = Launcher(
             args,
             served,
             endpoint=endpoint,
+            loopback=loopback,
             http=http,
             redis_url=args.redis_url if store is None else store.url,
             metrics=metrics,
@@ -141,7 +152,7 @@ def run(args: argparse.Namespace, argv: Sequence[str], environ: Mapping[str, str
         stack.callback(fleet.stop)
         stack.callback(_tell_on_stop, stop, "stopping")
         fleet.begin(up_flags.counts(args), with_gateway=bool(http))
-        _await_ready(fleet, endpoint, start)
+        _await_ready(fleet, loopback or dialled_address(endpoint), start, environ.get(SERVICE_KEY_VARIABLE))
         waiting.close()
         fleet.settle()
         if not stop.is_set():
@@ -303,11 +314,11 @@ def _tokens_in_common(models: Mapping[str, str]) -> dict[str, str]:
     return {flag: words for flag, words in shared.items() if words}
 
 
-def _await_ready(fleet: Fleet, endpoint: str, start: _Start) -> None:
+def _await_ready(fleet: Fleet, dialled: str, start: _Start, api_key: str | None) -> None:
     """Wait until the coordinator serves and knows every replica, and the gateway listens. Raises as `_Start.poll`."""
-    dialled = dialled_address(endpoint)
     num_replicas = sum(1 for service in fleet.services if role_of(service.name))
-    with dial_blocking(dialled) as channel, Client(dialled, budgets=Budgets(connect_s=0)) as client:
+    client = Client(dialled, budgets=Budgets(connect_s=0), api_key=api_key, tls=False)
+    with dial_blocking(dialled) as channel, client:
         start.poll(lambda: fleet.services, lambda: is_serving(channel))
         start.poll(lambda: fleet.services, lambda: _num_replicas(client) >= num_replicas)
         start.poll(lambda: fleet.services, lambda: all(s.has_started for s in fleet.services if s.name == GATEWAY))

@@ -27,6 +27,7 @@ from specdec.client.results import (
 )
 from specdec.client.server_info import Pool, Promotion, Replica, Route, ServerInfo
 from specdec.client.sync_client import Client, Stream
+from specdec.tls import Tls
 
 __all__ = [
     "AsyncClient",
@@ -46,6 +47,7 @@ __all__ = [
     "Session",
     "Stream",
     "TextPart",
+    "Tls",
     "TokenDetail",
     "TopLogprob",
     "Usage",

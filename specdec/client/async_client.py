@@ -31,6 +31,7 @@ from specdec.client.results import Completion, Session, read_session
 from specdec.client.server_info import Promotion, ServerInfo, read_promotion, read_server_info
 from specdec.client.transcript import Transcript
 from specdec.errors import SpecdecError
+from specdec.tls import Tls
 from specdec.v1 import coordinator_pb2 as pb
 
 
@@ -44,6 +45,7 @@ class AsyncClient(Identity):
         budgets: Budgets | None = None,
         timeout: float | None = None,
         api_key: str | None = None,
+        tls: Tls | bool | None = None,
         remembers_sessions: bool = True,
     ) -> None:
         """Make a client that connects at its first call.
@@ -53,17 +55,19 @@ class AsyncClient(Identity):
                 variable SPECDEC_ENDPOINT, or 127.0.0.1:50051.
             budgets: limits on the time for which calls are retried. None: the defaults of `Budgets`.
             timeout: seconds that each call without a timeout of its own may take as a whole; None: no limit.
-            api_key: key that is sent with every call; None: no key. The connection is not encrypted.
+            api_key: key that is sent with every call; None: no key. Without `tls` the network can read it.
+            tls: certificate files to encrypt with; True: trust the authorities that gRPC knows; False: plaintext; None:
+                the files of SPECDEC_TLS_CA, SPECDEC_TLS_CERT and SPECDEC_TLS_KEY, or plaintext without them.
             remembers_sessions: whether the next turn of a session states how many tokens it should hold. False for a
                 client whose sessions other clients continue, too.
 
         Raises:
             InvalidRequest: the endpoint is neither HOST:PORT nor a gRPC target, or the key has other characters than
-                printable ASCII.
+                printable ASCII, or a certificate file cannot be used.
         """
         self._timeout = timeout
         self._budgets = budgets or Budgets()
-        self._coordinators = AsyncCoordinators(endpoint)
+        self._coordinators = AsyncCoordinators(endpoint, tls)
         self._identify(api_key, remembers_sessions=remembers_sessions)
 
     @overload
@@ -164,7 +168,8 @@ class AsyncClient(Identity):
         """Move sessions to a draft pool in steps, up to the share `share` of them; 0 ends the current promotion.
 
         The server rolls the promotion back if the pool gives fewer tokens per second. Raises NotFound for an unknown
-        pool and Unsupported if the system does not route requests.
+        pool, Unsupported if the system does not route requests, and Forbidden where operator calls are answered at
+        another address, `info().admin_address`, or the API key lacks the right.
         """
         answer = await self._call("Promote", build_message(pb.PromoteRequest, draft_pool=draft_pool, share=share))
         return read_promotion(answer.promotion) if answer.HasField("promotion") else None
@@ -199,7 +204,7 @@ class AsyncClient(Identity):
             try:
                 return await (await attempts.begin(method, request, recovery))
             except grpc.RpcError as error:
-                raise attempts.failed(error) from error
+                raise attempts.failed(error, recovery) from error
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if self._coordinators.is_closed and task is not None and not task.cancelling():

@@ -87,6 +87,8 @@ class ServerInfo:
     promotion: Promotion | None = None
     default_sampling: Mapping[str, float | int] = field(default_factory=dict)
     """Sampling parameters that the model recommends, by option name. The server does not apply them by itself."""
+    admin_address: str = ""
+    """HOST:PORT of the coordinator for operator calls; "" for clients that may not make them."""
 
 
 def read_server_info(message: pb.GetInfoResponse) -> ServerInfo:
@@ -100,6 +102,7 @@ def read_server_info(message: pb.GetInfoResponse) -> ServerInfo:
         pools=tuple(map(_read_pool, message.pools)),
         promotion=read_promotion(message.promotion) if message.HasField("promotion") else None,
         default_sampling=_read_default_sampling(message.default_sampling),
+        admin_address=message.admin_address,
     )
 
 

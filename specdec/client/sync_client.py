@@ -30,6 +30,7 @@ from specdec.client.results import Chunk, Completion, Session, read_session
 from specdec.client.server_info import Promotion, ServerInfo, read_promotion, read_server_info
 from specdec.client.transcript import Transcript
 from specdec.errors import SpecdecError
+from specdec.tls import Tls
 from specdec.v1 import coordinator_pb2 as pb
 
 
@@ -154,7 +155,7 @@ class Stream(Iterator[Chunk]):
             self._call = None
             if self._closed:
                 return None
-            raise self._attempts.failed(error) from error
+            raise self._attempts.failed(error, self._recovery) from error
         except BaseException:
             self._end()
             raise
@@ -170,6 +171,7 @@ class Client(Identity):
         budgets: Budgets | None = None,
         timeout: float | None = None,
         api_key: str | None = None,
+        tls: Tls | bool | None = None,
     ) -> None:
         """Make a client that connects at its first call.
 
@@ -178,15 +180,17 @@ class Client(Identity):
                 variable SPECDEC_ENDPOINT, or 127.0.0.1:50051.
             budgets: limits on the time for which calls are retried. None: the defaults of `Budgets`.
             timeout: seconds that each call without a timeout of its own may take as a whole; None: no limit.
-            api_key: key that is sent with every call; None: no key. The connection is not encrypted.
+            api_key: key that is sent with every call; None: no key. Without `tls` the network can read it.
+            tls: certificate files to encrypt with; True: trust the authorities that gRPC knows; False: plaintext; None:
+                the files of SPECDEC_TLS_CA, SPECDEC_TLS_CERT and SPECDEC_TLS_KEY, or plaintext without them.
 
         Raises:
             InvalidRequest: the endpoint is neither HOST:PORT nor a gRPC target, or the key has other characters than
-                printable ASCII.
+                printable ASCII, or a certificate file cannot be used.
         """
         self._timeout = timeout
         self._budgets = budgets or Budgets()
-        self._coordinators = Coordinators(endpoint)
+        self._coordinators = Coordinators(endpoint, tls)
         self._identify(api_key)
 
     @overload
@@ -283,7 +287,8 @@ class Client(Identity):
         """Move sessions to a draft pool in steps, up to the share `share` of them; 0 ends the current promotion.
 
         The server rolls the promotion back if the pool gives fewer tokens per second. Raises NotFound for an unknown
-        pool and Unsupported if the system does not route requests.
+        pool, Unsupported if the system does not route requests, and Forbidden where operator calls are answered at
+        another address, `info().admin_address`, or the API key lacks the right.
         """
         answer = self._call("Promote", build_message(pb.PromoteRequest, draft_pool=draft_pool, share=share))
         return read_promotion(answer.promotion) if answer.HasField("promotion") else None
@@ -320,7 +325,7 @@ class Client(Identity):
             try:
                 return attempts.begin(method, request, recovery)
             except grpc.RpcError as error:
-                raise attempts.failed(error) from error
+                raise attempts.failed(error, recovery) from error
 
         try:
             return tenacity.Retrying(**recovery.tenacity_options())(once)

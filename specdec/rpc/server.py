@@ -14,7 +14,8 @@ Signals and draining are handled by `specdec.service` and the coordinator's `__m
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -24,12 +25,15 @@ from grpc_reflection.v1alpha import reflection
 from specdec.errors import Unavailable
 from specdec.rpc.channels import open_port, require_free
 from specdec.rpc.interceptors import ErrorInterceptor
-from specdec.settings.addresses import join_address, split_address
+from specdec.settings.addresses import is_loopback, join_address, split_address
+from specdec.tls import Tls
 
 DRAFT_SERVICE = "specdec.v1.DraftService"
 TARGET_SERVICE = "specdec.v1.TargetService"
 COORDINATOR_SERVICE = "specdec.v1.CoordinatorService"
 VLLM_SERVICE = "vllm.grpc.engine.VllmEngine"
+
+_log = logging.getLogger(__name__)
 
 
 class ServiceServer:
@@ -45,6 +49,10 @@ class ServiceServer:
         service_names: Sequence[str],
         health_address: str = "",
         max_message_bytes: int = 4 << 20,
+        tls: Tls | None = None,
+        demands_client_certificate: bool = False,
+        loopback_address: str = "",
+        check_caller: Callable[[str, Any], None] | None = None,
     ) -> None:
         """
         Args:
@@ -52,8 +60,14 @@ class ServiceServer:
             service_names: full protobuf names, for health and reflection.
             health_address: HOST:PORT of a plaintext port that serves health alone, or "".
             max_message_bytes: gRPC itself refuses a larger message (RESOURCE_EXHAUSTED) before it is decoded.
+            tls: credentials of the port of `listen`; None: plaintext.
+            demands_client_certificate: whether `listen` refuses clients without a certificate of `tls.ca`.
+            loopback_address: HOST:PORT of a plaintext port with the same services, for this machine alone, or "".
+            check_caller: see `ErrorInterceptor`; None: every caller is answered.
         """
         self._listen = listen
+        self._tls, self._demands_client_certificate = tls, demands_client_certificate
+        self._loopback_address = loopback_address
         self._health_address = health_address
         self._service_names = tuple(service_names)
         self._health = _EndingHealthServicer()
@@ -70,7 +84,7 @@ class ServiceServer:
             ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
             ("grpc.keepalive_permit_without_calls", 1),
         )
-        self.grpc_server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
+        self.grpc_server = grpc.aio.server(interceptors=[ErrorInterceptor(check_caller)], options=options)
         self._health_server: grpc.aio.Server | None = None
         self.port = 0
         """The bound port; 0 before `start`."""
@@ -87,12 +101,21 @@ class ServiceServer:
 
         Raises:
             Unavailable: an address cannot be bound; the message names the address and the reason.
+            InvalidRequest: the certificate files cannot be used.
         """
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
         names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc_server)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        self.port = _bind(self.grpc_server, self._listen)
+        self.port = _bind(
+            self.grpc_server, self._listen, self._tls, demands_client_certificate=self._demands_client_certificate
+        )
+        if self._loopback_address:
+            _bind(self.grpc_server, self._loopback_address)
+        if self._tls is None and not is_loopback(self._listen):
+            _log.warning(
+                "plaintext port: messages and keys are readable on the network", extra={"address": self.address}
+            )
         await self.grpc_server.start()
         if self._health_address:
             self._health_server = grpc.aio.server(
@@ -147,9 +170,11 @@ class _EndingHealthServicer(health.aio.HealthServicer):  # type: ignore[misc]
         self._ended.set()
 
 
-def _bind(server: grpc.aio.Server, address: str) -> int:
+def _bind(
+    server: grpc.aio.Server, address: str, tls: Tls | None = None, *, demands_client_certificate: bool = False
+) -> int:
     require_free(address)  # gRPC itself would print several lines without the reason
     try:
-        return open_port(server, address)
+        return open_port(server, address, tls=tls, demands_client_certificate=demands_client_certificate)
     except RuntimeError as error:
         raise Unavailable(f"cannot listen on {address}") from error

@@ -16,7 +16,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from specdec.engine_api import Engine
+from specdec.engine_api import EndedTurn, Engine
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc import codec
@@ -126,10 +126,18 @@ class ReplicaServicer:
                 f"session_ids holds {len(request.session_ids)} ids; the limit is {MAX_RELEASED_SESSIONS}",
                 field="session_ids",
             )
+        if request.epochs and len(request.epochs) != len(request.session_ids):
+            raise InvalidRequest(
+                f"epochs holds {len(request.epochs)} numbers for {len(request.session_ids)} sessions", field="epochs"
+            )
         tenant = tenant_of(request.tenant, field="tenant")
-        await self._served.release(
-            [session_on_replica(tenant, session_id, field="session_ids") for session_id in request.session_ids]
-        )
+        session_ids = [
+            session_on_replica(tenant, session_id, field="session_ids") for session_id in request.session_ids
+        ]
+        if request.epochs:
+            await self._served.end_turns([EndedTurn(*turn) for turn in zip(session_ids, request.epochs, strict=True)])
+        else:
+            await self._served.release(session_ids)
         return common_pb2.ReleaseResponse()
 
     async def Score(self, request: common_pb2.ScoreRequest, context: Any) -> common_pb2.ScoreResponse:  # noqa: N802

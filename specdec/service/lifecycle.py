@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Protocol
 import grpc
 
 from specdec.engine_api import Engine
-from specdec.errors import SpecdecError, error_line
+from specdec.errors import InvalidSetting, SpecdecError, error_line
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.channels import require_free
 from specdec.rpc.server import ServiceServer
@@ -86,6 +86,7 @@ async def run_replica(
     register: Register | None,
     stop: asyncio.Event,
     note_serving: Callable[[], None] | None = None,
+    check_caller: Callable[[str, Any], None] | None = None,
 ) -> None:
     """Serve until `stop` is set, then finish the calls in flight within `settings.drain_grace_s`.
 
@@ -101,6 +102,7 @@ async def run_replica(
         register: None for a replica that is not in a registry.
         stop: set by a signal handler.
         note_serving: called once the replica accepts calls.
+        check_caller: refuses callers that may not call a replica; None: every caller is answered.
 
     Raises:
         Unavailable: the address is in use.
@@ -111,6 +113,9 @@ async def run_replica(
         service_names=(service_name,),
         health_address=settings.health,
         max_message_bytes=settings.max_message_bytes,
+        tls=settings.server_tls,
+        demands_client_certificate=bool(settings.tls_ca),
+        check_caller=check_caller,
     )
     servicer.add_to(server.grpc_server)
     async with AsyncExitStack() as ending:
@@ -192,13 +197,14 @@ def stop_on_signals() -> asyncio.Event:
 def run_to_exit_code(service: Coroutine[Any, Any, None]) -> int:
     """Run a service's coroutine in a new event loop; return the process's exit code.
 
-    An error of the tree is one line on stderr and code 1; an interrupt before the service handles signals is 130.
+    An error of the tree is one line on stderr and code 1, or 2 for InvalidSetting; an interrupt before the service
+    handles signals is 130.
     """
     try:
         asyncio.run(service)
     except SpecdecError as error:
         print(error_line(error), file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, InvalidSetting) else 1
     except KeyboardInterrupt:
         return 130
     return 0

@@ -21,6 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from specdec.access.callers import Callers
+from specdec.access.guards import replica_guard
+from specdec.access.service_key import read_service_key
 from specdec.artifact_cache import cache_directory
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.preflight import require_servable
@@ -46,9 +49,10 @@ from specdec.settings.addresses import split_address
 from specdec.settings.base import ReplicaSettings
 from specdec.settings.devices import require_device
 from specdec.settings.draft_specs import LocalDraftSpec
-from specdec.settings.reading import parse_settings
+from specdec.settings.reading import opened, parse_settings
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
+from specdec.state.store_wait import wait_for_store
 from specdec.types import SIMULATED_PREFIX
 
 if TYPE_CHECKING:  # torch takes seconds to import
@@ -100,6 +104,7 @@ def run_service(kind: ReplicaKind[SettingsT], argv: Sequence[str] | None = None)
     settings = parse_settings(
         kind.settings_type, prog=f"python -m {kind.role}_service", argv=sys.argv[1:] if argv is None else argv
     )
+    opened(lambda: read_service_key(settings.service_key, os.environ))
     configure_logging(settings.log_format, settings.log_level, service=kind.role)
     if settings.tensor_parallel > 1:
         return run_ranks(kind.role, sys.argv[1:] if argv is None else argv, settings)
@@ -131,9 +136,12 @@ async def serve_replica(
         require_addresses(settings)
         if settings.metrics:  # from now on, so that the load can be watched
             ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
-        registry = None if settings.redis_url.startswith("memory:") else open_registry(settings.redis_url)
-        if registry is not None:
+        service_key = read_service_key(settings.service_key, os.environ)
+        registry = None
+        if not settings.redis_url.startswith("memory:"):
+            registry = open_registry(settings.redis_url, cluster=settings.cluster, signer=service_key)
             ending.push_async_callback(registry.close)
+            await wait_for_store(settings.redis_url, settings.store_wait_s)
             await registry.replicas(kind.role)
         engine = _load_engine(kind, settings, replica_id, metrics, load, ending)
         memory.settle()
@@ -150,6 +158,7 @@ async def serve_replica(
             register=register,
             stop=stop_on_signals(),  # until here signals end the process at once
             note_serving=note_serving,
+            check_caller=replica_guard(Callers(service_key=service_key)).check if service_key else None,
         )
 
 
@@ -203,6 +212,7 @@ def _load_engine(
         prefill_budget_s=prefill_budget_s,
         shadow=kind.is_shadow(settings),
         kv_tier=tier,
+        kv_reserve_tokens=settings.kv_reserve_tokens,
     )
     return kind.build_engine(worker, options, settings, metrics)
 
@@ -222,6 +232,7 @@ def open_kv_tier(settings: ReplicaSettings, shape: ModelShape) -> KvTier | None:
         rank=layout.rank,
         layer_bytes=layout.layer_bytes,
         run_blocks=run_blocks(layout.block_bytes),
+        cluster=settings.cluster,
     )
     return KvTier(settings.kv_tier_url, space)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
-from ipaddress import IPv6Address
+from ipaddress import IPv6Address, ip_address
 
 WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 # The standard forbids underscores in host names, but container networks use them.
@@ -49,6 +49,15 @@ def check_dialable(address: str) -> str:
     if not is_host or port == 0 or host.lower() in _SCHEMES:
         raise ValueError(f"must be HOST:PORT with a host's name or address and a port above 0, not {shown}")
     return address
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether HOST:PORT is reached from this machine alone."""
+    host = split_address(address)[0]
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def join_address(host: str, port: int) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Self
 
-from pydantic import AfterValidator, BeforeValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from specdec.settings.base import Address, ReplicaSettings, split_commas
+from specdec.settings.base import DAY_S, Address, ReplicaSettings, split_commas
 from specdec.settings.draft_specs import parse_local_drafts
 
 
@@ -32,6 +32,14 @@ class TargetSettings(ReplicaSettings):
     own norm and head), early-exit:N:PATH (with an adapter), medusa:PATH, eagle3:PATH or mtp (heads). Each is a draft
     pool that requests select by its kind, or by NAME in NAME=early-exit:3; repeatable. Works in one process, without
     torch.compile."""
+
+    max_waiting: int = Field(default=64, ge=0)
+    """Number of new requests that may wait for KV blocks; a further one is refused with KV_EXHAUSTED before its first
+    token. Requests that have output are never refused. 0: a request that does not get its blocks at once is refused."""
+
+    max_wait_s: float = Field(default=5.0, ge=0.0, le=DAY_S)
+    """Longest time that a new request waits for KV blocks, or behind other prompts, in seconds. One that would wait
+    longer, as predicted from the last requests, is refused at once and told when to try again."""
 
     @model_validator(mode="after")
     def _check_local_drafts(self) -> Self:

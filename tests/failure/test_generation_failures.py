@@ -306,7 +306,7 @@ async def test_a_request_that_fails_before_its_first_token_leaves_no_session() -
 
 async def test_a_full_coordinator_refuses_requests_with_a_retry_delay() -> None:
     async with Rig() as rig:
-        coordinator = await rig.coordinator(max_running=1)
+        coordinator = await rig.coordinator(max_queue=1)
         stream = coordinator.stub.Generate(request(max_new_tokens=400))
         output = await read_until(stream, 1)
         assert (await failure(coordinator, request()))[:2] == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")

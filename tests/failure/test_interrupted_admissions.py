@@ -35,7 +35,7 @@ class Gate:
 async def test_requests_under_admission_count_towards_the_limit_on_running_requests() -> None:
     async with asyncio.timeout(20), Rig(drafts=0) as rig:
         gate = Gate()
-        coordinator = await coordinator_on(rig, InterruptedStore(rig.store, "acquire", before=gate.wait), max_running=1)
+        coordinator = await coordinator_on(rig, InterruptedStore(rig.store, "acquire", before=gate.wait), max_queue=1)
         first = asyncio.create_task(coordinator.generate(request(session_id="a")))
         await gate.reached.wait()
         assert await reason_of(coordinator, request(session_id="b")) == "QUEUE_FULL"

@@ -231,7 +231,7 @@ async def test_a_prompt_must_be_token_ids_that_the_context_holds(worker: Worker)
 
 
 async def test_a_full_queue_is_resource_exhausted(rig: Rig) -> None:
-    worker = worker_of(rig, await rig.coordinator(has_smg_contract=True, max_running=0))
+    worker = worker_of(rig, await rig.coordinator(has_smg_contract=True, max_queue=0))
     with pytest.raises(grpc.aio.AioRpcError, match="--max-queue") as caught:
         await run(worker.stub, request())
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -1,7 +1,8 @@
-"""Run a command while other processes keep the machine's load high: `python -m tests.support.loaded LOAD COMMAND...`.
+"""Run a command while the machine has a high load: `python -m tests.support.loaded LOAD COMMAND...`.
 
 Failure and end-to-end tests must pass on a machine with five times the load (`make test-loaded`): busy processes take
-the place of neighbours, and every wait in the tests has to hold without the processor that it expects.
+the place of neighbours, and every wait in the tests has to hold without the processor that it expects. A busy process
+pauses while other processes, for instance another run of the tests, already keep the load there.
 """
 
 from __future__ import annotations
@@ -11,18 +12,31 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-#: A process that never waits. It ends with its parent, whose end of the pipe closes.
-_BUSY = (
-    "import sys, threading; threading.Thread(target=sys.stdin.read).start()\nwhile threading.active_count() > 1: pass"
-)
+#: A process that computes while at most argv[1] processes of the machine want to run. It ends with its parent, whose
+#: end of the pipe closes.
+_BUSY = """
+import sys, threading, time
+load = int(sys.argv[1])
+threading.Thread(target=sys.stdin.read).start()
+while threading.active_count() > 1:
+    num_runnable = int(open("/proc/loadavg").read().split()[3].partition("/")[0])
+    if num_runnable > load:
+        time.sleep(0.1)
+    else:
+        end_s = time.monotonic() + 0.02
+        while time.monotonic() < end_s:
+            pass
+"""
 
 
 @contextlib.contextmanager
-def busy_processes(count: int) -> Iterator[None]:
-    """Keep `count` processes running that take all the processor time they get."""
+def busy_processes(load: int) -> Iterator[None]:
+    """Keep about `load` processes of the machine runnable: those that run anyway, and busy ones of this context."""
     with contextlib.ExitStack() as stack:
-        for _ in range(count):
-            process = stack.enter_context(subprocess.Popen([sys.executable, "-c", _BUSY], stdin=subprocess.PIPE))
+        for _ in range(load):
+            process = stack.enter_context(
+                subprocess.Popen([sys.executable, "-c", _BUSY, str(load)], stdin=subprocess.PIPE)
+            )
             stack.callback(process.kill)
         yield
 

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 
+from coordinator.admission.admission import AdmissionSettings
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.front.tenants import CallTenants
 from coordinator.generation.generation_service import GenerationService, GenerationSettings
@@ -143,7 +144,9 @@ class ModelStack:
         self._ending.push_async_callback(pools.close)
         draft_sources = DraftSourceFactory(pools, None)
         generations = GenerationService(
-            GenerationSettings(coordinator_id="c", lease_ttl_s=30.0, draft_timeout_s=None, max_running=256),
+            GenerationSettings(
+                coordinator_id="c", lease_ttl_s=30.0, draft_timeout_s=None, admission=AdmissionSettings(256, 256)
+            ),
             store=store,
             pools=pools,
             tokenizer=self._tokenizer,

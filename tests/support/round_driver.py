@@ -47,6 +47,7 @@ def make_round(
     seed: int = 0,
     output_start: int = 0,
     draw_rule: DrawRule = DrawRule.DISTRIBUTION,
+    max_session_tokens: int = 0,
 ) -> SessionPosition:
     """The round of a session whose committed tokens are `tokens`, sent from `start` on."""
     return SessionPosition(
@@ -61,6 +62,7 @@ def make_round(
         turn=0,
         output_start=output_start,
         draw_rule=draw_rule,
+        max_session_tokens=max_session_tokens,
     )
 
 

@@ -37,6 +37,7 @@ import torch
 
 from specdec.engine.base import StepObserver, Worker, WorkerLost
 from specdec.engine.cold_tier import ColdTier
+from specdec.engine.loop.backlog import require_short_backlog
 from specdec.engine.loop.delivery import Outbox, Waiter
 from specdec.engine.loop.device_health import DeviceLost
 from specdec.engine.loop.idle_drafting import Branch, IdleDrafting
@@ -51,10 +52,11 @@ from specdec.engine.loop.watchdog import LOOK_INTERVAL_S
 from specdec.engine.schedule.awaited_sessions import AwaitedSessions
 from specdec.engine.schedule.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S, Scheduler
 from specdec.engine.sessions.block_manager import BlockManager
-from specdec.engine.sessions.calls import Call, Calls
+from specdec.engine.sessions.calls import DEFAULT_LIMITS, Call, Calls
+from specdec.engine.sessions.kv_queue import WaitLimits
 from specdec.engine.sessions.sequence import Sequence
 from specdec.engine.sessions.table import DEFAULT_PIN_TTL_S, SessionTable
-from specdec.engine_api import EngineStats
+from specdec.engine_api import EndedTurn, EngineStats
 from specdec.errors import Internal, SpecdecError, Unavailable
 
 #: Time limit of the work between two steps, such as copies of KV blocks.
@@ -96,6 +98,7 @@ class EngineLoop:
         ahead: IdleDrafting | None = None,
         observer: StepObserver | None = None,
         tier: ColdTier | None = None,
+        limits: WaitLimits = DEFAULT_LIMITS,
     ) -> None:
         """Start the thread.
 
@@ -109,6 +112,7 @@ class EngineLoop:
             ahead: drafting while no call runs; None for none.
             observer: receives every step, also those of branches.
             tier: cold tier that receives runs of KV blocks and restores those that a call lacks; None for none.
+            limits: bounds on the calls that wait for KV blocks.
         """
         self._idle_drafting = ahead or IdleDrafting()
         self._clock = clock
@@ -116,8 +120,9 @@ class EngineLoop:
         self._sessions = SessionTable(self._blocks, pin_ttl_s=pin_ttl_s, clock=clock)
         self._inbox = Inbox()
         self._outbox = Outbox(self._inbox.event_loop)
-        self._calls: Calls[Job, Waiter] = Calls(self._sessions, self._outbox.put)
+        self._calls: Calls[Job, Waiter] = Calls(self._sessions, self._outbox.put, limits)
         self._scheduler = Scheduler(max_step_tokens, prefill_budget_s)
+        self._max_wait_s = limits.max_wait_s
         self._awaited = AwaitedSessions()
         self._observer = observer
         self._arrived: set[Waiter] = set()
@@ -187,6 +192,16 @@ class EngineLoop:
         """
         waiter = Waiter()
         if self._inbox.post(functools.partial(self._release, tuple(session_ids), waiter)):
+            await self._watchdog.answer_to(waiter)  # otherwise closing frees everything
+
+    async def end_turns(self, turns: list[EndedTurn]) -> None:
+        """End turns: abandon their calls and give back the blocks that are reserved for them. Return when it is done.
+
+        Raises:
+            Unavailable: the device is stalled; the turns end once it continues.
+        """
+        waiter = Waiter()
+        if self._inbox.post(functools.partial(self._end_turns, tuple(turns), waiter)):
             await self._watchdog.answer_to(waiter)  # otherwise closing frees everything
 
     def share_event_loop(self) -> asyncio.AbstractEventLoop:
@@ -374,6 +389,7 @@ class EngineLoop:
 
     def _begin(self, call: Call, waiter: Waiter, arrival_s: float, sequence: Sequence) -> None:
         """Align an admitted call, or continue the branch that assumed it."""
+        require_short_backlog(call, sequence, self._calls.running, self._scheduler, self._max_wait_s)
         knows_start = self._sessions.knows_start(sequence, call.position)
         branch = self._idle_drafting.take(sequence, call) if knows_start else None
         if branch is None:
@@ -404,6 +420,12 @@ class EngineLoop:
             self._observer.observe_queue(job.queue_s)
         self._awaited.note_answered(job.sequence.session_id, self._clock())
         self._idle_drafting.note_answered(job)
+
+    def _end_turns(self, turns: tuple[EndedTurn, ...], waiter: Waiter) -> None:
+        for turn in turns:
+            self._calls.end_turn(turn.session_id, turn.epoch)
+            self._awaited.note_back(turn.session_id)
+        self._outbox.put(waiter, None)
 
     def _release(self, session_ids: tuple[str, ...], waiter: Waiter) -> None:
         for session_id in session_ids:
