@@ -1,6 +1,6 @@
 """Processes of services that share one import of their packages: a template imports, and forks a service on request.
 
-    process = start_like("target_service", ["--model", "..."], log, environ)
+    process = start_like("target_service", ["--model", "..."], environ, Streams(nothing, log, log))
     process.send_signal(signal.SIGKILL)
     process.wait()
 
@@ -10,7 +10,7 @@ service as `__main__`, handles signals and exits as `python -m SERVICE` does. Th
 imported already, its parent is the template, and `/proc/PID/cmdline` shows the template's command. Tests of
 `specdec up` and of the commands in Compose start their services in full.
 
-Called by `tests.support.stack` and, in the template, by itself.
+Called by `tests.support.stack`, `tests.support.rank_rig` and, in the template, by itself.
 """
 
 from __future__ import annotations
@@ -29,21 +29,33 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, ClassVar
+from typing import IO, ClassVar, NamedTuple
 
 from specdec.service.memory import collector_at_rest
 
 #: Modules that the process of a service imports by the time it serves; those of replicas import torch.
 _REPLICA = (
     "specdec.engine.loader", "specdec.engine.loop.replica", "draft_service.__main__", "draft_service.proposer",
-    "target_service.__main__", "target_service.verifier", "transformers.models.llama.modeling_llama",
+    "specdec.engine.parallel.follower", "specdec.engine.parallel.rank_loader", "target_service.__main__",
+    "target_service.verifier", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 _FRONT = ("coordinator.__main__", "gateway.__main__")
-_PRELOADED = {"draft_service": _REPLICA, "target_service": _REPLICA, "coordinator": _FRONT, "gateway": _FRONT}
+_PRELOADED = {
+    "draft_service": _REPLICA, "target_service": _REPLICA, "tests.support.rank_rig": _REPLICA, "coordinator": _FRONT,
+    "gateway": _FRONT,
+}  # fmt: skip
 
 #: Variables that a service reads after its imports. Others may change what an import does.
 _READ_LATE = ("SPECDEC_", "PYTEST_")
 _MAX_REQUEST_BYTES = 1 << 17
+
+
+class Streams(NamedTuple):
+    """Files that become the standard streams of a process."""
+
+    stdin: IO[bytes]
+    stdout: IO[bytes]
+    stderr: IO[bytes]
 
 
 class ForkedProcess:
@@ -97,7 +109,7 @@ class ForkedProcess:
 
 
 def start_like(
-    module: str, arguments: Sequence[str], log: IO[bytes], environ: Mapping[str, str]
+    module: str, arguments: Sequence[str], environ: Mapping[str, str], streams: Streams
 ) -> subprocess.Popen[bytes] | ForkedProcess:
     """Start `python -m MODULE ARGUMENTS` from a template of its service.
 
@@ -106,18 +118,19 @@ def start_like(
     Args:
         module: the service.
         arguments: its flags.
-        log: its stdout and stderr; stdin is empty.
         environ: its whole environment.
+        streams: its stdin, stdout and stderr.
     """
     template = _Template.of(module, environ)
     if template is not None:
-        return template.start(module, arguments, log, environ)
-    return start_process([sys.executable, "-m", module, *arguments], log, environ)
+        return template.start(module, arguments, environ, streams)
+    return start_process([sys.executable, "-m", module, *arguments], environ, streams)
 
 
-def start_process(command: Sequence[str], log: IO[bytes], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a plain process with both its outputs in a log."""
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=dict(environ))
+def start_process(command: Sequence[str], environ: Mapping[str, str], streams: Streams) -> subprocess.Popen[bytes]:
+    """Start a plain process."""
+    stdin, stdout, stderr = streams
+    return subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, env=dict(environ))
 
 
 class _Template:
@@ -146,11 +159,14 @@ class _Template:
         template = cls._made[preloaded]
         return template if template._read_early == _read_early(environ) else None
 
-    def start(self, module: str, arguments: Sequence[str], log: IO[bytes], environ: Mapping[str, str]) -> ForkedProcess:
+    def start(
+        self, module: str, arguments: Sequence[str], environ: Mapping[str, str], streams: Streams
+    ) -> ForkedProcess:
         request = {"module": module, "arguments": [*arguments], "environ": dict(environ), "cwd": os.getcwd()}
         outcome, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, self._lock:
-            socket.send_fds(self._control, [json.dumps(request).encode()], [log.fileno(), theirs.fileno()])
+            descriptors = [theirs.fileno(), *(stream.fileno() for stream in streams)]
+            socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
             answer = self._control.recv(64)
         if not answer:
             raise RuntimeError(f"the template of processes ended with exit code {self._process.wait()}")
@@ -174,7 +190,7 @@ class _Request:
     environ: dict[str, str]
     cwd: str
     descriptors: list[int] = field(default_factory=list)
-    """Its log, and the socket for its exit code."""
+    """The socket for its exit code, and its standard streams."""
 
 
 def _serve(control: socket.socket) -> _Request | None:
@@ -195,7 +211,7 @@ def _serve(control: socket.socket) -> _Request | None:
             _report_ended(outcomes)
         if control.fileno() not in ready:
             continue
-        message, descriptors, *_ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 2)
+        message, descriptors, *_ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 4)
         if not message:
             return None
         request = _Request(**json.loads(message), descriptors=descriptors)
@@ -206,8 +222,9 @@ def _serve(control: socket.socket) -> _Request | None:
             for end in (control, wake, waker, *outcomes.values()):
                 end.close()
             return request
-        log, outcome = descriptors
-        os.close(log)
+        outcome, *streams = descriptors
+        for stream in streams:
+            os.close(stream)
         outcomes[pid] = socket.socket(fileno=outcome)
         control.send(str(pid).encode())
 
@@ -223,11 +240,11 @@ def _report_ended(outcomes: dict[int, socket.socket]) -> None:
 
 def _become(request: _Request) -> None:
     """Run a service in this process, as `python -m` would."""
-    log, outcome = request.descriptors
+    outcome, *streams = request.descriptors
     os.close(outcome)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
     os.chdir(request.cwd)
     os.environ.clear()
     os.environ.update(request.environ)

@@ -34,7 +34,7 @@ from specdec.supervision.processes import free_ports
 from specdec.v1.coordinator_pb2 import GetInfoRequest
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.support.machines import Machines
-from tests.support.process_template import ForkedProcess, start_like, start_process
+from tests.support.process_template import ForkedProcess, Streams, start_like, start_process
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 30.0
@@ -100,12 +100,13 @@ class Part:
     process: subprocess.Popen[bytes] | ForkedProcess | None = field(default=None, repr=False)
 
     def start(self, environ: Mapping[str, str]) -> None:
-        with self.log_path.open("ab") as log:
+        with open(os.devnull, "rb") as nothing, self.log_path.open("ab") as log:
+            streams = Streams(nothing, log, log)
             if self.machine:
                 command = [*self.machine, sys.executable, "-m", self.module, *self.arguments]
-                self.process = start_process(command, log, environ)
+                self.process = start_process(command, environ, streams)
             else:
-                self.process = start_like(self.module, self.arguments, log, environ)
+                self.process = start_like(self.module, self.arguments, environ, streams)
 
     @property
     def is_serving(self) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.process_template import ForkedProcess, start_like
+from tests.support.process_template import ForkedProcess, Streams, start_like
 from tests.support.stack import free_port
 
 ENVIRON = {name: value for name, value in os.environ.items() if not name.startswith("SPECDEC_")}
@@ -17,8 +17,8 @@ ENVIRON = {name: value for name, value in os.environ.items() if not name.startsw
 
 def gateway(log: Path, *arguments: str, **environ: str) -> subprocess.Popen[bytes] | ForkedProcess:
     flags = ["--redis-url", "memory://", "--coordinator", "127.0.0.1:1", *arguments]
-    with log.open("wb") as file:
-        return start_like("gateway", flags, file, ENVIRON | environ)
+    with open(os.devnull, "rb") as nothing, log.open("wb") as file:
+        return start_like("gateway", flags, ENVIRON | environ, Streams(nothing, file, file))
 
 
 def serving_gateway(log: Path) -> subprocess.Popen[bytes] | ForkedProcess:
