@@ -17,8 +17,6 @@ from typing import Any
 
 import specdec
 from coordinator.admission.admission import AdmissionSettings
-from coordinator.audit.audit_queue import AuditQueue
-from coordinator.audit.turn_audit import Auditor
 from coordinator.front.access import CoordinatorAccess, open_access
 from coordinator.front.admin_port import open_admin_port
 from coordinator.front.opening import RequestOpener
@@ -26,9 +24,9 @@ from coordinator.front.readiness import Readiness
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.front.tenants import CallTenants
 from coordinator.generation.generation_service import GenerationService, GenerationSettings
-from coordinator.learning.log import LearningLog
 from coordinator.lookup.history import TokenHistories
 from coordinator.lookup.lookup import LookupKind
+from coordinator.observers import build_auditor, open_learning_log, send_genai_metrics, trace_requests
 from coordinator.replicas.liveness import watch_targets
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
@@ -40,14 +38,12 @@ from coordinator.text.tokenizer import ServedTokenizer
 from specdec.checkpoints.generation_config import recommended_sampling
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.errors import Unsupported
-from specdec.observability.audit import AuditMetrics
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
-from specdec.observability.genai_metrics import open_genai_metrics
 from specdec.observability.logging import configure_logging
 from specdec.observability.loop_lag import watch_loop_lag
 from specdec.observability.metrics_server import start_metrics_server
 from specdec.observability.series import served_name
-from specdec.observability.tracing import SpanCollector, Tracing, open_tracing
+from specdec.observability.tracing import Tracing
 from specdec.rpc.client import open_link
 from specdec.rpc.server import COORDINATOR_SERVICE, VLLM_SERVICE, ServiceServer
 from specdec.service import memory
@@ -61,9 +57,6 @@ from specdec.state.registry import Heartbeat
 from specdec.state.store import ReplicaRegistry
 from specdec.state.store_wait import store_answers
 from specdec.types import EngineInfo, Mode
-
-#: Name of this service in traces and metrics over OTLP.
-_OTEL_SERVICE = "specdec-coordinator"
 
 #: Time that streams have after the drain to send what they hold.
 _FLUSH_S = 1.0
@@ -115,8 +108,8 @@ async def _serve(settings: CoordinatorSettings) -> None:
         pools = _build_pools(settings, access, tokenizer.fingerprint, readiness, registry)
         ending.push_async_callback(pools.close)
         histories = TokenHistories(settings.lookup_history_tokens) if LookupKind.SUFFIX in settings.lookup else None
-        tracing = _open_tracing(settings, metrics, ending)
-        _open_genai_metrics(settings, metrics, ending)
+        tracing = trace_requests(settings, metrics, ending, os.environ)
+        send_genai_metrics(settings, metrics, ending, os.environ)
         timelines = None if settings.timeline is None else TimelineLog(settings.timeline)
         if timelines is not None:
             ending.callback(timelines.close)
@@ -134,9 +127,9 @@ async def _serve(settings: CoordinatorSettings) -> None:
             draft_sources=draft_sources,
             metrics=metrics,
             directory=store.prefixes() if settings.prefix_directory == "on" else None,
-            learning_log=_open_learning_log(settings, metrics),
+            learning_log=open_learning_log(settings, metrics),
             timelines=timelines,
-            auditor=_build_auditor(settings, metrics, ending),
+            auditor=build_auditor(settings, metrics, ending),
         )
         default_mode = Mode[settings.default_mode.upper()]
         tenants = CallTenants(settings.tenant, reads_header=settings.tenant_header == "on")
@@ -271,18 +264,6 @@ def _build_pools(
     )
 
 
-def _build_auditor(
-    settings: CoordinatorSettings, metrics: CoordinatorMetrics, ending: AsyncExitStack
-) -> Auditor | None:
-    """Return the audit of rounds; None where no round is audited. Its series exist in any case."""
-    audit_metrics = AuditMetrics(metrics.registry, served_name(settings.tokenizer))
-    if settings.audit_share == 0.0:
-        return None
-    queue = AuditQueue(audit_metrics)
-    ending.push_async_callback(queue.close)
-    return Auditor(queue, settings.audit_share)
-
-
 def _generation_settings(settings: CoordinatorSettings, access: CoordinatorAccess) -> GenerationSettings:
     return GenerationSettings(
         coordinator_id=f"c-{secrets.token_hex(6)}",
@@ -290,35 +271,6 @@ def _generation_settings(settings: CoordinatorSettings, access: CoordinatorAcces
         draft_timeout_s=settings.draft_timeout_s,
         admission=AdmissionSettings.of(settings, access.limits_of),
     )
-
-
-def _open_learning_log(settings: CoordinatorSettings, metrics: CoordinatorMetrics) -> LearningLog | None:
-    """Open the learning log, if one is set. Raises InvalidRequest where its folder cannot be used."""
-    if settings.learning_log is None:
-        return None
-    return LearningLog(
-        settings.learning_log,
-        tenant=settings.tenant,
-        max_bytes=settings.learning_log_max_bytes,
-        max_age_s=settings.learning_log_max_age_s,
-        serves_all_tenants=settings.tenant_header == "on",
-        count=metrics.observe_logged,
-    )
-
-
-def _open_tracing(settings: CoordinatorSettings, metrics: CoordinatorMetrics, ending: AsyncExitStack) -> Tracing | None:
-    tracing = open_tracing(settings.otlp_endpoint, settings.trace_share, service=_OTEL_SERVICE, environ=os.environ)
-    if tracing is not None:
-        ending.push_async_callback(asyncio.to_thread, tracing.close)
-        metrics.registry.register(SpanCollector(tracing))
-    return tracing
-
-
-def _open_genai_metrics(settings: CoordinatorSettings, metrics: CoordinatorMetrics, ending: AsyncExitStack) -> None:
-    if settings.otlp_metrics == "on":
-        metrics.genai = open_genai_metrics(settings.otlp_endpoint, service=_OTEL_SERVICE, environ=os.environ)
-    if metrics.genai is not None:
-        ending.push_async_callback(asyncio.to_thread, metrics.genai.close)
 
 
 async def _watch_until(stop: asyncio.Event, *watching: Coroutine[Any, Any, None]) -> None:

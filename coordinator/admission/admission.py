@@ -1,7 +1,7 @@
 """Admission of one coordinator: the limits of the tenant (`quotas`), then the queue for a slot (`slots`).
 
-`generation_service` calls this module for every request that does not join a running one. A resumption passes both
-without waiting, because its caller already holds a part of the output.
+`generation_service` calls this module for every request that does not join a running one. A resumption was admitted
+before, and its caller holds a part of the output: it counts among the tenant's streams, but not as another request.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from coordinator.admission.quotas import TenantQuotas, limits_over
-from coordinator.admission.slots import QueueState, RunningSlot, RunningSlots, SlotRequest
+from coordinator.admission.slot_request import QueueState, SlotRequest
+from coordinator.admission.slots import RunningSlot, RunningSlots
 from specdec.access.grants import UNLIMITED, Limits
 from specdec.errors import SpecdecError
 from specdec.settings.coordinator import CoordinatorSettings
@@ -79,11 +80,13 @@ class Admission:
             SpecdecError: what `close` or `withdraw` was given.
         """
         tenant = request.key.tenant
-        if not request.is_resumption:
-            self.quotas.check(tenant, self._slots.num_of_tenant(tenant))
-        slot = await self._slots.acquire(request)
-        self.quotas.count_request(tenant)
-        return slot
+        self.quotas.begin(tenant, self._slots.num_of_tenant(tenant), is_resumption=request.is_resumption)
+        try:
+            return await self._slots.acquire(request)
+        except BaseException:
+            if not request.is_resumption:
+                self.quotas.take_back(tenant)
+            raise
 
     def withdraw(self, key: SessionKey, error: Callable[[], SpecdecError]) -> None:
         """Refuse the waiting requests of a session that is being deleted."""

@@ -37,8 +37,9 @@ class _Allowance:
         return max(0.0, (self._used + 1.0 - limit) * _MINUTE_S / limit)
 
     def use(self, amount: int, now_s: float) -> None:
-        """Refill for the time since the last call, then take `amount`."""
-        self._used = max(0.0, self._used - (now_s - self._counted_s) * self._limit / _MINUTE_S) + amount
+        """Refill for the time since the last call, then take `amount`; a negative one is given back."""
+        refilled = max(0.0, self._used - (now_s - self._counted_s) * self._limit / _MINUTE_S)
+        self._used = max(0.0, refilled + amount)
         self._counted_s = now_s
 
 
@@ -73,20 +74,27 @@ class TenantQuotas:
         self._clock = clock
         self._uses: OrderedDict[str, _TenantUse] = OrderedDict()
 
-    def check(self, tenant: str, num_active: int) -> None:
-        """Check a new request of a tenant that has `num_active` requests. Raises ResourceExhausted (QUOTA_EXCEEDED)."""
+    def begin(self, tenant: str, num_active: int, *, is_resumption: bool) -> None:
+        """Count a request of a tenant that has `num_active` others. A resumption counts among its streams alone.
+
+        Raises:
+            ResourceExhausted: QUOTA_EXCEEDED; the request is not counted.
+        """
         use, now_s = self._use_of(tenant), self._clock()
         limits = use.limits = self._limits_of(tenant)
         if (most := limits.max_concurrent) is not None and num_active >= most:
             raise _exceeded(f"{most} requests at once", _STREAM_RETRY_S)
+        if is_resumption:
+            return
         if (most := limits.max_requests_per_minute) is not None and (left_s := use.requests.missing_s(most, now_s)):
             raise _exceeded(f"{most} requests per minute", left_s)
         if (most := limits.max_tokens_per_minute) is not None and (left_s := use.tokens.missing_s(most, now_s)):
             raise _exceeded(f"{most} tokens per minute", left_s)
+        use.requests.use(1, now_s)
 
-    def count_request(self, tenant: str) -> None:
-        """Count a request that begins."""
-        self._use_of(tenant).requests.use(1, self._clock())
+    def take_back(self, tenant: str) -> None:
+        """Take back a request that was counted and then did not get a slot."""
+        self._use_of(tenant).requests.use(-1, self._clock())
 
     def count_tokens(self, tenant: str, num_tokens: int) -> None:
         """Count tokens of a request's prompt or output."""

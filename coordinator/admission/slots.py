@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple
 
+from coordinator.admission.slot_request import QueueState, SlotRequest
 from coordinator.admission.speeds import RunningLimit, StreamSpeeds
 from specdec.errors import ResourceExhausted, SpecdecError
 from specdec.tenant import SessionKey
@@ -30,36 +30,15 @@ LOADED_S = 5.0
 #: Requests that may wait for each slot, however long that takes. So two clients for each slot are not refused.
 WAITING_PER_SLOT = 1
 
+#: Resumptions run beyond the limit up to this multiple of it, so that the loss of one of two coordinators does not make
+#: streams wait. Beyond it they wait before all other requests of their tenant.
+MAX_RESUMED = 2
+
 #: Part of the limit that stays in use where a tenant uses less than its share.
 MIN_SHARED_PART = 8
 
 _MIN_RETRY_S = 0.5
 _MAX_RETRY_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class SlotRequest:
-    """Fields of a request that decide its place in the queue."""
-
-    key: SessionKey
-    max_new_tokens: int
-    priority: int = 0
-    """Requests of lower values go first."""
-    is_next_turn: bool = False
-    """True where replicas probably hold the session's KV."""
-    is_resumption: bool = False
-    """True where the caller holds a part of the output. It never waits and is never refused for lack of a slot."""
-    deadline_s: float | None = None
-    """Time by which the output must be complete, by `time.monotonic`."""
-
-
-class QueueState(NamedTuple):
-    """State of the queue, for metrics."""
-
-    num_waiting: int
-    num_slots: int
-    wait_s: float
-    """Predicted wait of a request that arrives now."""
 
 
 class RunningSlot:
@@ -92,6 +71,8 @@ class RunningSlot:
 
 @dataclass(order=True, slots=True)
 class _Waiter:
+    is_new: bool
+    """False for a resumption, which comes first."""
     priority: int
     is_new_session: bool
     arrival: int
@@ -169,7 +150,10 @@ class RunningSlots:
         if not may_start:
             self._limit.note_wanted()
             self._full_at_s = time.monotonic()
-        if request.is_resumption or (may_start and not self._is_loaded()):
+        if request.is_resumption:
+            may_start = self.num_running < MAX_RESUMED * self._limit.value
+            return self._take(tenant) if may_start else await self._wait(request, 0.0)
+        if may_start and not self._is_loaded():
             return self._take(tenant)
         generation_s = self._require_time(request, may_start=may_start)
         return self._take(tenant) if may_start else await self._wait(request, generation_s)
@@ -269,7 +253,14 @@ class RunningSlots:
     async def _wait(self, request: SlotRequest, generation_s: float) -> RunningSlot:
         tenant, loop = request.key.tenant, asyncio.get_running_loop()
         granted: asyncio.Future[RunningSlot] = loop.create_future()
-        waiter = _Waiter(request.priority, not request.is_next_turn, next(self._numbers), request.key, granted)
+        waiter = _Waiter(
+            not request.is_resumption,
+            request.priority,
+            not request.is_next_turn,
+            next(self._numbers),
+            request.key,
+            granted,
+        )
         if tenant not in self._waiting:
             self._waiting[tenant] = []
             self._served_at[tenant] = next(self._numbers)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 from coordinator.admission.admission import Admission, AdmissionSettings
-from coordinator.admission.slots import RunningSlot, SlotRequest
+from coordinator.admission.slot_request import SlotRequest
+from coordinator.admission.slots import RunningSlot
 from coordinator.audit.turn_audit import Auditor
 from coordinator.generation.generation import CancelCause, Generation
 from coordinator.generation.generation_factory import GenerationFactory

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from specdec.access.grants import SERVICE, UNLIMITED, Access, Limits
+from specdec.access.grants import GENERATE, SERVICE, UNLIMITED, Access, Limits
 from specdec.access.keys import hash_key, parse_keys
 from specdec.access.service_key import ServiceKey
 from specdec.access.watched_files import WatchedFile
@@ -100,7 +100,7 @@ class Callers:
         return other
 
     def limits_of(self, tenant: str) -> Limits:
-        """Return the limits of a tenant: the loosest of those of its keys; no limits for a tenant without keys."""
+        """Return the limits of a tenant: the loosest of those of its keys that generate; none without such keys."""
         keys = self._keys()
         if self._tenant_limits[0] is not keys:  # keys have changed
             self._tenant_limits = (keys, _limits_by_tenant(keys))
@@ -115,6 +115,8 @@ class Callers:
 def _limits_by_tenant(keys: Mapping[str, Access]) -> dict[str, Limits]:
     limits: dict[str, Limits] = {}
     for access in keys.values():
+        if GENERATE not in access.rights:
+            continue
         known = limits.get(access.tenant)
         limits[access.tenant] = access.limits if known is None else known.loosest(access.limits)
     return limits

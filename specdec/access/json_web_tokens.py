@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Mapping
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -36,9 +37,11 @@ ALGORITHMS = frozenset(
 _FIELD = "jwt_jwks"
 _SCHEMES = ("https://", "http://")
 
-#: Age from which keys of a URL are fetched again, and shortest time between two fetches for keys that are not known.
+#: Interval at which keys of a URL are fetched again, and the shortest one where a token names a key that is not known.
 _FRESH_S = 300.0
 _MIN_INTERVAL_S = 10.0
+#: Age from which keys that cannot be fetched again are not believed any more.
+_MAX_AGE_S = 3600.0
 _FETCH_TIMEOUT_S = 5.0
 _MAX_JWKS_BYTES = 1 << 20
 _MAX_VERIFIED = 4096
@@ -155,33 +158,45 @@ class _FileKeys:
 
 
 class _RemoteKeys:
-    """Keys of a URL, fetched in the background once they are old, or a token names one that is not known."""
+    """Keys of a URL. A thread fetches them again at an interval, and soon where a token names one that is not known.
+
+    So a key that the issuer has withdrawn is refused after the interval, also where no token came meanwhile.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._keys = _fetch(url)
         self._fetched_s = time.monotonic()
-        self._fetching = threading.Lock()
+        self._wanted = threading.Event()
+        threading.Thread(target=self._keep_fresh, name="fetch-jwks", daemon=True).start()
 
     def current(self) -> Keys:
-        self._fetch_if_older_than(_FRESH_S)
+        if time.monotonic() - self._fetched_s > _MAX_AGE_S:
+            raise Unauthenticated("tokens cannot be verified: the keys of their issuer have not been fetched for long")
         return self._keys
 
     def note_unknown(self) -> None:
-        self._fetch_if_older_than(_MIN_INTERVAL_S)
+        self._wanted.set()
 
-    def _fetch_if_older_than(self, age_s: float) -> None:
-        if time.monotonic() - self._fetched_s >= age_s and self._fetching.acquire(blocking=False):
-            threading.Thread(target=self._fetch_again, name="fetch-jwks", daemon=True).start()
+    def _keep_fresh(self) -> None:
+        while True:
+            self._wanted.wait(_FRESH_S)
+            self._wanted.clear()
+            try:
+                self._keys = _fetch(self._url)
+                self._fetched_s = time.monotonic()
+            except SpecdecError as error:
+                _log.error("cannot fetch the keys of tokens again, keeping the old ones: %s", error)
+            time.sleep(_MIN_INTERVAL_S)
 
-    def _fetch_again(self) -> None:
-        try:
-            self._keys = _fetch(self._url)
-        except SpecdecError as error:
-            _log.error("cannot fetch the keys of tokens again, keeping the old ones: %s", error)
-        finally:
-            self._fetched_s = time.monotonic()
-            self._fetching.release()
+
+class _NoPlaintext(urllib.request.HTTPRedirectHandler):
+    """Follows redirections, but none from https:// to http://."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        if req.full_url.startswith("https://") and not newurl.startswith("https://"):
+            raise ValueError("it redirects to a URL without TLS")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 def _choose(keys: Keys, key_id: object) -> PublicKey | None:
@@ -207,9 +222,9 @@ def _access(claims: Mapping[str, Any]) -> Access:
 def _fetch(url: str) -> Keys:
     """Return the keys at a URL. Raises Unavailable and InvalidRequest."""
     try:
-        with urllib.request.urlopen(url, timeout=_FETCH_TIMEOUT_S) as answer:
+        with urllib.request.build_opener(_NoPlaintext).open(url, timeout=_FETCH_TIMEOUT_S) as answer:
             text = answer.read(_MAX_JWKS_BYTES + 1).decode()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         raise Unavailable(f"{_FIELD}: cannot fetch {url}: {error}", reason="REPLICA_UNAVAILABLE") from error
     return _parse_jwks(text[: _MAX_JWKS_BYTES + 1])
 

@@ -93,11 +93,11 @@ def read_credentials(path: Path, *, field: str, is_private: bool = True) -> tupl
 def _require_private(path: Path, status: os.stat_result, field: str, *, may_be_read: bool) -> None:
     """Raise InvalidRequest if other users may write the file, or may read it although it is private.
 
-    Container systems mount secrets as files of root that everyone in the container may read, so those are accepted.
+    The group may read a file of root: so container systems mount secrets, with a group of the pod (mode 0440).
     """
     mode = stat.S_IMODE(status.st_mode)
-    may_be_read |= status.st_uid == 0
-    if mode & (0o022 if may_be_read else 0o077):
+    private = 0o037 if status.st_uid == 0 else 0o077
+    if mode & (0o022 if may_be_read else private):
         verb = "write" if may_be_read else "read or write"
         raise InvalidRequest(
             f"{field}: other users may {verb} {path} (mode {mode:03o}): run chmod 600 {path}", field=field

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Self
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, model_validator
+
+from specdec.settings.addresses import is_loopback_host
 
 
 class AccessSettings(BaseModel):
@@ -33,4 +36,8 @@ class AccessSettings(BaseModel):
         given = [bool(value) for value in (self.jwt_jwks, self.jwt_issuer, self.jwt_audience)]
         if any(given) and not all(given):
             raise ValueError("--jwt-jwks, --jwt-issuer and --jwt-audience must be given together")
+        if self.jwt_jwks.startswith("http://") and not is_loopback_host(urlsplit(self.jwt_jwks).hostname or ""):
+            raise ValueError(
+                f"--jwt-jwks {self.jwt_jwks} is fetched in plaintext, so others can give keys: use https://"
+            )
         return self

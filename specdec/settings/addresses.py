@@ -53,7 +53,11 @@ def check_dialable(address: str) -> str:
 
 def is_loopback(address: str) -> bool:
     """Return whether HOST:PORT is reached from this machine alone."""
-    host = split_address(address)[0]
+    return is_loopback_host(split_address(address)[0])
+
+
+def is_loopback_host(host: str) -> bool:
+    """Return whether a host, without a port, is this machine."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -170,6 +170,11 @@ class CoordinatorSettings(AccessSettings, TracingSettings, ServiceSettings):
                 f"--admin {self.admin} is reached from other machines: give --tls-cert and --tls-key, or --insecure to "
                 "serve there in plaintext"
             )
+        if self.admin and not (self.api_keys or self.jwt_jwks or is_loopback(self.admin)):
+            raise ValueError(
+                f"--admin {self.admin} is reached from other machines: give --api-keys or --jwt-jwks, so that only "
+                "operators are answered there"
+            )
         if self.tls_server_name and not self.tls_ca:
             raise ValueError("--tls-server-name needs --tls-ca beside it")
         return self

@@ -141,6 +141,11 @@ def parse_redis_url(url: str) -> RedisUrl:
         parts = urlsplit(url)
     except ValueError:
         raise ValueError("is not a URL") from None
+    if "@" in parts.path + parts.query + parts.fragment:
+        # Behind an unescaped / ? or # the rest of a password is read as another part, which messages would show.
+        raise ValueError("has an @ behind the address: in a user or password, write / ? # @ as %2F %3F %23 %40")
+    if parts.fragment:
+        raise ValueError("has a part behind #")
     kind = _KINDS.get(parts.scheme)
     if kind is None:
         schemes = ", ".join(f"{scheme}://" for scheme in SCHEMES[:-1])

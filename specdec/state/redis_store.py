@@ -251,7 +251,7 @@ class RedisReplicaRegistry:
 
     async def publish(self, record: ReplicaRecord, *, ttl_s: float) -> None:
         engine = record.engine
-        text = encode_record(record, ttl_s=ttl_s, signer=self._signer)
+        text = encode_record(record, ttl_s=ttl_s, signer=self._signer, cluster=self._cluster)
         args: list[str | bytes | int] = [engine.replica_id, text, max(1, round(ttl_s * 1000))]
         await self._connection.run_script("publish", replica_keys(engine.role, self._cluster), args)
 
@@ -276,7 +276,7 @@ class RedisReplicaRegistry:
         return records
 
     def _decode(self, role: str, text: bytes) -> ReplicaRecord:
-        record = decode_record(text, signer=self._signer)
+        record = decode_record(text, signer=self._signer, cluster=self._cluster)
         if self._signer is not None and record.engine.role != role:
             raise ValueError("it was signed for another role")
         return record

@@ -16,6 +16,7 @@ from specdec.engine.sessions.kv_queue import WaitLimits
 from specdec.engine.sessions.table import DEFAULT_HOLD_S
 from specdec.engine_api import EndedTurn
 from specdec.errors import KvMiss, ResourceExhausted, StaleEpoch
+from specdec.tenant import DEFAULT_TENANT
 from specdec.types import ProposeRequest, Verification, VerifyRequest
 from target_service.verifier import Verifier
 from tests.support.round_driver import make_round
@@ -28,10 +29,10 @@ PATIENCE_S = 60.0
 
 
 class Replica:
-    """A target of eight blocks; a test can block its steps and advance its clock."""
+    """A target of few blocks; a test can block its steps and advance its clock."""
 
-    def __init__(self, limits: WaitLimits) -> None:
-        self.worker = TableWorker(num_blocks=NUM_BLOCKS)
+    def __init__(self, limits: WaitLimits, num_blocks: int = NUM_BLOCKS) -> None:
+        self.worker = TableWorker(num_blocks=num_blocks)
         self._passed_s = 0.0
         self.verifier = Verifier(
             self.worker,
@@ -43,7 +44,14 @@ class Replica:
         self._passed_s += seconds
 
     async def verify(
-        self, name: str, num_output: int = 0, *, max_tokens: int, start: int = 0, epoch: int = 1
+        self,
+        name: str,
+        num_output: int = 0,
+        *,
+        max_tokens: int,
+        start: int = 0,
+        epoch: int = 1,
+        tenant: str = DEFAULT_TENANT,
     ) -> Verification:
         """Make the call of a turn that has some output; each session has a prompt of its own."""
         prompt = [3 + ord(name) % 17, *PROMPT]
@@ -56,15 +64,18 @@ class Replica:
             start=start,
             output_start=len(prompt),
             max_session_tokens=max_tokens,
+            tenant=tenant,
         )
         return await self.verifier.verify(VerifyRequest(position, NO_TOKENS, ()))
 
     async def end(self, name: str, epoch: int = 1) -> None:
         await self.verifier.end_turns([EndedTurn(name, epoch)])
 
-    async def queue(self, name: str, num_output: int = 0, *, max_tokens: int) -> asyncio.Task[Verification]:
+    async def queue(
+        self, name: str, num_output: int = 0, *, max_tokens: int, tenant: str = DEFAULT_TENANT
+    ) -> asyncio.Task[Verification]:
         """Start a call that has to wait for blocks, and return once the engine has it."""
-        call = asyncio.create_task(self.verify(name, num_output, max_tokens=max_tokens))
+        call = asyncio.create_task(self.verify(name, num_output, max_tokens=max_tokens, tenant=tenant))
         await asyncio.sleep(0)  # the call is posted
         await self.verifier.release([])  # and taken
         return call
@@ -100,6 +111,30 @@ async def test_a_new_turn_beyond_the_queue_is_refused_with_the_time_to_retry_and
     assert replica.verifier.stats().num_kv_exhausted == 1
     await replica.end("a")
     await asyncio.wait_for(waiting, PATIENCE_S)
+
+
+async def test_a_tenant_that_floods_the_pool_leaves_a_part_of_it_to_the_others_and_comes_after_them() -> None:
+    replica = Replica(WaitLimits(max_waiting=4, max_wait_s=30.0), num_blocks=16)
+    await replica.verify("y", max_tokens=32, tenant="other")
+    await replica.end("y")
+    for name in "ab":
+        await replica.verify(name, max_tokens=112, tenant="flooding")  # 14 blocks
+    own = await replica.queue("c", max_tokens=112, tenant="flooding")
+    small = await replica.queue("d", max_tokens=32, tenant="flooding")
+    await asyncio.wait_for(replica.verify("y", max_tokens=32, epoch=2, tenant="other"), PATIENCE_S)
+    await replica.end("y", epoch=2)
+    await replica.verify("y", max_tokens=32, epoch=3, tenant="other")
+    assert not own.done()
+    assert not small.done()  # although two blocks were free for it
+    late = await replica.queue("z", max_tokens=80, tenant="another")
+    await replica.end("a")
+    await asyncio.wait_for(late, PATIENCE_S)
+    assert not own.done()
+    for name, epoch in (("z", 1), ("y", 3), ("b", 1)):
+        await replica.end(name, epoch=epoch)
+    await asyncio.wait_for(asyncio.gather(own, small), PATIENCE_S)
+    await replica.verifier.close()
+    replica.verifier.check_integrity()
 
 
 async def test_a_new_turn_that_has_waited_for_too_long_is_refused(replica: Replica) -> None:

@@ -165,6 +165,7 @@ async def test_with_a_service_key_only_records_that_it_signed_lately_for_their_r
         "with another address": moved,
         "without its expiry": json.dumps({**json.loads(text_of(good, key)), "expires_at_s": None}).encode(),
         "prolonged": json.dumps({**json.loads(text_of(good, key)), "expires_at_s": 1e12}).encode(),
+        "of another cluster": encode_record(good, ttl_s=10.0, signer=key, cluster="other").encode(),
         "replayed": text_of(good, key, ttl_s=-CLOCK_TOLERANCE_S - 1),
         "of another role": text_of(draft, key),
         "a list of signatures": json.dumps({**json.loads(text_of(good, None)), "signature": ["x"]}).encode(),

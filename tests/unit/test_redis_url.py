@@ -45,6 +45,11 @@ def test_a_url_of_one_server_is_read_as_before(url: str, user: str) -> None:
         ("redis+cluster://u:secret@h:1/0", "no databases"),
         ("redis+cluster://h?db=1", "unknown parameter 'db'"),
         ("redis://u:secret@h?pasword=secret", "unknown parameter 'pasword'; known are username"),
+        *(
+            (f"redis://{user}@h:6379/0", "has an @ behind the address")
+            for user in (":sec/secret", "u:1234/secret", ":pa?secret", ":pa#secret")
+        ),
+        ("redis://h#0", "has a part behind #"),
         ("memory://?db=1", "unknown parameter 'db'; there are none"),
         ("redis://h?ssl_certfile=x", "needs rediss://"),
         ("rediss://h?ssl_cert_reqs=secret", "not required, optional or none"),

@@ -112,6 +112,8 @@ def test_settings_that_go_with_tls_are_refused_without_it(capsys: pytest.Capture
     assert "--tls-server-name needs --tls-ca" in refused(capsys, "coordinator", "--tls-server-name", "n")
     assert "--tls-server-name needs --tls-ca" in refused(capsys, "gateway", "--tls-server-name", "n")
     assert "--admin 0.0.0.0:1 is reached from other" in refused(capsys, "coordinator", "--admin", "0.0.0.0:1")
+    without_keys = refused(capsys, "coordinator", "--admin", "0.0.0.0:1", "--insecure")
+    assert "--admin 0.0.0.0:1 is reached from other machines: give --api-keys" in without_keys
     assert "--loopback must be an address of loopback" in refused(capsys, "coordinator", "--loopback", "0.0.0.0:1")
 
 

@@ -148,8 +148,8 @@ class Calls(Generic[JobT, WaiterT]):
     def start_waiting(self) -> list[JobT]:
         """Start waiting jobs, in the order of the queue, while KV blocks suffice; return those that begin now.
 
-        Behind a job that must wait, only jobs that have their blocks already begin. A job that the pool can never hold,
-        or that the queue refuses, ends with ResourceExhausted.
+        Behind a job that must wait, only jobs that have their blocks already begin, unless it leaves blocks to other
+        tenants. A job that the pool can never hold, or that the queue refuses, ends with ResourceExhausted.
         """
         self.pin_end_s = None
         begun: list[JobT] = []
@@ -157,26 +157,33 @@ class Calls(Generic[JobT, WaiterT]):
             return begun
         now_s = self.sessions.now_s
         blocker: JobT | None = None
-        order = self._queue.in_order()
+        leaver: JobT | None = None
+        reserved = self.sessions.tenants.reserved_blocks(now_s)
+        order = self._queue.in_order(reserved)
         for index, job in enumerate(order):
             try:
-                if (blocker and not _has_blocks(job)) or not self._reserve(job, order[index + 1 :]):
-                    blocker = blocker or job
+                leaves = self.sessions.tenants.num_tenants > 1 and self._queue.must_leave_blocks(
+                    job, reserved[job.sequence.tenant], self.sessions.blocks.num_blocks
+                )
+                if leaves or (blocker and not _has_blocks(job)) or not self._reserve(job, order[index + 1 :]):
+                    leaver, blocker = (job, blocker) if leaves else (leaver, blocker or job)
                     if refusal := self._queue.refusal(job, now_s):
                         raise refusal
                     continue
             except ResourceExhausted as error:
-                blocker = None if job is blocker else blocker
+                leaver, blocker = (None if job is waiting else waiting for waiting in (leaver, blocker))
                 self._refuse(job, error)
             else:
                 job.num_cached_tokens = min(job.sequence.kv_len, job.call.position.committed_len)
                 self._queue.remove(job)
                 self.running.append(job)
                 begun.append(job)
-        if blocker is not None and not self.running:
+                reserved[job.sequence.tenant] += blocks_for(job.sequence.reserved_len)
+        waiting = blocker or leaver
+        if waiting is not None and not self.running:
             self.pin_end_s = self._next_change_s()
             if self.pin_end_s == float("inf") and not self.restoring:
-                self._refuse(blocker, ResourceExhausted("no KV block is left on this replica", reason="KV_EXHAUSTED"))
+                self._refuse(waiting, ResourceExhausted("no KV block is left on this replica", reason="KV_EXHAUSTED"))
         return begun
 
     def _refuse(self, job: JobT, error: ResourceExhausted) -> None:

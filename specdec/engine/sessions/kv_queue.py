@@ -1,8 +1,12 @@
 """The calls that wait for KV blocks: in which order they get some, and which of them are refused.
 
 Calls of turns that have begun come first, the oldest turn before the others, and are never refused. Then come the first
-calls of new turns, in the order of their arrival. Their number and their wait are bounded: a call beyond the bounds is
-refused with KV_EXHAUSTED before its turn has any output, and is told when to try again.
+calls of new turns: those of tenants for which fewer blocks are reserved before the others, then in the order of their
+arrival. While the replica has sessions of several tenants, none of them may reserve the last part of the pool beside
+what it has already. So a tenant that floods the replica does not make the others wait for the end of its turns.
+
+The number of first calls and their wait are bounded: a call beyond the bounds is refused with KV_EXHAUSTED before its
+turn has any output, and is told when to try again.
 
 The wait is predicted from the rate at which ended turns have lately given blocks back. `calls` uses the queue.
 """
@@ -10,6 +14,7 @@ The wait is predicted from the rate at which ended turns have lately given block
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +23,9 @@ from specdec.errors import ResourceExhausted
 
 #: Number of ended turns from which the rate is computed.
 _NUM_TURNS = 32
+
+#: Part of the pool that a tenant with reservations leaves to the other tenants.
+_SHARED_PART = 8
 
 #: Bounds of the time after which a refused call is to be repeated.
 _LEAST_RETRY_S, _MOST_RETRY_S = 0.5, 30.0
@@ -86,10 +94,30 @@ class KvQueue(Generic[JobT]):
         """Note that an ended turn gave back blocks."""
         self._rate.note(num_blocks, now_s)
 
-    def in_order(self) -> list[JobT]:
-        """Return the calls in the order in which they get blocks, and begin to count those that go on waiting."""
+    def in_order(self, reserved: Mapping[str, int]) -> list[JobT]:
+        """Return the calls in the order in which they get blocks, and begin to count those that go on waiting.
+
+        Args:
+            reserved: number of reserved blocks by tenant.
+        """
         self._num_ahead = self._num_blocks_ahead = 0
-        return sorted(self._waits, key=lambda job: (job.call.may_refuse, job.sequence.turn_order))
+
+        def place(job: JobT) -> tuple[bool, int, int]:
+            is_new = job.call.may_refuse
+            return is_new, reserved.get(job.sequence.tenant, 0) if is_new else 0, job.sequence.turn_order
+
+        return sorted(self._waits, key=place)
+
+    def must_leave_blocks(self, job: JobT, num_reserved: int, num_blocks: int) -> bool:
+        """Return whether a new turn waits although blocks may be free, because its tenant has reserved its part.
+
+        Args:
+            job: a waiting call, on a replica with sessions of several tenants.
+            num_reserved: blocks that are reserved for its tenant.
+            num_blocks: blocks of the pool.
+        """
+        most = num_blocks - num_blocks // _SHARED_PART
+        return job.call.may_refuse and num_reserved > 0 and num_reserved + blocks_for(job.call.needed_len) > most
 
     def refusal(self, job: JobT, now_s: float) -> ResourceExhausted | None:
         """Return the error for a call that got no blocks, or None if it goes on waiting.

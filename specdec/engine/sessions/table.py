@@ -23,8 +23,10 @@ from itertools import count
 import numpy as np
 
 from specdec.engine.sessions.block_manager import BlockManager, blocks_for
+from specdec.engine.sessions.integrity import check_integrity
 from specdec.engine.sessions.reservations import Takeover, is_idle, next_release_s, require_pool
 from specdec.engine.sessions.sequence import Sequence, StoredAnswer
+from specdec.engine.sessions.tenant_use import TenantUse
 from specdec.errors import KvMiss, StaleEpoch
 from specdec.types import BLOCK_TOKENS, SessionPosition, TokenIds
 
@@ -70,6 +72,7 @@ class SessionTable:
         self.num_preemptions = 0
         """Number of times that a running turn gave up its KV to another one."""
         self._turns = count(1)
+        self.tenants = TenantUse()
         self._answered: OrderedDict[Sequence, None] = OrderedDict()  # those with a stored answer, oldest answer first
 
     @property
@@ -116,6 +119,7 @@ class SessionTable:
         if sequence is None:
             sequence = self._sessions[request.session_id] = Sequence(request.session_id, request.tenant)
             sequence.turn_order = next(self._turns)
+            self.tenants.opened(sequence)
             self._drop_oldest()
         elif (request.epoch, request.round_id) < (sequence.epoch, sequence.newest_round):
             raise StaleEpoch(
@@ -218,6 +222,8 @@ class SessionTable:
                 return False
             self.num_preemptions += num_preempted
         sequence.reserved_len = reserved_len
+        if reserved_len:
+            self.tenants.note_reserved(sequence)
         return True
 
     def next_release_s(self) -> float | None:
@@ -272,6 +278,7 @@ class SessionTable:
         sequence = self._sessions.pop(session_id, None)
         if sequence is not None:
             self._answered.pop(sequence, None)
+            self.tenants.closed(sequence)
             sequence.forget(self.blocks)
 
     def release_all(self) -> None:
@@ -280,27 +287,8 @@ class SessionTable:
             self.release(session_id)
 
     def check_integrity(self) -> None:
-        """Check that every block is owned as counted and that every session's lengths are consistent.
-
-        Raises:
-            RuntimeError: they are not.
-        """
-        forks = [fork for sequence in self._sessions.values() for fork in sequence.forks]
-        self.blocks.check_integrity([owner.block_table for owner in (*self._sessions.values(), *forks)])
-        for fork in forks:
-            if fork.root is None or not fork.kv_len <= min(len(fork), len(fork.block_table) * BLOCK_TOKENS):
-                raise RuntimeError(f"a fork of session {fork.session_id} has outlived its root or its room")
-        for sequence in self._sessions.values():
-            published = sequence.num_published * BLOCK_TOKENS
-            capacity = len(sequence.block_table) * BLOCK_TOKENS
-            if not published <= sequence.kv_len <= min(len(sequence), capacity):
-                raise RuntimeError(
-                    f"session {sequence.session_id}: {published} published, {sequence.kv_len} with KV, "
-                    f"{len(sequence)} tokens, room for {capacity}"
-                )
-            most = max(sequence.kv_len, sequence.reserved_len)
-            if not sequence.in_flight and (sequence.num_pending or len(sequence.block_table) > blocks_for(most)):
-                raise RuntimeError(f"idle session {sequence.session_id} holds more than its KV and its turn need")
+        """Raise RuntimeError unless every block is owned as counted and every session's lengths are consistent."""
+        check_integrity(self.blocks, self._sessions.values())
 
     def _advance_key(self, sequence: Sequence, request: SessionPosition) -> None:
         if request.epoch != sequence.epoch:

@@ -1,4 +1,4 @@
-"""Keys of an issuer at a URL: fetched at the start, and again for a token whose key is not known yet."""
+"""Keys of an issuer at a URL: fetched at the start, at an interval, and for a token whose key is not known yet."""
 
 from __future__ import annotations
 
@@ -57,33 +57,56 @@ def issuer() -> Iterator[tuple[Issuer, str]]:
         thread.join()
 
 
-def test_a_new_key_is_fetched_in_the_background_and_guessed_ids_fetch_no_more_often(
-    issuer: tuple[Issuer, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def wait_until_refused(tokens: TokenVerifier, token: str) -> None:
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        try:
+            tokens.identify(token)
+        except Unauthenticated:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the token is still accepted")
+
+
+def test_a_new_key_is_fetched_in_the_background_and_guessed_ids_fetch_no_more_often(issuer: tuple[Issuer, str]) -> None:
     issuing, url = issuer
     tokens = TokenVerifier(url, issuer="i", audience="a")
     assert tokens.identify(issuing.token(rights="generate operate fly")).rights == {"generate", "operate"}
     assert tokens.identify(issuing.token()).tenant == "acme"
     old = issuing.token()
     issuing.change_key("second")
+    with pytest.raises(Unauthenticated, match="a key that is not known"):
+        tokens.identify(issuing.token())
+    wait_until_refused(tokens, old)
+    assert tokens.identify(issuing.token()).tenant == "acme"
+    issuing.change_key("third")
     for _ in range(20):
         with pytest.raises(Unauthenticated, match="a key that is not known"):
             tokens.identify(issuing.token())
-    assert issuing.num_fetches == 1  # once every ten seconds at most
-    monkeypatch.setattr(json_web_tokens, "_MIN_INTERVAL_S", 0.0)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            tokens.identify(issuing.token())
-        except Unauthenticated:
-            time.sleep(0.05)
-        else:
-            break
-    with pytest.raises(Unauthenticated):
-        tokens.identify(old)
-    for thread in threading.enumerate():
-        if thread.name == "fetch-jwks":
-            thread.join()
+    assert issuing.num_fetches == 2  # the third is ten seconds after the second
+
+
+def test_a_withdrawn_key_is_refused_without_a_token_of_another_key(
+    issuer: tuple[Issuer, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_web_tokens, "_FRESH_S", 0.05)
+    monkeypatch.setattr(json_web_tokens, "_MIN_INTERVAL_S", 0.01)
+    issuing, url = issuer
+    tokens = TokenVerifier(url, issuer="i", audience="a")
+    old = issuing.token()
+    assert tokens.identify(old).tenant == "acme"
+    issuing.change_key("second")
+    wait_until_refused(tokens, old)
+
+
+def test_keys_that_have_not_been_fetched_for_long_are_not_believed(
+    issuer: tuple[Issuer, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issuing, url = issuer
+    tokens = TokenVerifier(url, issuer="i", audience="a")
+    monkeypatch.setattr(json_web_tokens, "_MAX_AGE_S", 0.0)
+    with pytest.raises(Unauthenticated, match="have not been fetched for long"):
+        tokens.identify(issuing.token())
 
 
 def test_keys_that_cannot_be_fetched_keep_a_service_from_starting() -> None:

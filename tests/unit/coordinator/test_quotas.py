@@ -26,9 +26,11 @@ def quotas_of(limits: Limits) -> tuple[TenantQuotas, Clock]:
     return TenantQuotas(lambda tenant: limits, session_ttl_s=TTL_S, clock=clock), clock
 
 
-def refusal(quotas: TenantQuotas, tenant: str = "a") -> ResourceExhausted | None:
+def refusal(
+    quotas: TenantQuotas, tenant: str = "a", *, num_active: int = 0, is_resumption: bool = False
+) -> ResourceExhausted | None:
     try:
-        quotas.check(tenant, num_active=0)
+        quotas.begin(tenant, num_active, is_resumption=is_resumption)
     except ResourceExhausted as error:
         return error
     return None
@@ -38,7 +40,6 @@ def test_requests_per_minute_are_given_back_evenly_and_the_refusal_says_when() -
     quotas, clock = quotas_of(Limits(max_requests_per_minute=6))
     for _ in range(6):
         assert refusal(quotas) is None
-        quotas.count_request("a")
     error = refusal(quotas)
     assert error is not None
     assert error.retry_after_s == pytest.approx(10.0)
@@ -47,6 +48,18 @@ def test_requests_per_minute_are_given_back_evenly_and_the_refusal_says_when() -
     assert refusal(quotas) is not None
     clock.now_s += 0.2
     assert refusal(quotas) is None
+    assert refusal(quotas) is not None
+    quotas.take_back("a")  # the request before found no slot
+    assert refusal(quotas) is None
+
+
+def test_a_resumption_counts_among_the_streams_alone() -> None:
+    quotas, _ = quotas_of(Limits(max_concurrent=2, max_requests_per_minute=1, max_tokens_per_minute=10))
+    assert refusal(quotas, num_active=1, is_resumption=True) is None
+    quotas.count_tokens("a", 100)  # of a tenant whose requests began at another coordinator
+    assert refusal(quotas, num_active=1, is_resumption=True) is None
+    assert refusal(quotas, num_active=2, is_resumption=True) is not None
+    assert refusal(quotas) is not None
 
 
 def test_tokens_beyond_the_limit_are_made_up_for_before_the_next_request() -> None:
@@ -65,7 +78,7 @@ def test_tokens_beyond_the_limit_are_made_up_for_before_the_next_request() -> No
 
 def test_an_idle_session_counts_until_it_expires() -> None:
     quotas, clock = quotas_of(Limits(max_sessions=2))
-    quotas.check("a", 0)
+    assert refusal(quotas) is None
     quotas.use_session(SessionKey("a", "s0"), is_new=True)
     clock.now_s += 60.0
     quotas.use_session(SessionKey("a", "s1"), is_new=True)
@@ -85,6 +98,5 @@ def test_own_limits_take_the_place_of_the_usual_ones_one_by_one() -> None:
 def test_only_so_many_tenants_are_remembered() -> None:
     quotas, _ = quotas_of(Limits(max_requests_per_minute=1))
     for number in range(MAX_TENANTS + 10):
-        quotas.check(f"t{number}", 0)
-        quotas.count_request(f"t{number}")
+        assert refusal(quotas, f"t{number}") is None
     assert len(quotas._uses) == MAX_TENANTS

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from coordinator.admission.slots import RunningSlot, RunningSlots, SlotRequest
+from coordinator.admission.slot_request import SlotRequest
+from coordinator.admission.slots import MAX_RESUMED, RunningSlot, RunningSlots
 from coordinator.admission.speeds import BASE_STREAMS, RunningLimit, StreamSpeeds
 from specdec.errors import ResourceExhausted, Unavailable
 from specdec.tenant import SessionKey
@@ -157,6 +158,18 @@ async def test_a_request_without_a_deadline_is_refused_where_several_wait_too_lo
     assert all(isinstance(error, Unavailable) for error in await asyncio.gather(*tasks, return_exceptions=True))
     with pytest.raises(Unavailable):
         await slots.acquire(asked())
+
+
+async def test_resumptions_run_beyond_the_limit_up_to_a_bound_and_then_wait_first() -> None:
+    slots = slots_of(2)
+    running = [await slots.acquire(asked(is_resumption=True)) for _ in range(2 * MAX_RESUMED)]
+    urgent, resumed = await queued(slots, asked(priority=-1)), await queued(slots, asked(is_resumption=True))
+    for slot in running[: 2 * MAX_RESUMED - 1]:
+        slot.release()
+    await settled()
+    assert resumed.done()
+    assert not urgent.done()
+    urgent.cancel()
 
 
 async def test_the_waiting_requests_of_a_deleted_session_are_refused() -> None:

@@ -87,15 +87,19 @@ def test_a_file_that_cannot_be_read_at_the_start_is_an_error(tmp_path: Path) -> 
         ApiKeys(tmp_path / "absent")
 
 
-def test_a_file_that_other_users_may_read_is_refused_unless_it_is_roots(tmp_path: Path) -> None:
+def test_a_file_that_other_users_may_read_is_refused_but_the_group_may_read_one_of_root(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     write(path, line("a", "acme generate"))
     path.chmod(0o622)
     with pytest.raises(InvalidRequest, match=r"api_keys: other users may .* \(mode 622\): run chmod 600"):
         ApiKeys(path)
-    path.chmod(0o644)
+    path.chmod(0o640)
     if os.geteuid() == 0:  # secrets of containers are like this
         ApiKeys(path)
+        path.chmod(0o644)
+        with pytest.raises(InvalidRequest, match="other users may read or write"):
+            ApiKeys(path)
+        path.chmod(0o640)
         os.chown(path, 12345, -1)
     with pytest.raises(InvalidRequest, match="other users may read or write"):
         ApiKeys(path)
