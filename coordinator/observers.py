@@ -1,4 +1,4 @@
-"""What a coordinator records of its requests on demand: audit, learning log, traces and metrics over OTLP.
+"""Records of requests that the settings ask for: audit, learning log, traces and metrics over OTLP.
 
 `__main__` calls these functions once at the start.
 """

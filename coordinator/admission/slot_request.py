@@ -1,4 +1,4 @@
-"""What the queue before generation is asked and what it tells (`slots`)."""
+"""Requests to the queue before generation, and its state (`slots`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tenants have sessions on a replica, and how many KV blocks are reserved for the running turns of each.
+"""Tenants with sessions on a replica, and the KV blocks that are reserved for the running turns of each.
 
 `kv_queue` shares the blocks among tenants by these numbers; `table` keeps them.
 """
@@ -17,7 +17,7 @@ class TenantUse:
 
     def __init__(self) -> None:
         self._num_sessions: Counter[str] = Counter()
-        """By tenant, above 0."""
+        """Number of sessions by tenant, above 0."""
         self._reserving: set[Sequence] = set()
         """Sequences with reserved blocks, and some that had them."""
 
