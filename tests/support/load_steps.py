@@ -109,8 +109,15 @@ def started(directory: Path) -> Iterator[tuple[Stack, Injured, RedisServer]]:
     stack = Stack(
         *models, redis_url=redis.url, has_metrics=True, gateway_arguments=(),
         replica_arguments=["--dtype", "float32", "--self-check", "off"],
-        coordinator_arguments=["--max-queue", str(NUM_STREAMS)],
-        target_arguments=["--kv-cache-bytes", str(NUM_KV_BLOCKS * BLOCK_BYTES), "--prefill-budget-ms", "60000"],
+        # All streams run at once, and requests wait for KV blocks for as long as it takes.
+        coordinator_arguments=[
+            "--max-queue", str(NUM_STREAMS), "--max-running", str(NUM_STREAMS), "--max-wait-s", "600",
+        ],
+        # Outputs have no reserved blocks, so that sessions take blocks from each other.
+        target_arguments=[
+            "--kv-cache-bytes", str(NUM_KV_BLOCKS * BLOCK_BYTES), "--prefill-budget-ms", "60000",
+            "--kv-reserve-tokens", "1", "--max-wait-s", "600",
+        ],
     )  # fmt: skip
     (directory / "injuries").mkdir()
     injured = Injured(stack, directory / "injuries", ["target"])
