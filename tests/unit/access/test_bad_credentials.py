@@ -14,6 +14,9 @@ from specdec.access import refusals
 from specdec.access.service_key import ServiceKey, read_service_key
 from specdec.errors import Forbidden, InvalidRequest, Unauthenticated
 from tests.support.key_files import key_line, write_private
+from tests.support.log_stream import stream  # noqa: F401  (a fixture)
+
+pytestmark = pytest.mark.usefixtures("stream")  # the services that run here set up the root logger
 
 SECRET = "a-secret-of-32-characters-or-more"
 
