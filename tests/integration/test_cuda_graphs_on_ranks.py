@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from specdec.engine.base import StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.options import EAGER, CompileOptions, LoadRequest
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, Unsupported
 from tests.support.cuda_graphs_rig import NUM_BLOCKS, CountedCapture, piece, random_tokens
 from tests.support.interpreted_kernels import require_interpreter
 from tests.support.rank_rig import RankRig
@@ -104,8 +104,11 @@ def bits_alone_and_in_a_batch(worker: Worker) -> tuple[torch.Tensor, torch.Tenso
 
 
 def test_deterministic_ranks_give_a_row_the_same_bits_alone_and_in_a_batch(model: Path, rig: RankRig) -> None:
-    worker = rig.load(model, dtype="bfloat16", num_kv_blocks=NUM_BLOCKS,
-                      compiling=PAGED | {"backend": "auto", "is_deterministic": True})  # fmt: skip
+    try:
+        worker = rig.load(model, dtype="bfloat16", num_kv_blocks=NUM_BLOCKS,
+                          compiling=PAGED | {"backend": "auto", "is_deterministic": True})  # fmt: skip
+    except Unsupported as error:  # Triton's interpreter multiplies with the processor's library
+        pytest.skip(f"the product refuses the option on this processor: {error}")
     alone, beside = bits_alone_and_in_a_batch(worker)
     assert torch.equal(alone, beside)
 
