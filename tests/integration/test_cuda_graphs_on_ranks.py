@@ -107,8 +107,10 @@ def test_deterministic_ranks_give_a_row_the_same_bits_alone_and_in_a_batch(model
     try:
         worker = rig.load(model, dtype="bfloat16", num_kv_blocks=NUM_BLOCKS,
                           compiling=PAGED | {"backend": "auto", "is_deterministic": True})  # fmt: skip
-    except Unsupported as error:  # Triton's interpreter multiplies with the processor's library
-        pytest.skip(f"the product refuses the option on this processor: {error}")
+    except Unsupported as error:
+        if "logits of a row alone and in a batch differ" not in error.message:
+            raise
+        pytest.skip(f"the self-check refuses the option on this machine: {error}")
     alone, beside = bits_alone_and_in_a_batch(worker)
     assert torch.equal(alone, beside)
 
