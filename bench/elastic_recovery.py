@@ -85,7 +85,7 @@ def _lose_a_node() -> _Loss:
     with ExitStack() as stack:
         nodes = stack.enter_context(RayNodes())
         redis_url = stack.enter_context(redis_server())
-        placed = ["--ray-address", nodes.address, "--redis-url", redis_url]
+        placed = ["--ray-address", nodes.address, "--redis-url", redis_url, "--insecure"]
         system = stack.enter_context(UpSystem([*_DEMO, *placed], nodes.environ))
         return _lose(system, partial(_end_a_node, nodes))
 

@@ -151,6 +151,8 @@ class ProcessSystem:
         self.endpoint = self.endpoints[0]
         self._runner, self._environ = runner, os.environ if environ is None else environ
         self._num_replicas = len(replicas)
+        self.addresses = [f"127.0.0.1:{port}" for port in ports]
+        """HOST:PORT of each replica, in the order of `replicas`."""
         self._commands: list[tuple[str, list[str]]] = []
         coordinator = ["--tokenizer", str(tokenizer_dir), "--redis-url", redis_url]
         for replica, port in zip(replicas, ports, strict=True):
@@ -179,10 +181,31 @@ class ProcessSystem:
     def __exit__(self, *_: object) -> None:
         self._stop()
 
+    def child(self, address: str) -> Child:
+        """Return the process that listens at an address of `addresses` or `endpoints`."""
+        return self._children[self._index(address)]
+
+    def start_again(self, addresses: Sequence[str]) -> None:
+        """Start parts that have ended once more; return when every coordinator knows every replica."""
+        for address in addresses:
+            index = self._index(address)
+            self._children[index].stop()
+            self._children[index] = self._children[index].again()
+        self._wait_connected()
+        for address in addresses:
+            self.child(address).relay()
+
+    def _index(self, address: str) -> int:
+        return [*self.addresses, *self.endpoints].index(address)
+
     @property
     def coordinator_cpu_s(self) -> float:
         """CPU time the (last) coordinator has used so far, user and system, all threads."""
-        fields = Path(f"/proc/{self._children[-1].pid}/stat").read_text().rpartition(")")[2].split()
+        return self.cpu_s(self.endpoints[-1])
+
+    def cpu_s(self, address: str) -> float:
+        """CPU time that the process at an address has used so far, user and system, all threads."""
+        fields = Path(f"/proc/{self.child(address).pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def _wait_connected(self) -> None:

@@ -80,7 +80,7 @@ async def _serve(role: str, noise: float, listen: str) -> None:
         servicer=servicer_type(engine, metrics),
         metrics=metrics,
         register=None,
-        stop=stop_on_signals(),
+        take_signals=stop_on_signals,
     )
 
 

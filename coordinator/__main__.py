@@ -5,6 +5,11 @@ This is the only module of the coordinator that reads the environment and handle
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # loading what follows takes a second, and a model longer
+    from specdec.settings.early_signals import end_on_sigterm
+
+    end_on_sigterm()
+
 import asyncio
 import logging
 import os
@@ -12,22 +17,25 @@ import secrets
 import sys
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import specdec
-from coordinator.audit.audit_queue import AuditQueue
-from coordinator.audit.turn_audit import Auditor
+from coordinator.admission.admission import AdmissionSettings
+from coordinator.front.access import CoordinatorAccess, open_access
+from coordinator.front.admin_port import open_admin_port
 from coordinator.front.opening import RequestOpener
 from coordinator.front.readiness import Readiness
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.front.tenants import CallTenants
 from coordinator.generation.generation_service import GenerationService, GenerationSettings
-from coordinator.learning.log import LearningLog
 from coordinator.lookup.history import TokenHistories
 from coordinator.lookup.lookup import LookupKind
+from coordinator.observers import build_auditor, open_learning_log, send_genai_metrics, trace_requests
 from coordinator.replicas.liveness import watch_targets
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
+from coordinator.replicas.target_models import TargetModels
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.round.timeline import TimelineLog
 from coordinator.routing.promotion import Canary
@@ -36,29 +44,26 @@ from coordinator.text.tokenizer import ServedTokenizer
 from specdec.checkpoints.generation_config import recommended_sampling
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.errors import Unsupported
-from specdec.observability.audit import AuditMetrics
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
-from specdec.observability.genai_metrics import open_genai_metrics
 from specdec.observability.logging import configure_logging
 from specdec.observability.loop_lag import watch_loop_lag
 from specdec.observability.metrics_server import start_metrics_server
 from specdec.observability.series import served_name
-from specdec.observability.tracing import SpanCollector, Tracing, open_tracing
+from specdec.observability.tracing import Tracing
 from specdec.rpc.client import open_link
+from specdec.rpc.health import Health
 from specdec.rpc.server import COORDINATOR_SERVICE, VLLM_SERVICE, ServiceServer
 from specdec.service import memory
 from specdec.service.lifecycle import require_addresses, run_to_exit_code, stop_on_signals
-from specdec.settings.addresses import advertised_address, split_address
+from specdec.settings.addresses import advertised_address, is_loopback, split_address
 from specdec.settings.coordinator import CoordinatorSettings
-from specdec.settings.reading import parse_settings
+from specdec.settings.reading import opened, parse_settings
 from specdec.state.coordinators import coordinator_info
 from specdec.state.redis_store import open_registry, open_store
 from specdec.state.registry import Heartbeat
 from specdec.state.store import ReplicaRegistry
+from specdec.state.store_wait import store_answers
 from specdec.types import EngineInfo, Mode
-
-#: Name of this service in traces and metrics over OTLP.
-_OTEL_SERVICE = "specdec-coordinator"
 
 #: Time that streams have after the drain to send what they hold.
 _FLUSH_S = 1.0
@@ -82,28 +87,43 @@ async def _serve(settings: CoordinatorSettings) -> None:
         SpecdecError: the service cannot start (address, tokenizer, store), or a static endpoint has another vocabulary
             before the first request could be served.
     """
+    access = opened(lambda: open_access(settings, os.environ, is_loopback=is_loopback(settings.listen)))
     require_addresses(settings)
-    stop = stop_on_signals()
+    health = Health((COORDINATOR_SERVICE, *((VLLM_SERVICE,) if settings.worker_contract else ())))
+    if settings.health:
+        health.open_port(settings.health)
     tokenizer = ServedTokenizer(settings.tokenizer)
-    metrics = CoordinatorMetrics(served_name(settings.tokenizer))
+    stop = stop_on_signals()  # until here SIGTERM ends the process at once
+    metrics = CoordinatorMetrics(served_name(settings.tokenizer), max_tenants=settings.tenant_metrics)
     server = ServiceServer(
         settings.listen,
-        service_names=(COORDINATOR_SERVICE, *((VLLM_SERVICE,) if settings.worker_contract else ())),
-        health_address=settings.health,
+        health=health,
         max_message_bytes=settings.max_message_bytes,
+        max_connection_age_s=settings.max_connection_age_s,
+        tls=settings.server_tls,
+        loopback_address=settings.loopback,
+        check_caller=access.public.check,
     )
     async with AsyncExitStack() as ending:
-        store = open_store(settings.redis_url, tenant=settings.tenant, session_ttl_s=settings.session_ttl_s)
+        ending.callback(health.close_port)
+        if not await store_answers(settings.redis_url, settings.store_wait_s, stop):
+            return
+        store = open_store(
+            settings.redis_url, tenant=settings.tenant, cluster=settings.cluster, session_ttl_s=settings.session_ttl_s
+        )
         ending.push_async_callback(store.close)
         await store.ping()
         metrics.watch_store(lambda: store.num_failures)
         readiness = Readiness(lambda is_ready: server.set_serving() if is_ready else server.set_not_serving())
-        registry = _open_registry(settings, ending)
-        pools = _build_pools(settings, tokenizer.fingerprint, readiness, registry)
+        registry = _open_registry(settings, access, ending)
+        pools = _build_pools(settings, access, tokenizer.fingerprint, readiness, registry)
         ending.push_async_callback(pools.close)
+        target_models = TargetModels(pools, store.target_shares())
+        target_models.start()
+        ending.push_async_callback(target_models.close)
         histories = TokenHistories(settings.lookup_history_tokens) if LookupKind.SUFFIX in settings.lookup else None
-        tracing = _open_tracing(settings, metrics, ending)
-        _open_genai_metrics(settings, metrics, ending)
+        tracing = trace_requests(settings, metrics, ending, os.environ)
+        send_genai_metrics(settings, metrics, ending, os.environ)
         timelines = None if settings.timeline is None else TimelineLog(settings.timeline)
         if timelines is not None:
             ending.callback(timelines.close)
@@ -114,23 +134,25 @@ async def _serve(settings: CoordinatorSettings) -> None:
             ending.push_async_callback(canary.close)
         draft_sources = DraftSourceFactory(pools, histories, scores, canary, tokenizer.decode)
         generations = GenerationService(
-            _generation_settings(settings),
+            _generation_settings(settings, access),
             store=store,
             pools=pools,
+            target_models=target_models,
             tokenizer=tokenizer,
             draft_sources=draft_sources,
             metrics=metrics,
             directory=store.prefixes() if settings.prefix_directory == "on" else None,
-            learning_log=_open_learning_log(settings, metrics),
+            learning_log=open_learning_log(settings, metrics),
             timelines=timelines,
-            auditor=_build_auditor(settings, metrics, ending),
+            auditor=build_auditor(settings, metrics, ending),
         )
         default_mode = Mode[settings.default_mode.upper()]
         tenants = CallTenants(settings.tenant, reads_header=settings.tenant_header == "on")
-        CoordinatorServicer(
+        servicer = CoordinatorServicer(
             generations=generations,
             store=store,
             pools=pools,
+            target_models=target_models,
             draft_sources=draft_sources,
             tokenizer=tokenizer,
             default_mode=default_mode,
@@ -138,18 +160,25 @@ async def _serve(settings: CoordinatorSettings) -> None:
             default_sampling=recommended_sampling(settings.tokenizer),
             canary=canary,
             tracing=tracing,
-        ).add_to(server.grpc_server)
+        )
+        servicer.add_to(server.grpc_server)
         if settings.worker_contract == "smg":
             opener = RequestOpener(generations, pools, tenants, default_mode)
             _add_smg_contract(server, settings.tokenizer, opener, generations, pools, tracing)
         if settings.metrics:
             ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
         await server.start()
+        if settings.admin:
+            servicer.admin_address = await open_admin_port(
+                settings.admin, servicer, access.admin, ending, tls=settings.server_tls
+            )
         memory.settle()
         ending.push_async_callback(server.stop, _FLUSH_S)
         ending.push_async_callback(generations.drain, 0.0)
         address = advertised_address(settings.advertise, settings.listen, server.port)
-        _log.info("listening", extra={"address": server.address, "advertised": address})
+        _log.info(
+            "listening", extra={"address": server.address, "advertised": address, "admin": servicer.admin_address}
+        )
         registration = _register(settings, registry, address, tokenizer.fingerprint, generations)
         if registration is not None:
             await registration.start()
@@ -160,6 +189,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
             watch_targets(pools),
             readiness.watch_store(store),
             watch_loop_lag(metrics.observe_loop_lag),
+            health.watch_loop(),
         )
         _log.info("draining", extra={"grace_s": settings.drain_grace_s, "num_running": generations.num_running})
         await server.set_not_serving()
@@ -194,11 +224,13 @@ def _add_smg_contract(
     ).add_to(server.grpc_server)
 
 
-def _open_registry(settings: CoordinatorSettings, ending: AsyncExitStack) -> ReplicaRegistry | None:
+def _open_registry(
+    settings: CoordinatorSettings, access: CoordinatorAccess, ending: AsyncExitStack
+) -> ReplicaRegistry | None:
     """Return the registry that replicas are found in; None where static endpoints replace it."""
     if settings.draft_endpoint or settings.target_endpoint:
         return None
-    registry = open_registry(settings.redis_url)
+    registry = open_registry(settings.redis_url, cluster=settings.cluster, signer=access.service_key)
     ending.push_async_callback(registry.close)
     return registry
 
@@ -228,6 +260,7 @@ def _register(
 
 def _build_pools(
     settings: CoordinatorSettings,
+    access: CoordinatorAccess,
     vocabulary_fingerprint: str,
     readiness: Readiness,
     registry: ReplicaRegistry | None,
@@ -237,7 +270,7 @@ def _build_pools(
 
     return ReplicaPools(
         vocabulary_fingerprint,
-        open_link,
+        partial(open_link, metadata=access.link_metadata, tls=settings.channel_tls),
         static_endpoints=static,
         registry=registry,
         lookup_pools=settings.lookup,
@@ -248,54 +281,13 @@ def _build_pools(
     )
 
 
-def _build_auditor(
-    settings: CoordinatorSettings, metrics: CoordinatorMetrics, ending: AsyncExitStack
-) -> Auditor | None:
-    """Return the audit of rounds; None where no round is audited. Its series exist in any case."""
-    audit_metrics = AuditMetrics(metrics.registry, served_name(settings.tokenizer))
-    if settings.audit_share == 0.0:
-        return None
-    queue = AuditQueue(audit_metrics)
-    ending.push_async_callback(queue.close)
-    return Auditor(queue, settings.audit_share)
-
-
-def _generation_settings(settings: CoordinatorSettings) -> GenerationSettings:
+def _generation_settings(settings: CoordinatorSettings, access: CoordinatorAccess) -> GenerationSettings:
     return GenerationSettings(
         coordinator_id=f"c-{secrets.token_hex(6)}",
         lease_ttl_s=settings.lease_ttl_s,
         draft_timeout_s=settings.draft_timeout_s,
-        max_running=settings.max_queue,
+        admission=AdmissionSettings.of(settings, access.limits_of),
     )
-
-
-def _open_learning_log(settings: CoordinatorSettings, metrics: CoordinatorMetrics) -> LearningLog | None:
-    """Open the learning log, if one is set. Raises InvalidRequest where its folder cannot be used."""
-    if settings.learning_log is None:
-        return None
-    return LearningLog(
-        settings.learning_log,
-        tenant=settings.tenant,
-        max_bytes=settings.learning_log_max_bytes,
-        max_age_s=settings.learning_log_max_age_s,
-        serves_all_tenants=settings.tenant_header == "on",
-        count=metrics.observe_logged,
-    )
-
-
-def _open_tracing(settings: CoordinatorSettings, metrics: CoordinatorMetrics, ending: AsyncExitStack) -> Tracing | None:
-    tracing = open_tracing(settings.otlp_endpoint, settings.trace_share, service=_OTEL_SERVICE, environ=os.environ)
-    if tracing is not None:
-        ending.push_async_callback(asyncio.to_thread, tracing.close)
-        metrics.registry.register(SpanCollector(tracing))
-    return tracing
-
-
-def _open_genai_metrics(settings: CoordinatorSettings, metrics: CoordinatorMetrics, ending: AsyncExitStack) -> None:
-    if settings.otlp_metrics == "on":
-        metrics.genai = open_genai_metrics(settings.otlp_endpoint, service=_OTEL_SERVICE, environ=os.environ)
-    if metrics.genai is not None:
-        ending.push_async_callback(asyncio.to_thread, metrics.genai.close)
 
 
 async def _watch_until(stop: asyncio.Event, *watching: Coroutine[Any, Any, None]) -> None:

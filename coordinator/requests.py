@@ -76,6 +76,10 @@ class GenerationRequest:
 
     tenant: str = DEFAULT_TENANT
     """Tenant that owns the session; not part of the digest, which is compared within one session."""
+    priority: int = 0
+    """Place in the queue: requests of lower values go first."""
+    deadline_s: float | None = None
+    """Time by which the caller wants the whole output, by `time.monotonic`; None: at any time."""
 
     @property
     def key(self) -> SessionKey:

@@ -5,6 +5,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # loading what follows takes a second, and a model longer
+    from specdec.settings.early_signals import end_on_sigterm
+
+    end_on_sigterm()
+
 import logging
 from collections.abc import Sequence
 from functools import lru_cache

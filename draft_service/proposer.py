@@ -21,6 +21,7 @@ from specdec.core.sparse import DEFAULT_COVERAGE, default_s_max
 from specdec.engine.base import StepObserver, Worker
 from specdec.engine.loop.replica import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
 from specdec.engine.sessions.calls import Call
+from specdec.engine.sessions.kv_queue import WaitLimits
 from specdec.engine.sessions.request_checks import check_round, check_scored, digest_of
 from specdec.errors import InvalidRequest
 from specdec.types import Proposal, ProposeRequest, SamplingFilters, Score, ScoreRequest
@@ -86,6 +87,8 @@ class Proposer(ReplicaEngine):
             observer=observer,
             clock=clock,
         )
+        # A draft that waits is late; without it the round goes on.
+        options = replace(options, wait_limits=WaitLimits(max_waiting=0))
         super().__init__(worker, program, options, ahead if is_ahead else None, observer, clock)
         self._score_ids = count()
 
@@ -109,6 +112,8 @@ class Proposer(ReplicaEngine):
             draft_token_ids=_NO_TOKENS,
             num_logit_rows=1,
             max_kv_len=position.committed_len + gamma - 1,  # the last draft token does not run
+            reserved_len=self._reserved_len(position),
+            may_refuse=position.max_session_tokens > 0,  # a turn gets along without a draft
         )
         proposal: Proposal = await self._engine_loop.call(call)
         return proposal

@@ -5,12 +5,19 @@ This is the only module of the gateway that reads the environment and handles si
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # loading what follows takes a second, and a model longer
+    from specdec.settings.early_signals import end_on_sigterm
+
+    end_on_sigterm()
+
 import asyncio
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
+from typing import Any
 
 from gateway.app import build_app
 from gateway.auth import ApiKeys
@@ -18,15 +25,18 @@ from gateway.context import Gateway
 from gateway.metrics import GatewayMetrics
 from gateway.server import bind, serve
 from gateway.upstream import Upstream
-from specdec.errors import SpecdecError, error_line
+from specdec.access.callers import open_tokens
+from specdec.access.service_key import ServiceKey, read_service_key
+from specdec.errors import InvalidSetting, SpecdecError, Unavailable, error_line
 from specdec.observability.genai_metrics import open_genai_metrics
 from specdec.observability.logging import configure_logging
 from specdec.observability.metrics_server import start_metrics_server
 from specdec.observability.tracing import SpanCollector, open_tracing
 from specdec.settings.addresses import split_address
 from specdec.settings.gateway import GatewaySettings
-from specdec.settings.reading import parse_settings
+from specdec.settings.reading import opened, parse_settings
 from specdec.state.responses import RedisResponses
+from specdec.state.store_wait import store_answers, wait_for_store
 
 #: Name of this service in traces and metrics over OTLP.
 _OTEL_SERVICE = "specdec-gateway"
@@ -37,26 +47,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = parse_settings(GatewaySettings, prog="python -m gateway", argv=sys.argv[1:] if argv is None else argv)
     configure_logging(settings.log_format, settings.log_level, service="gateway")
     try:
-        asyncio.run(_serve(settings))
+        keys = opened(lambda: _open_keys(settings))
+        service_key = opened(lambda: read_service_key(settings.service_key, os.environ))
+        asyncio.run(_serve(settings, keys, service_key))
     except SpecdecError as error:
         print(error_line(error), file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, InvalidSetting) else 1
     except KeyboardInterrupt:
         return 130
     return 0
 
 
-async def _serve(settings: GatewaySettings) -> None:
-    """Serve until SIGTERM or SIGINT, then drain.
+def _open_keys(settings: GatewaySettings) -> ApiKeys:
+    """Raises InvalidRequest and Unavailable as `open_tokens` and `ApiKeys`."""
+    has_keys = bool(settings.api_keys or settings.api_key or settings.jwt_jwks)
+    return ApiKeys(
+        settings.api_keys,
+        key=settings.api_key,
+        tokens=open_tokens(settings),
+        allow_anonymous=settings.allow_anonymous or not has_keys,
+    )
 
-    Raises:
-        SpecdecError: the gateway cannot start: an address, or the file of API keys.
-    """
+
+async def _serve(settings: GatewaySettings, keys: ApiKeys, service_key: ServiceKey | None) -> None:
+    """Serve until SIGTERM or SIGINT, then drain. Raises SpecdecError if an address cannot be used."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    has_keys = bool(settings.api_keys or settings.api_key)
-    keys = ApiKeys(settings.api_keys, key=settings.api_key, allow_anonymous=settings.allow_anonymous or not has_keys)
     metrics = GatewayMetrics()
     tracing = open_tracing(settings.otlp_endpoint, settings.trace_share, service=_OTEL_SERVICE, environ=os.environ)
     async with AsyncExitStack() as ending:
@@ -69,14 +86,37 @@ async def _serve(settings: GatewaySettings) -> None:
             ending.push_async_callback(asyncio.to_thread, metrics.genai.close)
         if settings.metrics:
             ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
-        upstream = Upstream(settings)
+        if not settings.coordinator:
+            with contextlib.suppress(Unavailable):  # it may be late; a wrong one is refused before anything listens
+                await wait_for_store(settings.redis_url, 0.0)
+        upstream = Upstream(settings, service_key)
         ending.push_async_callback(upstream.close)
         await upstream.start()
-        responses = RedisResponses(settings.redis_url)
+        responses = RedisResponses(settings.redis_url, cluster=settings.cluster)
         ending.push_async_callback(responses.close)
         listener = ending.enter_context(bind(settings.listen))
         gateway = Gateway(settings, upstream, keys, metrics, responses, tracing)
-        await serve(build_app(gateway), listener, settings, stop)
+        await _run_all(
+            stop,
+            serve(build_app(gateway), listener, settings, stop),
+            _require_store(settings, stop),  # beside it: `/health` is answered while the store is late
+        )
+
+
+async def _require_store(settings: GatewaySettings, stop: asyncio.Event) -> None:
+    """Wait for the store that coordinators are looked up in. Raises as `store_answers`."""
+    if not settings.coordinator:
+        await store_answers(settings.redis_url, settings.store_wait_s, stop)
+
+
+async def _run_all(stop: asyncio.Event, *parts: Coroutine[Any, Any, None]) -> None:
+    """Run parts that end on `stop`; one that fails sets it. Raises the first part's error, in the order of `parts`."""
+    tasks = [asyncio.create_task(part) for part in parts]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    stop.set()
+    await asyncio.wait(tasks)
+    for task in tasks:
+        task.result()
 
 
 if __name__ == "__main__":

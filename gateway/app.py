@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 import specdec
 from gateway.context import Gateway
+from gateway.deadlines import Deadlines
 from gateway.http_errors import error_response, read_validation_error
 from gateway.middleware import Authenticated, LimitedBody, Measured
 from gateway.routes import chat, completions, messages, models, playground, responses, sessions, status, tokens
@@ -62,6 +63,7 @@ def _layers(gateway: Gateway) -> list[Middleware]:
                 allow_headers=["*"],
             )
         )
+    layers.append(Middleware(Deadlines))
     layers.append(Middleware(Authenticated, keys=gateway.keys))
     layers.append(Middleware(LimitedBody, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s))
     return layers

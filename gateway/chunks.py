@@ -44,6 +44,8 @@ class ChunkOptions:
     has_provenance: bool = False
     has_metrics: bool = False
     has_event_ids: bool = False
+    num_received: int = 0
+    """Output tokens that the client of a resumed stream holds; the ids of its events count from there."""
     first_texts: Sequence[str] = ()
     """Text that each prompt's outputs begin with (`echo`); empty for none."""
 
@@ -74,7 +76,9 @@ class ChunkEncoder(ABC):
         async for event in events:
             output = self._outputs.get(event.index)
             if output is None:
-                output = self._outputs[event.index] = _Output(self._head_of(event), event.stream.num_prompt_tokens)
+                output = self._outputs[event.index] = _Output(
+                    self._head_of(event), event.stream.num_prompt_tokens, self._options.num_received
+                )
                 if first := self._first_choice(self._first_text(event.index)):
                     yield self._event(event, output, f"{first},{_NO_LOGPROBS},{_UNFINISHED}")
             if event.chunk is not None:

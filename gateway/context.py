@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from gateway.auth import Access, ApiKeys
+from gateway.auth import ApiKeys
 from gateway.metrics import GatewayMetrics
 from gateway.upstream import Upstream
+from specdec.access.grants import Access
 from specdec.client import AsyncClient
 from specdec.observability.tracing import Tracing
 from specdec.settings.gateway import GatewaySettings

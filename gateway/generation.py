@@ -15,6 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, cast
 
+from gateway.deadlines import time_left_s
 from gateway.metrics import GatewayMetrics
 from gateway.operations import measured_operation
 from gateway.tracing import traceparent
@@ -215,7 +216,9 @@ async def _generated(
     client: AsyncClient, job: Job, session: GenerateOptions | None = None
 ) -> AsyncGenerator[Event, None]:
     """Yield the parts of one output; the options of `session` replace the job's."""
-    options = cast(GenerateOptions, {**job.options, **(session or {}), "traceparent": traceparent()})
+    options = cast(
+        GenerateOptions, {**job.options, **(session or {}), "traceparent": traceparent(), "timeout": time_left_s()}
+    )
     async with client.generate(job.prompt, stream=True, **options) as stream:
         async for chunk in stream:
             yield Event(job.index, stream, chunk)

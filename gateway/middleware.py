@@ -19,7 +19,9 @@ from gateway.context import ACCESS, wants_event_ids
 from gateway.http_errors import error_response
 from gateway.metrics import GatewayMetrics
 from gateway.sse import CLIENT_GONE, ClientGone
-from specdec.errors import InvalidRequest, SpecdecError
+from specdec.access.grants import Access
+from specdec.access.refusals import RefusalLog
+from specdec.errors import Forbidden, InvalidRequest, SpecdecError, Unauthenticated
 
 #: Paths that need a key where there are keys.
 _GUARDED = ("/v1/", "/tokenize", "/detokenize")
@@ -73,13 +75,14 @@ class Authenticated:
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app, self._keys = app, keys
+        self._refusals = RefusalLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not scope["path"].startswith(_GUARDED):
             await self._app(scope, receive, send)
             return
         try:
-            access = self._keys.access(_key_of(Headers(scope=scope)))
+            access = self._access(scope)
             scope.setdefault("state", {})[ACCESS] = access
             if scope["method"] != "POST" and not _is_resumption(scope):
                 await self._app(scope, receive, send)
@@ -88,6 +91,15 @@ class Authenticated:
                 await self._app(scope, receive, send)
         except SpecdecError as error:  # those of the routes have become answers by now
             await error_response(error, scope["path"])(scope, receive, send)
+
+    def _access(self, scope: Scope) -> Access:
+        """Return the access of a request's caller. Raises as `ApiKeys.access`."""
+        try:
+            return self._keys.access(_key_of(Headers(scope=scope)))
+        except (Unauthenticated, Forbidden) as error:
+            host, port = scope.get("client") or ("", 0)
+            self._refusals.note(f"{host}:{port}", error)
+            raise
 
 
 class LimitedBody:

@@ -46,6 +46,7 @@ _OPENAI_NAMES = {
     "ignore_eos": "ignore_eos",
     "stop_token_ids": "stop_token_ids",
     "stop": "stop",
+    "priority": "priority",
 }
 #: Sampling parameters that a model may recommend. `max_new_tokens` is the routes' subject.
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -96,8 +97,8 @@ class SamplingFields(Request):
     """Continue after the model's own end of text."""
     min_tokens: Int | None = None
     """Least number of output tokens."""
-    priority: Int | None = None
-    """Only 0 is supported."""
+    priority: Annotated[Int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    """Place in the queue among the requests of the same tenant: lower values go first."""
     speculation: Speculation | None = None
     """Choice of drafts and of their verification."""
     session_id: Text | None = None
@@ -179,7 +180,6 @@ class SamplingFields(Request):
             ("truncate_prompt_tokens", self.truncate_prompt_tokens is not None, "shorten the prompt"),
             ("include_stop_str_in_output", self.include_stop_str_in_output, _DELIVERY),
             ("skip_special_tokens", self.skip_special_tokens is False, _DELIVERY),
-            ("priority", self.priority not in (None, 0), "requests are served in their order; send 0 or nothing"),
         ):
             if value:
                 raise refuse(name, reason)

@@ -13,8 +13,9 @@ from starlette.types import ASGIApp
 
 from gateway.limits import protocol_with
 from specdec.errors import Unavailable
-from specdec.settings.addresses import advertised_address, split_address
+from specdec.settings.addresses import advertised_address, is_loopback, split_address
 from specdec.settings.gateway import GatewaySettings
+from specdec.tls import reloading_context
 
 _BACKLOG = 2048
 #: Seconds for which an idle connection is kept; longer than clients and proxies keep theirs (60 s).
@@ -32,21 +33,30 @@ class _Server(uvicorn.Server):
 
 
 async def serve(app: ASGIApp, listener: socket.socket, settings: GatewaySettings, stop: asyncio.Event) -> None:
-    """Serve on `listener` until `stop` is set, then finish the requests in flight within the settings' grace."""
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http=protocol_with(settings.header_timeout_s),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            backlog=_BACKLOG,
-            timeout_keep_alive=_IDLE_S,
-            timeout_graceful_shutdown=max(1, round(settings.drain_grace_s)),
-        )
+    """Serve on `listener` until `stop` is set, then finish the requests in flight within the settings' grace.
+
+    Raises InvalidRequest if the certificate files cannot be used.
+    """
+    config = uvicorn.Config(
+        app,
+        http=protocol_with(settings.header_timeout_s),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=_IDLE_S,
+        timeout_graceful_shutdown=max(1, round(settings.drain_grace_s)),
     )
+    if (tls := settings.server_tls) is not None:
+        config.load()
+        config.ssl = reloading_context(tls)
+    elif not is_loopback(settings.listen):
+        _log.warning(
+            "plaintext port: messages and keys are readable on the network", extra={"address": settings.listen}
+        )
+    server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     stopping = asyncio.create_task(stop.wait())
     address = advertised_address("", settings.listen, listener.getsockname()[1])

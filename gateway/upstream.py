@@ -14,9 +14,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
+from specdec.access.service_key import ServiceKey
 from specdec.client import AsyncClient, Budgets, ServerInfo
-from specdec.errors import NotFound, SpecdecError, Unavailable
+from specdec.errors import Forbidden, NotFound, SpecdecError, Unauthenticated, Unavailable
 from specdec.settings.addresses import join_address, split_address
 from specdec.settings.gateway import GatewaySettings
 from specdec.state.coordinators import live_coordinators
@@ -62,13 +64,19 @@ class Served:
 class _Connection:
     """Clients of one set of coordinators."""
 
-    def __init__(self, endpoint: str, settings: GatewaySettings) -> None:
+    def __init__(self, endpoint: str, settings: GatewaySettings, api_key: str | None) -> None:
         """Raises InvalidRequest if the endpoint has the wrong form."""
         self.endpoint = endpoint
         budgets = Budgets(connect_s=settings.retry_s, resume_s=settings.resume_s)
-        self.client = AsyncClient(endpoint, budgets=budgets, remembers_sessions=False)
+        common: Any = {
+            "api_key": api_key,
+            "remembers_sessions": False,
+            "tls": settings.channel_tls or False,
+            "insecure": True,  # --tls-ca decides; the client logs that it sends a key in plaintext
+        }
+        self.client = AsyncClient(endpoint, budgets=budgets, **common)
         once = Budgets(connect_s=0.0, resume_s=settings.resume_s)
-        self.prober = AsyncClient(endpoint, budgets=once, remembers_sessions=False)
+        self.prober = AsyncClient(endpoint, budgets=once, **common)
         """Client that does not try again before the first answer."""
 
     async def close(self) -> None:
@@ -79,8 +87,14 @@ class _Connection:
 class Upstream:
     """The coordinators of one gateway. Used from one event loop; call `start` first."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
+    def __init__(self, settings: GatewaySettings, service_key: ServiceKey | None = None) -> None:
+        """
+        Args:
+            settings: the gateway's settings.
+            service_key: sent to coordinators, and checked in the registry; None: none is.
+        """
         self._settings = settings
+        self._service_key = service_key
         self._connections: list[_Connection] = []
         """Connections in the order in which they were made. The last one gets new calls; streams may still use others,
         so none is closed before the end. The coordinators of a system change seldom."""
@@ -102,7 +116,9 @@ class Upstream:
         if self._settings.coordinator:
             self._connect(await endpoint_of(self._settings.coordinator))
             return
-        self._registry = open_registry(self._settings.redis_url)
+        self._registry = open_registry(
+            self._settings.redis_url, cluster=self._settings.cluster, signer=self._service_key
+        )
         self._discovering = asyncio.create_task(self._discover(self._registry), name="discover coordinators")
 
     def client(self, tenant: str, *, tries_again: bool = True) -> AsyncClient:
@@ -156,7 +172,8 @@ class Upstream:
         """Use a connection to `endpoint` from now on. Raises InvalidRequest if it has the wrong form."""
         known = next((each for each in self._connections if each.endpoint == endpoint), None)
         if known is None:
-            known = _Connection(endpoint, self._settings)
+            api_key = self._service_key.bearer if self._service_key else None
+            known = _Connection(endpoint, self._settings, api_key)
         else:
             self._connections.remove(known)
         self._connections.append(known)
@@ -165,6 +182,14 @@ class Upstream:
         """Ask for a description and keep it, or the error."""
         try:
             info = await self._connection().client.info()
+        except (Unauthenticated, Forbidden) as error:  # of this gateway, not of its caller
+            self._failure = Unavailable(
+                f"the coordinator refuses this gateway; both need the same --service-key: {error.message}",
+                reason="COORDINATOR_UNAVAILABLE",
+                retry_after_s=1.0,
+            )
+            _log.error("%s", self._failure.message)
+            return
         except SpecdecError as error:
             self._failure = error
             return

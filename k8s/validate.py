@@ -1,64 +1,51 @@
-"""Renders the manifests and checks every document, and the compose file, against their schemas. Needs no cluster.
+"""Checks manifests, compose files, rules and Dockerfiles: `python -m k8s.validate` (`make k8s-validate`).
 
-It does not prove that images exist or pods start; `tests/integration/test_compose_commands.py` runs the compose file's
-commands. Called by `make k8s-validate`; all schemas come with installed packages, so no network is needed.
+Every overlay is rendered and its documents are checked against schemas, against each other, and against the settings
+and metrics of the services. Each problem is one line with file, object and field; the exit code is 1 if there is one.
 """
 
 from __future__ import annotations
 
-import shutil
-import subprocess
+import argparse
 import sys
+import time
 from pathlib import Path
 
-import kubernetes_validate
-import yaml
+from k8s.validation.checks import check_repository
+from k8s.validation.linters import lint_problems
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Oldest and newest supported Kubernetes versions.
-KUBERNETES_VERSIONS = ("1.31", "1.34")
+TOOLS = ROOT / ".venv-k8s" / "bin"
 
 
-def render(directory: Path) -> list[dict]:
-    """Return the documents that `kubectl apply -k` would send. Raises CalledProcessError when they do not render."""
-    rendered = subprocess.run(
-        ["kubectl", "kustomize", str(directory)], check=True, stdout=subprocess.PIPE, text=True
-    ).stdout
-    return [document for document in yaml.safe_load_all(rendered) if document]
+def main(argv: list[str] | None = None) -> int:
+    """Run the checks; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m k8s.validate", description=__doc__)
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of the repository")
+    parser.add_argument("--tools", type=Path, default=TOOLS, help="folder of kubectl and of the linters")
+    options = parser.parse_args(argv)
+    begin_s = time.monotonic()
+    if not (options.tools / "kubectl").exists():
+        print(f"error: --tools {options.tools}: there is no kubectl; make k8s-validate installs it", file=sys.stderr)
+        return 2
+    root = options.root.resolve()
+    report = check_repository(root, options.tools / "kubectl")
+    for problem in lint_problems(root, options.tools, list(report.documents.values())):
+        report.add(problem)
+    for name, num_documents in report.overlays.items():
+        print(f"{name}: {num_documents} documents")
+    for problem, overlays in report.problems.items():
+        names = [name for name in dict.fromkeys(overlays) if name]
+        print(f"error: {problem}{f' [{_shown(names)}]' if names else ''}", file=sys.stderr)
+    print(
+        f"{len(report.overlays)} overlays, {len(report.documents)} different documents, "
+        f"{len(report.problems)} problems, {time.monotonic() - begin_s:.0f} s"
+    )
+    return 1 if report.problems else 0
 
 
-def violations(documents: list[dict]) -> list[str]:
-    """Return one line for each document and version that the schema refuses, unknown fields included."""
-    found = []
-    for document in documents:
-        name = f"{document['kind']}/{document['metadata']['name']}"
-        for version in KUBERNETES_VERSIONS:
-            try:
-                kubernetes_validate.validate(document, version, strict=True)
-            except kubernetes_validate.ValidationError as error:
-                path = ".".join(str(part) for part in error.path)
-                found.append(f"{name} (Kubernetes {version}): {path}: {error.message}")
-    return found
-
-
-def main() -> int:
-    if shutil.which("kubectl") is None:
-        print("error: kubectl is needed to render the manifests; none is on the PATH", file=sys.stderr)
-        return 1
-    failed = False
-    for directory in sorted(path.parent for path in (ROOT / "k8s").rglob("kustomization.yaml")):
-        try:
-            documents = render(directory)
-        except subprocess.CalledProcessError:
-            return 1  # kubectl has said why
-        found = violations(documents)
-        print(f"{directory.relative_to(ROOT)}: {len(documents)} documents, {len(found)} violations")
-        for line in found:
-            print(f"error: {line}", file=sys.stderr)
-        failed = failed or bool(found)
-    print("docker-compose.yml: ", end="", flush=True)
-    compose = ["check-jsonschema", "--builtin-schema", "vendor.compose-spec", str(ROOT / "docker-compose.yml")]
-    return 1 if subprocess.run(compose).returncode or failed else 0
+def _shown(names: list[str]) -> str:
+    return ", ".join(names) if len(names) < 4 else f"{', '.join(names[:2])} and {len(names) - 2} more"
 
 
 if __name__ == "__main__":

@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specdec.client import AsyncClient, Client
+    from specdec.client import AsyncClient, Client, Tls
 
 __version__ = "0.1.0"
-__all__ = ["AsyncClient", "Client", "__version__"]
+__all__ = ["AsyncClient", "Client", "Tls", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("AsyncClient", "Client"):
+    if name not in ("AsyncClient", "Client", "Tls"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from specdec import client
 

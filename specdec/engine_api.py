@@ -9,7 +9,7 @@ described in `specdec.engine.base`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from specdec.types import EngineInfo, Proposal, ProposeRequest, Score, ScoreRequest, Verification, VerifyRequest
 
@@ -32,10 +32,19 @@ class EngineStats:
     num_free_kv_blocks: int = 0
     """Number of KV blocks without contents."""
     num_kv_exhausted: int = 0
-    """Number of calls that were refused because no KV block was left."""
+    """Number of calls that were refused because the KV blocks were reserved for other turns, or too few."""
     num_preemptions: int = 0
     """Number of admitted calls that gave up their KV and ran it again."""
     is_stalled: bool = False
+
+
+class EndedTurn(NamedTuple):
+    """A turn that will not call again."""
+
+    session_id: str
+    """Id of the session on the replica (`specdec.tenant.session_on_replica`)."""
+    epoch: int
+    """Epoch under which the turn ran. Turns of other epochs go on."""
 
 
 class Engine(Protocol):
@@ -63,6 +72,13 @@ class Engine(Protocol):
 
     async def release(self, session_ids: list[str]) -> None:
         """Free the KV of sessions; their calls in flight miss. Idempotent; unknown ids are allowed."""
+        ...
+
+    async def end_turns(self, turns: list[EndedTurn]) -> None:
+        """Abandon the calls of turns and give back the KV blocks reserved for them, within one step.
+
+        The sessions' KV stays until others need its blocks. Idempotent; unknown sessions are allowed.
+        """
         ...
 
     def info(self) -> EngineInfo:
@@ -103,7 +119,8 @@ class DraftEngine(Engine, Protocol):
             InvalidRequest: the request can never run; no part of it is kept.
             KvMiss: the replica needs earlier tokens.
             StaleEpoch: an older epoch, or a round older than the newest seen.
-            ResourceExhausted: no KV block is left (KV_EXHAUSTED).
+            ResourceExhausted: the KV blocks that the turn needs are reserved for others (KV_EXHAUSTED); only the first
+                call of a turn is refused, and a draft's call that has no reservation.
             Unavailable: draining (DRAINING), or the device hangs (REPLICA_UNAVAILABLE).
         """
         ...

@@ -2,7 +2,8 @@
 
 SpecdecError
 ├── InvalidRequest        INVALID_ARGUMENT     INVALID_REQUEST, CONTEXT_TOO_LONG, NO_CHAT_TEMPLATE
-├── NotFound              NOT_FOUND            SESSION_NOT_FOUND, POOL_NOT_FOUND
+│   └── InvalidSetting    (at the start of a process, which ends with exit code 2)
+├── NotFound              NOT_FOUND            SESSION_NOT_FOUND, POOL_NOT_FOUND, MODEL_NOT_FOUND
 ├── SessionBusy           FAILED_PRECONDITION  SESSION_BUSY
 ├── VocabularyMismatch    FAILED_PRECONDITION  VOCABULARY_MISMATCH
 ├── KvMiss                FAILED_PRECONDITION  KV_MISS            (draft and target links only)
@@ -74,6 +75,10 @@ class InvalidRequest(SpecdecError):
 
     code = "INVALID_ARGUMENT"
     default_reason = "INVALID_REQUEST"
+
+
+class InvalidSetting(InvalidRequest):
+    """A setting of this process does not fit what it names, such as a file or a server; the message names the flag."""
 
 
 class NotFound(SpecdecError):
@@ -193,6 +198,7 @@ _TYPES_BY_REASON: dict[str, type[SpecdecError]] = {
     "NO_CHAT_TEMPLATE": InvalidRequest,
     "SESSION_NOT_FOUND": NotFound,
     "POOL_NOT_FOUND": NotFound,
+    "MODEL_NOT_FOUND": NotFound,
     "SESSION_BUSY": SessionBusy,
     "VOCABULARY_MISMATCH": VocabularyMismatch,
     "KV_MISS": KvMiss,

@@ -140,6 +140,8 @@ class SessionPosition:
     """Tenant that owns the session. On a replica `session_id` is unique among all tenants (`specdec.tenant`)."""
     is_timed: bool = False
     """Set if the answer shall carry `Stages`."""
+    max_session_tokens: int = 0
+    """Largest number of tokens that the session can hold when its turn ends; 0: not known."""
 
     @property
     def committed_len(self) -> int:

@@ -5,7 +5,13 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # loading what follows takes a second, and a model longer
+    from specdec.settings.early_signals import end_on_sigterm
+
+    end_on_sigterm()
+
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specdec.engine.simulated.engines import SimulatedTarget
@@ -31,9 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _build_verifier(
     worker: Worker, options: ReplicaOptions, settings: TargetSettings, metrics: EngineMetrics
 ) -> Verifier:
+    from specdec.engine.sessions.kv_queue import WaitLimits
     from target_service.verifier import Verifier
 
-    return Verifier(worker, options, observer=metrics)
+    limits = WaitLimits(settings.max_waiting, settings.max_wait_s)
+    return Verifier(worker, replace(options, wait_limits=limits), observer=metrics)
 
 
 KIND = ReplicaKind(
@@ -45,6 +53,7 @@ KIND = ReplicaKind(
     simulated_engine=SimulatedTarget,
     build_engine=_build_verifier,
     local_drafts=lambda settings: parse_local_drafts(settings.local_draft),
+    model_grace_s=lambda settings: settings.model_grace_s,
     build_servicer=TargetServicer,
 )
 

@@ -42,6 +42,7 @@ class TargetServicer(ReplicaServicer, target_pb2_grpc.TargetServiceServicer):
 
     async def answer(self, item: target_pb2.VerifyRequest) -> Answered:
         request = codec.decode_verify_request(item, self._limits)
+        self.open_turns.note_call(request.position.session_id, request.position.epoch)
         decoded_s = time.monotonic()
         verification = await self._engine.verify(request)
         answered_s = time.monotonic()

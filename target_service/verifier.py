@@ -23,7 +23,7 @@ from specdec.engine.base import StepObserver, Worker
 from specdec.engine.drafting.drawing import Drawing
 from specdec.engine.loop.replica import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
 from specdec.engine.sessions.calls import Call
-from specdec.engine.sessions.request_checks import check_round, digest_of
+from specdec.engine.sessions.request_checks import check_round, digest_of, is_first_of_turn
 from specdec.errors import InvalidRequest
 from specdec.types import LocalDraft, SamplingFilters, Score, ScoreRequest, Verification, VerifyRequest
 from target_service.program import TargetProgram
@@ -76,6 +76,8 @@ class Verifier(ReplicaEngine):
             num_logit_rows=num_draft_tokens + 1,
             max_kv_len=request.position.committed_len + (num_draft_tokens if local is None else local.gamma),
             local_draft="" if local is None else local.pool,
+            reserved_len=self._reserved_len(request.position),
+            may_refuse=is_first_of_turn(request.position),
         )
         verification: Verification = await self._engine_loop.call(call)
         return verification

@@ -6,6 +6,7 @@ checked request goes to `generation/generation_service`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -49,7 +50,7 @@ class RequestOpener:
             tenant = self._tenants.of(context)
             limits = self._limits()
             checked = validate_request(decode(limits), limits)
-            return await self._generations.open(replace(checked, tenant=tenant))
+            return await self._generations.open(replace(checked, tenant=tenant, deadline_s=_deadline_s(context)))
         except SpecdecError as error:
             self._generations.count_refusal(error)
             raise
@@ -68,3 +69,9 @@ class RequestOpener:
             eos_token_ids=target.eos_token_ids,
             default_mode=self._default_mode,
         )
+
+
+def _deadline_s(context: Any) -> float | None:
+    """Return the time at which the call ends, by `time.monotonic`; None where its caller set none."""
+    left_s = context.time_remaining()
+    return None if left_s is None else time.monotonic() + left_s

@@ -58,5 +58,6 @@ class RawGenerationParams:
     speculation: RawSpeculationParams = RawSpeculationParams()
     resume_from: int | None = None
     expected_session_tokens: int | None = None
+    priority: int = 0
     former_digests: tuple[str, ...] = ()
     """Digests of this request in the forms that older versions stored (see `validation.request_digest`)."""

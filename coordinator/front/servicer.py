@@ -27,17 +27,20 @@ from coordinator.front.wire import (
     encode_pools,
     encode_promotion,
     encode_session,
+    encode_target_models,
 )
 from coordinator.generation.generation_service import GenerationService
 from coordinator.generation.request_log import no_session
 from coordinator.replicas.pool import ReplicaPools
+from coordinator.replicas.target_models import TargetModels
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.routing.promotion import Canary
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.errors import Forbidden, InvalidRequest, Unavailable, Unsupported
+from specdec.observability.series import served_name
 from specdec.observability.tracing import Tracing, span_of_call
-from specdec.state.store import SessionStore
+from specdec.state.store import Promotion, SessionStore
 from specdec.tenant import SessionKey
 from specdec.types import Mode
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -58,6 +61,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         generations: GenerationService,
         store: SessionStore,
         pools: ReplicaPools,
+        target_models: TargetModels,
         draft_sources: DraftSourceFactory,
         tokenizer: ServedTokenizer,
         default_mode: Mode,
@@ -71,6 +75,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             generations: runs the requests.
             store: session store of all tenants, for calls that read a session.
             pools: replicas, for the limits that requests are checked against.
+            target_models: divides new sessions among target models.
             draft_sources: keeps the statistics of the draft pools.
             tokenizer: tokenizer of the target model.
             default_mode: speculation mode of requests that name none.
@@ -82,6 +87,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._generations = generations
         self._store = store
         self._pools = pools
+        self._target_models = target_models
         self._draft_sources = draft_sources
         self._tokenizer = tokenizer
         self._opener = RequestOpener(generations, pools, tenants, default_mode)
@@ -90,6 +96,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._default_sampling = coordinator_pb2.SamplingParams(**recommended)
         self._canary = canary
         self._tracing = tracing
+        self.admin_address = ""
+        """HOST:PORT for operator calls; "" if there is none."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the service on a server that has not started."""
@@ -110,9 +118,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             async with aclosing(subscription.events()) as events:
                 async for event in events:
                     message = encode_event(event, with_details=with_details, token_bytes=token_bytes)
-                    began_s = time.perf_counter()
+                    began_s = subscription.sending_since_s = time.monotonic()
                     await context.write(message)
-                    self._generations.count_client_wait(time.perf_counter() - began_s)
+                    subscription.sending_since_s = None
+                    self._generations.count_client_wait(time.monotonic() - began_s)
 
     async def GetSession(  # noqa: N802
         self, request: coordinator_pb2.GetSessionRequest, context: Any
@@ -166,11 +175,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def GetInfo(  # noqa: N802
         self, request: coordinator_pb2.GetInfoRequest, context: Any
     ) -> coordinator_pb2.GetInfoResponse:
-        is_own = self._tenants.is_own(self._tenants.of(context))
+        sees_all = self._tenants.sees_all(self._tenants.of(context))
         target = self._pools.target_info
         return coordinator_pb2.GetInfoResponse(
             version=specdec.__version__,
-            target_model=target.model,
+            target_model=target.model if sees_all else served_name(target.model),
             vocabulary_fingerprint=self._pools.vocabulary_fingerprint,
             vocabulary_size=target.vocabulary_size,
             max_context_tokens=self._pools.max_context_tokens,
@@ -179,23 +188,33 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 self._pools.all_replicas(),
                 self._pools.lookup_pools,
                 self._draft_sources.draft_stats,
-                self._draft_sources.route_stats if is_own else lambda pool: [],
+                self._draft_sources.route_stats if sees_all else lambda pool: [],
+                has_inner_names=sees_all,
             ),
-            promotion=encode_promotion(self._canary.promotion if self._canary is not None and is_own else None),
+            promotion=encode_promotion(self._canary.promotion if self._canary is not None and sees_all else None),
             default_sampling=self._default_sampling,
+            admin_address=self.admin_address if sees_all else "",
+            target_models=encode_target_models(self._target_models.models(), has_inner_names=sees_all),
         )
 
     async def Promote(  # noqa: N802
         self, request: coordinator_pb2.PromoteRequest, context: Any
     ) -> coordinator_pb2.PromoteResponse:
-        if not self._tenants.is_own(self._tenants.of(context)):
-            raise Forbidden("a promotion affects all tenants, so only the coordinator's own tenant may change it")
+        if not self._tenants.sees_all(self._tenants.of(context)):
+            raise Forbidden("a promotion affects all tenants, so only operators may change it")
         check_share(request.share)
+        if request.HasField("target_fingerprint"):
+            await self._target_models.give(request.target_fingerprint, request.share)
+            return self._promoted(None if self._canary is None else self._canary.promotion)
         self._pools.require_model_pool(request.draft_pool)
         if self._canary is None:
             raise Unsupported("this coordinator does not route requests: it runs without --route auto")
-        promotion = await self._canary.promote(request.draft_pool, request.share)
-        return coordinator_pb2.PromoteResponse(promotion=encode_promotion(promotion))
+        return self._promoted(await self._canary.promote(request.draft_pool, request.share))
+
+    def _promoted(self, promotion: Promotion | None) -> coordinator_pb2.PromoteResponse:
+        return coordinator_pb2.PromoteResponse(
+            promotion=encode_promotion(promotion), target_models=encode_target_models(self._target_models.models())
+        )
 
     def _max_tokenized(self) -> int:
         try:

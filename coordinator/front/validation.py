@@ -76,6 +76,7 @@ def validate_request(raw: RawGenerationParams, limits: ServingLimits) -> Generat
         template_arguments_json=raw.template_arguments_json,
         resume_from=raw.resume_from,
         expected_session_tokens=raw.expected_session_tokens,
+        priority=raw.priority,
         digest=request_digest(raw, token_ids),
         former_digests=raw.former_digests,
     )

@@ -16,6 +16,7 @@ from coordinator.front.chat_validation import check_num_messages
 from coordinator.front.raw_params import RawGenerationParams, RawSamplingParams, RawSpeculationParams
 from coordinator.generation.request_log import decode_stats
 from coordinator.replicas.replica import DRAFT, Replica
+from coordinator.replicas.target_models import TargetModel
 from coordinator.requests import (
     ChatTurn,
     DraftStats,
@@ -26,6 +27,7 @@ from coordinator.requests import (
     RouteStats,
     Started,
 )
+from specdec.observability.series import served_name
 from specdec.state.store import Promotion, SessionRecord
 from specdec.types import TokenSource
 from specdec.v1 import coordinator_pb2
@@ -34,7 +36,7 @@ from specdec.v1 import coordinator_pb2
 _DRAFTED = (TokenSource.ACCEPTED, TokenSource.CORRECTED)
 
 #: Fields of a request that do not change its output.
-_NOT_DIGESTED = ("session_id", "request_id", "return_provenance", "resume_from", "expected_session_tokens")
+_NOT_DIGESTED = ("session_id", "request_id", "return_provenance", "resume_from", "expected_session_tokens", "priority")
 
 
 def decode_request(message: coordinator_pb2.GenerateRequest) -> RawGenerationParams:
@@ -51,6 +53,7 @@ def decode_request(message: coordinator_pb2.GenerateRequest) -> RawGenerationPar
         speculation=_decode_speculation(message.speculation),
         resume_from=_optional(message, "resume_from"),
         expected_session_tokens=_optional(message, "expected_session_tokens"),
+        priority=message.priority,
         former_digests=(_digest_of_form_1(message),),
     )
 
@@ -211,6 +214,8 @@ def encode_pools(
     lookup_pools: Iterable[str],
     draft_stats: Callable[[str], DraftStats],
     route_stats: Callable[[str], Iterable[RouteStats]],
+    *,
+    has_inner_names: bool = True,
 ) -> list[coordinator_pb2.PoolInfo]:
     """Return the pools with their live replicas, draft pools first.
 
@@ -219,26 +224,27 @@ def encode_pools(
         lookup_pools: names of the pools whose drafts are found in text, without a replica.
         draft_stats: returns the statistics of a draft pool.
         route_stats: returns the statistics of a draft pool for each class of requests.
+        has_inner_names: whether addresses of replicas and paths of models are stated; else a model's last name alone.
     """
     pools = {(DRAFT, name): coordinator_pb2.PoolInfo(name=name, role=DRAFT, model=name) for name in lookup_pools}
     for replica in replicas:
         engine = replica.info
         if engine is None or not replica.is_alive:
             continue
+        model = engine.model if has_inner_names else served_name(engine.model)
         for name in engine.local_drafts:
             pools.setdefault(
-                (DRAFT, name),
-                coordinator_pb2.PoolInfo(name=name, role=DRAFT, model=engine.model, dtype=engine.dtype),
+                (DRAFT, name), coordinator_pb2.PoolInfo(name=name, role=DRAFT, model=model, dtype=engine.dtype)
             )
         pool = pools.setdefault(
             (replica.role, engine.pool),
             coordinator_pb2.PoolInfo(
-                name=engine.pool, role=replica.role, model=engine.model, dtype=engine.dtype, shadow=engine.shadow
+                name=engine.pool, role=replica.role, model=model, dtype=engine.dtype, shadow=engine.shadow
             ),
         )
         pool.replicas.add(
             replica_id=engine.replica_id,
-            address=replica.address,
+            address=replica.address if has_inner_names else "",
             draining=engine.draining,
             num_sessions=engine.num_sessions,
             kv_usage=engine.kv_usage,
@@ -250,6 +256,21 @@ def encode_pools(
             for stats in route_stats(pool.name):
                 pool.routes.add(**stats._asdict())
     return sorted(pools.values(), key=lambda pool: (pool.role != DRAFT, pool.name))
+
+
+def encode_target_models(
+    models: Iterable[TargetModel], *, has_inner_names: bool = True
+) -> list[coordinator_pb2.TargetModelInfo]:
+    """Return the messages of the served target models; `has_inner_names` as for `encode_pools`."""
+    return [
+        coordinator_pb2.TargetModelInfo(
+            fingerprint=model.info.model_fingerprint,
+            model=model.info.model if has_inner_names else served_name(model.info.model),
+            num_replicas=model.num_replicas,
+            share=model.share,
+        )
+        for model in models
+    ]
 
 
 def encode_promotion(promotion: Promotion | None) -> coordinator_pb2.PromotionInfo | None:

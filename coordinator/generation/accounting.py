@@ -9,11 +9,13 @@ import logging
 import time
 from collections.abc import Callable
 
+from coordinator.admission.slots import RunningSlot
 from coordinator.generation.request_trace import RequestTrace
 from coordinator.requests import GenerationIdentity, RequestStats
 from coordinator.round.outcome import RoundOutcome
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.observability.genai_metrics import Ended, Operation
+from specdec.tenant import DEFAULT_TENANT
 from specdec.types import FinishReason
 
 _LOGGED_COUNTS = (
@@ -37,6 +39,8 @@ class Account:
         began: float,
         *,
         operation: Operation,
+        slot: RunningSlot,
+        tenant: str = DEFAULT_TENANT,
         trace: RequestTrace | None = None,
     ) -> None:
         """
@@ -47,10 +51,14 @@ class Account:
             note_interrupted: takes the reason of the error that ends the request; it may be resumed.
             began: `time.perf_counter()` at admission; the rounds begin now.
             operation: what the request asks for, in the terms of GenAI metrics.
+            slot: learns how fast the request is served.
+            tenant: tenant of the request.
             trace: gets the end of the request.
         """
         self.stats = stats
         self._operation = operation
+        self._slot = slot
+        self._tenant = tenant
         self._trace = trace
         self._identity = identity
         self._metrics = metrics
@@ -90,7 +98,9 @@ class Account:
         if is_first:
             self.stats.ttft_s = self._elapsed_before_s + now - self._began
             self._metrics.observe_first_token(self.stats.ttft_s, now - self._rounds_began)
-        self._metrics.observe_tokens(num_tokens, None if self._last_chunk is None else now - self._last_chunk)
+        since_last_s = None if self._last_chunk is None else now - self._last_chunk
+        self._metrics.observe_tokens(num_tokens, since_last_s)
+        self._slot.note_chunk(num_tokens, since_last_s)
         self._last_chunk = now
 
     def count_commit(self, seconds: float) -> None:
@@ -104,6 +114,7 @@ class Account:
     def count_finish(self, reason: FinishReason, num_output_tokens: int) -> None:
         """Count a request that reached the end of its output."""
         self.stats.e2el_s = self._elapsed_s()
+        self._slot.note_finished(num_output_tokens)
         self._metrics.observe_finished(
             finish_reason=reason.name.lower(),
             num_prompt_tokens=self._identity.output_start,
@@ -123,11 +134,15 @@ class Account:
     def count_failure(self, reason: str, num_output_tokens: int) -> None:
         """Count a request that ended with an error of this reason; it may be resumed."""
         self.stats.e2el_s = self._elapsed_s()
-        self._note_interrupted(reason)
+        if reason == "KV_EXHAUSTED" and not num_output_tokens:
+            self._metrics.observe_refused(reason)  # it never began: no target had KV blocks for its prompt
+        else:
+            self._note_interrupted(reason)
         self._end("failed", reason, num_output_tokens)
 
     def _end(self, how: str, reason: str, num_output_tokens: int) -> None:
         self._log_end(how, reason, num_output_tokens)
+        self._metrics.tenants.observe_end(self._tenant, how, self._identity.output_start, num_output_tokens)
         if self._trace is not None:
             self._trace.end(how, reason, self.stats, num_output_tokens)
         if self._metrics.genai is not None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from coordinator.admission.slots import RunningSlot
 from coordinator.audit.turn_audit import TurnAudit
 from coordinator.generation.accounting import Account
 from coordinator.generation.held_session import HeldSession
@@ -84,6 +85,7 @@ class Collaborators:
     stream: OutputStream
     account: Account
     learners: Learners
+    slot: RunningSlot
 
 
 class Generation:
@@ -97,6 +99,7 @@ class Generation:
         self._publisher = collaborators.publisher
         self._account = collaborators.account
         self._learners = collaborators.learners
+        self._slot = collaborators.slot
         self._num_readers = 0
         self._cancel_error: SpecdecError | None = None
         self._cancel_cause: CancelCause | None = None
@@ -162,6 +165,8 @@ class Generation:
             error = Internal("the generation failed; the coordinator's log has the cause")
         finally:
             self._is_ending = True
+            may_resume = finished is None and self._cancel_cause is not CancelCause.SESSION_DELETED
+            self._session.give_back(may_resume=may_resume)
             if error is not None and error.reason == "STORE_UNAVAILABLE":
                 self._end(None, error)  # the readers need not wait while the release waits for the store again
             # Nothing may interrupt the clean-up: a lease that is left behind blocks the session until it expires.
@@ -172,7 +177,11 @@ class Generation:
         turn, replicas = self.turn, self._session.replicas
         is_first = True
         while True:
-            outcome = await self._runner.run(turn.round_id, turn.writer.remaining)
+            await self._slot.begin_round()
+            try:
+                outcome = await self._runner.run(turn.round_id, turn.writer.remaining)
+            finally:
+                self._slot.end_round()
 
             output = turn.writer.write(outcome.token_ids)
             decided = DecidedRound(turn.round_id, len(turn.tokens), outcome, output)

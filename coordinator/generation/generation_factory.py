@@ -10,6 +10,7 @@ import asyncio
 from functools import partial
 from pathlib import PurePath
 
+from coordinator.admission.slots import RunningSlot
 from coordinator.audit.turn_audit import Auditor, TurnAudit
 from coordinator.generation.accounting import Account
 from coordinator.generation.generation import Collaborators, Generation, Learners
@@ -52,6 +53,7 @@ class GenerationFactory:
         draft_sources: DraftSourceFactory,
         metrics: CoordinatorMetrics,
         draft_timeout_s: float | None,
+        kv_wait_s: float,
         recovery_s: float,
         recorder: Recorder | None = None,
         timelines: TimelineLog | None = None,
@@ -66,14 +68,18 @@ class GenerationFactory:
         self._metrics = metrics
         self._interrupted = InterruptedTurns(store, metrics, recovery_s)
         self._draft_timeout_s = draft_timeout_s
+        self._kv_wait_s = kv_wait_s
         self._recorder = recorder
         self._timelines = timelines
         self._auditor = auditor
         self._commits = CommitQueue(store)
         self._lease_keeper = LeaseKeeper(store)
 
-    def start(self, prepared: PreparedTurn) -> Generation:
-        """Start the task of a generation. Nothing is awaited, so that the turn's lease always has an owner."""
+    def start(self, prepared: PreparedTurn, slot: RunningSlot) -> Generation:
+        """Start the task of a generation. Nothing is awaited, so that the turn's lease always has an owner.
+
+        The generation tells `slot` how fast it is, and takes its turns there; the caller releases it.
+        """
         turn = prepared.turn
         stream = OutputStream(turn.identity)
         if prepared.replayed is not None:
@@ -90,6 +96,8 @@ class GenerationFactory:
             note_interrupted,
             prepared.began,
             operation=operation,
+            slot=slot,
+            tenant=turn.lease.tenant,
             trace=trace,
         )
         setting = self._round_setting(turn, is_timed=trace is not None or self._timelines is not None)
@@ -117,6 +125,7 @@ class GenerationFactory:
                     self._record(turn, setting),
                     self._audit(turn, setting, replicas),
                 ),
+                slot=slot,
             ),
         )
 
@@ -129,7 +138,8 @@ class GenerationFactory:
             await asyncio.to_thread(self._recorder.close)
 
     def _operation(self, prepared: PreparedTurn) -> Operation:
-        model = PurePath(self._pools.target_info.model).name
+        fingerprint = prepared.turn.identity.parameters.target_fingerprint
+        model = PurePath(self._pools.model_info(fingerprint).model).name
         return Operation("chat" if prepared.is_chat else "text_completion", model)
 
     def _record(self, turn: Turn, setting: RoundSetting) -> TurnRecord | None:
@@ -184,6 +194,8 @@ class GenerationFactory:
             num_logprobs=sampling.num_logprobs,
             vocabulary_size=self._pools.target_info.vocabulary_size,
             draft_timeout_s=self._draft_timeout_s,
+            max_session_tokens=identity.output_start + sampling.max_new_tokens,
+            kv_wait_s=self._kv_wait_s,
             tenant=turn.lease.tenant,
             is_timed=is_timed,
         )

@@ -10,17 +10,28 @@ import asyncio
 import secrets
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from weakref import WeakValueDictionary
 
+from coordinator.admission.admission import Admission, AdmissionSettings
+from coordinator.admission.slot_request import SlotRequest
+from coordinator.admission.slots import RunningSlot
 from coordinator.audit.turn_audit import Auditor
 from coordinator.generation.generation import CancelCause, Generation
 from coordinator.generation.generation_factory import GenerationFactory
 from coordinator.generation.interrupted_turns import DEFAULT_RECOVERY_S
 from coordinator.generation.leases import Leases
 from coordinator.generation.log_repair import LogRepair
+from coordinator.generation.readers import SessionReaders, replay
 from coordinator.generation.removal import SessionRemoval
-from coordinator.generation.request_log import LoggedRequest, check_held, check_same_request, no_session
-from coordinator.generation.stream import OutputStream, Subscription
+from coordinator.generation.request_log import (
+    LoggedRequest,
+    check_held,
+    check_same_request,
+    no_session,
+    nothing_to_resume,
+)
+from coordinator.generation.stream import Subscription
 from coordinator.generation.turn import PreparedTurn
 from coordinator.generation.turn_preparer import TurnPreparer
 from coordinator.learning.log import LearningLog
@@ -28,11 +39,12 @@ from coordinator.learning.recorder import Recorder
 from coordinator.replicas.placement import Placement
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.prefixes import Prefixes
-from coordinator.requests import Finished, GenerationRequest, OutputChunk
+from coordinator.replicas.target_models import TargetModels
+from coordinator.requests import DEFAULT_MAX_NEW_TOKENS, GenerationRequest, OutputChunk
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.round.timeline import TimelineLog
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.errors import NotFound, ResourceExhausted, SessionBusy, SessionLost, SpecdecError, Unavailable
+from specdec.errors import SessionBusy, SpecdecError, Unavailable
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.state.store import PrefixDirectory, RequestRecord, SessionStore
 from specdec.tenant import SessionKey
@@ -49,7 +61,7 @@ class GenerationSettings:
     coordinator_id: str
     lease_ttl_s: float
     draft_timeout_s: float | None
-    max_running: int
+    admission: AdmissionSettings
     recovery_s: float = DEFAULT_RECOVERY_S
     """Time in which a turn that an error ended must be resumed, or it counts as failed."""
 
@@ -63,6 +75,7 @@ class GenerationService:
         *,
         store: SessionStore,
         pools: ReplicaPools,
+        target_models: TargetModels,
         tokenizer: ServedTokenizer,
         draft_sources: DraftSourceFactory,
         metrics: CoordinatorMetrics,
@@ -76,6 +89,7 @@ class GenerationService:
             settings: settings of admission and rounds.
             store: session store of all tenants.
             pools: replicas that the rounds call.
+            target_models: chooses the target model of each turn.
             tokenizer: tokenizer of the target model.
             draft_sources: draft sources of the requests; closed by `drain`.
             metrics: receives counts and times of requests.
@@ -84,16 +98,23 @@ class GenerationService:
             timelines: receives the timeline of each round.
             auditor: verifies a share of the rounds again; closed by its owner.
         """
-        self._settings = settings
         self._store = store
         self._metrics = metrics
+        self._admission = Admission(settings.admission, lambda: sum(r.takes_sessions for r in pools.targets()))
         leases = Leases(store, settings.coordinator_id, settings.lease_ttl_s)
-        placement = Placement(pools)
+        self._placement = placement = Placement(pools)
         self._log_repair = LogRepair(store, leases)
         self._removal = SessionRemoval(store, self._log_repair, placement, pools)
         self._prefixes = Prefixes(directory)
         self._turn_preparer = TurnPreparer(
-            store, leases, pools, tokenizer, self._removal, self._prefixes, routes_drafts=draft_sources.is_routing
+            store,
+            leases,
+            pools,
+            target_models,
+            tokenizer,
+            self._removal,
+            self._prefixes,
+            routes_drafts=draft_sources.is_routing,
         )
         self._factory = GenerationFactory(
             store=store,
@@ -104,22 +125,21 @@ class GenerationService:
             draft_sources=draft_sources,
             metrics=metrics,
             draft_timeout_s=settings.draft_timeout_s,
+            kv_wait_s=settings.admission.max_wait_s,
             recovery_s=settings.recovery_s,
             recorder=None if learning_log is None else Recorder(learning_log, pools),
             timelines=timelines,
             auditor=auditor,
         )
-        metrics.set_capacity(settings.max_running)
+        metrics.set_capacity(settings.admission.max_queue)
+        metrics.watch_queue(lambda: self._admission.queue_state)
         metrics.watch_replicas(pools.places, pools.draft_pools)
         self._running: dict[SessionKey, Generation] = {}
+        self._readers = SessionReaders()
         self._locks: WeakValueDictionary[SessionKey, asyncio.Lock] = WeakValueDictionary()
-        self._num_admitting = 0
         self._is_draining = False
-
-    @property
-    def coordinator_id(self) -> str:
-        """Id of this process, which is new at every start."""
-        return self._settings.coordinator_id
+        #: Id of this process, which is new at every start.
+        self.coordinator_id = settings.coordinator_id
 
     @property
     def num_running(self) -> int:
@@ -136,26 +156,34 @@ class GenerationService:
             NotFound: there is nothing to resume (SESSION_NOT_FOUND), or the pool does not exist (POOL_NOT_FOUND).
             SessionBusy: another request runs on the session.
             SessionLost: the log is shorter than what the caller holds.
-            ResourceExhausted: too many requests run (QUEUE_FULL).
+            ResourceExhausted: too many requests run, or the deadline is too near (QUEUE_FULL).
             Unavailable: the coordinator drains, or no target replica or no store can be reached.
         """
         began = time.perf_counter()
         request = replace(request, session_id=request.session_id or f"s-{secrets.token_hex(12)}")
         lock = self._locks.setdefault(request.key, asyncio.Lock())
+        slot: RunningSlot | None = None
         has_waited = False
-        while True:
-            async with lock:
-                running = self._running.get(request.key)
-                if running is not None and (running.is_cancelled or running.stream.is_over):
-                    await asyncio.wait([running.task])
-                    running = None
+        try:
+            while True:
+                async with lock:
+                    running = self._running.get(request.key)
+                    if running is not None and (running.is_cancelled or running.stream.is_over):
+                        await asyncio.wait([running.task])
+                        running = None
+                    if running is None and slot is not None:
+                        return self._readers.add(request.key, await self._admit_counted(request, began, slot))
+                    if running is not None and (has_waited or _is_about(request, running)):
+                        return self._readers.add(request.key, await self._join(running, request))
+                # Waits without the lock, so that readers of the running request, and its deletion, are not held up.
                 if running is None:
-                    return await self._admit_counted(request, began)
-                if has_waited or _is_about(request, running):
-                    return await self._join(running, request)
-            # Waits without the lock, so that readers of the running request, and its deletion, are not held up.
-            await asyncio.wait([running.task], timeout=LEAVING_GRACE_S)
-            has_waited = True
+                    slot = await self._admission.enter(self._slot_request(request))
+                else:
+                    await asyncio.wait([running.task], timeout=LEAVING_GRACE_S)
+                    has_waited = True
+        finally:
+            if slot is not None and not slot.is_handed_on:
+                slot.release()
 
     def count_refusal(self, error: SpecdecError) -> None:
         """Count a request that ended with an error before it was opened."""
@@ -171,16 +199,19 @@ class GenerationService:
         Raises Unavailable where the store cannot be reached.
         """
         lock = self._locks.setdefault(key, asyncio.Lock())
+        self._admission.withdraw(key, lambda: no_session(key.session_id))
         async with lock:
             running = self._running.get(key)
             if running is not None:
                 running.cancel(no_session(key.session_id), CancelCause.SESSION_DELETED)
                 await asyncio.wait([running.task])
             await self._removal.remove(key)
+        self._admission.quotas.forget_session(key)
 
     async def drain(self, grace_s: float) -> None:
         """Stop admission, let generations finish within `grace_s`, then cancel the others. All leases are released."""
         self._is_draining = True
+        self._admission.close(_draining)
         tasks = [generation.task for generation in self._running.values()]
         if tasks:
             await asyncio.wait(tasks, timeout=grace_s)
@@ -194,24 +225,24 @@ class GenerationService:
 
     # ---- admission ---------------------------------------------------------------------------------------------
 
-    async def _admit_counted(self, request: GenerationRequest, began: float) -> Subscription:
-        self._check_admission()
-        self._num_admitting += 1
-        self._metrics.request_admitting(+1)
-        try:
-            return await self._admit(request, began)
-        finally:
-            self._num_admitting -= 1
-            self._metrics.request_admitting(-1)
+    def _slot_request(self, request: GenerationRequest) -> SlotRequest:
+        return SlotRequest(
+            request.key,
+            request.sampling.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
+            priority=request.priority,
+            is_next_turn=self._placement.knows(request.key),
+            is_resumption=request.resume_from is not None,
+            deadline_s=request.deadline_s,
+        )
 
-    def _check_admission(self) -> None:
+    async def _admit_counted(self, request: GenerationRequest, began: float, slot: RunningSlot) -> Subscription:
         if self._is_draining:
             raise _draining()
-        if len(self._running) + self._num_admitting >= self._settings.max_running:
-            raise ResourceExhausted(
-                f"the coordinator already runs {self._settings.max_running} requests, its limit (--max-queue); "
-                "try again later"
-            )
+        self._metrics.request_admitting(+1)
+        try:
+            return await self._admit(request, began, slot)
+        finally:
+            self._metrics.request_admitting(-1)
 
     async def _join(self, running: Generation, request: GenerationRequest) -> Subscription:
         """Add a reader to a running request. Tokens that the stream no longer holds are read from the log."""
@@ -226,58 +257,67 @@ class GenerationService:
         output = (await self._turn_preparer.read_log(request.key, identity.request_id)).output
         return running.subscribe(num_held, OutputChunk(0, output.token_ids, output.texts, None))
 
-    async def _admit(self, request: GenerationRequest, began: float) -> Subscription:
+    async def _admit(self, request: GenerationRequest, began: float, slot: RunningSlot) -> Subscription:
         loaded = await self._store.of_tenant(request.tenant).load(request.session_id)
         record = await self._log_repair.repair(request.key, loaded)
         stored = record.request if record else None
         if request.resume_from is not None and stored is None:
-            raise _nothing_to_resume(request.session_id, request.resume_from)
+            raise nothing_to_resume(request.session_id, request.resume_from)
         if stored is not None and (request.resume_from is not None or request.request_id == stored.request_id):
-            return await self._resume(stored, request, began)
+            return await self._resume(stored, request, began, slot)
         if record is not None and record.status == "running":
             raise SessionBusy(f"another request is running on session {request.session_id}")
-        return await self._start(await self._turn_preparer.of_new_turn(record, request, began), 0)
+        quotas = self._admission.quotas
+        quotas.use_session(request.key, is_new=record is None)
+        try:
+            prepared = await self._turn_preparer.of_new_turn(
+                record, request, began, partial(self._admission.begin_tokens, slot)
+            )
+        except BaseException:
+            if record is None:
+                quotas.forget_session(request.key)
+            raise
+        quotas.count_tokens(request.tenant, prepared.turn.identity.output_start - prepared.agreed_len)
+        return await self._start(prepared, 0, slot)
 
-    async def _resume(self, stored: RequestRecord, request: GenerationRequest, began: float) -> Subscription:
+    async def _resume(
+        self, stored: RequestRecord, request: GenerationRequest, began: float, slot: RunningSlot
+    ) -> Subscription:
         """Replay the session's last request from the log, and continue it if it is unfinished."""
         key, num_held = request.key, request.resume_from or 0
         check_same_request(request, stored.request_id, stored.request_digest)
         if stored.finish_reason is not None:
             logged = await self._turn_preparer.read_log(key, stored.request_id)
             check_held(num_held, len(logged.output.token_ids), has_finished=True)
-            return _replay(logged, num_held)
+            return replay(logged, num_held)
         resumed = await self._turn_preparer.of_unfinished_turn(key, stored.request_id, num_held, began)
         if isinstance(resumed, LoggedRequest):
-            return _replay(resumed, num_held)
+            return replay(resumed, num_held)
         self._metrics.observe_resumed()
-        return await self._start(resumed, num_held)
+        identity = resumed.turn.identity
+        num_most_tokens = identity.output_start + identity.parameters.sampling.max_new_tokens
+        self._admission.reserve_tokens(slot, num_most_tokens)
+        return await self._start(resumed, num_held, slot)
 
-    async def _start(self, prepared: PreparedTurn, num_held: int) -> Subscription:
+    async def _start(self, prepared: PreparedTurn, num_held: int, slot: RunningSlot) -> Subscription:
         """Start a generation; return its first reader, which already holds `num_held` output tokens."""
         if self._is_draining:
             raise await asyncio.shield(self._turn_preparer.give_up(prepared)) or _draining()
         # Nothing is awaited from here on: the generation owns the lease, and a drain that starts now finds it.
-        generation = self._factory.start(prepared)
+        generation = self._factory.start(prepared, slot)
+        slot.is_handed_on = True
         self._running[generation.turn.lease.key] = generation
         self._metrics.request_running(+1)
-        generation.task.add_done_callback(lambda _: self._forget(generation))
+        generation.task.add_done_callback(lambda _: self._forget(generation, slot))
         return generation.subscribe(num_held)
 
-    def _forget(self, generation: Generation) -> None:
+    def _forget(self, generation: Generation, slot: RunningSlot) -> None:
         self._running.pop(generation.turn.lease.key, None)
+        slot.release()
         self._metrics.request_running(-1)
         stream = generation.stream
         if stream.num_tokens:
             self._log_repair.remember(generation.turn, stream.finish_reason, generation.stats, stream.num_tokens)
-
-
-def _nothing_to_resume(session_id: str, num_held: int) -> NotFound | SessionLost:
-    """A caller that holds tokens of a session has seen the session, so it has been lost."""
-    if num_held == 0:
-        return no_session(session_id)
-    return SessionLost(
-        f"session {session_id} is gone, and with it the output of which {num_held} tokens are held", field="resume_from"
-    )
 
 
 def _draining() -> Unavailable:
@@ -287,12 +327,3 @@ def _draining() -> Unavailable:
 def _is_about(request: GenerationRequest, running: Generation) -> bool:
     """Return whether a request asks for the running generation, and not for the session's next turn."""
     return request.resume_from is not None or request.request_id == running.turn.identity.request_id
-
-
-def _replay(logged: LoggedRequest, num_held: int) -> Subscription:
-    """Return a reader of a finished request, which is read from the log."""
-    stream = OutputStream(logged.identity)
-    stream.publish(logged.output)
-    if logged.finish_reason is not None:
-        stream.finish(Finished(logged.finish_reason, logged.identity.output_start, stream.num_tokens, logged.stats))
-    return Subscription(stream, num_held, on_close=lambda _: None)

@@ -52,8 +52,15 @@ class HeldSession:
         held = {holder: min(count, len(tokens)) for holder, count in self.replicas.num_held.items()}
         self._prefixes.note(self._turn.lease.tenant, tokens.prefix_hash, held)
 
+    def give_back(self, *, may_resume: bool) -> None:
+        """End the turn on the replicas; no call of the turn may follow.
+
+        `may_resume`: the turn has ended before its last token, so a client may resume it.
+        """
+        self.replicas.give_back(self._turn.lease.key, self._turn.lease.epoch, may_resume=may_resume)
+
     def end_turn(self, num_rows: int | None) -> None:
-        """Stop renewing the lease, and end the turn on the replicas.
+        """Stop renewing the lease, and note the end of the turn.
 
         Args:
             num_rows: rows that the target computed for the output of a turn that is complete; else None.

@@ -8,7 +8,7 @@ distribution. `turn_preparer` writes and reads records, `publisher` and `log_rep
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 
@@ -44,9 +44,15 @@ class LoggedRequest:
 
 
 async def read_logged_request(
-    store: SessionStore, session_id: str, tokenizer: ServedTokenizer, eos_token_ids: Sequence[int]
+    store: SessionStore, session_id: str, tokenizer: ServedTokenizer, eos_of: Callable[[str], Sequence[int]]
 ) -> LoggedRequest:
     """Rebuild the state of a session's last request from its record and the token log.
+
+    Args:
+        store: session store of the tenant.
+        session_id: id of the session.
+        tokenizer: tokenizer of the target models.
+        eos_of: returns the end tokens of a target model by its fingerprint.
 
     Raises:
         NotFound: the session does not exist, or holds no request.
@@ -58,6 +64,7 @@ async def read_logged_request(
     if len(token_ids) < stored.output_start:
         raise SessionLost(f"session {session_id} has lost part of its prompt")
     identity = identity_of(session_id, stored)
+    eos_token_ids = eos_of(identity.parameters.target_fingerprint)
     writer = OutputWriter(tokenizer, identity.parameters.sampling, eos_token_ids)
     output = token_ids[stored.output_start :]
     return LoggedRequest(
@@ -96,6 +103,15 @@ def _writer_of(record: SessionRecord) -> tuple[int, str | None]:
 def no_session(session_id: str) -> NotFound:
     """Return the error for a session that does not exist."""
     return NotFound(f"session_id {session_id!r} is not a session", field="session_id")
+
+
+def nothing_to_resume(session_id: str, num_held: int) -> NotFound | SessionLost:
+    """Return the error for a resumption without a request. A caller that holds tokens has seen the session."""
+    if num_held == 0:
+        return no_session(session_id)
+    return SessionLost(
+        f"session {session_id} is gone, and with it the output of which {num_held} tokens are held", field="resume_from"
+    )
 
 
 def check_same_request(request: GenerationRequest, request_id: str, digest: str) -> None:

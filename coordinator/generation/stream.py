@@ -2,12 +2,14 @@
 
 Committed tokens come from `publisher` as chunks. Each reader takes them as events, which `front/servicer` sends to its
 client. The stream holds the last `MAX_BUFFERED_TOKENS` tokens, whether they are read or not: a reader that falls
-further behind is cut off and resumes from the log.
+further behind is cut off and resumes from the log. So is one that takes nothing for `MAX_SENDING_S`, also after the
+output is complete, when nothing can fall behind any more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +19,9 @@ from coordinator.requests import Event, Finished, GenerationIdentity, OutputChun
 from coordinator.text.output import OutputStep
 from specdec.errors import ResourceExhausted, SpecdecError
 from specdec.types import FinishReason
+
+#: Longest time that sending one event to a reader may take, before the reader is cut off.
+MAX_SENDING_S = 60.0
 
 #: Number of output tokens kept for readers that are slower than the generation. The session's log holds all of them.
 MAX_BUFFERED_TOKENS = 2048
@@ -135,6 +140,10 @@ class OutputStream:
                 change.set_result(None)
 
 
+def _stuck() -> ResourceExhausted:
+    return ResourceExhausted(f"the stream was not read for {MAX_SENDING_S:g} s; resume it after the last token read")
+
+
 def _behind() -> ResourceExhausted:
     return ResourceExhausted(
         f"the stream was not read while {MAX_BUFFERED_TOKENS} tokens were made; resume it after the last token read"
@@ -167,6 +176,11 @@ class Subscription:
         """Index of the next chunk to read, counted with the dropped ones."""
         self.behind: SpecdecError | None = None
         """Error for a reader that was cut off; None for any other."""
+        self.sending_since_s: float | None = None
+        """Time at which the sending of an event began, by `time.monotonic`; None while none is sent."""
+        self._watch: asyncio.TimerHandle | None = None
+        self.when_closed: Callable[[], None] = lambda: None
+        """Called after `on_close`."""
         stream.attach(self)
 
     @property
@@ -180,7 +194,18 @@ class Subscription:
         the reader is cut off, the task is cancelled, and `behind` holds the cause.
         """
         self._task = asyncio.current_task()
+        self._watch = asyncio.get_running_loop().call_later(MAX_SENDING_S, self._cut_if_stuck)
         return self._stream.read(self, self._start)
+
+    def _cut_if_stuck(self) -> None:
+        # One timer for the whole stream, because a timer for each event would cost time on every round.
+        loop = asyncio.get_running_loop()
+        now_s = time.monotonic()
+        left_s = MAX_SENDING_S - (0.0 if self.sending_since_s is None else now_s - self.sending_since_s)
+        if left_s <= 0.0:
+            self.cut(_stuck())
+        else:
+            self._watch = loop.call_later(left_s, self._cut_if_stuck)
 
     def cut(self, reason: SpecdecError) -> None:
         """End the reading. Idempotent."""
@@ -209,6 +234,9 @@ class Subscription:
     def close(self) -> None:
         """Stop reading. Idempotent."""
         self._stream.detach(self)
+        if self._watch is not None:
+            self._watch.cancel()
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close(self.behind)
+            self.when_closed()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -28,6 +29,7 @@ from coordinator.generation.request_log import (
 from coordinator.generation.turn import PreparedTurn, Turn
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.prefixes import Prefixes
+from coordinator.replicas.target_models import TargetModels
 from coordinator.replicas.target_wait import wait_for_any_target
 from coordinator.requests import GenerationIdentity, GenerationRequest, RequestParameters, RequestStats
 from coordinator.round.tokens import SessionTokens
@@ -54,32 +56,53 @@ class TurnPreparer:
         store: SessionStore,
         leases: Leases,
         pools: ReplicaPools,
+        target_models: TargetModels,
         tokenizer: ServedTokenizer,
         removal: SessionRemoval,
         prefixes: Prefixes,
         *,
         routes_drafts: bool,
     ) -> None:
-        """`routes_drafts`: a request that names no draft pool is routed among the draft models while it runs."""
+        """
+        Args:
+            store: session store of all tenants.
+            leases: takes the leases of sessions.
+            pools: replicas, for the limits of prompts.
+            target_models: chooses the target model of a turn.
+            tokenizer: tokenizer of the target model.
+            removal: removes sessions that were created for a request that fails.
+            prefixes: finds the replicas that hold a session's first tokens.
+            routes_drafts: a request that names no draft pool is routed among the draft models while it runs.
+        """
         self._store = store
         self._leases = leases
         self._pools = pools
+        self._target_models = target_models
         self._tokenizer = tokenizer
         self._removal = removal
         self._prefixes = prefixes
         self._routes_drafts = routes_drafts
 
-    async def of_new_turn(self, record: SessionRecord | None, request: GenerationRequest, began: float) -> PreparedTurn:
+    async def of_new_turn(
+        self,
+        record: SessionRecord | None,
+        request: GenerationRequest,
+        began: float,
+        begin_tokens: Callable[[int, int], None],
+    ) -> PreparedTurn:
         """Prepare a new turn: take the lease and write the prompt into the log.
 
         Args:
             record: record of the session as just loaded; None where the session does not exist.
             request: a request with a session id.
             began: `time.perf_counter()` at admission.
+            begin_tokens: called with the numbers of prompt tokens and of output tokens at most; raises an error where
+                they are more than the tenant may have.
 
         Raises:
             InvalidRequest: CONTEXT_TOO_LONG, NO_CHAT_TEMPLATE, or an empty input.
             NotFound: the draft pool does not exist (POOL_NOT_FOUND), or the session was deleted in the meantime.
+            ResourceExhausted: what `begin_tokens` raises (QUOTA_EXCEEDED).
             SessionBusy: another coordinator has changed the session in the meantime.
             SessionLost: the session does not hold what the caller expects.
             Unavailable: no target replica or no store can be reached.
@@ -94,7 +117,9 @@ class TurnPreparer:
         max_context_tokens = self._pools.max_context_tokens
         prompt = await in_thread(encode_prompt, request, held, self._tokenizer, max_context_tokens)
         sampling = resolve_sampling(request, prompt, max_context_tokens)
-        identity = self._identity(record, request, sampling, draft_pool, prompt)
+        begin_tokens(prompt.num_tokens, sampling.max_new_tokens)
+        model = self._target_models.choose(request.session_id, _last_model(record))
+        identity = self._identity(record, request, sampling, draft_pool, prompt, model.model_fingerprint)
         tokens = SessionTokens([*held[: prompt.keep].tolist(), *prompt.new_token_ids.tolist()])
 
         # Sent in the same turn of the event loop as the lease's call, so that both take one round trip.
@@ -110,7 +135,7 @@ class TurnPreparer:
             await self._store.begin_request(
                 lease, record_of(identity), keep=prompt.keep, token_ids=prompt.new_token_ids
             )
-            writer = OutputWriter(self._tokenizer, sampling, self._pools.target_info.eos_token_ids)
+            writer = OutputWriter(self._tokenizer, sampling, model.eos_token_ids)
             return PreparedTurn(
                 Turn(identity, lease, tokens, writer, fresh.round_id),
                 stats=RequestStats(),
@@ -184,9 +209,10 @@ class TurnPreparer:
 
         Raises as `read_logged_request`, and SessionLost where the session's last request is now another one.
         """
-        eos_token_ids = self._pools.target_info.eos_token_ids
         store = self._store.of_tenant(key.tenant)
-        logged = await read_logged_request(store, key.session_id, self._tokenizer, eos_token_ids)
+        logged = await read_logged_request(
+            store, key.session_id, self._tokenizer, lambda model: self._pools.model_info(model).eos_token_ids
+        )
         if logged.identity.request_id != request_id:
             raise SessionLost(
                 f"session {key.session_id} has gone on from request {request_id!r} to another one", field="request_id"
@@ -200,10 +226,10 @@ class TurnPreparer:
         sampling: SamplingParams,
         draft_pool: str,
         prompt: Prompt,
+        fingerprint: str,
     ) -> GenerationIdentity:
         last = record.request if record else None
-        fingerprint = self._pools.target_info.model_fingerprint
-        is_changed = last is not None and decode_parameters(last.parameters_json).target_fingerprint != fingerprint
+        is_changed = last is not None and _last_model(record) != fingerprint
         speculation = replace(request.speculation, draft_pool=draft_pool)
         return GenerationIdentity(
             session_id=request.session_id,
@@ -225,7 +251,7 @@ class TurnPreparer:
             return logged.identity
         parameters = replace(
             parameters,
-            target_fingerprint=self._pools.target_info.model_fingerprint,
+            target_fingerprint=self._target_models.choose(logged.identity.session_id).model_fingerprint,
             target_changed=logged.identity.turn > 0,
         )
         identity = replace(logged.identity, parameters=parameters)
@@ -248,6 +274,13 @@ class TurnPreparer:
         except SpecdecError as error:
             _log.warning("undoing an admission failed: session=%s: %s", lease.session_id, error)
         return None
+
+
+def _last_model(record: SessionRecord | None) -> str:
+    """Return the fingerprint of the model of a session's last request; "" where there is none."""
+    if record is None or record.request is None:
+        return ""
+    return decode_parameters(record.request.parameters_json).target_fingerprint
 
 
 def _is_unchanged(fresh: SessionRecord, record: SessionRecord | None, held: TokenIds) -> bool:

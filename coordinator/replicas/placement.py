@@ -114,6 +114,8 @@ class SessionReplicas:
         self._draft: DraftReplica | None = None
         self._agreed_len: dict[str, int] = {}
         self._assumed_len = 0
+        self._called: set[Replica[Any]] = set()
+        """Replicas that were chosen in the running turn."""
 
     def choose_target(self, excluded: Collection[TargetReplica] = ()) -> TargetReplica:
         """Return the session's target replica, or a new one where that does not fit.
@@ -126,10 +128,13 @@ class SessionReplicas:
             if self._target is None:
                 raise Unavailable("no target replica that serves the session's model can be reached")
             self._target.note_new_session()
+        self._called.add(self._target)
         return self._target
 
     def _choose(self, replicas: Sequence[Replica[LinkT]]) -> Replica[LinkT] | None:
         usual = choose_replica(self._session_id, replicas)
+        if usual is None:  # a replica that drains answers the turns of its model until they end
+            usual = next((replica for replica in replicas if replica.takes_turns), None)
         if usual is None or not self._prefix_tokens:
             return usual
         open_replicas = [replica for replica in replicas if replica.takes_sessions]
@@ -137,11 +142,16 @@ class SessionReplicas:
 
     def has_target(self, excluded: Collection[TargetReplica]) -> bool:
         """Return whether `choose_target` would find a replica."""
-        return any(replica.takes_sessions and self._fits(replica, excluded) for replica in self._pools.targets())
+        return any(replica.takes_turns and self._fits(replica, excluded) for replica in self._pools.targets())
 
     def may_wait(self, lost_at_s: float) -> bool:
         """Return whether the session has no target replica, and may still wait for the one it lost at `lost_at_s`."""
         return time.monotonic() - lost_at_s < self._pools.target_wait_s and not self.has_target(())
+
+    @property
+    def target_wait_s(self) -> float:
+        """Seconds that a request waits for a target replica."""
+        return self._pools.target_wait_s
 
     async def wait_for_target(self, lost_at_s: float) -> None:
         """Wait for a target replica. Raises Unavailable, as `target_wait.wait_for_target` does."""
@@ -163,6 +173,7 @@ class SessionReplicas:
         self._draft = self._choose(self._pools.drafts(self.draft_pool))
         if self._draft is not None:
             self._draft.note_new_session()
+            self._called.add(self._draft)
         return self._draft
 
     def forget_draft(self) -> None:
@@ -214,8 +225,22 @@ class SessionReplicas:
     ) -> Replica[LinkT]:
         if replica is not before:
             replica.note_new_session()
+        self._called.add(replica)
         self.learn(replica, lengths[replica.incarnation])
         return replica
+
+    def give_back(self, key: SessionKey, epoch: int, *, may_resume: bool) -> None:
+        """Tell the replicas that the turn makes no further call: they give back the KV blocks reserved for it.
+
+        Args:
+            key: the session.
+            epoch: epoch of its turn.
+            may_resume: whether the turn has ended before its last token and may be resumed.
+        """
+        for replica in self._called:
+            if replica.is_alive:
+                replica.turn_ends.note(key, epoch, may_resume=may_resume)
+        self._called.clear()
 
     def end_turn(self, num_rows: int | None) -> None:
         """Note that a request has ended; `num_rows`: target rows after its prompt, None where it failed."""
@@ -255,6 +280,10 @@ class Placement:
         while len(self._sessions) > self._capacity:
             self._sessions.popitem(last=False)
         return replicas
+
+    def knows(self, key: SessionKey) -> bool:
+        """Return whether a session was served lately, so that replicas probably hold its KV."""
+        return key in self._sessions
 
     def forget(self, key: SessionKey) -> None:
         self._sessions.pop(key, None)

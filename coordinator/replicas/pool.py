@@ -85,7 +85,7 @@ class ReplicaPools:
         self._target_described = asyncio.Event()
 
     def targets(self) -> list[TargetReplica]:
-        """Return every target replica that has ever described itself, alive or not, by address."""
+        """Return every target replica that has ever described itself, by address. Any thread may call this."""
         return self._known(TARGET)
 
     def drafts(self, pool: str) -> list[DraftReplica]:
@@ -103,7 +103,7 @@ class ReplicaPools:
         return list(self._names.all)
 
     def _known(self, role: str) -> list[Replica[Any]]:
-        return [replica for (kind, _), replica in self._replicas.items() if kind == role and replica.info]
+        return [replica for (kind, _), replica in list(self._replicas.items()) if kind == role and replica.info]
 
     @property
     def is_ready(self) -> bool:
@@ -126,6 +126,16 @@ class ReplicaPools:
         if self._last_target_info is None:
             raise Unavailable("no target replica has been connected yet")
         return self._last_target_info
+
+    def model_info(self, fingerprint: str) -> EngineInfo:
+        """Return the description of a target model; of the served one where no replica of that model is known.
+
+        Raises:
+            Unavailable: no target replica has been connected yet.
+        """
+        known = [replica for replica in self.targets() if replica.info and replica.model == fingerprint]
+        infos = [replica.info for replica in sorted(known, key=lambda replica: not replica.is_alive) if replica.info]
+        return infos[0] if infos else self.target_info
 
     def serves(self, target_fingerprint: str) -> bool:
         """Return whether a live target replica serves this model."""
@@ -247,7 +257,7 @@ class ReplicaPools:
             if check := self._checks.pop(key, None):
                 check.cancel()
             self._endpoints.forget(key)
-            await self._replicas.pop(key).link.close()
+            await self._replicas.pop(key).close()
         for key in sorted(endpoints - self._replicas.keys()):
             self._replicas[key] = Replica(*key, self._open_link(*key))
             self._replicas[key].on_doubt = self._doubt.set
@@ -276,7 +286,7 @@ class ReplicaPools:
         for check in self._checks.values():
             check.cancel()
         replicas, self._replicas = list(self._replicas.values()), {}
-        await asyncio.gather(*(replica.link.close() for replica in replicas))
+        await asyncio.gather(*(replica.close() for replica in replicas))
 
     async def release(self, session_id: str, *, tenant: str = DEFAULT_TENANT) -> None:
         """Request that every live replica frees the KV of a session. One that cannot be reached evicts it later."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from coordinator.replicas.turn_ends import TurnEnds
 from specdec.errors import SpecdecError, Unsupported, VocabularyMismatch
 from specdec.rpc.client import DraftLink, TargetLink
 from specdec.settings.pool_names import check_pool_name
@@ -118,8 +119,13 @@ class Replica(Generic[LinkT]):
         self.lost_at_s = 0.0
         """Time at which the replica was last taken out of use, by `time.monotonic`."""
         self.health = ReplicaHealth()
+        self.turn_ends = TurnEnds(link)
         self._has_stalled = False
         """True where the replica last failed by exceeding its own step limit although it described itself."""
+        self._is_refused = False
+        """True while the replica answers and does not fit."""
+        self._is_refusing = False
+        """True once the replica, which drains, has refused a call for that."""
         self._new_sessions = 0
         self._last_warning = ""
         """Last message logged about the replica since it last fitted."""
@@ -147,15 +153,21 @@ class Replica(Generic[LinkT]):
         return self.is_in_use and self.info is not None and not self.info.draining
 
     @property
+    def takes_turns(self) -> bool:
+        """True while the replica answers the calls of turns that have begun: also while it drains, until it refuses."""
+        return self.is_in_use and self.info is not None and not (self.info.draining and self._is_refusing)
+
+    @property
     def is_in_use(self) -> bool:
         """True while the replica lives and meets its deadlines."""
         return self.is_alive and not self.health.is_out(self.link.heard_at)
 
     @property
     def state(self) -> str:
-        """State for operators: up, late (missed a deadline and not heard of since), draining or down."""
+        """State for operators: up, late (missed a deadline and not heard of since), draining, down, or refused (its
+        vocabulary or its description does not fit)."""
         if self.info is None or not self.is_alive:
-            return "down"
+            return "refused" if self._is_refused else "down"
         if self.info.draining:
             return "draining"
         return "late" if self.health.is_marked else "up"
@@ -175,8 +187,17 @@ class Replica(Generic[LinkT]):
         """Return whether a target drafts in `pool` by itself."""
         return self.info is not None and pool in self.info.local_drafts
 
+    def note_draining(self) -> None:
+        """Note that the replica refuses calls because it drains."""
+        self._is_refusing = True
+
     def note_new_session(self) -> None:
         self._new_sessions += 1
+
+    async def close(self) -> None:
+        """Close the link. Idempotent."""
+        await self.turn_ends.close()
+        await self.link.close()
 
     def fail(self, error: BaseException) -> None:
         """Take the replica out of use until it answers again."""
@@ -186,6 +207,7 @@ class Replica(Generic[LinkT]):
         elif self.info is None and not self._last_warning:
             self._last_warning = str(error) or type(error).__name__
             _log.warning("%s replica %s does not answer yet: %s", self.role, self.address, self._last_warning)
+        self._is_refused = False
         self._take_out()
 
     def stall(self, error: SpecdecError) -> None:
@@ -198,6 +220,7 @@ class Replica(Generic[LinkT]):
         """Leave the replica out until its description fits; log the reason once, not at every poll."""
         self._take_out()
         self.info = None
+        self._is_refused = True
         if error.message != self._last_warning:
             self._last_warning = error.message
             _log.error(
@@ -251,10 +274,12 @@ class Replica(Generic[LinkT]):
                 info.model_fingerprint,
                 self.model,
             )
+        self._is_refusing = self._is_refusing and info.draining and info.incarnation == self.incarnation
         self.info = info
         self.link.transports.unix_socket = info.unix_socket
         self.link.transports.device_thread_socket = info.device_thread_socket
         self.is_alive = True
+        self._is_refused = False
         self._new_sessions = 0
         self._last_warning = ""
 

@@ -28,6 +28,11 @@ class SessionCalls:
         self._tokens = tokens
         self._replicas = replicas
 
+    @property
+    def has_output(self) -> bool:
+        """Return whether the request has committed output tokens."""
+        return len(self._tokens) > self._setting.output_start
+
     async def call(
         self, replica: Replica[Any], round_id: int, send: Callable[[SessionPosition], Awaitable[AnswerT]]
     ) -> AnswerT:
@@ -65,4 +70,5 @@ class SessionCalls:
             draw_rule=setting.draw_rule,
             is_timed=setting.is_timed,
             tenant=setting.tenant,
+            max_session_tokens=setting.max_session_tokens,
         )

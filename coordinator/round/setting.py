@@ -24,6 +24,10 @@ class RoundSetting:
     """Number of token ids of the target."""
     draft_timeout_s: float | None
     """Longest time that a round waits for its draft; None: until the draft answers or dies."""
+    max_session_tokens: int = 0
+    """Largest number of tokens that the session can hold when the turn ends; 0: not known."""
+    kv_wait_s: float = 0.0
+    """Longest time that a request without output waits for KV blocks of a target."""
     tenant: str = DEFAULT_TENANT
     is_timed: bool = False
     """True where each round records a timeline."""

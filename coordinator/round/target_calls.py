@@ -2,7 +2,8 @@
 
 `SessionCalls` sends the request to the target service (`target_service/servicer`). The verification goes back to the
 `runner`, which decides the round. `replicas/placement` chooses the replica; where none can be reached, the call waits
-for one (`replicas/target_wait`).
+for one (`replicas/target_wait`). Where all of them lack KV blocks, the call is repeated for a while: the request keeps
+its slot meanwhile, so that fewer requests are admitted until blocks are free.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from coordinator.round.draft_calls import Draft
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
 from specdec.core.packed import pack_supports
-from specdec.errors import KvMiss, SpecdecError, StaleEpoch, Unavailable
+from specdec.errors import KvMiss, ResourceExhausted, SpecdecError, StaleEpoch, Unavailable
 from specdec.rpc.calls import WireStats
 from specdec.types import SessionPosition, Verification, VerifyRequest
+
+#: Pause before a target that lacked KV blocks is called again, at most; the target may name a shorter one.
+MAX_KV_PAUSE_S = 1.0
 
 #: Pause after a target came back and failed again; it doubles each time.
 FIRST_PAUSE_S = 0.1
@@ -54,7 +58,7 @@ class TargetCalls:
         self._last_replica: TargetReplica | None = None
 
     async def verify(self, round_id: int, draft: Draft, wire: WireStats) -> TargetAnswer:
-        """Call the session's target replica, then others; wait for one where none can be reached.
+        """Call the session's target replica, then others; wait where none can be reached or none has KV blocks.
 
         Args:
             round_id: id of the round.
@@ -63,6 +67,22 @@ class TargetCalls:
 
         Raises: as `RoundRunner.run`.
         """
+        began_s = time.monotonic()
+        while True:
+            try:
+                return await self._verify_reachable(round_id, draft, wire)
+            except ResourceExhausted as error:
+                pause_s = min(error.retry_after_s or MAX_KV_PAUSE_S, MAX_KV_PAUSE_S)
+                left_s = began_s + self._max_kv_wait_s() - time.monotonic()
+                if error.reason != "KV_EXHAUSTED" or left_s < pause_s:
+                    raise
+            await asyncio.sleep(pause_s)
+
+    def _max_kv_wait_s(self) -> float:
+        """Return how long to wait for KV blocks: longer once a reader may hold tokens."""
+        return self._replicas.target_wait_s if self._calls.has_output else self._setting.kv_wait_s
+
+    async def _verify_reachable(self, round_id: int, draft: Draft, wire: WireStats) -> TargetAnswer:
         try:
             return await self._verify(round_id, draft, wire)
         except Unavailable:
@@ -127,6 +147,8 @@ class TargetCalls:
         _log.warning("target replica %s failed to verify: %s", replica.address, error)
         if error.reason == "REPLICA_UNAVAILABLE":
             replica.fail(error)
+        elif error.reason == "DRAINING":
+            replica.note_draining()
         self._replicas.learn(replica, 0)
         if self._replicas.has_target(failed):
             return

@@ -11,13 +11,12 @@ coordinators share; each coordinator measures by itself. `coordinator.round.rout
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 from dataclasses import replace
 from math import log, sqrt
 
-from specdec.errors import SpecdecError
+from coordinator.replicas.store_watch import StoreWatch
 from specdec.state.store import Promotion, Promotions, PromotionStatus
 
 #: Shares of the sessions, and the number of requests of each group that a share takes.
@@ -29,9 +28,6 @@ LIMIT = 3.6
 
 #: Number of tokens from which a request counts; the time of a shorter one depends mostly on its first token.
 LEAST_TOKENS = 16
-
-#: Interval at which decisions are exchanged with the store.
-POLL_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -75,8 +71,7 @@ class Canary:
         self._promotion: Promotion | None = None
         self._pool, self._others = Sample(), Sample()
         self._decided: Promotion | None = None
-        self._watching: asyncio.Task[None] | None = None
-        self._is_closed = False
+        self._watch = StoreWatch("promotion", self.sync_with_store)
 
     @property
     def promotion(self) -> Promotion | None:
@@ -85,14 +80,11 @@ class Canary:
 
     def start(self) -> None:
         """Start to follow the store in the background."""
-        self._watching = asyncio.create_task(self._watch(), name="promotions")
+        self._watch.start()
 
     async def close(self) -> None:
         """Stop following the store. Idempotent."""
-        if self._watching is not None:
-            self._is_closed = True  # the store's client may swallow a cancellation while it connects
-            self._watching.cancel()
-            await asyncio.wait([self._watching])
+        await self._watch.close()
 
     async def promote(self, pool: str, most: float) -> Promotion | None:
         """Begin the promotion of a pool up to a share of the sessions, in place of the current one; 0 ends it.
@@ -140,18 +132,6 @@ class Canary:
             is_done = share >= 1.0 or promotion.share >= promotion.most  # at 1.0 the control group is empty
             status = PromotionStatus.DONE if is_done else PromotionStatus.RUNNING
             self._decided = replace(promotion, share=share, status=status)
-
-    async def _watch(self) -> None:
-        warned = ""
-        while not self._is_closed:
-            try:
-                await self.sync_with_store()
-                warned = ""
-            except SpecdecError as error:
-                if error.message != warned:  # log an error once, not at every attempt
-                    warned = error.message
-                    _log.warning("promotion not synchronised: %s", warned)
-            await asyncio.sleep(POLL_S)
 
     async def sync_with_store(self) -> None:
         """Write this coordinator's decision to the store, and read those of other coordinators.

@@ -48,7 +48,12 @@ def router(gateway: Gateway) -> APIRouter:
         model = (await gateway.upstream.served()).names[0]
         num_received = _num_received(session_id, request.headers.get(_LAST_EVENT_ID, ""))
         options = ChunkOptions(
-            f"resumed-{session_id}", model, int(time.time()), has_provenance=return_provenance, has_event_ids=True
+            f"resumed-{session_id}",
+            model,
+            int(time.time()),
+            has_provenance=return_provenance,
+            has_event_ids=True,
+            num_received=num_received,
         )
         stream = client.resume(session_id, num_received, provenance=True)
         return event_stream(gateway, _ENCODERS[object](options), resumed(stream, gateway.metrics))

@@ -45,7 +45,7 @@ def require_servable(model: str, *, flag: str) -> None:
             return
         directory = locate_checkpoint(model, small_files_only=True)
         config = read_config(model, directory)
-        _require_decoder_only(model, config)
+        require_decoder_only(model, config)
         require_plain_weights(model, config.get("quantization_config"))
         if not (directory / "tokenizer.json").is_file():
             raise InvalidRequest(f"model {model!r} has no tokenizer.json", field="model")
@@ -110,7 +110,8 @@ def read_config(model: str, directory: Path) -> Mapping[str, Any]:
     return config
 
 
-def _require_decoder_only(model: str, config: Mapping[str, Any]) -> None:
+def require_decoder_only(model: str, config: Mapping[str, Any]) -> None:
+    """Raise Unsupported if a configuration is not that of a decoder-only language model."""
     types = _known_types()
     kind = config["model_type"][:64]
     if types is None:  # the loader checks the type

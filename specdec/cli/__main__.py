@@ -31,6 +31,7 @@ _COMMANDS = {
     "generate": "generate from a prompt",
     "chat": "talk over one session",
     "advise": "list drafts that fit a target, with memory and expected gain",
+    "plan": "size a deployment: replicas, GPUs, gamma and memory for a load",
     "top": "live view of a running system: requests, pools, replicas, acceptance, queues",
     "status": "pools, replicas and sessions of a running system",
     "pools": "draft pools of a running system, by class of requests",
@@ -40,6 +41,7 @@ _COMMANDS = {
     "distill": "train a draft on what the target said (see up --learning-log)",
     "timeline": "picture where the milliseconds of a round are",
     "bench": "speculation against target-only on a running system",
+    "doctor": "check the installation and a running system: what is wrong and what to do",
     "health": "ask a service for its health",
     "completion": "print the completion script of a shell",
 }
@@ -48,7 +50,7 @@ _COMMANDS = {
 _NEED_A_SYSTEM = ("generate", "chat", "top", "status", "pools", "promote", "scale", "join", "bench")
 
 #: Subcommands whose flags have no default in the environment.
-_WITHOUT_ENVIRON = ("up", "timeline", "health", "completion")
+_WITHOUT_ENVIRON = ("up", "timeline", "completion")
 
 
 def build_parser(environ: Mapping[str, str], command: str = "") -> argparse.ArgumentParser:
@@ -168,7 +170,7 @@ def _run_command(args: argparse.Namespace, argv: Sequence[str], environ: Mapping
         return run_command(args, build_parser({}))  # without the environment, which may hold a key
     if args.command in ("distill", "join"):
         return run_command(args)
-    if args.command in ("generate", "chat"):
+    if args.command in ("generate", "chat", "top"):
         return run_command(args, environ, _interrupts)
     return run_command(args, environ)
 

@@ -42,7 +42,7 @@ def start_detached(
     Raises:
         Unavailable: the address is in use, or the log file cannot be written.
     """
-    endpoint = listen_address(args)
+    endpoint = listen_address(args, environ)
     path = _log_path(endpoint)
     words = [word for word in argv if word != _DETACH_FLAG]
     with open(path, "w", opener=_private) as log:

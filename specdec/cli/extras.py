@@ -37,6 +37,14 @@ def missing_extra(error: ModuleNotFoundError, command: str) -> Unsupported:
     raise error
 
 
+def missing_modules() -> dict[str, tuple[str, ...]]:
+    """Return the modules of each extra that are not installed. Imports none of them."""
+    return {
+        extra: tuple(name for name in modules if importlib.util.find_spec(name) is None)
+        for extra, modules in _MODULES.items()
+    }
+
+
 def require_modules(names: tuple[str, ...]) -> None:
     """Raises ModuleNotFoundError for the first module that is not installed. Imports none of them."""
     for name in names:

@@ -10,23 +10,27 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.cli.json_output import add_json_flag, print_json
-from specdec.cli.request_flags import address
-from specdec.errors import SpecdecError
+from specdec.cli.request_flags import add_tls_flags, address, tls_of_flags
+from specdec.client import Tls
+from specdec.errors import SpecdecError, Unavailable
 from specdec.rpc.channels import dial_blocking
+from specdec.rpc.credentials import describe_refused_connection
 from specdec.rpc.status import from_rpc_error
 
 _TIMEOUT_S = 5.0
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     parser = commands.add_parser("health", description="Ask a service for its health.", allow_abbrev=False)
     parser.add_argument("address", metavar="HOST:PORT", type=address)
+    add_tls_flags(parser, environ)
     add_json_flag(parser, "a word")
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    with dial_blocking(args.address) as channel:
-        status = check(channel)
+    tls = tls_of_flags(args)
+    with dial_blocking(args.address, tls=tls) as channel:
+        status = check(channel, tls=tls)
     if args.json:
         print_json({"status": status})
     else:
@@ -34,8 +38,13 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     return 0 if status == "SERVING" else 1
 
 
-def check(channel: grpc.Channel, *, timeout_s: float = _TIMEOUT_S) -> str:
+def check(channel: grpc.Channel, *, timeout_s: float = _TIMEOUT_S, tls: Tls | None = None) -> str:
     """Return the whole server's status from `grpc.health.v1`: SERVING, NOT_SERVING, ...
+
+    Args:
+        channel: the connection, made with `tls`.
+        timeout_s: limit on the wait.
+        tls: credentials of the channel; None: plaintext.
 
     Raises:
         SpecdecError: the server cannot be reached.
@@ -43,6 +52,8 @@ def check(channel: grpc.Channel, *, timeout_s: float = _TIMEOUT_S) -> str:
     try:
         response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
     except grpc.RpcError as error:
+        if refused := describe_refused_connection(error.details() or "", tls):
+            raise Unavailable(f"no connection to the service: {refused}") from error
         raise from_rpc_error(error) from error
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
 

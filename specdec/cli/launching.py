@@ -8,31 +8,62 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
 from specdec.cli.draft_pools import joining_pool
-from specdec.cli.listening import API_KEYS_VARIABLE, dialled_address, later_metrics_address
+from specdec.cli.listening import (
+    SERVICE_KEY_VARIABLE,
+    dialled_address,
+    later_metrics_address,
+)
 from specdec.cli.service_settings import GivenSettings
 from specdec.cli.up_flags import (
     LOOKUPS,
+    ROLES,
     UTILIZATION_ALONE,
     Models,
+    counts,
     num_ranks,
     num_replicas,
     role_of_group,
     utilization,
 )
 from specdec.errors import InvalidRequest, Unsupported
+from specdec.settings.devices import likely_device
+from specdec.settings.processors import num_processors
 from specdec.settings.reading import flag_of
 from specdec.supervision.fleet import COORDINATOR, GATEWAY, role_of
+from specdec.supervision.process_template import ProcessTemplate
 from specdec.supervision.processes import Child, free_ports
+from specdec.supervision.service_process import environment_of
 from specdec.supervision.services import Service
+from specdec.types import SIMULATED_PREFIX
+
+#: Services that check the credentials of clients.
+_GUARDED = (COORDINATOR, GATEWAY)
 
 _DRAIN_GRACE_S = 3
 _POLL_INTERVAL_S = 0.2
-#: Idle threads spin for microseconds only (docs/history/log.md).
-QUIET_THREADS = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
+#: Idle threads spin for microseconds only (docs/history/log.md). NumPy needs none of its own beside those of torch.
+QUIET_THREADS = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def secured(args: argparse.Namespace, environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment of the services. If clients of the gateway need keys of their own, so do those of the
+    coordinator, and the services share a key."""
+    given: dict[str, str] = {}
+    for name in ("api_keys", "jwt_jwks"):
+        values = [args.settings.value(each, name) or environ.get(_variable(each, name)) for each in _GUARDED]
+        if value := next(filter(None, values), None):
+            given |= {_variable(COORDINATOR, name): str(value), SERVICE_KEY_VARIABLE: secrets.token_hex(32)}
+    return {**given, **environ}
+
+
+def _variable(service: str, name: str) -> str:
+    return f"SPECDEC_{service.upper()}__{name.upper()}"
 
 
 class Launcher:
@@ -44,6 +75,7 @@ class Launcher:
         served: Models,
         *,
         endpoint: str,
+        loopback: str = "",
         http: str = "",
         redis_url: str,
         metrics: Mapping[str, str],
@@ -55,6 +87,7 @@ class Launcher:
             args: the flags of `up`.
             served: the models.
             endpoint: address of the coordinator.
+            loopback: its plaintext address for programs of this machine; "": `endpoint`.
             http: address of the gateway; "" for no gateway.
             redis_url: store that all services share.
             metrics: metrics addresses of the services that are started first, by name; empty for no metrics.
@@ -62,9 +95,10 @@ class Launcher:
             ray_address: address of the cluster on whose nodes replicas are placed; "" for this machine alone.
         """
         self._args, self._served, self._endpoint, self._redis_url = args, served, endpoint, redis_url
-        self._http = http
+        self._loopback, self._http = loopback, http
         self._metrics, self._environ, self._ray_address = dict(metrics), environ, ray_address
         self._settings: GivenSettings = args.settings
+        self._template: ProcessTemplate | None = None
         self._ports: set[int] = set()
         """Ports given to replicas so far. A replica that starts may not listen on its port yet."""
 
@@ -105,19 +139,17 @@ class Launcher:
 
     def gateway(self) -> Service:
         """Start the gateway."""
-        arguments = ["--listen", self._http, "--coordinator", dialled_address(self._endpoint)]
+        arguments = ["--listen", self._http, "--coordinator", self._loopback or dialled_address(self._endpoint)]
         arguments += [*self._settings.arguments(GATEWAY), *self._common(GATEWAY), *self._metrics_flag(GATEWAY)]
         return Child(GATEWAY, "gateway", arguments, self._environ, shown_level=self._args.log_level)
 
     def coordinator_arguments(self) -> list[str]:
         """Return the coordinator's flags, except for its metrics address."""
         arguments = ["--listen", self._endpoint, *self._settings.arguments(COORDINATOR)]
+        arguments += ["--loopback", self._loopback] if self._loopback else []
         arguments += self._unless_given(COORDINATOR, "tokenizer", self._served.target)
         arguments += self._unless_given(COORDINATOR, "poll_interval_s", str(_POLL_INTERVAL_S))
         arguments += [word for kind in self._args.lookup for word in ("--lookup", kind)]
-        has_keys = self._settings.value(GATEWAY, "api_keys") or self._environ.get(API_KEYS_VARIABLE)
-        if has_keys and self._http:  # each key has a tenant
-            arguments += self._unless_given(COORDINATOR, "tenant_header", "on")
         if len(self._served.drafts) > 1:
             arguments += self._unless_given(COORDINATOR, "default_draft_pool", self._served.drafts[0].name)
         return arguments + self._common(COORDINATOR)
@@ -139,7 +171,28 @@ class Launcher:
             [*arguments, *self._metrics_flag(name)],
             self._replica_environ(role, num_alike),
             shown_level=self._args.log_level,
+            template=self._template,
         )
+
+    def begin_imports(self) -> None:
+        """Start the process whose imports the replicas of this machine share, unless they import by themselves.
+
+        A single replica would gain nothing. Simulated models import little, and CUDA does not survive a fork.
+        """
+        if self._shares_imports():
+            environ = self._replica_environ("target", num_replicas(self._args, "target"))
+            self._template = ProcessTemplate(["specdec.service.preloaded"], environment_of(environ))
+
+    def has_imported(self) -> bool:
+        """Return whether replicas start at once: their packages are imported, or each imports them by itself."""
+        return self._template is None or self._template.is_ready
+
+    def _shares_imports(self) -> bool:
+        if sys.platform != "linux" or self._ray_address or sum(counts(self._args).values()) < 2:
+            return False
+        models = [self._served.target, *(pool.model for pool in self._served.drafts)]
+        devices = {likely_device(self._settings.value(role, "device")) for role in ROLES}
+        return devices == {"cpu"} and not any(model.startswith(SIMULATED_PREFIX) for model in models)
 
     def _placed_replica(self, name: str, role: str) -> Service:
         """Start the process that keeps a replica on a node of the cluster, with resources of its own."""
@@ -179,13 +232,24 @@ class Launcher:
             given = given.with_flag(role, "gpu_memory_utilization", str(self._share(role)))
         return [
             *own,
-            *(*given.arguments(role), *self._common(role)),
+            *(*given.arguments(role), *self._common(role), *self._transport()),
             *(word for kind in local_drafts for word in ("--local-draft", kind)),
         ]
 
+    def _transport(self) -> list[str]:
+        """Return the replicas' flags of transport security, which are the coordinator's if it connects with TLS."""
+        given = {name: self._settings.value(COORDINATOR, name) for name in ("tls_ca", "tls_cert", "tls_key")}
+        if given["tls_ca"]:
+            return [word for name, path in given.items() for word in (flag_of(name), os.path.abspath(path))]
+        # Ray gives the nodes of its local cluster this machine's address on the network, not that of loopback.
+        is_plaintext = self._settings.value(COORDINATOR, "insecure") or self._args.ray_address == "local"
+        return ["--insecure"] if is_plaintext else []
+
     def _common(self, service: str) -> list[str]:
-        given = ["--redis-url", self._redis_url, "--log-format", "json"]
+        given = ["--redis-url", self._redis_url, "--cluster", self._args.cluster, "--log-format", "json"]
         given += self._unless_given(service, "drain_grace_s", str(_DRAIN_GRACE_S))
+        if SERVICE_KEY_VARIABLE in self._environ:
+            given += self._unless_given(service, "service_key", f"env:{SERVICE_KEY_VARIABLE}")
         # Otherwise services keep their own level: their info records say what a start is doing, whatever is shown.
         return given + (self._unless_given(service, "log_level", "debug") if self._args.log_level == "debug" else [])
 
@@ -203,7 +267,7 @@ class Launcher:
         # Several replicas of a role share the cores; one core is left to coordinator, store and client.
         if num_alike > 1:
             num_processes = num_alike * num_ranks(self._args, role)
-            quiet["OMP_NUM_THREADS"] = str(max(1, ((os.cpu_count() or 1) - 1) // num_processes))
+            quiet["OMP_NUM_THREADS"] = str(max(1, (num_processors() - 1) // num_processes))
         # Not a flag, which would win over the same variable of the caller's environment.
         quiet[f"SPECDEC_{role.upper()}__GPU_MEMORY_UTILIZATION"] = str(self._share(role))
         return {**quiet, **self._environ}

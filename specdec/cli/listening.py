@@ -10,8 +10,7 @@ from specdec.cli import Usage
 from specdec.cli.control import require_unused
 from specdec.errors import Unavailable
 from specdec.rpc.channels import require_free
-from specdec.settings.addresses import WILDCARD_HOSTS, join_address, split_address
-from specdec.settings.gateway import is_loopback
+from specdec.settings.addresses import WILDCARD_HOSTS, is_loopback, join_address, split_address
 from specdec.supervision.processes import free_ports
 from specdec.supervision.services import tell
 
@@ -22,21 +21,34 @@ DEFAULT_HTTP = "127.0.0.1:8000"
 API_KEYS_VARIABLE = "SPECDEC_GATEWAY__API_KEYS"
 API_KEY_VARIABLE = "SPECDEC_GATEWAY__API_KEY"
 
+#: Variable with the key that the services of `specdec up` share.
+SERVICE_KEY_VARIABLE = "SPECDEC_SERVICE_KEY"
+
 _NO_GATEWAY = "none"
 
 
-def listen_address(args: argparse.Namespace) -> str:
+def listen_address(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
     """Return the address at which the coordinator is to listen, with a free port in place of port 0.
 
+    Args:
+        args: flags of `specdec up`.
+        environ: environment of the caller, which the coordinator gets.
+
     Raises:
-        Usage: `--listen` is not an address.
+        Usage: `--listen` is not an address, or is reached from other machines in plaintext.
         Unavailable: it is in use, or a `specdec up` of this user that is starting will use it (ADDRESS_IN_USE).
     """
     host, port = split_flag("--listen", args.listen)
     require_unused(port)
     address = join_address(host, port or free_ports(1)[0])
+    _require_encryption(args, environ, "coordinator", f"--listen {address}", address)
     _require_free("--listen", address)  # else the program that listens there would be taken for our coordinator
     return address
+
+
+def loopback_address(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
+    """Return where programs of this machine reach the coordinator in plaintext if `--listen` has TLS; "": there."""
+    return join_address("127.0.0.1", free_ports(1)[0]) if _is_given(args, environ, "coordinator", "tls_cert") else ""
 
 
 def http_address(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
@@ -47,7 +59,7 @@ def http_address(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
         environ: environment of the caller, which the gateway gets and which may have its keys.
 
     Raises:
-        Usage: `--http` is not an address, or is reached from other machines without a key.
+        Usage: `--http` is not an address, or is reached from other machines without a key or in plaintext.
         Unavailable: it is in use (ADDRESS_IN_USE).
     """
     if args.http == _NO_GATEWAY or not (args.http or args.default_http):
@@ -57,6 +69,7 @@ def http_address(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
     host, port = split_flag("--http", args.http)
     address = join_address(host, port or free_ports(1)[0])
     _require_keys(args, environ, address)
+    _require_encryption(args, environ, "gateway", f"--http {address}", address)
     _require_free("--http", address)
     return address
 
@@ -74,12 +87,28 @@ def _default_http(address: str) -> str:
 
 def _require_keys(args: argparse.Namespace, environ: Mapping[str, str], address: str) -> None:
     given = args.settings
-    has_access = any(given.value("gateway", name) for name in ("api_keys", "api_key", "allow_anonymous"))
+    has_access = any(given.value("gateway", name) for name in ("api_keys", "api_key", "jwt_jwks", "allow_anonymous"))
     if not (has_access or environ.get(API_KEYS_VARIABLE) or environ.get(API_KEY_VARIABLE)) and not is_loopback(address):
         raise Usage(
             f"--http {address} is reached from other machines: give --api-keys or --api-key, or --set "
             "gateway.allow_anonymous=true to answer everyone"
         )
+
+
+def _require_encryption(
+    args: argparse.Namespace, environ: Mapping[str, str], service: str, setting: str, address: str
+) -> None:
+    allowed = any(_is_given(args, environ, service, name) for name in ("tls_cert", "insecure"))
+    if not allowed and not is_loopback(address):
+        raise Usage(
+            f"{setting} is reached from other machines: give --tls-cert and --tls-key, or --insecure to serve there in "
+            "plaintext"
+        )
+
+
+def _is_given(args: argparse.Namespace, environ: Mapping[str, str], service: str, name: str) -> bool:
+    """Return whether a service gets a setting, from a flag or from the environment that it inherits."""
+    return bool(args.settings.value(service, name) or environ.get(f"SPECDEC_{service.upper()}__{name.upper()}"))
 
 
 def dialled_address(address: str) -> str:

@@ -6,9 +6,12 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 
-from specdec.client import Budgets, Client, GenerateOptions
+from specdec.cli import Usage
+from specdec.client import Budgets, Client, GenerateOptions, Tls
 from specdec.client.endpoints import DEFAULT_ENDPOINT, ENDPOINT_VARIABLE, check_endpoint
+from specdec.client.transport import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, SERVER_NAME_VARIABLE, exposes_key, tls_of
 from specdec.errors import InvalidRequest
+from specdec.settings.transport import with_flag
 from specdec.types import Mode
 
 #: Variable that holds the API key of client commands.
@@ -35,11 +38,71 @@ def add_client_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]
         "--api-key", default=environ.get(_API_KEY_VARIABLE) or None, metavar="KEY",
         help=f"key to send with every call; default: {_API_KEY_VARIABLE}, which other users of the machine cannot see",
     )  # fmt: skip
+    parser.add_argument(
+        "--insecure", action="store_true",
+        help="send the key without --tls-ca to an endpoint beyond this machine, where the network can read it",
+    )  # fmt: skip
+    add_tls_flags(parser, environ)
 
 
-def connect(args: argparse.Namespace, budgets: Budgets = BUDGETS, *, timeout: float | None = None) -> Client:
-    """Return a client for the flags of `add_client_flags`. Raises InvalidRequest for a malformed key."""
-    return Client(args.endpoint, budgets=budgets, api_key=args.api_key, timeout=timeout)
+def add_tls_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
+    """Add the flags of every subcommand that dials: the authorities that it trusts, and its own certificate."""
+    for flag, variable, metavar, meaning in (
+        ("--tls-ca", CA_VARIABLE, "FILE", "PEM file of the authorities of the server's certificate; encrypts the "
+         "connection"),
+        ("--tls-cert", CERT_VARIABLE, "FILE", "PEM file of this command's certificate, for a server that demands one"),
+        ("--tls-key", KEY_VARIABLE, "FILE", "PEM file of its key"),
+        ("--tls-server-name", SERVER_NAME_VARIABLE, "NAME", "name in the server's certificate, if it is not the host "
+         "of the address"),
+    ):  # fmt: skip
+        parser.add_argument(
+            flag, default=environ.get(variable, ""), metavar=metavar, help=f"{meaning}; default: {variable}"
+        )
+
+
+def tls_of_flags(args: argparse.Namespace) -> Tls | None:
+    """Return the credentials of the flags of `add_tls_flags`; None: plaintext. Raises Usage if they cannot be used."""
+    try:
+        tls = tls_of(args.tls_ca, args.tls_cert, args.tls_key, server_name=args.tls_server_name)
+        if tls is not None:
+            tls.check()
+    except InvalidRequest as error:
+        raise Usage(with_flag(error)) from None
+    return tls
+
+
+def connect(
+    args: argparse.Namespace, budgets: Budgets = BUDGETS, *, endpoint: str = "", timeout: float | None = None
+) -> Client:
+    """Return a client for the flags of `add_client_flags`.
+
+    Args:
+        args: the flags.
+        budgets: limits on the time for which calls are retried.
+        endpoint: another address of the same coordinator, to call in place of that of the flags.
+        timeout: seconds that each call may take as a whole; None: no limit.
+
+    Raises:
+        InvalidRequest: the API key is malformed.
+        Usage: a certificate file cannot be used, or the key would be sent in plaintext beyond this machine.
+    """
+    tls = tls_of_flags(args)
+    if endpoint and tls is not None:
+        tls = replace(tls, server_name=tls.server_name or args.endpoint.rpartition(":")[0].strip("[]"))
+    endpoint = endpoint or args.endpoint
+    require_private(args, tls, endpoint)
+    return Client(
+        endpoint, budgets=budgets, api_key=args.api_key, timeout=timeout, tls=tls or False, insecure=args.insecure
+    )
+
+
+def require_private(args: argparse.Namespace, tls: Tls | None, endpoint: str) -> None:
+    """Raise Usage if the key of the flags would be sent in plaintext beyond this machine without `--insecure`."""
+    if exposes_key(endpoint, tls, args.api_key) and not args.insecure:
+        raise Usage(
+            f"--api-key: the way to {endpoint} is not encrypted, and every machine on it could read the key: give "
+            "--tls-ca, or --insecure to send it in plaintext"
+        )
 
 
 def address(text: str) -> str:

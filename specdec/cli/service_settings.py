@@ -33,6 +33,13 @@ _CHOSEN_BY_UP = {
     "shadow": "use specdec join",
     "metrics": "use --metrics",
     "redis_url": "use --redis-url, which all services share",
+    **dict.fromkeys(("tls_cert", "tls_key"), "use --tls-cert and --tls-key"),
+    "tls_ca": "use --tls-ca, which holds for coordinator and replicas",
+    "tls_server_name": "use --tls-server-name",
+    "insecure": "use --insecure",
+    "loopback": "it takes a free port",
+    "service_key": "set SPECDEC_SERVICE_KEY in the environment",
+    "cluster": "use --cluster, which all services share",
     "log_format": "it reads the services' records",
     **dict.fromkeys(
         ("config", "replica_id", "draft_endpoint", "target_endpoint", "coordinator"), "it sets this for every service"

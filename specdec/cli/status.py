@@ -10,6 +10,7 @@ from typing import Any
 
 from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.pool_tables import model_name, pool_acceptance, print_table
+from specdec.cli.promote import describe_target
 from specdec.cli.request_flags import add_client_flags, connect
 from specdec.client import Pool, ServerInfo
 
@@ -40,6 +41,10 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     print_table(_POOL_COLUMNS, list(map(_pool_row, info.pools)), environ)
     print()
     print_table(_REPLICA_COLUMNS, list(_replica_rows(info)), environ)
+    if len(info.target_models) > 1:
+        print()
+        for model in info.target_models:
+            print(describe_target(model))
     if not any(pool.role == "target" and pool.replicas for pool in info.pools):
         print("no target replica is alive: requests wait, or fail", file=sys.stderr)
     return 0

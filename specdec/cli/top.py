@@ -12,6 +12,7 @@ import os
 import select
 import sys
 import termios
+import threading
 import time
 import tty
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +22,7 @@ from rich.console import Console
 from rich.live import Live
 
 from specdec.cli import control
+from specdec.cli.answer import Interrupts
 from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.pool_tables import console_for
 from specdec.cli.request_flags import add_client_flags, connect
@@ -48,18 +50,30 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     add_json_flag(parser, "a frame, and end")
 
 
-def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Show the system. Raises SpecdecError if the coordinator cannot be reached at first."""
+def run(args: argparse.Namespace, environ: Mapping[str, str], interrupts: Interrupts) -> int:
+    """Show the system; `interrupts` calls its argument on Ctrl-C.
+
+    Raises:
+        SpecdecError: the coordinator cannot be reached at first.
+    """
     console = console_for(environ)
     with connect(args, timeout=_CALL_TIMEOUT_S) as client:
-        reader = Reader(client, lambda: args.metrics or _addresses_of(args.endpoint))
+        reader = Reader(client, lambda: args.metrics or metrics_addresses_of(args.endpoint))
         if args.json:
             print_json(_read_once(reader).to_dict())
         elif args.once or not console.is_terminal or console.is_dumb_terminal:
             console.print(frame_of(_read_once(reader)))
         else:
-            _watch(reader, console)
+            interrupted = threading.Event()
+            with interrupts(lambda: _interrupt(interrupted)):
+                _watch(reader, console, interrupted)
     return 0
+
+
+def _interrupt(interrupted: threading.Event) -> None:
+    """Raise KeyboardInterrupt, and note it: Python drops the exception where a callback of gRPC runs."""
+    interrupted.set()
+    raise KeyboardInterrupt
 
 
 def _read_once(reader: Reader) -> Figures:
@@ -71,8 +85,12 @@ def _read_once(reader: Reader) -> Figures:
     return figures_of(before, reader.read())
 
 
-def _watch(reader: Reader, console: Console) -> None:
-    """Show a frame every second until q. A coordinator that is gone is shown as such, and found again."""
+def _watch(reader: Reader, console: Console, interrupted: threading.Event) -> None:
+    """Show a frame every second until q. A coordinator that is gone is shown as such, and found again.
+
+    Raises:
+        KeyboardInterrupt: `interrupted` is set.
+    """
     last = now = reader.read()
     with _key_presses() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
         live.update(frame_of(figures_of(last, now), _HINT), refresh=True)
@@ -83,6 +101,8 @@ def _watch(reader: Reader, console: Console) -> None:
             except SpecdecError as error:
                 note = error_line(error)
             live.update(frame_of(figures_of(last, now), note), refresh=True)
+            if interrupted.is_set():
+                raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
@@ -111,7 +131,7 @@ def _has_ended(keys: int | None) -> bool:
     return False
 
 
-def _addresses_of(endpoint: str) -> Iterable[str]:
+def metrics_addresses_of(endpoint: str) -> Iterable[str]:
     """Return the metrics addresses of the `specdec up` of this user at an endpoint of this machine; () without."""
     port = control.local_port(endpoint)
     if port is None or not control.is_running(port):

@@ -23,8 +23,15 @@ from specdec.cli.control_folder import unmark_starting
 from specdec.cli.detached import start_detached
 from specdec.cli.extras import GATEWAY_MODULES, require_modules
 from specdec.cli.health import is_serving
-from specdec.cli.launching import Launcher
-from specdec.cli.listening import dialled_address, http_address, listen_address, metrics_addresses
+from specdec.cli.launching import Launcher, secured
+from specdec.cli.listening import (
+    SERVICE_KEY_VARIABLE,
+    dialled_address,
+    http_address,
+    listen_address,
+    loopback_address,
+    metrics_addresses,
+)
 from specdec.cli.up_flags import Models
 from specdec.cli.up_parser import add_parser, add_serve_parser
 from specdec.cli.waiting import Waiting
@@ -61,8 +68,13 @@ class _Start:
         self._system.stage = stage
         self._waiting.show(stage)
 
-    def poll(self, services: Callable[[], list[Service]], done: Callable[[], bool]) -> None:
+    def poll(self, services: Callable[[], list[Service]], done: Callable[[], bool], *, also: str = "") -> None:
         """Wait until `done` or a stop.
+
+        Args:
+            services: returns the services that are watched, the coordinator last.
+            done: ends the wait.
+            also: stage of what else is waited for.
 
         Raises:
             SpecdecError: a service ends first, or the coordinator, which is the last service, refuses another.
@@ -75,7 +87,8 @@ class _Start:
                 # Other systems may share the registry. Only a refusal of this system's replicas is fatal.
                 if service.address in running[-1].refusals:
                     raise running[-1].refusals[service.address]
-            self.show(", ".join(f"{service.name}: {service.stage}" for service in running))
+            stages = [f"{service.name}: {service.stage}" for service in running]
+            self.show(", ".join([*stages, also] if also else stages))
             self._system.stop.wait(_POLL_S)
 
 
@@ -96,10 +109,12 @@ def run(args: argparse.Namespace, argv: Sequence[str], environ: Mapping[str, str
         SpecdecError: a service did not start, or the coordinator refuses it; the error is the service's own.
     """
     up_flags.check(args)
+    up_flags.check_certificate_files(args)
     served = up_flags.models(args)
     if args.detach:
         return start_detached(args, argv, environ, stop)
-    endpoint = listen_address(args)
+    endpoint = listen_address(args, environ)
+    loopback = loopback_address(args, environ)
     http = http_address(args, environ)
     if http:
         require_modules(GATEWAY_MODULES)
@@ -127,10 +142,12 @@ def run(args: argparse.Namespace, argv: Sequence[str], environ: Mapping[str, str
         own_ray = _own_ray(args, environ, start, stack)
         if stop.is_set():
             return 0
+        environ = secured(args, environ)
         launcher = Launcher(
             args,
             served,
             endpoint=endpoint,
+            loopback=loopback,
             http=http,
             redis_url=args.redis_url if store is None else store.url,
             metrics=metrics,
@@ -140,8 +157,11 @@ def run(args: argparse.Namespace, argv: Sequence[str], environ: Mapping[str, str
         fleet = Fleet(launcher)
         stack.callback(fleet.stop)
         stack.callback(_tell_on_stop, stop, "stopping")
-        fleet.begin(up_flags.counts(args), with_gateway=bool(http))
-        _await_ready(fleet, endpoint, start)
+        launcher.begin_imports()
+        fleet.begin(
+            up_flags.counts(args), with_gateway=bool(http), prepare=lambda: _await_imports(launcher, fleet, start)
+        )
+        _await_ready(fleet, loopback or dialled_address(endpoint), start, environ.get(SERVICE_KEY_VARIABLE))
         waiting.close()
         fleet.settle()
         if not stop.is_set():
@@ -303,11 +323,17 @@ def _tokens_in_common(models: Mapping[str, str]) -> dict[str, str]:
     return {flag: words for flag, words in shared.items() if words}
 
 
-def _await_ready(fleet: Fleet, endpoint: str, start: _Start) -> None:
+def _await_imports(launcher: Launcher, fleet: Fleet, start: _Start) -> bool:
+    """Wait until the packages of the replicas are imported; return False on a stop. Raises as `_Start.poll`."""
+    start.poll(lambda: fleet.services, launcher.has_imported, also="replicas: importing their packages")
+    return not start.is_stopped
+
+
+def _await_ready(fleet: Fleet, dialled: str, start: _Start, api_key: str | None) -> None:
     """Wait until the coordinator serves and knows every replica, and the gateway listens. Raises as `_Start.poll`."""
-    dialled = dialled_address(endpoint)
     num_replicas = sum(1 for service in fleet.services if role_of(service.name))
-    with dial_blocking(dialled) as channel, Client(dialled, budgets=Budgets(connect_s=0)) as client:
+    client = Client(dialled, budgets=Budgets(connect_s=0), api_key=api_key, tls=False)
+    with dial_blocking(dialled) as channel, client:
         start.poll(lambda: fleet.services, lambda: is_serving(channel))
         start.poll(lambda: fleet.services, lambda: _num_replicas(client) >= num_replicas)
         start.poll(lambda: fleet.services, lambda: all(s.has_started for s in fleet.services if s.name == GATEWAY))

@@ -15,8 +15,11 @@ from specdec.cli import Usage
 from specdec.cli.draft_pools import DraftPool, draft_pools
 from specdec.cli.listening import split_flag
 from specdec.cli.service_settings import SETTINGS_TYPES
+from specdec.client import Tls
+from specdec.errors import InvalidRequest
 from specdec.settings.draft_specs import EARLY_EXIT, parse_local_drafts
-from specdec.settings.reading import checked_value
+from specdec.settings.reading import checked_value, flag_of
+from specdec.settings.transport import with_flag
 from specdec.types import SIMULATED_PREFIX
 
 ROLES = ("target", "draft")
@@ -49,16 +52,25 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         Usage: they make no sense.
     """
-    try:
-        checked_value(SETTINGS_TYPES["coordinator"], "redis_url", args.redis_url)
-    except ValueError as error:
-        raise Usage(f"--redis-url {error}") from None
+    for name in ("redis_url", "cluster"):
+        try:
+            checked_value(SETTINGS_TYPES["coordinator"], name, getattr(args, name))
+        except ValueError as error:
+            raise Usage(f"{flag_of(name)} {error}") from None
+    _check_tls(args)
     if args.replicas_target < 1 or (args.replicas_draft or 0) < 0:
         raise Usage("--replicas-target must be at least 1 and --replicas-draft at least 0")
     if args.target and not args.draft and args.replicas_draft:
         raise Usage("--replicas-draft without --draft: name a draft model for the target")
     if args.ray_address not in ("", "auto", "local"):
         split_flag("--ray-address", args.ray_address)
+    if args.ray_address not in ("", "local") and not any(
+        args.settings.value("coordinator", name) for name in ("tls_ca", "insecure")
+    ):
+        raise Usage(
+            "--ray-address places replicas on other machines: give --tls-ca, --tls-cert and --tls-key, or --insecure "
+            "to reach them in plaintext"
+        )
     if args.ray_address not in ("", "local") and args.redis_url == MEMORY_STORE:
         raise Usage("--ray-address needs --redis-url with a Redis that every node of the cluster reaches")
     if args.target.startswith(SIMULATED_PREFIX) and not tokenizer(args):
@@ -72,6 +84,29 @@ def check(args: argparse.Namespace) -> None:
             f"--gpu-memory-utilization-target {target:g} and --gpu-memory-utilization-draft {draft:g} are more than 1 "
             "together"
         )
+
+
+def _check_tls(args: argparse.Namespace) -> None:
+    tls = _tls(args)
+    if tls.ca and not tls.cert:
+        raise Usage("--tls-ca needs --tls-cert and --tls-key beside it")
+    if tls.server_name and not tls.ca:
+        raise Usage("--tls-server-name needs --tls-ca beside it")
+
+
+def check_certificate_files(args: argparse.Namespace) -> None:
+    """Check the files of the TLS flags. Raises Usage."""
+    try:
+        _tls(args).check()
+    except InvalidRequest as error:
+        raise Usage(with_flag(error)) from None
+
+
+def _tls(args: argparse.Namespace) -> Tls:
+    ca, cert, key, name = (
+        str(args.settings.value("coordinator", f"tls_{each}")) for each in ("ca", "cert", "key", "server_name")
+    )
+    return Tls(ca=ca, cert=cert, key=key, server_name=name)
 
 
 def needs_of_drafts(args: argparse.Namespace) -> list[str]:

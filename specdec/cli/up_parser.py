@@ -14,6 +14,7 @@ from specdec.cli import Usage
 from specdec.cli.listening import DEFAULT_HTTP
 from specdec.cli.service_settings import SETTINGS_TYPES, GivenSettings
 from specdec.cli.up_flags import DEFAULT_UTILIZATION, LOOKUPS, MEMORY_STORE, ROLES, UTILIZATION_ALONE
+from specdec.settings.cluster_names import DEFAULT_CLUSTER
 from specdec.settings.draft_specs import is_local_draft, parse_local_drafts
 from specdec.settings.reading import flag_of, value_name
 
@@ -47,8 +48,30 @@ _SERVICE_FLAGS = (
     _ServiceFlag("otlp_endpoint", ("coordinator", "gateway")),
     _ServiceFlag("trace_share", ("coordinator", "gateway")),
     _ServiceFlag("otlp_metrics", ("coordinator", "gateway")),
-    _ServiceFlag("api_keys", ("gateway",), prefix="Of --http: "),
+    _ServiceFlag("api_keys", ("coordinator", "gateway")),
+    _ServiceFlag("jwt_jwks", ("coordinator", "gateway")),
+    _ServiceFlag("jwt_issuer", ("coordinator", "gateway")),
+    _ServiceFlag("jwt_audience", ("coordinator", "gateway")),
+    _ServiceFlag("admin", ("coordinator",)),
     _ServiceFlag("api_key", ("gateway",), prefix="Of --http: "),
+    _ServiceFlag(
+        "tls_cert", ("coordinator", "gateway"),
+        help="PEM file with the certificate of --listen and --http, followed by those of intermediate authorities. "
+        "Both are encrypted then. The file is read again when it changes. Services talk to each other on loopback, in "
+        "plaintext unless --tls-ca is given. Default: plaintext.",
+    ),
+    _ServiceFlag("tls_key", ("coordinator", "gateway")),
+    _ServiceFlag(
+        "tls_ca", ("coordinator",),
+        help="PEM file with the authorities that coordinator and replicas trust. They use mutual TLS then, with the "
+        "certificate of --tls-cert on both sides. Default: coordinator and replicas speak plaintext.",
+    ),
+    _ServiceFlag("tls_server_name", ("coordinator",)),
+    _ServiceFlag(
+        "insecure", ("coordinator", "gateway"),
+        help="Serve in plaintext at addresses that other machines can reach. Without it, such an address needs "
+        "--tls-cert.",
+    ),
     _ServiceFlag("device", ROLES),
     _ServiceFlag("dtype", ROLES),
     _ServiceFlag("compile_backend", ROLES),
@@ -183,6 +206,10 @@ def _add_flags(parser: argparse.ArgumentParser, default_http: str = "") -> None:
     parser.add_argument(
         "--redis-url", default=MEMORY_STORE, metavar="URL",
         help="Redis of all services. Default: a store that ends with this command.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cluster", default=DEFAULT_CLUSTER, metavar="NAME",
+        help="Name of this system in a Redis that other systems use too. Default: default.",
     )  # fmt: skip
     parser.add_argument(
         "--replicas-draft",

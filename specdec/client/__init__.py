@@ -25,8 +25,9 @@ from specdec.client.results import (
     TopLogprob,
     Usage,
 )
-from specdec.client.server_info import Pool, Promotion, Replica, Route, ServerInfo
+from specdec.client.server_info import Pool, Promotion, Replica, Route, ServerInfo, TargetModel
 from specdec.client.sync_client import Client, Stream
+from specdec.tls import Tls
 
 __all__ = [
     "AsyncClient",
@@ -45,7 +46,9 @@ __all__ = [
     "ServerInfo",
     "Session",
     "Stream",
+    "TargetModel",
     "TextPart",
+    "Tls",
     "TokenDetail",
     "TopLogprob",
     "Usage",

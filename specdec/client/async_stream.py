@@ -161,7 +161,7 @@ class AsyncStream(AsyncIterator[Chunk]):
             response = await call.read()
         except grpc.RpcError as error:
             self._call = None
-            raise self._attempts.failed(error) from error
+            raise self._attempts.failed(error, self._recovery) from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():

@@ -1,9 +1,12 @@
 """Chooses the coordinator that a client calls, where the endpoint names several.
 
-The client starts on one connection, on which gRPC tries the next address only where connecting fails. A coordinator
-that answers but cannot reach its store or any target would keep that connection. So after a refusal a second connection
-is opened: it uses all addresses whose health service reports SERVING, and calls go there until none of them does. After
-a call whose deadline passed, the coordinator's health is checked first. Any coordinator can resume any session.
+Such a client spreads its calls round robin over all addresses whose health service reports SERVING. While none does, it
+calls over a plain connection, on which gRPC tries the next address only where connecting fails: a coordinator that is
+not SERVING may still wait for a target. It looks again after 1 s, then less and less often.
+
+A client of one address starts on the plain connection, because a proxy may stand there. After a refusal it changes to
+the connection that spreads, which also finds other coordinators behind a proxy. After a call whose deadline passed, the
+health of the connection is checked first. Any coordinator can resume any session.
 
 `failures` maps errors and `recovery` decides on retries. Both clients use this module.
 """
@@ -20,12 +23,15 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specdec.client.endpoints import resolve_endpoint
-from specdec.client.failures import closed, is_from_coordinator, read_failure
+from specdec.client.endpoints import may_name_several
+from specdec.client.failures import closed, read_failure
 from specdec.client.identity import Metadata
+from specdec.client.looks import Looks
 from specdec.client.recovery import CHANNEL_OPTIONS, Recovery
-from specdec.errors import ResourceExhausted, SpecdecError, Unavailable
-from specdec.rpc.channels import dial, dial_blocking
+from specdec.errors import InvalidRequest, ResourceExhausted, SpecdecError, Unavailable
+from specdec.rpc.channels import Options, dial, dial_blocking
+from specdec.rpc.status import is_ours
+from specdec.tls import Signature, Tls
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
 #: Time that the next attempt waits for another coordinator to report SERVING.
@@ -61,19 +67,57 @@ class _Connection(Generic[ChannelT]):
 class _Coordinators(Generic[ChannelT]):
     """Base of the blocking and the asyncio class."""
 
-    def __init__(self, endpoint: str, first: ChannelT) -> None:
-        self.endpoint = endpoint
+    def __init__(self, endpoint: str, tls: Tls | None, first: ChannelT) -> None:
+        self.endpoint, self.tls = endpoint, tls
         self.first: _Connection[ChannelT] = _Connection.over(first)
         self.chosen: _Connection[ChannelT] = self.first
         self.suspect: _Connection[ChannelT] | None = None
         """Connection on which a call's deadline passed without an answer."""
         self._others: _Connection[ChannelT] | None = None
+        self._files: Signature = () if tls is None else tls.signature()
+        """Version of the certificate files that the connections were made with."""
+        self._left: list[_Connection[ChannelT]] = []
+        """Connections that were replaced, whose calls may not have ended."""
         self._closed = False
+        self.looks = Looks(are_needed=may_name_several(endpoint))
+
+    def note_unreached(self, connection: _Connection[ChannelT]) -> None:
+        """Note that a call over a connection reached no coordinator."""
+        if connection is self.chosen and connection is not self.first:
+            self.looks.ask()
 
     def take_suspect(self) -> _Connection[ChannelT] | None:
         """Return the chosen connection if its health must be checked before the next call, and clear the mark."""
         suspect, self.suspect = self.suspect, None
         return suspect if suspect is self.chosen else None
+
+    def renew(self) -> None:
+        """Make the connections anew if the certificate files have changed and can be used.
+
+        For a connection that TLS refused: its files may have been renewed since it was made.
+        """
+        if self.tls is None or self._closed or (files := self.tls.signature()) == self._files:
+            return
+        try:
+            first = _Connection.over(self._dial(CHANNEL_OPTIONS))
+        except InvalidRequest:  # they are being replaced; the next attempt looks again
+            return
+        self._files = files
+        self._left = self._connections()
+        self.first = self.chosen = first
+        self._others = None
+        self.looks.ask()
+
+    def _dial(self, options: Options) -> ChannelT:
+        """Return a channel to the endpoint. Raises InvalidRequest if the certificate files cannot be used."""
+        raise NotImplementedError
+
+    def _connections(self) -> list[_Connection[ChannelT]]:
+        connections = list(self._left)
+        connections.append(self.first)
+        if self._others is not None:
+            connections.append(self._others)
+        return connections
 
     @property
     def is_closed(self) -> bool:
@@ -94,16 +138,24 @@ class _Attempts(Generic[ChannelT]):
     _connection: _Connection[ChannelT]
     _must_choose = False
     """True if the next attempt must choose a serving coordinator first, unless another call has done so."""
+    _num_lost = 0
+    """Number of attempts that ended without a verdict of a coordinator."""
 
-    def failed(self, error: grpc.RpcError) -> SpecdecError:
+    def failed(self, error: grpc.RpcError, recovery: Recovery) -> SpecdecError:
         """Return the error of the last attempt, and note what the next attempt must check first."""
-        failure = read_failure(error, self._coordinators.endpoint)
-        is_first, is_refused = self._connection is self._coordinators.first, is_from_coordinator(error)
+        endpoint, tls = self._coordinators.endpoint, self._coordinators.tls
+        failure = read_failure(error, endpoint, tls, was_answered=recovery.was_answered)
+        is_first, is_refused = self._connection is self._coordinators.first, is_ours(error)
+        self._num_lost += not is_refused
+        if isinstance(failure, Unavailable) and not is_refused:
+            self._coordinators.renew()
+            self._coordinators.note_unreached(self._connection)
         if not is_refused and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             self._coordinators.suspect = self._connection
-        elif isinstance(failure, Unavailable | ResourceExhausted):
-            # gRPC moves on by itself after a broken first connection, and after a refusal by one of the others.
-            self._must_choose = is_refused if is_first else not is_refused
+        elif not is_refused or isinstance(failure, Unavailable | ResourceExhausted):
+            # gRPC moves on by itself after a broken first connection, and after a refusal by one of the others. But the
+            # connection to a proxy outlasts the coordinator behind it.
+            self._must_choose = is_refused or self._num_lost > 1 if is_first else not is_refused
         return failure
 
     def _take_must_choose(self) -> bool:
@@ -133,17 +185,28 @@ def _reports_serving(response: health_pb2.HealthCheckResponse) -> bool:
 class AsyncCoordinators(_Coordinators[grpc.aio.Channel]):
     """Connections of an `AsyncClient`, for the running event loop."""
 
-    def __init__(self, endpoint: str | None) -> None:
-        """Prepare a connection that opens at the first call. Raises InvalidRequest for an invalid endpoint."""
-        endpoint = resolve_endpoint(endpoint)
-        super().__init__(endpoint, dial(endpoint, CHANNEL_OPTIONS))
+    def __init__(self, endpoint: str, tls: Tls | None) -> None:
+        """Prepare a connection that opens at the first call. Raises InvalidRequest for files that cannot be used."""
+        super().__init__(endpoint, tls, dial(endpoint, CHANNEL_OPTIONS, tls=tls))
+        self._looking = asyncio.Lock()
+
+    async def look(self, timeout_s: float) -> None:
+        """Choose as `choose_serving`, unless a call beside this one has done so meanwhile."""
+        async with self._looking:
+            if self.looks.is_due():
+                await self.choose_serving(timeout_s)
 
     async def choose_serving(self, timeout_s: float) -> None:
         """Choose the other coordinators if one of them reports SERVING within `timeout_s`, else the first one."""
         if self._others is None:
-            self._others = _Connection.over(dial(self.endpoint, _HEALTH_CHECKED_OPTIONS))
+            try:
+                self._others = _Connection.over(self._dial(_HEALTH_CHECKED_OPTIONS))
+            except InvalidRequest:  # certificate files that are being replaced
+                return
         others = self._others
-        self.chosen = others if await self.serves(others, timeout_s, wait_for_ready=True) else self.first
+        is_serving = await self.serves(others, timeout_s, wait_for_ready=True)
+        self.chosen = others if is_serving else self.first
+        self.looks.note(is_serving=is_serving)
 
     async def serves(
         self, connection: _Connection[grpc.aio.Channel], timeout_s: float, *, wait_for_ready: bool = False
@@ -160,12 +223,14 @@ class AsyncCoordinators(_Coordinators[grpc.aio.Channel]):
             raise
         return _reports_serving(response)
 
+    def _dial(self, options: Options) -> grpc.aio.Channel:
+        return dial(self.endpoint, options, tls=self.tls)
+
     async def close(self) -> None:
         """End every call and connection. Idempotent."""
         self._closed = True
-        await self.first.channel.close()
-        if self._others is not None:
-            await self._others.channel.close()
+        for connection in self._connections():
+            await connection.channel.close()
 
 
 class AsyncAttempts(_Attempts[grpc.aio.Channel]):
@@ -186,17 +251,24 @@ class AsyncAttempts(_Attempts[grpc.aio.Channel]):
             must_choose |= not await self._coordinators.serves(suspect, _health_timeout_s(recovery))
         if must_choose:
             await self._coordinators.choose_serving(_health_timeout_s(recovery))
+        elif self._coordinators.looks.is_due():
+            await self._coordinators.look(_health_timeout_s(recovery))
         return self._begin(method, request, recovery)
 
 
 class Coordinators(_Coordinators[grpc.Channel]):
     """Connections of a `Client`, for any number of threads."""
 
-    def __init__(self, endpoint: str | None) -> None:
-        """Prepare a connection that opens at the first call. Raises InvalidRequest for an invalid endpoint."""
-        endpoint = resolve_endpoint(endpoint)
-        super().__init__(endpoint, dial_blocking(endpoint, CHANNEL_OPTIONS))
-        self._lock = threading.Lock()
+    def __init__(self, endpoint: str, tls: Tls | None) -> None:
+        """Prepare a connection that opens at the first call. Raises InvalidRequest for files that cannot be used."""
+        super().__init__(endpoint, tls, dial_blocking(endpoint, CHANNEL_OPTIONS, tls=tls))
+        self._lock, self._looking = threading.Lock(), threading.Lock()
+
+    def look(self, timeout_s: float) -> None:
+        """Choose as `choose_serving`, unless a call beside this one has done so meanwhile."""
+        with self._looking:
+            if self.looks.is_due():
+                self.choose_serving(timeout_s)
 
     def choose_serving(self, timeout_s: float) -> None:
         """Choose the other coordinators if one of them reports SERVING within `timeout_s`, else the first one.
@@ -206,9 +278,14 @@ class Coordinators(_Coordinators[grpc.Channel]):
         with self._lock:
             self.require_open()
             if self._others is None:
-                self._others = _Connection.over(dial_blocking(self.endpoint, _HEALTH_CHECKED_OPTIONS))
+                try:
+                    self._others = _Connection.over(self._dial(_HEALTH_CHECKED_OPTIONS))
+                except InvalidRequest:  # certificate files that are being replaced
+                    return
             others = self._others
-        self.chosen = others if self.serves(others, timeout_s, wait_for_ready=True) else self.first
+        is_serving = self.serves(others, timeout_s, wait_for_ready=True)
+        self.chosen = others if is_serving else self.first
+        self.looks.note(is_serving=is_serving)
 
     def serves(self, connection: _Connection[grpc.Channel], timeout_s: float, *, wait_for_ready: bool = False) -> bool:
         """Return whether the coordinator behind a connection reports SERVING. Raises ClientClosed."""
@@ -221,11 +298,18 @@ class Coordinators(_Coordinators[grpc.Channel]):
             raise
         return _reports_serving(response)
 
+    def renew(self) -> None:
+        with self._lock:
+            super().renew()
+
+    def _dial(self, options: Options) -> grpc.Channel:
+        return dial_blocking(self.endpoint, options, tls=self.tls)
+
     def close(self) -> None:
         """End every call and connection. Idempotent."""
         with self._lock:
             self._closed = True
-            connections = [connection for connection in (self.first, self._others) if connection is not None]
+            connections = self._connections()
         for connection in connections:
             connection.channel.close()
 
@@ -248,4 +332,6 @@ class Attempts(_Attempts[grpc.Channel]):
             must_choose |= not self._coordinators.serves(suspect, _health_timeout_s(recovery))
         if must_choose:
             self._coordinators.choose_serving(_health_timeout_s(recovery))
+        elif self._coordinators.looks.is_due():
+            self._coordinators.look(_health_timeout_s(recovery))
         return self._begin(method, request, recovery)

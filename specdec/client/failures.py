@@ -1,6 +1,8 @@
 """Maps a failed gRPC call of a client to one error of the tree. Both clients use it.
 
-An error that gRPC made, and no coordinator, is described in words; `grpc_text` returns gRPC's own text.
+An error that gRPC or a proxy made, and no coordinator, is described in words; `grpc_text` returns gRPC's own text. Such
+an error says nothing about the request. So `recovery` tries the call again, also where the status refuses a call that
+a coordinator at the same endpoint has answered before.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ from collections.abc import Iterator
 
 import grpc
 
-from specdec.errors import ClientClosed, SpecdecError, Unavailable, Unsupported
-from specdec.rpc.status import DETAILS_KEY, from_rpc_error
+from specdec.errors import ClientClosed, SpecdecError, Unavailable
+from specdec.rpc.credentials import describe_refused_connection
+from specdec.rpc.status import from_rpc_error, http2_reset_code, is_ours
+from specdec.tls import Tls
 
 #: What another program at the endpoint does, by a part of gRPC's message. The first match counts.
 _OTHER_PROGRAM = (
@@ -28,35 +32,52 @@ _NOT_CONNECTED = (
 )
 
 
-def read_failure(error: grpc.RpcError, endpoint: str) -> SpecdecError:
-    """Return the error of the tree for a failed call to the coordinator at `endpoint`."""
+#: Statuses that gRPC gives a call whose connection is lost or whose time is over.
+_LOST_CONNECTION = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+)
+
+#: Pause before the next attempt after a reset: the connection stands, so nothing has to restart first.
+_RESET_RETRY_AFTER_S = 0.05
+
+#: Pause before the next attempt after a proxy refused a call that was answered before.
+_REFUSED_RETRY_AFTER_S = 0.5
+
+
+def read_failure(
+    error: grpc.RpcError, endpoint: str, tls: Tls | None = None, *, was_answered: bool = False
+) -> SpecdecError:
+    """Return the error of the tree for a failed call to the coordinator at `endpoint`.
+
+    Args:
+        error: exception of the call.
+        endpoint: endpoint of the client.
+        tls: credentials of its channel; None: plaintext.
+        was_answered: whether an earlier attempt of the call was answered. A coordinator is reached through this
+            endpoint then, so a refusal by something else on the way may pass.
+    """
     failure = from_rpc_error(error, peer=endpoint)
-    if not isinstance(error, grpc.aio.AioRpcError | grpc.Call) or is_from_coordinator(error):
+    if not isinstance(error, grpc.aio.AioRpcError | grpc.Call) or is_ours(error):
         return failure
     details = error.details() or ""
-    other_program = _describe_other_program(details, endpoint)
-    if isinstance(failure, Unavailable):
-        message = other_program or _describe_missing_answer(error.code(), details, endpoint)
+    if not failure.message.startswith(f"{endpoint}: "):
+        return failure  # a message that is too large
+    if refused := describe_refused_connection(details, tls):
+        message = f"no connection to the coordinator at {endpoint}: {refused}"
         return Unavailable(message, reason="COORDINATOR_UNAVAILABLE")
-    if other_program:
-        return type(failure)(other_program)
-    if isinstance(failure, Unsupported):
-        return Unsupported(
-            f"the server at {endpoint} does not serve this call: it is another program, or another version of specdec; "
-            "check that the endpoint is a coordinator's"
-        )
-    if failure.message.startswith(f"{endpoint}: "):
-        return type(failure)(
-            f"the server at {endpoint} ended the call with the gRPC status {error.code().name} and without a reason of "
-            "specdec; check that the endpoint is a coordinator's"
-        )
-    return failure  # a message that is too large
+    message = _describe_other_program(details, endpoint) or _describe(error.code(), details, endpoint)
+    if isinstance(failure, Unavailable):
+        retry_after_s = None if http2_reset_code(details) is None else _RESET_RETRY_AFTER_S
+        return Unavailable(message, reason="COORDINATOR_UNAVAILABLE", retry_after_s=retry_after_s)
+    return type(failure)(message, retry_after_s=_REFUSED_RETRY_AFTER_S if was_answered else None)
 
 
 def grpc_text(error: BaseException) -> str:
     """Return gRPC's own text about the failed call that `error` was raised from; "" if gRPC did not make the error."""
     rpc_error = next((each for each in _causes(error) if isinstance(each, grpc.aio.AioRpcError | grpc.Call)), None)
-    if rpc_error is None or is_from_coordinator(rpc_error):
+    if rpc_error is None or is_ours(rpc_error):
         return ""
     return rpc_error.details() or ""
 
@@ -69,12 +90,7 @@ def is_without_target(error: BaseException | None) -> bool:
     if not isinstance(error, Unavailable) or error.reason != Unavailable.default_reason:
         return False
     rpc_error = error.__cause__ or error.__context__
-    return isinstance(rpc_error, grpc.RpcError) and is_from_coordinator(rpc_error)
-
-
-def is_from_coordinator(error: grpc.RpcError) -> bool:
-    """Return whether the coordinator made the error, and not gRPC on the way to it."""
-    return isinstance(error, grpc.aio.AioRpcError | grpc.Call) and DETAILS_KEY in dict(error.trailing_metadata() or ())
+    return isinstance(rpc_error, grpc.RpcError) and is_ours(rpc_error)
 
 
 def closed() -> ClientClosed:
@@ -88,6 +104,26 @@ def _describe_other_program(details: str, endpoint: str) -> str:
         if found := pattern.search(details):
             return f"the server at {endpoint} {found.expand(answer)}; check that the endpoint is a coordinator's"
     return ""
+
+
+def _describe(code: grpc.StatusCode, details: str, endpoint: str) -> str:
+    """Return why a call got no answer of a coordinator and what to do about it."""
+    if (http2_code := http2_reset_code(details)) is not None:
+        return (
+            f"the stream to the coordinator at {endpoint} was reset on its way, with HTTP/2 code {http2_code}; check "
+            "the coordinator and each proxy in front of it"
+        )
+    if code in _LOST_CONNECTION:
+        return _describe_missing_answer(code, details, endpoint)
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return (
+            f"the server at {endpoint} does not serve this call: it is another program, or another version of specdec; "
+            "check that the endpoint is a coordinator's"
+        )
+    return (
+        f"the server at {endpoint} ended the call with the gRPC status {code.name} and without a reason of specdec; "
+        "check that the endpoint is a coordinator's"
+    )
 
 
 def _describe_missing_answer(code: grpc.StatusCode, details: str, endpoint: str) -> str:

@@ -90,6 +90,11 @@ class Recovery:
             self._broken_since = None
 
     @property
+    def was_answered(self) -> bool:
+        """True once a message of the call was received."""
+        return self._answered
+
+    @property
     def remaining_s(self) -> float | None:
         """Seconds left of the call's timeout, at least 0; None without a timeout."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
@@ -105,8 +110,11 @@ class Recovery:
 
     def _worth_retrying(self, error: BaseException) -> bool:
         """Return whether a retry may succeed. It is safe: the same request id joins what an earlier attempt began."""
+        if isinstance(error, ResourceExhausted) and not error.retryable:
+            return False
         # The session may be busy with our own earlier attempt, whose lease has not expired yet.
-        if isinstance(error, Unavailable | LeaseLost | StaleEpoch | SessionBusy | ResourceExhausted):
+        is_temporary = isinstance(error, Unavailable | LeaseLost | StaleEpoch | SessionBusy | ResourceExhausted)
+        if is_temporary or (isinstance(error, SpecdecError) and error.retryable):
             if self._broken_since is None:
                 self._broken_since = time.monotonic()
             # A lost lease means that the request had begun. Its new owner may hold it for longer than `connect_s`.

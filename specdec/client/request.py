@@ -83,6 +83,8 @@ class GenerateOptions(TypedDict, total=False):
     draft_pool: str | None
     task: str | None
     """Label of the kind of request, for statistics and routing; at most 64 characters."""
+    priority: int | None
+    """Place in the server's queue among the requests of the same tenant: lower values go first. None: 0."""
     provenance: bool | None
     """True fills `Chunk.details`: source, p, q, draft pool and text of each token."""
     timeout: float | None
@@ -111,6 +113,8 @@ def build_request(prompt: Input, options: GenerateOptions) -> pb.GenerateRequest
     assign(request, "request_id", options.get("request_id") or uuid.uuid4().hex)
     if options.get("expected_session_tokens") is not None:
         assign(request, "expected_session_tokens", options.get("expected_session_tokens"))
+    if options.get("priority") is not None:
+        assign(request, "priority", options.get("priority"))
     _set_input(request, prompt, options)
     _set_sampling(request.sampling, options)
     _set_speculation(request.speculation, options)

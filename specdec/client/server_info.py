@@ -6,7 +6,7 @@ The results of generations and sessions are in `results`.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specdec.v1 import coordinator_pb2 as pb
@@ -76,6 +76,18 @@ class Promotion:
 
 
 @dataclass(frozen=True, slots=True)
+class TargetModel:
+    """A model that target replicas serve."""
+
+    fingerprint: str
+    model: str
+    num_replicas: int
+    """Number of replicas that take sessions."""
+    share: float
+    """Share of the new sessions that get this model, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     version: str
     target_model: str
@@ -87,6 +99,10 @@ class ServerInfo:
     promotion: Promotion | None = None
     default_sampling: Mapping[str, float | int] = field(default_factory=dict)
     """Sampling parameters that the model recommends, by option name. The server does not apply them by itself."""
+    admin_address: str = ""
+    """HOST:PORT of the coordinator for operator calls; "" for clients that may not make them."""
+    target_models: tuple[TargetModel, ...] = ()
+    """Served target models by fingerprint; several during an update, or beside a canary."""
 
 
 def read_server_info(message: pb.GetInfoResponse) -> ServerInfo:
@@ -100,6 +116,8 @@ def read_server_info(message: pb.GetInfoResponse) -> ServerInfo:
         pools=tuple(map(_read_pool, message.pools)),
         promotion=read_promotion(message.promotion) if message.HasField("promotion") else None,
         default_sampling=_read_default_sampling(message.default_sampling),
+        admin_address=message.admin_address,
+        target_models=read_target_models(message.target_models),
     )
 
 
@@ -115,6 +133,10 @@ def _as_written(value: float | int) -> float | int:
         return value
     shortened = (float(f"{value:.{num_digits}g}") for num_digits in range(6, 9))
     return next((short for short in shortened if struct.pack("f", short) == struct.pack("f", value)), value)
+
+
+def read_target_models(messages: Iterable[pb.TargetModelInfo]) -> tuple[TargetModel, ...]:
+    return tuple(TargetModel(each.fingerprint, each.model, each.num_replicas, each.share) for each in messages)
 
 
 def read_promotion(message: pb.PromotionInfo) -> Promotion:

@@ -14,6 +14,7 @@ import grpc
 import tenacity
 
 from specdec.client.coordinators import Attempts, Coordinators
+from specdec.client.endpoints import resolve_endpoint
 from specdec.client.failures import closed
 from specdec.client.identity import Identity, trace_metadata
 from specdec.client.messages import ChatMessage
@@ -27,9 +28,18 @@ from specdec.client.request import (
     build_tokenize_request,
 )
 from specdec.client.results import Chunk, Completion, Session, read_session
-from specdec.client.server_info import Promotion, ServerInfo, read_promotion, read_server_info
+from specdec.client.server_info import (
+    Promotion,
+    ServerInfo,
+    TargetModel,
+    read_promotion,
+    read_server_info,
+    read_target_models,
+)
 from specdec.client.transcript import Transcript
+from specdec.client.transport import require_private_key, resolve_tls
 from specdec.errors import SpecdecError
+from specdec.tls import Tls
 from specdec.v1 import coordinator_pb2 as pb
 
 
@@ -154,7 +164,7 @@ class Stream(Iterator[Chunk]):
             self._call = None
             if self._closed:
                 return None
-            raise self._attempts.failed(error) from error
+            raise self._attempts.failed(error, self._recovery) from error
         except BaseException:
             self._end()
             raise
@@ -170,23 +180,31 @@ class Client(Identity):
         budgets: Budgets | None = None,
         timeout: float | None = None,
         api_key: str | None = None,
+        tls: Tls | bool | None = None,
+        insecure: bool = False,
     ) -> None:
         """Make a client that connects at its first call.
 
         Args:
-            endpoint: HOST:PORT, or any gRPC target; `ipv4:A:1,B:2` names several coordinators. None: the environment
-                variable SPECDEC_ENDPOINT, or 127.0.0.1:50051.
+            endpoint: HOST:PORT; A:1,B:2 with the addresses of several coordinators, or a name that resolves to them,
+                over which calls are spread; or any gRPC target. None: the environment variable SPECDEC_ENDPOINT, or
+                127.0.0.1:50051.
             budgets: limits on the time for which calls are retried. None: the defaults of `Budgets`.
             timeout: seconds that each call without a timeout of its own may take as a whole; None: no limit.
-            api_key: key that is sent with every call; None: no key. The connection is not encrypted.
+            api_key: key that is sent with every call; None: no key.
+            tls: certificate files to encrypt with; True: trust the authorities that gRPC knows; False: plaintext; None:
+                the files of SPECDEC_TLS_CA, SPECDEC_TLS_CERT and SPECDEC_TLS_KEY, or plaintext without them.
+            insecure: whether the key may be sent without `tls` beyond this machine, where the network can read it.
 
         Raises:
             InvalidRequest: the endpoint is neither HOST:PORT nor a gRPC target, or the key has other characters than
-                printable ASCII.
+                printable ASCII or would be sent in plaintext beyond this machine, or a certificate file cannot be used.
         """
         self._timeout = timeout
         self._budgets = budgets or Budgets()
-        self._coordinators = Coordinators(endpoint)
+        address, credentials = resolve_endpoint(endpoint), resolve_tls(tls)
+        require_private_key(address, credentials, api_key, insecure=insecure)
+        self._coordinators = Coordinators(address, credentials)
         self._identify(api_key)
 
     @overload
@@ -283,10 +301,21 @@ class Client(Identity):
         """Move sessions to a draft pool in steps, up to the share `share` of them; 0 ends the current promotion.
 
         The server rolls the promotion back if the pool gives fewer tokens per second. Raises NotFound for an unknown
-        pool and Unsupported if the system does not route requests.
+        pool, Unsupported if the system does not route requests, and Forbidden where operator calls are answered at
+        another address, `info().admin_address`, or the API key lacks the right.
         """
         answer = self._call("Promote", build_message(pb.PromoteRequest, draft_pool=draft_pool, share=share))
         return read_promotion(answer.promotion) if answer.HasField("promotion") else None
+
+    def promote_target(self, fingerprint: str, share: float = 1.0) -> tuple[TargetModel, ...]:
+        """Give a target model a share of the new sessions, 0 to 1, at once; return the models with their shares.
+
+        The other models divide the rest by the number of their replicas. With fingerprint "" the share of every model
+        is that of its replicas again. Sessions keep their model while it is served. Raises NotFound for an unknown
+        fingerprint (see `info().target_models`), and Forbidden as `promote`.
+        """
+        request = build_message(pb.PromoteRequest, target_fingerprint=fingerprint, share=share)
+        return read_target_models(self._call("Promote", request).target_models)
 
     def info(self) -> ServerInfo:
         """Return the served model, the pools and their replicas."""
@@ -320,7 +349,7 @@ class Client(Identity):
             try:
                 return attempts.begin(method, request, recovery)
             except grpc.RpcError as error:
-                raise attempts.failed(error) from error
+                raise attempts.failed(error, recovery) from error
 
         try:
             return tenacity.Retrying(**recovery.tenacity_options())(once)

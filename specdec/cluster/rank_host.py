@@ -11,6 +11,7 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 
+from specdec.supervision.process_template import ForkedProcess
 from specdec.supervision.service_process import outcome_of, start_service
 
 #: Variables that a rank gets from its node's environment and from the caller's. All others are left out: launchers of
@@ -47,7 +48,7 @@ class RankHost:
     """A Ray actor with several threads, so that it can be asked to stop while it yields lines."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[str] | ForkedProcess | None = None
         self._is_stopping = False
 
     def place(self) -> tuple[str, int]:
@@ -62,13 +63,13 @@ class RankHost:
     def run(self, module: str, arguments: Sequence[str], environ: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
         """Start the rank; yield each line that it writes with False, then how it ended with True. Call it once."""
         own = {**only(os.environ, NODE_VARIABLES), **environ}
-        self._process = start_service(module, arguments, own)
+        self._process = process = start_service(module, arguments, own)
         if self._is_stopping:
-            self._process.terminate()
-        assert self._process.stdout is not None  # start_service opens it
-        for line in self._process.stdout:
+            process.terminate()
+        assert process.stdout is not None  # start_service opens it
+        for line in process.stdout:
             yield line.rstrip("\n"), False
-        yield outcome_of(self._process.wait()), True
+        yield outcome_of(process.wait()), True
 
     def ask_to_stop(self) -> None:
         """Ask the rank to drain and end. Returns at once."""

@@ -16,26 +16,34 @@ from prometheus_client.core import Metric
 from specdec.observability.genai_metrics import GenAiMetrics
 from specdec.observability.round_metrics import RoundMetrics
 from specdec.observability.series import LATENCY_S, NUM_TOKENS, PREFIX, REQUEST_LATENCY_S, ServiceSeries
+from specdec.observability.tenant_metrics import TenantMetrics
 
 #: States of a replica: it takes sessions; it missed a deadline and was not heard of since; it drains; it does not
 #: answer, or does not fit.
-REPLICA_STATES = ("up", "late", "draining", "down")
+REPLICA_STATES = ("up", "late", "draining", "down", "refused")
+
+QueueState = tuple[int, int, float]
+"""Number of waiting requests, number of slots, and the predicted wait of a request that arrives now."""
 
 ReplicaPlace = tuple[str, str, str]
 """Role, pool and state of one replica."""
 
 _LOST = ("DRAINING", "INTERNAL", "KV_EXHAUSTED", "LEASE_LOST", "REPLICA_UNAVAILABLE", "STORE_UNAVAILABLE")
 _REFUSED = (
-    "CONTEXT_TOO_LONG", "DRAINING", "INVALID_REQUEST", "QUEUE_FULL", "QUOTA_EXCEEDED", "REPLICA_UNAVAILABLE",
-    "SESSION_BUSY", "SESSION_LOST", "SESSION_NOT_FOUND", "STORE_UNAVAILABLE",
+    "CONTEXT_TOO_LONG", "DRAINING", "INVALID_REQUEST", "KV_EXHAUSTED", "QUEUE_FULL", "QUOTA_EXCEEDED",
+    "REPLICA_UNAVAILABLE", "SESSION_BUSY", "SESSION_LOST", "SESSION_NOT_FOUND", "STORE_UNAVAILABLE",
 )  # fmt: skip
 
 
 class CoordinatorMetrics:
     """Metrics of one coordinator."""
 
-    def __init__(self, model_name: str) -> None:
-        """`model_name` is the name under which the target model is served."""
+    def __init__(self, model_name: str, *, max_tenants: int = 0) -> None:
+        """
+        Args:
+            model_name: name under which the target model is served.
+            max_tenants: number of tenants with series of their own.
+        """
         self._labels = {"model_name": model_name}
         self._series = series = ServiceSeries(self._labels)
         self.registry = series.registry
@@ -46,9 +54,12 @@ class CoordinatorMetrics:
         """Roles with their pools that have been seen; their series stay."""
         self._list_pools: Callable[[], Iterable[str]] = tuple
         self._count_store_errors: Callable[[], int] = int
+        self._read_queue: Callable[[], QueueState] = lambda: (0, 0, 0.0)
         series.read(self._replicas)
+        series.read(self._queue)
         series.read(self._store_errors)
         self.rounds = RoundMetrics(series)
+        self.tenants = TenantMetrics(series, max_tenants)
         self._request_series()
         self._latency_series()
         self._logged = Counter(
@@ -60,7 +71,7 @@ class CoordinatorMetrics:
 
     def _request_series(self) -> None:
         counter, counters, gauge = self._series.counter, self._series.counters, self._series.gauge
-        self._capacity = gauge("request_capacity", "Largest number of requests at once, admissions included.")
+        self._capacity = gauge("request_capacity", "Largest number of requests at once, waiting ones included.")
         self._running = gauge("num_requests_running", "Requests that are generating.")
         self._admitting = gauge("num_requests_admitting", "Requests that are taking their session and their prompt.")
         self._success = counters(
@@ -122,6 +133,10 @@ class CoordinatorMetrics:
     def set_capacity(self, num_requests: int) -> None:
         """Set the largest number of requests at once."""
         self._capacity.value = num_requests
+
+    def watch_queue(self, read: Callable[[], QueueState]) -> None:
+        """Read the state of the queue at every scrape, in its thread."""
+        self._read_queue = read
 
     def watch_replicas(
         self, replicas: Callable[[], Iterable[ReplicaPlace]], pools: Callable[[], Iterable[str]]
@@ -230,13 +245,21 @@ class CoordinatorMetrics:
         self._known_places |= {(role, pool) for role, pool, _ in counts}
         yield self._series.gauge_family(
             "replicas",
-            "Replicas by state: up, late (missed a deadline), draining or down. One that never answered has no pool.",
+            "Replicas by state: up, late (missed a deadline), draining, down, or refused (its vocabulary does not "
+            "fit). One that never answered, or does not fit, has no pool.",
             [
                 ({"role": role, "pool": pool, "state": state}, counts[role, pool, state])
                 for role, pool in sorted(self._known_places)
                 for state in REPLICA_STATES
             ],
         )
+
+    def _queue(self) -> Iterator[Metric]:
+        num_waiting, num_slots, wait_s = self._read_queue()
+        gauge = self._series.gauge_family
+        yield gauge("num_requests_queued", "Requests that wait for a slot.", [({}, num_waiting)])
+        yield gauge("request_slots", "Largest number of requests that generate at once, now.", [({}, num_slots)])
+        yield gauge("predicted_queue_time_seconds", "Predicted wait of a request that arrives now.", [({}, wait_s)])
 
     def _store_errors(self) -> Iterator[Metric]:
         yield self._series.counter_family(

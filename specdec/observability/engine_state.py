@@ -132,7 +132,11 @@ class EngineState:
         )
         counter = self._series.counter_family
         exhausted, preempted = (0, 0) if stats is None else (stats.num_kv_exhausted, stats.num_preemptions)
-        yield counter("kv_exhausted", "Calls that were refused because no KV block was left.", exhausted)
+        yield counter(
+            "kv_exhausted",
+            "Calls that were refused because the KV blocks were reserved for other turns, or too few.",
+            exhausted,
+        )
         yield counter("num_preemptions", "Admitted calls that gave up their KV and ran it again.", preempted)
 
     def _description(self, info: EngineDescription | None) -> Iterator[Metric]:

@@ -18,6 +18,8 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Literal, TextIO
 
+from specdec.observability import client_faults
+
 #: Ids that a record may have, in the order in which they are printed.
 ID_NAMES = ("request_id", "tenant", "session_id", "replica_id", "epoch", "round_id", "trace_id", "span_id")
 
@@ -75,6 +77,7 @@ def configure_logging(
     # Other libraries log one line per HTTP request or per compiled graph; only their warnings are shown.
     for name in ("httpx", "httpx2", "uvicorn", "urllib3", "huggingface_hub", "transformers", "asyncio", "grpc"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+    client_faults.install()
     # Two libraries write to stderr without `logging` and read these variables at their first use: gRPC's C core reports
     # every connection that a peer closed, and the Hugging Face libraries draw progress bars.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, start_http_server
 
@@ -11,6 +12,8 @@ from specdec.errors import Unavailable
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+_log = logging.getLogger(__name__)
 
 
 def start_metrics_server(registry: CollectorRegistry, host: str, port: int) -> Callable[[], None]:
@@ -24,6 +27,7 @@ def start_metrics_server(registry: CollectorRegistry, host: str, port: int) -> C
     except OSError as error:
         raise Unavailable(f"cannot serve metrics on {host}:{port}: {error.strerror or error}") from error
     server.set_app(_as_text(server.get_app()))
+    server.handle_error = _note_failure  # type: ignore[method-assign]
 
     def stop() -> None:
         server.shutdown()
@@ -31,6 +35,11 @@ def start_metrics_server(registry: CollectorRegistry, host: str, port: int) -> C
         thread.join()
 
     return stop
+
+
+def _note_failure(request: Any, client_address: Any) -> None:
+    """Note that a client left, or sent something else than HTTP; the library would print a traceback."""
+    _log.debug("a connection to the metrics port failed", exc_info=True, extra={"peer": str(client_address)})
 
 
 def _as_text(app: WSGIApplication | None) -> WSGIApplication:

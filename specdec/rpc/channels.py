@@ -1,4 +1,4 @@
-"""Channels and ports: every address is dialled and bound here, in plaintext.
+"""Channels and ports: every address is dialled and bound here, with credentials or in plaintext.
 
 Every connection of the product goes through these functions, so transport security has one place. Called by links, the
 server, the client and the command line; it loads gRPC and nothing heavier.
@@ -13,7 +13,9 @@ from typing import Any
 import grpc
 
 from specdec.errors import Unavailable
-from specdec.settings.addresses import split_address
+from specdec.rpc.credentials import channel_credentials, server_credentials
+from specdec.settings.addresses import is_loopback_host, split_address
+from specdec.tls import Tls
 
 Options = Sequence[tuple[str, Any]]
 """gRPC channel arguments: name and value."""
@@ -24,28 +26,78 @@ Options = Sequence[tuple[str, Any]]
 _NO_RETRIES = (("grpc.enable_retries", 0),)
 
 
-def dial(address: str, options: Options = ()) -> grpc.aio.Channel:
+def dial(address: str, options: Options = (), *, tls: Tls | None = None) -> grpc.aio.Channel:
     """Return a channel for the running event loop; it connects at the first call.
 
     Args:
         address: HOST:PORT or a gRPC target.
         options: channel arguments of the caller.
+        tls: authorities of the server, and this side's certificate if it has one; None: plaintext.
+
+    Raises:
+        InvalidRequest: the files of `tls` cannot be used.
     """
-    return grpc.aio.insecure_channel(address, options=(*_NO_RETRIES, *options))
+    options = (*_NO_RETRIES, *options)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, channel_credentials(tls), options=(*options, *_server_name(tls)))
 
 
-def dial_blocking(address: str, options: Options = ()) -> grpc.Channel:
+def dial_blocking(address: str, options: Options = (), *, tls: Tls | None = None) -> grpc.Channel:
     """Return a channel for threads; otherwise as `dial`."""
-    return grpc.insecure_channel(address, options=(*_NO_RETRIES, *options))
+    options = (*_NO_RETRIES, *options)
+    if tls is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, channel_credentials(tls), options=(*options, *_server_name(tls)))
 
 
-def open_port(server: grpc.aio.Server, address: str) -> int:
+def is_local(address: str) -> bool:
+    """Return whether packets to an address certainly stay on this machine: a Unix socket, or loopback alone.
+
+    Args:
+        address: HOST:PORT or a gRPC target, such as ipv4:A:1,B:2.
+    """
+    scheme, colon, rest = address.partition(":")
+    if scheme in ("unix", "unix-abstract") and colon:
+        return True
+    if scheme in ("ipv4", "ipv6", "dns"):
+        return all(_is_loopback(each) for each in rest.rpartition("/")[2].split(","))
+    return _is_loopback(address)
+
+
+def _is_loopback(address: str) -> bool:
+    """Return whether an address, with or without a port, is one of loopback."""
+    host, colon, port = address.rpartition(":")
+    return is_loopback_host((host if colon and port.isdecimal() else address).strip("[]"))
+
+
+def open_port(
+    server: grpc.aio.Server | grpc.Server,
+    address: str,
+    *,
+    tls: Tls | None = None,
+    demands_client_certificate: bool = False,
+) -> int:
     """Bind HOST:PORT for a server that has not started; return the port, which is a free one for port 0.
+
+    Args:
+        server: the server.
+        address: HOST:PORT.
+        tls: the server's certificate, and the authorities of its clients; None: plaintext.
+        demands_client_certificate: whether clients without a certificate of these authorities are refused.
 
     Raises:
         RuntimeError: the port cannot be bound.
+        InvalidRequest: the files of `tls` cannot be used.
     """
-    return server.add_insecure_port(address)
+    if tls is None:
+        return server.add_insecure_port(address)
+    credentials = server_credentials(tls, demands_client_certificate=demands_client_certificate)
+    return server.add_secure_port(address, credentials)
+
+
+def _server_name(tls: Tls) -> Options:
+    return (("grpc.ssl_target_name_override", tls.server_name),) if tls.server_name else ()
 
 
 def require_free(address: str) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -25,12 +25,14 @@ from specdec.errors import Internal, InvalidRequest, Unavailable
 from specdec.rpc import codec, proposals, status, verifications
 from specdec.rpc.bounds import check_num_fields
 from specdec.rpc.calls import CallTimeout, WireStats
+from specdec.rpc.credentials import describe_refused_connection
 from specdec.rpc.framing import MAX_FRAME_ITEMS, split_items
-from specdec.rpc.identity import check_answering
+from specdec.rpc.identity import Metadata, check_answering
 from specdec.rpc.replica_stream import ReplicaStream
 from specdec.rpc.rounds import tenant_on_wire
 from specdec.rpc.transport_selector import Route, TransportSelector
 from specdec.tenant import DEFAULT_TENANT
+from specdec.tls import Tls
 from specdec.types import EngineInfo, Proposal, ProposeRequest, Score, ScoreRequest, Verification, VerifyRequest
 from specdec.v1 import common_pb2, draft_pb2, target_pb2
 
@@ -61,15 +63,24 @@ class _Link(Generic[RequestT, ReplyT]):
     _frame_type: type[Message]
     """Type of a frame of replies."""
 
-    def __init__(self, address: str, *, max_message_bytes: int = 4 << 20) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        metadata: Metadata = (),
+        max_message_bytes: int = 4 << 20,
+        tls: Tls | None = None,
+    ) -> None:
         """
         Args:
             address: HOST:PORT of the replica. Nothing is dialled yet.
+            metadata: sent with every gRPC call: the credential of the caller.
             max_message_bytes: the replica's limit. A larger item is refused here, because on the wire it would break
                 the stream for the other calls.
+            tls: credentials of gRPC connections; None: plaintext.
         """
         self.address = address
-        self.transports = TransportSelector(address, self._stream_method)
+        self.transports = TransportSelector(address, self._stream_method, metadata, tls)
         self._max_message_bytes = max_message_bytes
         self._streams: dict[tuple[str, bool], ReplicaStream] = {}
         """Open streams by the model's fingerprint and whether the stream uses the device-thread socket."""
@@ -183,6 +194,29 @@ class _Link(Generic[RequestT, ReplyT]):
         request = common_pb2.ReleaseRequest(session_ids=session_ids, tenant=tenant_on_wire(tenant))
         await self._unary("Release", request, common_pb2.ReleaseResponse)
 
+    async def end_turns(
+        self, epochs: Mapping[str, int], *, resumable_ids: Collection[str] = (), tenant: str = DEFAULT_TENANT
+    ) -> None:
+        """End a tenant's turns on the replica: abandon their calls, and give back the KV blocks reserved for them.
+
+        Idempotent. A replica of an earlier version frees the sessions' KV instead.
+
+        Args:
+            epochs: epoch of the turn by its session's id.
+            resumable_ids: sessions whose turn has ended before its last token and may be resumed.
+            tenant: whose sessions they are.
+
+        Raises:
+            Unavailable: it cannot be reached, or does not answer in time.
+        """
+        request = common_pb2.ReleaseRequest(
+            session_ids=epochs.keys(),
+            tenant=tenant_on_wire(tenant),
+            epochs=epochs.values(),
+            resumable_ids=resumable_ids,
+        )
+        await self._unary("Release", request, common_pb2.ReleaseResponse)
+
     async def score(self, request: ScoreRequest) -> Score:
         """Ask with which probabilities the draft would have drawn committed tokens. Read-only, so it may be repeated.
 
@@ -202,7 +236,7 @@ class _Link(Generic[RequestT, ReplyT]):
         # Without serializers: gRPC would log a traceback for bytes that it cannot read, and return None.
         call: Any = self.transports.channel().unary_unary(f"{service}/{method}")
         try:
-            answer = await call(request.SerializeToString(), timeout=_CALL_TIMEOUT_S)
+            answer = await call(request.SerializeToString(), timeout=_CALL_TIMEOUT_S, metadata=self.transports.metadata)
             check_num_fields(answer, answer_type)
             return answer_type.FromString(answer)
         except asyncio.CancelledError:
@@ -212,6 +246,9 @@ class _Link(Generic[RequestT, ReplyT]):
                 raise
             raise Unavailable(f"{self.address}: the link was closed") from None
         except grpc.aio.AioRpcError as error:
+            if refused := describe_refused_connection(error.details() or "", self.transports.tls):
+                self.transports.note_refused_connection()
+                raise Unavailable(f"{self.address}: {refused}") from error
             raise status.from_rpc_error(error, peer=self.address) from error
         except DecodeError as error:
             raise Unavailable(f"{self.address}: the replica sent an invalid answer to {method}: {error}") from error
@@ -296,6 +333,13 @@ class TargetLink(_Link[VerifyRequest, Verification]):
         return verifications.decode_verifications(messages, requests)
 
 
-def open_link(role: str, address: str) -> DraftLink | TargetLink:
-    """Return a link to the replica of a role (draft | target) at HOST:PORT. Nothing is dialled yet."""
-    return DraftLink(address) if role == "draft" else TargetLink(address)
+def open_link(role: str, address: str, *, metadata: Metadata = (), tls: Tls | None = None) -> DraftLink | TargetLink:
+    """Return a link to the replica of a role (draft | target) at HOST:PORT. Nothing is dialled yet.
+
+    Args:
+        role: draft | target.
+        address: HOST:PORT of the replica.
+        metadata: sent with every gRPC call: the credential of the caller.
+        tls: credentials of gRPC connections; None: plaintext.
+    """
+    return (DraftLink if role == "draft" else TargetLink)(address, metadata=metadata, tls=tls)

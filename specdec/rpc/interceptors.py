@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import Any
 
@@ -83,7 +83,15 @@ def new_request_id() -> str:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps the exceptions of coroutine and async generator handlers to statuses."""
+    """Maps the exceptions of coroutine and async generator handlers to statuses, and asks the guard of the port."""
+
+    def __init__(self, check_caller: Callable[[str, Any], None] | None = None) -> None:
+        """
+        Args:
+            check_caller: called with method and context of each call before its request is decoded; raises
+                SpecdecError to refuse it. None: every caller is answered.
+        """
+        self._check_caller = check_caller
 
     async def intercept_service(
         self,
@@ -99,14 +107,19 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             wrap: Callable[..., Any] = _wrap_generator
         elif inspect.iscoroutinefunction(behaviour):
             wrap = _wrap_coroutine
-        else:
-            return handler
+        else:  # generated code of a method that the service leaves out; it would raise, and be logged, at every call
+            return None
         deserializer: Any = handler.request_deserializer
         read = _reader(deserializer)
+        check = _no_check if self._check_caller is None else partial(self._check_caller, handler_call_details.method)
         if handler.request_streaming:  # a parse error is raised where the handler asks for the next message
-            return factory(wrap(behaviour, lambda messages: messages), read, handler.response_serializer)
+            return factory(wrap(behaviour, lambda messages: messages, check), read, handler.response_serializer)
         # gRPC would parse the message before it calls the handler, and turn any error into UNKNOWN.
-        return factory(wrap(behaviour, read), None, handler.response_serializer)
+        return factory(wrap(behaviour, read, check), None, handler.response_serializer)
+
+
+def _no_check(context: Any) -> None:
+    """Admit any caller."""
 
 
 def _reader(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -132,11 +145,12 @@ def _message_type(deserializer: Callable[[bytes], Any]) -> type[Message]:
 
 
 def _wrap_coroutine(
-    behaviour: Callable[[Any, Any], Awaitable[Any]], read: Callable[[Any], Any]
+    behaviour: Callable[[Any, Any], Awaitable[Any]], read: Callable[[Any], Any], check: Callable[[Any], None]
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     async def handle(request: Any, context: Any) -> Any:
         async with _MappedErrors(context):
             try:
+                check(context)
                 answering = behaviour(read(request), context)
             finally:
                 del request  # as in `_abort`
@@ -146,13 +160,16 @@ def _wrap_coroutine(
 
 
 def _wrap_generator(
-    behaviour: Callable[[Any, Any], AsyncGenerator[Any, None]], read: Callable[[Any], Any]
+    behaviour: Callable[[Any, Any], AsyncGenerator[Any, None]],
+    read: Callable[[Any], Any],
+    check: Callable[[Any], None],
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     # A coroutine that writes, instead of a generator around a generator: when the call is cancelled, the handler is
     # closed at once in its own task, and not when the garbage collector finds it.
     async def handle(request: Any, context: Any) -> None:
         async with _MappedErrors(context):
             try:
+                check(context)
                 answering = behaviour(read(request), context)
             finally:
                 del request  # as in `_abort`

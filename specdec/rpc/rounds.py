@@ -20,7 +20,7 @@ _MAX_CACHED = 4096
 #: Longest `LawParams` that is cached. Long lists of biases are rare.
 _MAX_CACHED_FILTERS_BYTES = 512
 
-_encoded_requests: dict[tuple[str, str, int, int, int, int, int, int], tuple[SamplingFilters, bytes]] = {}
+_encoded_requests: dict[tuple[str, str, int, int, int, int, int, int, int], tuple[SamplingFilters, bytes]] = {}
 """Encoded fields that all rounds of a request share, by these fields and the `id` of its filters. The filters are kept
 beside them, so that their `id` is not used again."""
 
@@ -50,6 +50,7 @@ def _encode_request(round_: SessionPosition) -> bytes:
         round_.turn,
         round_.output_start,
         int(round_.draw_rule),
+        round_.max_session_tokens,
         id(filters),
     )
     known = _encoded_requests.get(key)
@@ -65,6 +66,7 @@ def _encode_request(round_: SessionPosition) -> bytes:
             output_start=round_.output_start,
             draw_rule=int(round_.draw_rule),  # type: ignore[arg-type]
             tenant=tenant_on_wire(round_.tenant),
+            max_session_tokens=round_.max_session_tokens,
         )
         known = _encoded_requests[key] = filters, message.SerializeToString()
     return known[1]
@@ -140,6 +142,7 @@ def decode_round(message: common_pb2.Round, limits: EngineInfo) -> SessionPositi
         draw_rule=DrawRule(message.draw_rule),
         tenant=tenant,
         is_timed=message.timed,
+        max_session_tokens=message.max_session_tokens,
     )
 
 

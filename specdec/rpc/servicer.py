@@ -16,13 +16,14 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from specdec.engine_api import Engine
+from specdec.engine_api import EndedTurn, Engine
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc import codec
 from specdec.rpc.device_thread_socket import DeviceThreadEngine, DeviceThreadSocket
 from specdec.rpc.frames import FrameServer
 from specdec.rpc.identity import shake_hands_with_caller
+from specdec.rpc.open_turns import OpenTurns
 from specdec.rpc.rounds import tenant_of
 from specdec.rpc.stages import encode_stages
 from specdec.rpc.unix_socket_server import UnixSocketHost, UnixSocketServer
@@ -80,13 +81,16 @@ class ReplicaServicer:
             items_of=items_of, answer=self._count_answer, reply_type=reply_type, frame_of=frame_of
         )
         self._request_type = request_type
+        self._is_leaving = False
+        self.open_turns = OpenTurns()
+        """Turns whose calls were answered here, where the service notes them."""
         self._unix_socket: UnixSocketServer | None = None
         self._device_thread_socket: DeviceThreadSocket | None = None
 
     def info(self) -> EngineInfo:
         """Return the replica's current description; it says draining after `drain`."""
         engine_info = self._served.info()
-        draining = engine_info.draining or self._frames.draining
+        draining = engine_info.draining or self._is_leaving or self._frames.draining
         return replace(
             engine_info,
             draining=draining,
@@ -94,6 +98,10 @@ class ReplicaServicer:
             unix_socket="" if self._unix_socket is None else self._unix_socket.name,
             device_thread_socket="" if self._device_thread_socket is None else self._device_thread_socket.name,
         )
+
+    def leave(self) -> None:
+        """Say draining, so that no further session comes here, but answer all calls until `drain`."""
+        self._is_leaving = True
 
     def drain(self) -> None:
         """Refuse new calls with DRAINING; streams end once their calls in flight are answered."""
@@ -126,10 +134,27 @@ class ReplicaServicer:
                 f"session_ids holds {len(request.session_ids)} ids; the limit is {MAX_RELEASED_SESSIONS}",
                 field="session_ids",
             )
+        if request.epochs and len(request.epochs) != len(request.session_ids):
+            raise InvalidRequest(
+                f"epochs holds {len(request.epochs)} numbers for {len(request.session_ids)} sessions", field="epochs"
+            )
+        if len(request.resumable_ids) > len(request.session_ids):
+            raise InvalidRequest(
+                f"resumable_ids holds {len(request.resumable_ids)} ids for {len(request.session_ids)} sessions",
+                field="resumable_ids",
+            )
         tenant = tenant_of(request.tenant, field="tenant")
-        await self._served.release(
-            [session_on_replica(tenant, session_id, field="session_ids") for session_id in request.session_ids]
-        )
+        session_ids = [
+            session_on_replica(tenant, session_id, field="session_ids") for session_id in request.session_ids
+        ]
+        if request.epochs:
+            epochs = dict(zip(session_ids, request.epochs, strict=True))
+            resumable = {session_on_replica(tenant, each, field="resumable_ids") for each in request.resumable_ids}
+            self.open_turns.end(epochs, resumable)
+            await self._served.end_turns([EndedTurn(*turn) for turn in epochs.items()])
+        else:
+            self.open_turns.forget(session_ids)
+            await self._served.release(session_ids)
         return common_pb2.ReleaseResponse()
 
     async def Score(self, request: common_pb2.ScoreRequest, context: Any) -> common_pb2.ScoreResponse:  # noqa: N802

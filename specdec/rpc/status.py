@@ -6,6 +6,7 @@ RetryInfo if retrying helps. Called by interceptors, links, servicers and the cl
 
 from __future__ import annotations
 
+import math
 import re
 
 import grpc
@@ -20,7 +21,7 @@ from specdec.v1 import common_pb2
 #: Trailing metadata key of the serialised google.rpc.Status.
 DETAILS_KEY = "grpc-status-details-bin"
 
-# Statuses that carry no ErrorInfo come from gRPC itself or from a proxy.
+# Class of a status whose reason is unknown here.
 _BY_CODE: dict[str, type[SpecdecError]] = {
     "INVALID_ARGUMENT": errors.InvalidRequest,
     "OUT_OF_RANGE": errors.InvalidRequest,
@@ -34,6 +35,24 @@ _BY_CODE: dict[str, type[SpecdecError]] = {
     "UNIMPLEMENTED": errors.Unsupported,
     "DATA_LOSS": errors.SessionLost,
 }
+
+# Statuses of gRPC itself or of a proxy that refuse the call. Any other one, INTERNAL for instance, says that an answer
+# was lost on its way.
+_REFUSALS = frozenset(
+    (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.OUT_OF_RANGE,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNIMPLEMENTED,
+    )
+)
+
+# gRPC's message about a reset stream. The HTTP/2 code decides the status: INADEQUATE_SECURITY gives PERMISSION_DENIED,
+# ENHANCE_YOUR_CALM gives RESOURCE_EXHAUSTED, most others give INTERNAL.
+_RESET = re.compile(r"RST_STREAM with error code (?P<http2_code>\d+)")
 
 # gRPC's message, which begins with the side that found the message too large.
 _OVERSIZED = re.compile(r"(?P<by_us>CLIENT: )?\w+ message larger than max \((?P<size>\d+) vs\. (?P<limit>\d+)\)")
@@ -74,21 +93,41 @@ def from_status(status: status_pb2.Status) -> SpecdecError:
             field = next((violation.field for violation in bad_request.field_violations), "")
         elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
             retry_after_s = error_details_pb2.RetryInfo.FromString(detail.value).retry_delay.ToNanoseconds() / 1e9
-    return _build(status.code, reason, status.message, field=field, retry_after_s=retry_after_s, have=have)
+    error = _build(status.code, reason, status.message, field=field, retry_after_s=retry_after_s, have=have)
+    if reason and retry_after_s is None:
+        error.retry_after_s = None  # our servers say whether a retry can help
+    return error
 
 
 def from_rpc_error(error: grpc.RpcError, *, peer: str = "") -> SpecdecError:
-    """Return the error of the tree for an exception of a gRPC call; errors made by gRPC itself name `peer`."""
+    """Return the error of the tree for an exception of a gRPC call; errors made on the way name `peer`.
+
+    A status without our ErrorInfo is not the server's verdict: unless it refuses the call, it becomes Unavailable.
+    """
     if not isinstance(error, grpc.aio.AioRpcError | grpc.Call):
         return errors.Internal(str(error))
     status = _carried_status(error)
-    if status is not None:
+    if status is not None and _is_ours(status):
         return from_status(status)
     details = error.details() or ""
     message = f"{peer}: {details}" if peer else details
     if oversized := _OVERSIZED.search(details):
         return _oversized_message(oversized, peer)
+    if error.code() not in _REFUSALS or _RESET.search(details):
+        return errors.Unavailable(message)
     return _build(error.code().value[0], "", message)
+
+
+def is_ours(error: grpc.RpcError) -> bool:
+    """Return whether a service of specdec made the error, and not gRPC or a proxy on the way to it."""
+    status = _carried_status(error) if isinstance(error, grpc.aio.AioRpcError | grpc.Call) else None
+    return status is not None and _is_ours(status)
+
+
+def http2_reset_code(details: str) -> int | None:
+    """Return the HTTP/2 code with which a stream was reset, from gRPC's message; None if it was not reset."""
+    found = _RESET.search(details)
+    return int(found["http2_code"]) if found else None
 
 
 def _oversized_message(found: re.Match[str], peer: str) -> SpecdecError:
@@ -99,6 +138,11 @@ def _oversized_message(found: re.Match[str], peer: str) -> SpecdecError:
     return errors.InvalidRequest(
         f"the request has {size} bytes; the limit of {peer} is {limit} (its --max-message-bytes)"
     )
+
+
+def _is_ours(status: status_pb2.Status) -> bool:
+    infos = (detail for detail in status.details if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR))
+    return any(error_details_pb2.ErrorInfo.FromString(detail.value).domain == errors.DOMAIN for detail in infos)
 
 
 def _carried_status(error: grpc.aio.AioRpcError | grpc.Call) -> status_pb2.Status | None:
@@ -117,12 +161,17 @@ def to_item_status(error: SpecdecError) -> common_pb2.ItemStatus:
     """Return the error of one item of a frame."""
     have = error.have if isinstance(error, errors.KvMiss) else 0
     code = code_pb2.Code.Value(error.code)
-    return common_pb2.ItemStatus(code=code, reason=error.reason, message=error.message, have=have)
+    is_usual = error.retry_after_s == error.default_retry_after_s
+    retry_after_ms = 0 if is_usual or error.retry_after_s is None else math.ceil(1e3 * error.retry_after_s)
+    return common_pb2.ItemStatus(
+        code=code, reason=error.reason, message=error.message, have=have, retry_after_ms=retry_after_ms
+    )
 
 
 def from_item_status(status: common_pb2.ItemStatus) -> SpecdecError:
     """Return the error in an item's status; an unknown reason becomes the class of its code."""
-    return _build(status.code, status.reason, status.message, have=status.have)
+    retry_after_s = status.retry_after_ms / 1e3 if status.retry_after_ms else None
+    return _build(status.code, status.reason, status.message, have=status.have, retry_after_s=retry_after_s)
 
 
 def _build(

@@ -14,12 +14,13 @@ from typing import Any
 
 import grpc
 
-from specdec.errors import Unavailable
+from specdec.errors import InvalidRequest, Unavailable
 from specdec.rpc.channels import dial
 from specdec.rpc.frame_transport import FrameTransport, GrpcTransport
-from specdec.rpc.identity import meant_for
+from specdec.rpc.identity import Metadata, meant_for
 from specdec.rpc.unix_socket_transport import UnixSocketTransport
 from specdec.rpc.unix_sockets import is_name
+from specdec.tls import Signature, Tls
 
 #: Consecutive calls that started while no other was pending, after which calls are taken to come one at a time.
 LONE_CALLS = 8
@@ -51,11 +52,13 @@ class Route(Enum):
 class TransportSelector:
     """Chooses routes for one link, opens transports and owns the gRPC channel. Use from one event loop."""
 
-    def __init__(self, address: str, stream_method: str) -> None:
+    def __init__(self, address: str, stream_method: str, metadata: Metadata = (), tls: Tls | None = None) -> None:
         """
         Args:
             address: HOST:PORT of the replica. Nothing is dialled yet.
             stream_method: full name of the gRPC method that frames travel on.
+            metadata: sent with every gRPC call: the credential of the caller.
+            tls: credentials of the gRPC channel; None: plaintext.
         """
         self.unix_socket = ""
         """The replica's Unix socket, as its `EngineInfo` states it; "": none."""
@@ -63,7 +66,12 @@ class TransportSelector:
         """The replica's device-thread socket, likewise."""
         self._address = address
         self._stream_method = stream_method
+        self.tls = tls
+        self.metadata = tuple(metadata)
         self._channel: grpc.aio.Channel | None = None
+        self._files: Signature = ()
+        """Version of the certificate files that the channel was made with."""
+        self._left_channels: list[grpc.aio.Channel] = []
         self._lost_sockets: set[str] = set()
         self._num_lone_calls = 0
         self.is_closed = False
@@ -83,7 +91,7 @@ class TransportSelector:
         """
         if route is Route.GRPC:
             # Without serializers: frames are bytes here.
-            call: Any = self.channel().stream_stream(self._stream_method)(metadata=meant_for(model))
+            call: Any = self.channel().stream_stream(self._stream_method)(metadata=(*self.metadata, *meant_for(model)))
             return GrpcTransport(call, self._address)
         is_lone = route is Route.DEVICE_THREAD_SOCKET
         name = self.device_thread_socket if is_lone else self.unix_socket
@@ -93,13 +101,26 @@ class TransportSelector:
         """Return the gRPC channel to the replica, dialling it at the first use.
 
         Raises:
-            Unavailable: the link is closed.
+            Unavailable: the link is closed, or the files of its credentials cannot be used.
         """
         if self.is_closed:
             raise Unavailable(f"{self._address}: the link is closed")
         if self._channel is None:
-            self._channel = dial(self._address, _CHANNEL_OPTIONS)
+            self._files = () if self.tls is None else self.tls.signature()
+            try:
+                self._channel = dial(self._address, _CHANNEL_OPTIONS, tls=self.tls)
+            except InvalidRequest as error:  # files that are being replaced; the next attempt reads them again
+                raise Unavailable(f"{self._address}: {error.message}") from error
         return self._channel
+
+    def note_refused_connection(self) -> None:
+        """Make another channel for the next call if the certificate files have changed since the last one was made.
+
+        The replica refused a connection, or its certificate was refused, so no call runs on the channel.
+        """
+        if self._channel is not None and self.tls is not None and self.tls.signature() != self._files:
+            self._left_channels.append(self._channel)
+            self._channel = None
 
     def refuse(self) -> None:
         """Open nothing from now on. Idempotent."""
@@ -108,8 +129,9 @@ class TransportSelector:
     async def close(self) -> None:
         """Close the channel, and open nothing from now on. Idempotent."""
         self.refuse()
-        if self._channel is not None:
-            await self._channel.close()
+        for channel in (self._channel, *self._left_channels):
+            if channel is not None:
+                await channel.close()
 
     def _is_usable(self, name: str) -> bool:
         return not self.is_closed and name not in self._lost_sockets and is_name(name)

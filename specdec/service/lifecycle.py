@@ -19,16 +19,22 @@ from typing import Any, NoReturn, Protocol
 import grpc
 
 from specdec.engine_api import Engine
-from specdec.errors import SpecdecError, error_line
+from specdec.errors import InvalidSetting, SpecdecError, error_line
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.channels import require_free
+from specdec.rpc.health import Health
+from specdec.rpc.open_turns import OpenTurns
 from specdec.rpc.server import ServiceServer
+from specdec.service.model_grace import ModelGrace
 from specdec.settings.addresses import advertised_address
 from specdec.settings.base import ReplicaSettings, ServiceSettings
 from specdec.types import EngineInfo
 
 #: Interval of the checks whether the device hangs.
 _DEVICE_CHECK_INTERVAL_S = 0.25
+#: Time for which a device may hang beyond its step's limit before the process counts as dead.
+_GIVE_UP_S = 60.0
+_NUM_GIVE_UP = int(_GIVE_UP_S / _DEVICE_CHECK_INTERVAL_S)
 
 _log = logging.getLogger(__name__)
 
@@ -36,10 +42,16 @@ _log = logging.getLogger(__name__)
 class Servicer(Protocol):
     """The gRPC service in front of an engine."""
 
+    open_turns: OpenTurns
+
     def add_to(self, server: grpc.aio.Server) -> None: ...
 
     def info(self) -> EngineInfo:
         """Return the replica's description, with `draining`."""
+        ...
+
+    def leave(self) -> None:
+        """Say draining, and answer all calls until `drain`."""
         ...
 
     def drain(self) -> None: ...
@@ -84,13 +96,17 @@ async def run_replica(
     servicer: Servicer,
     metrics: EngineMetrics,
     register: Register | None,
-    stop: asyncio.Event,
+    take_signals: Callable[[], asyncio.Event],
+    health: Health | None = None,
     note_serving: Callable[[], None] | None = None,
+    check_caller: Callable[[str, Any], None] | None = None,
+    grace: ModelGrace | None = None,
 ) -> None:
-    """Serve until `stop` is set, then finish the calls in flight within `settings.drain_grace_s`.
+    """Serve until a signal, then finish the calls in flight within `settings.drain_grace_s`.
 
     An engine that fails ends the replica at once, because a process that can answer nothing should be restarted. While
-    the device hangs, health is NOT_SERVING; the process stays, because the device may continue.
+    the device hangs, health is NOT_SERVING; the process stays, because the device may continue. After `_GIVE_UP_S` of
+    it, liveness is NOT_SERVING too, so that the process is restarted.
 
     Args:
         settings: the process's settings.
@@ -99,8 +115,12 @@ async def run_replica(
         servicer: the service in front of `engine`.
         metrics: reads the state of `engine` from now on.
         register: None for a replica that is not in a registry.
-        stop: set by a signal handler.
+        take_signals: called once the engine is warm; returns an event that signals set from then on. Before, they end
+            the process at once.
+        health: health of the process; None: one of this replica alone.
         note_serving: called once the replica accepts calls.
+        check_caller: refuses callers that may not call a replica; None: every caller is answered.
+        grace: waits, after the signal, for the turns that need this replica; None: there is no such wait.
 
     Raises:
         Unavailable: the address is in use.
@@ -108,9 +128,11 @@ async def run_replica(
     """
     server = ServiceServer(
         settings.listen,
-        service_names=(service_name,),
-        health_address=settings.health,
+        health=health or Health((service_name,)),
         max_message_bytes=settings.max_message_bytes,
+        tls=settings.server_tls,
+        demands_client_certificate=bool(settings.tls_ca),
+        check_caller=check_caller,
     )
     servicer.add_to(server.grpc_server)
     async with AsyncExitStack() as ending:
@@ -118,9 +140,11 @@ async def run_replica(
         metrics.watch_engine(engine.stats, servicer.info)
         await server.start()
         ending.push_async_callback(server.stop, 0.0)
+        ending.push_async_callback(_end_task, asyncio.create_task(server.health.watch_loop()))
         _log.info("warming up")
         metrics.note_phase("warming_up")
         await engine.warm_up()
+        stop = take_signals()
         if settings.unix_socket == "on":
             await servicer.open_unix_sockets(settings.max_message_bytes)
             ending.push_async_callback(servicer.close_unix_sockets, 0.0)
@@ -136,10 +160,14 @@ async def run_replica(
             note_serving()
         device_watch = asyncio.create_task(_watch_device(engine, server, registration))
         try:
-            await _until(stop, engine)
+            await _until(stop.wait(), engine)
+            if grace is not None:
+                await server.set_not_serving()
+                servicer.leave()
+                await _announce(registration)
+                await _until(grace.wait(), engine)
         finally:
-            device_watch.cancel()
-            await asyncio.wait({device_watch})
+            await _end_task(device_watch)
             await server.set_not_serving()
         _log.info("draining", extra={"grace_s": settings.drain_grace_s})
         servicer.drain()
@@ -148,13 +176,13 @@ async def run_replica(
     _log.info("stopped")
 
 
-async def _until(stop: asyncio.Event, engine: Engine) -> None:
-    """Wait for `stop`. Raises Internal if the engine fails first."""
-    stopper, watcher = asyncio.create_task(stop.wait()), asyncio.create_task(engine.wait_ended())
+async def _until(awaited: Coroutine[Any, Any, Any], engine: Engine) -> None:
+    """Wait for the end of a coroutine. Raises Internal if the engine fails first."""
+    stopper, watcher = asyncio.create_task(awaited), asyncio.create_task(engine.wait_ended())
     try:
         done, _ = await asyncio.wait({stopper, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if watcher in done:
-            watcher.result()
+        for task in done:
+            task.result()
     finally:
         for task in (stopper, watcher):
             task.cancel()
@@ -162,14 +190,28 @@ async def _until(stop: asyncio.Event, engine: Engine) -> None:
 
 
 async def _watch_device(engine: Engine, server: ServiceServer, registration: Registration | None) -> None:
-    """Set NOT_SERVING while the engine's device hangs and SERVING afterwards, until cancelled."""
-    was_stalled = False
+    """Set NOT_SERVING while the engine's device hangs and SERVING afterwards, until cancelled.
+
+    The time of a hang is measured in checks, so that time in which the whole process stands does not count.
+    """
+    was_stalled, num_stalled = False, 0
     while True:
         await asyncio.sleep(_DEVICE_CHECK_INTERVAL_S)
+        num_stalled = num_stalled + 1 if engine.is_stalled else 0
+        if num_stalled == _NUM_GIVE_UP:
+            _log.error("device does not come back: liveness fails", extra={"limit_s": _GIVE_UP_S})
+            await server.health.note_device(False)
         if engine.is_stalled != was_stalled:
             was_stalled = not was_stalled
             await (server.set_not_serving() if was_stalled else server.set_serving())
+            if not was_stalled:
+                await server.health.note_device(True)
             await _announce(registration)
+
+
+async def _end_task(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
 
 
 async def _announce(registration: Registration | None) -> None:
@@ -192,13 +234,14 @@ def stop_on_signals() -> asyncio.Event:
 def run_to_exit_code(service: Coroutine[Any, Any, None]) -> int:
     """Run a service's coroutine in a new event loop; return the process's exit code.
 
-    An error of the tree is one line on stderr and code 1; an interrupt before the service handles signals is 130.
+    An error of the tree is one line on stderr and code 1, or 2 for InvalidSetting; an interrupt before the service
+    handles signals is 130.
     """
     try:
         asyncio.run(service)
     except SpecdecError as error:
         print(error_line(error), file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, InvalidSetting) else 1
     except KeyboardInterrupt:
         return 130
     return 0

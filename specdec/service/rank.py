@@ -8,6 +8,11 @@ machine; `specdec.engine.parallel` is the communication of ranks.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from specdec.settings.early_signals import end_on_sigterm
+
+    end_on_sigterm()
+
 import argparse
 import contextlib
 import importlib

@@ -26,6 +26,7 @@ from specdec.errors import InvalidRequest, Unavailable
 from specdec.service.lifecycle import run_to_exit_code, stop_on_signals
 from specdec.settings.base import ReplicaSettings
 from specdec.settings.devices import likely_device, require_device, require_gpu_each
+from specdec.settings.processors import num_processors
 from specdec.supervision.backoff import RestartPauses
 from specdec.types import SIMULATED_PREFIX
 
@@ -74,9 +75,9 @@ class _Watcher:
             began_s = time.monotonic()
             ranks = Ranks(self._role, self._argv, self._settings.tensor_parallel, self._environ)
             try:
-                await ranks.run(stop, self._settings.drain_grace_s)
+                await ranks.run(stop, self._settings.end_grace_s)
             finally:
-                await ranks.end()
+                await ranks.end(at_once=stop.is_set() and not ranks.has_served)
             if stop.is_set() or not ranks.has_served:
                 self.exit_code = ranks.exit_code
                 if not stop.is_set() and self.exit_code != 1:
@@ -104,7 +105,7 @@ class Ranks:
         code = (self._processes[0].returncode or 0) if self._processes else 1
         return code if code >= 0 else 128 - code
 
-    async def run(self, stop: asyncio.Event, drain_grace_s: float) -> None:
+    async def run(self, stop: asyncio.Event, grace_s: float) -> None:
         """Start the ranks; return once one of them has ended, or after `stop` once the first has ended."""
         first = await self._start(0)
         stopping = asyncio.create_task(stop.wait())
@@ -122,14 +123,15 @@ class Ranks:
                 serving.cancel()
             if stop.is_set():
                 _ask_to_end(first)
-                await asyncio.wait(ended[:1], timeout=drain_grace_s + _CLOSE_S)
+                await asyncio.wait(ended[:1], timeout=grace_s + _CLOSE_S)
         finally:
             for task in (stopping, store, *ended):
                 task.cancel()
 
-    async def end(self) -> None:
-        """Wait for the ranks to end, the first one longest, and kill those that do not."""
-        for process, patience_s in zip(self._processes, (_LEAVE_S, *[_FOLLOW_S] * self._num_ranks), strict=False):
+    async def end(self, *, at_once: bool = False) -> None:
+        """Wait for the ranks to end, the first one longest, and kill those that do not; `at_once` without waiting."""
+        patience = () if at_once else (_LEAVE_S, *[_FOLLOW_S] * self._num_ranks)
+        for process, patience_s in zip(self._processes, patience, strict=False):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), patience_s)
         for process in self._processes:
@@ -182,8 +184,7 @@ def _environment(environ: Mapping[str, str], settings: ReplicaSettings) -> dict[
     root = str(Path(specdec.__file__).resolve().parents[1])
     own = {"PYTHONPATH": os.pathsep.join(filter(None, (root, environ.get("PYTHONPATH"))))}
     # Ranks wait for each other in every layer, so none may take a core that another one needs.
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    shared = {"OMP_NUM_THREADS": str(max(1, num_cores // settings.tensor_parallel))}
+    shared = {"OMP_NUM_THREADS": str(max(1, num_processors() // settings.tensor_parallel))}
     if os.path.exists("/sys/class/net/lo"):  # all ranks are on this machine
         shared |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return {**shared, **environ, **own}

@@ -21,6 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from specdec.access.callers import Callers
+from specdec.access.guards import replica_guard
+from specdec.access.service_key import read_service_key
 from specdec.artifact_cache import cache_directory
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.preflight import require_servable
@@ -33,6 +36,7 @@ from specdec.observability.engine_metrics import EngineMetrics
 from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics_server import start_metrics_server
 from specdec.observability.series import served_name
+from specdec.rpc.health import Health
 from specdec.service import memory
 from specdec.service.lifecycle import (
     Servicer,
@@ -41,14 +45,17 @@ from specdec.service.lifecycle import (
     run_to_exit_code,
     stop_on_signals,
 )
+from specdec.service.model_grace import ModelGrace
 from specdec.service.rank_group import run_ranks
 from specdec.settings.addresses import split_address
 from specdec.settings.base import ReplicaSettings
 from specdec.settings.devices import require_device
 from specdec.settings.draft_specs import LocalDraftSpec
-from specdec.settings.reading import parse_settings
+from specdec.settings.processors import num_processors
+from specdec.settings.reading import opened, parse_settings
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
+from specdec.state.store_wait import wait_for_store
 from specdec.types import SIMULATED_PREFIX
 
 if TYPE_CHECKING:  # torch takes seconds to import
@@ -88,6 +95,8 @@ class ReplicaKind(Generic[SettingsT]):
     local_drafts: Callable[[SettingsT], tuple[LocalDraftSpec, ...]] = lambda settings: ()
     """Returns the drafts inside a target's worker."""
     is_shadow: Callable[[SettingsT], bool] = lambda settings: False
+    model_grace_s: Callable[[SettingsT], float] = lambda settings: 0.0
+    """Returns the longest time for which a replica that leaves answers the turns of its model."""
 
 
 def run_service(kind: ReplicaKind[SettingsT], argv: Sequence[str] | None = None) -> int:
@@ -100,6 +109,7 @@ def run_service(kind: ReplicaKind[SettingsT], argv: Sequence[str] | None = None)
     settings = parse_settings(
         kind.settings_type, prog=f"python -m {kind.role}_service", argv=sys.argv[1:] if argv is None else argv
     )
+    opened(lambda: read_service_key(settings.service_key, os.environ))
     configure_logging(settings.log_format, settings.log_level, service=kind.role)
     if settings.tensor_parallel > 1:
         return run_ranks(kind.role, sys.argv[1:] if argv is None else argv, settings)
@@ -129,17 +139,26 @@ async def serve_replica(
         ending.enter_context(bind(replica_id=replica_id))
         # Cheap checks come before the model is loaded.
         require_addresses(settings)
+        health = Health((kind.service_name,))
+        if settings.health:  # from now on, so that the process is known to live while it loads
+            health.open_port(settings.health)
+            ending.callback(health.close_port)
         if settings.metrics:  # from now on, so that the load can be watched
             ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
-        registry = None if settings.redis_url.startswith("memory:") else open_registry(settings.redis_url)
-        if registry is not None:
+        service_key = read_service_key(settings.service_key, os.environ)
+        registry = None
+        if not settings.redis_url.startswith("memory:"):
+            registry = open_registry(settings.redis_url, cluster=settings.cluster, signer=service_key)
             ending.push_async_callback(registry.close)
+            await wait_for_store(settings.redis_url, settings.store_wait_s)
             await registry.replicas(kind.role)
         engine = _load_engine(kind, settings, replica_id, metrics, load, ending)
         memory.settle()
         servicer = kind.build_servicer(engine, metrics)
-        register = None
+        register, grace = None, None
         if registry is not None:
+            if grace_s := kind.model_grace_s(settings):
+                grace = ModelGrace(registry, servicer.info, servicer.open_turns, grace_s)
             register = partial(Heartbeat, registry, describe=servicer.info, ttl_s=settings.registry_ttl_s)
         await run_replica(
             settings,
@@ -148,8 +167,11 @@ async def serve_replica(
             servicer=servicer,
             metrics=metrics,
             register=register,
-            stop=stop_on_signals(),  # until here signals end the process at once
+            take_signals=stop_on_signals,
+            health=health,
             note_serving=note_serving,
+            check_caller=replica_guard(Callers(service_key=service_key)).check if service_key else None,
+            grace=grace,
         )
 
 
@@ -203,6 +225,7 @@ def _load_engine(
         prefill_budget_s=prefill_budget_s,
         shadow=kind.is_shadow(settings),
         kv_tier=tier,
+        kv_reserve_tokens=settings.kv_reserve_tokens,
     )
     return kind.build_engine(worker, options, settings, metrics)
 
@@ -222,6 +245,7 @@ def open_kv_tier(settings: ReplicaSettings, shape: ModelShape) -> KvTier | None:
         rank=layout.rank,
         layer_bytes=layout.layer_bytes,
         run_blocks=run_blocks(layout.block_bytes),
+        cluster=settings.cluster,
     )
     return KvTier(settings.kv_tier_url, space)
 
@@ -288,6 +312,8 @@ def _load_worker(
     note_loaded: Callable[[float], None],
 ) -> Worker:
     with memory.collector_at_rest():
+        import torch
+
         from specdec.engine.loader import load_worker
         from specdec.engine.options import AUTO, EAGER, NATIVE
 
@@ -297,5 +323,8 @@ def _load_worker(
         and "OMP_NUM_THREADS" not in os.environ
         and settings.compile_backend in (AUTO, NATIVE, EAGER)
     )
+    if settings.num_threads is None and "OMP_NUM_THREADS" not in os.environ:
+        # Torch counts the cores of the machine. More threads than a container has processors' time only wait.
+        torch.set_num_threads(min(torch.get_num_threads(), num_processors()))
     request = load_request(settings, num_decode_rows, note_loaded, local_drafts)
     return load_worker(request, measures_threads=measures_threads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
-from ipaddress import IPv6Address
+from ipaddress import IPv6Address, ip_address
 
 WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 # The standard forbids underscores in host names, but container networks use them.
@@ -51,25 +51,65 @@ def check_dialable(address: str) -> str:
     return address
 
 
+def is_loopback(address: str) -> bool:
+    """Return whether HOST:PORT is reached from this machine alone."""
+    return is_loopback_host(split_address(address)[0])
+
+
+def is_loopback_host(host: str) -> bool:
+    """Return whether a host, without a port, is this machine."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def join_address(host: str, port: int) -> str:
     """Return HOST:PORT; the inverse of `split_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def check_advertised(advertise: str) -> str:
+    """Return `advertise` if it is HOST:PORT, or a host's name or address without a port.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if advertise:
+        try:
+            _split_advertised(advertise)
+        except ValueError:
+            raise ValueError(f"must be HOST:PORT, or a host without a port, not {advertise[:64]!r}") from None
+    return advertise
+
+
 def advertised_address(advertise: str, listen: str, bound_port: int) -> str:
     """Return the address that other processes should dial: `advertise` if set, else `listen` with the bound port.
 
+    A host without a port gets the bound port: a pod knows its own address, which for IPv6 needs brackets before a port.
     A wildcard host is replaced by this machine's own address, which other containers or pods can reach.
     """
-    host, port = split_address(advertise or listen)
+    host, port = _split_advertised(advertise) if advertise else split_address(listen)
     if not advertise and host in WILDCARD_HOSTS:
         host = _own_host()
     return join_address(host, port or bound_port)
 
 
+def _split_advertised(advertise: str) -> tuple[str, int]:
+    """Return host and port; port 0 where there is none. Raises ValueError where `advertise` is no address."""
+    try:
+        return str(ip_address(advertise.strip("[]"))), 0
+    except ValueError:
+        pass
+    if ":" not in advertise and _HOST_NAME.fullmatch(advertise):
+        return advertise, 0
+    return split_address(advertise)
+
+
 def _own_host() -> str:
     name = socket.gethostname()
     try:
-        return socket.gethostbyname(name)
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
         return name
+    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])

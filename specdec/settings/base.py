@@ -9,20 +9,20 @@ fields of one service alone are in `<service>/config.py`. Imports no torch, grpc
 from __future__ import annotations
 
 from typing import Annotated, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from specdec.errors import InvalidRequest
-from specdec.settings.addresses import split_address
+from specdec.settings.addresses import check_advertised, split_address
+from specdec.settings.cluster_names import DEFAULT_CLUSTER, ClusterName
 from specdec.settings.pool_names import PoolName
+from specdec.settings.redis_url import SINGLE, UNIX, parse_redis_url
+from specdec.settings.transport import TransportSettings
 from specdec.tenant import check_tenant
 
 #: Upper limit of durations: a longer one is a mistake, and may exceed what Redis counts in milliseconds.
 DAY_S = 86_400.0
-
-_REDIS_SCHEMES = ("redis", "rediss", "unix", "memory")
 
 
 def _checked_address(address: str) -> str:
@@ -37,8 +37,7 @@ def _required_address(address: str) -> str:
 
 
 def _checked_redis_url(url: str) -> str:
-    if urlsplit(url).scheme not in _REDIS_SCHEMES:
-        raise ValueError(f"must begin with redis://, rediss://, unix:// or be memory://, not {url!r}")
+    parse_redis_url(url)
     return url
 
 
@@ -50,15 +49,15 @@ def _checked_tenant(tenant: str) -> str:
 
 
 def _checked_tier_url(url: str) -> str:
-    if url and urlsplit(url).scheme not in _REDIS_SCHEMES[:-1]:
-        raise ValueError(f"must begin with redis://, rediss:// or unix://, not {url!r}")
+    if url and (parsed := parse_redis_url(url)).kind not in (SINGLE, UNIX):
+        raise ValueError(f"must begin with redis://, rediss:// or unix://, not {parsed.place!r}")
     return url
 
 
-def _server_of(url: str) -> tuple[str | None, int | None, str]:
-    """Return what identifies the Redis process of a URL: host and port, or its socket; not the database."""
-    parts = urlsplit(url)
-    return (None, None, parts.path) if parts.scheme == "unix" else (parts.hostname, parts.port or 6379, "")
+def _servers_of(url: str) -> set[tuple[str, int] | str]:
+    """Return what identifies the Redis processes of a URL: hosts and ports, or a socket; not the database."""
+    parsed = parse_redis_url(url)
+    return {parsed.path} if parsed.kind == UNIX else set(parsed.addresses)
 
 
 def split_commas(value: object) -> object:
@@ -79,6 +78,9 @@ CompileBackend = Annotated[str, AfterValidator(current_backend)]
 Address = Annotated[str, AfterValidator(_required_address)]
 """HOST:PORT."""
 
+Advertised = Annotated[str, AfterValidator(check_advertised)]
+"""HOST:PORT, a host without a port, or "" if unset."""
+
 OptionalAddress = Annotated[str, AfterValidator(_checked_address)]
 """HOST:PORT, or "" if unset."""
 
@@ -86,7 +88,7 @@ AddressList = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(split_com
 """Several HOST:PORT: a repeated flag, or one comma-separated value."""
 
 RedisUrl = Annotated[str, AfterValidator(_checked_redis_url)]
-"""redis://, rediss://, unix:// or memory://."""
+"""redis://, rediss://, their Sentinel and Cluster forms, unix:// or memory:// (`specdec.settings.redis_url`)."""
 
 OptionalTierUrl = Annotated[str, AfterValidator(_checked_tier_url)]
 """redis://, rediss:// or unix://, or "" if unset."""
@@ -95,7 +97,7 @@ TenantName = Annotated[str, AfterValidator(_checked_tenant)]
 """1 to 64 letters, digits, "_", "." or "-"."""
 
 
-class ProcessSettings(BaseSettings):
+class ProcessSettings(TransportSettings, BaseSettings):
     """Flags that every process has. A service subclasses it and sets `env_prefix`."""
 
     model_config = SettingsConfigDict(
@@ -109,8 +111,16 @@ class ProcessSettings(BaseSettings):
     """HOST:PORT that serves Prometheus metrics over HTTP at /metrics. Unset: no metrics."""
 
     redis_url: RedisUrl = "redis://127.0.0.1:6379/0"
-    """Redis that holds sessions and the replica registry. memory:// keeps both in this process and works with static
-    endpoints only."""
+    """Redis that holds sessions and the replica registry: redis://HOST:PORT/DB, redis+sentinel://HOST:PORT,.../SERVICE,
+    redis+cluster://HOST:PORT,... or unix:///PATH, with rediss for TLS. memory:// keeps both in this process and works
+    with static endpoints only."""
+
+    cluster: ClusterName = DEFAULT_CLUSTER
+    """Name of the system that this process belongs to: 1 to 64 letters, digits, "_", "." or "-". It is a part of every
+    key in Redis, so that systems with different names share no session, replica or response of one Redis."""
+
+    store_wait_s: float = Field(default=60.0, ge=0.0, le=DAY_S)
+    """Time that this process waits at its start for a Redis that does not answer yet; then it ends. 0: no wait."""
 
     log_format: Literal["json", "text"] = "json"
     """Format of log records: one JSON object per line, or plain text."""
@@ -118,11 +128,21 @@ class ProcessSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log records that are written. Prompts and tokens appear at debug only."""
 
+    service_key: str = ""
+    """Key that the services of one system share, of 16 characters or more: a file, or env:NAME for an environment
+    variable. Replicas then answer only callers that send it, and the registry holds only records that are signed with
+    it. The first line of a file is the key in use, further ones are accepted too. Unset: no such key."""
+
     drain_grace_s: float = Field(default=30.0, ge=0.0)
     """Time that calls in flight may still run after SIGTERM before they are cancelled."""
 
     config: str = ""
     """TOML file whose top-level keys are these settings, with underscores. Flags and environment win over it."""
+
+    @property
+    def end_grace_s(self) -> float:
+        """Longest time from SIGTERM until the last call in flight is cancelled."""
+        return self.drain_grace_s
 
     @classmethod
     def settings_customise_sources(
@@ -140,15 +160,23 @@ class ProcessSettings(BaseSettings):
 class ServiceSettings(ProcessSettings):
     """Flags that every gRPC service has."""
 
-    advertise: OptionalAddress = ""
-    """HOST:PORT that other services should dial. Unset: --listen with the port really bound; for a host of 0.0.0.0 or
-    [::], this machine's own address."""
+    advertise: Advertised = ""
+    """HOST:PORT that other services should dial, or a host, also an IPv6 address, which gets the port really bound.
+    Unset: --listen with that port; for a host of 0.0.0.0 or [::], this machine's own address."""
 
     health: OptionalAddress = ""
-    """HOST:PORT of a second, plaintext port that serves only grpc.health.v1. Unset: no such port."""
+    """HOST:PORT of a second, plaintext port that serves only grpc.health.v1, already while the process loads. The
+    service name "liveness" is SERVING there unless the process must be restarted; the empty name is SERVING once the
+    process takes calls. Unset: no such port."""
 
     max_message_bytes: int = Field(default=4 * 1024 * 1024, ge=64 * 1024, lt=1 << 31)
     """Size of the largest gRPC message accepted. A larger one is refused with RESOURCE_EXHAUSTED."""
+
+    @model_validator(mode="after")
+    def _check_own_certificate(self) -> Self:
+        if self.tls_ca and not self.tls_cert:
+            raise ValueError("--tls-ca needs --tls-cert and --tls-key beside it")
+        return self
 
 
 class ReplicaSettings(ServiceSettings):
@@ -176,7 +204,7 @@ class ReplicaSettings(ServiceSettings):
 
     deterministic: bool = False
     """Make a session's logits independent of other sessions and of how its tokens were divided into steps, so that
-    greedy text is the same alone and under load. On a GPU this takes slower kernels; on a CPU the native kernels do it
+    greedy text is the same alone and under load. On a GPU prompts take longer; on a CPU the native kernels do it
     anyway. Configurations that cannot guarantee it are refused."""
 
     unix_socket: Literal["on", "off"] = "on"
@@ -205,6 +233,11 @@ class ReplicaSettings(ServiceSettings):
     """Size of the KV cache; with --tensor-parallel, of each process. Unset: chosen from the model and the free
     memory."""
 
+    kv_reserve_tokens: int = Field(default=4096, ge=1)
+    """Largest number of output tokens for which a request gets KV blocks in advance. They stay reserved for it until
+    its turn ends, so it never waits for KV. A request that may grow further takes blocks as it grows; where none are
+    left, the youngest requests pause and run their tokens again later."""
+
     gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
     """Share of a GPU's whole memory that this process may take for weights, KV cache and working memory. Set it when
     processes share a GPU, so that what each takes does not depend on which starts first. --kv-cache-bytes wins over
@@ -231,6 +264,6 @@ class ReplicaSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _keep_sessions_from_eviction(self) -> Self:
-        if self.kv_tier_url and _server_of(self.kv_tier_url) == _server_of(self.redis_url):
+        if self.kv_tier_url and _servers_of(self.kv_tier_url) & _servers_of(self.redis_url):
             raise ValueError("--kv-tier-url is the Redis of --redis-url: evicting KV there would evict sessions")
         return self

@@ -8,7 +8,17 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from specdec.settings.base import DAY_S, Address, AddressList, ServiceSettings, TenantName, split_commas
+from specdec.settings.access import AccessSettings
+from specdec.settings.addresses import is_loopback
+from specdec.settings.base import (
+    DAY_S,
+    Address,
+    AddressList,
+    OptionalAddress,
+    ServiceSettings,
+    TenantName,
+    split_commas,
+)
 from specdec.settings.pool_names import OptionalPoolName
 from specdec.settings.tracing import TracingSettings
 from specdec.tenant import DEFAULT_TENANT
@@ -16,7 +26,7 @@ from specdec.tenant import DEFAULT_TENANT
 LookupKinds = Annotated[tuple[Literal["ngram", "suffix"], ...], NoDecode, BeforeValidator(split_commas)]
 
 
-class CoordinatorSettings(TracingSettings, ServiceSettings):
+class CoordinatorSettings(AccessSettings, TracingSettings, ServiceSettings):
     """The coordinator: owns sessions, runs rounds between draft and target replicas, and serves clients."""
 
     model_config = SettingsConfigDict(env_prefix="SPECDEC_COORDINATOR__")
@@ -24,8 +34,25 @@ class CoordinatorSettings(TracingSettings, ServiceSettings):
     listen: Address = "127.0.0.1:50051"
     """HOST:PORT to serve gRPC on. Port 0 takes a free port, which the log line "listening" names."""
 
+    admin: OptionalAddress = "127.0.0.1:0"
+    """HOST:PORT for operator calls, such as Promote, which need the right operate where there are keys. Port 0 takes a
+    free port, which the log line "listening" and GetInfo name to operators. A coordinator without keys that listens on
+    loopback answers them at --listen too."""
+
     tokenizer: str
     """Tokenizer of the target model: a directory, a GGUF file, or a hub id."""
+
+    loopback: OptionalAddress = ""
+    """HOST:PORT on loopback that serves the same as --listen in plaintext, for processes of this machine such as a
+    gateway beside this coordinator. Unset: no such port."""
+
+    max_connection_age_s: float | None = Field(default=300.0, ge=1.0, le=DAY_S)
+    """Seconds after which a client's connection takes no further calls and the client connects anew, so that calls
+    reach coordinators that joined. Streams on the old connection go on until they end. none: no limit."""
+
+    tls_server_name: str = ""
+    """Name that the certificates of replicas must have, where replicas are dialled by an address that their
+    certificates cannot have, such as that of a pod. Unset: the host that is dialled."""
 
     draft_endpoint: AddressList = ()
     """HOST:PORT of a draft replica; repeatable. Any static endpoint turns the replica registry off."""
@@ -41,6 +68,10 @@ class CoordinatorSettings(TracingSettings, ServiceSettings):
     """on: a call may name its tenant in the gRPC metadata "specdec-tenant". The coordinator believes every caller, so
     only trusted gateways may reach its port. off: a call that names another tenant than --tenant is refused with
     FORBIDDEN."""
+
+    tenant_metrics: int = Field(default=0, ge=0, le=1000)
+    """Number of tenants that have series of their own at --metrics, in the order in which they come; all others share
+    one. 0: no series by tenant."""
 
     worker_contract: Literal["smg"] | None = None
     """smg: the port of --listen also speaks vLLM's gRPC contract, as workers of the router `smg` do. Needs the extra
@@ -104,10 +135,57 @@ class CoordinatorSettings(TracingSettings, ServiceSettings):
     """Seconds that an idle session is kept."""
 
     max_queue: int = Field(default=1024, ge=1)
-    """Limit on requests admitted at once; a further request is refused with QUEUE_FULL."""
+    """Limit on requests at once, running and waiting ones together; a further request is refused with QUEUE_FULL."""
+
+    max_running: int | None = Field(default=None, ge=1)
+    """Limit on requests that generate at once; further requests wait for a slot. none: 16 for each target, and more
+    while a token takes at most 1.25 times as long as with 16."""
+
+    max_wait_s: float = Field(default=4.0, gt=0.0, le=DAY_S)
+    """Predicted seconds of waiting for a slot beyond which a request is refused with QUEUE_FULL, once one request
+    waits for each slot. A request with a deadline is refused wherever it would probably miss it."""
+
+    tenant_max_streams: int | None = Field(default=None, ge=1)
+    """Limit on the requests of one tenant at once, waiting ones included. none: no limit. This limit and those below
+    refuse with QUOTA_EXCEEDED, hold for each coordinator by itself, and give way to the limits of a tenant's key."""
+
+    tenant_max_requests_per_minute: int | None = Field(default=None, ge=1)
+    """Limit on the requests that one tenant begins in a minute. none: no limit."""
+
+    tenant_max_tokens_per_minute: int | None = Field(default=None, ge=1)
+    """Limit on the new prompt tokens and output tokens of one tenant in a minute. A stream that has begun goes on, and
+    the tenant's next requests are refused until it is below the limit. none: no limit."""
+
+    tenant_max_sessions: int | None = Field(default=None, ge=1)
+    """Limit on the sessions of one tenant, idle ones included. none: no limit."""
+
+    tenant_max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Limit on the tokens of one tenant's session before the output of a request. none: no limit."""
+
+    tenant_max_reserved_tokens: int | None = Field(default=None, ge=1)
+    """Limit on the tokens that the requests of one tenant at once may reach: the prompt and the greatest length of the
+    output of each. Targets reserve KV for them. none: no limit."""
 
     poll_interval_s: float = Field(default=1.0, gt=0.0)
     """Seconds between two polls of the replicas, which connect new replicas and try dead ones again."""
+
+    @model_validator(mode="after")
+    def _check_transport(self) -> Self:
+        if self.loopback and not is_loopback(self.loopback):
+            raise ValueError(f"--loopback must be an address of loopback, not {self.loopback}")
+        if self.admin and not (self.tls_cert or self.insecure or is_loopback(self.admin)):
+            raise ValueError(
+                f"--admin {self.admin} is reached from other machines: give --tls-cert and --tls-key, or --insecure to "
+                "serve there in plaintext"
+            )
+        if self.admin and not (self.api_keys or self.jwt_jwks or is_loopback(self.admin)):
+            raise ValueError(
+                f"--admin {self.admin} is reached from other machines: give --api-keys or --jwt-jwks, so that only "
+                "operators are answered there"
+            )
+        if self.tls_server_name and not self.tls_ca:
+            raise ValueError("--tls-server-name needs --tls-ca beside it")
+        return self
 
     @model_validator(mode="after")
     def _check_endpoints(self) -> Self:

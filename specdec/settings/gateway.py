@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from ipaddress import ip_address
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from specdec.settings.addresses import split_address
+from specdec.settings.access import AccessSettings
+from specdec.settings.addresses import is_loopback
 from specdec.settings.base import DAY_S, Address, ProcessSettings, split_commas
 from specdec.settings.tracing import TracingSettings
 
@@ -17,7 +16,7 @@ Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)]
 """Several texts: a repeated flag, or one comma-separated value."""
 
 
-class GatewaySettings(TracingSettings, ProcessSettings):
+class GatewaySettings(AccessSettings, TracingSettings, ProcessSettings):
     """The gateway: answers HTTP requests in OpenAI's and Anthropic's form, as a client of coordinators."""
 
     model_config = SettingsConfigDict(env_prefix="SPECDEC_GATEWAY__")
@@ -29,9 +28,9 @@ class GatewaySettings(TracingSettings, ProcessSettings):
     """HOST:PORT or gRPC target of a coordinator; repeatable. Unset: the coordinators that the registry in --redis-url
     lists."""
 
-    api_keys: Path | None = None
-    """File with one API key a line: the SHA-256 of the key in hexadecimal, its tenant, its rights and its limits,
-    divided by spaces. It is read again when it changes. Unset: no such keys."""
+    tls_server_name: str = ""
+    """Name that the certificates of coordinators must have, where coordinators are dialled by an address that their
+    certificates cannot have, such as that of a pod. Unset: the host that is dialled."""
 
     api_key: str = ""
     """One API key, for requests of the coordinator's own tenant. Unset: no such key."""
@@ -77,19 +76,16 @@ class GatewaySettings(TracingSettings, ProcessSettings):
         return self
 
     @model_validator(mode="after")
-    def _check_access(self) -> Self:
-        if not (self.api_keys or self.api_key or self.allow_anonymous or is_loopback(self.listen)):
-            raise ValueError(
-                f"--listen {self.listen} is reached from other machines: give --api-keys or --api-key, or "
-                "--allow-anonymous to answer everyone"
-            )
+    def _check_server_name(self) -> Self:
+        if self.tls_server_name and not self.tls_ca:
+            raise ValueError("--tls-server-name needs --tls-ca beside it")
         return self
 
-
-def is_loopback(address: str) -> bool:
-    """Return whether HOST:PORT is reached from this machine alone."""
-    host = split_address(address)[0]
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    @model_validator(mode="after")
+    def _check_access(self) -> Self:
+        if not (self.api_keys or self.api_key or self.jwt_jwks or self.allow_anonymous or is_loopback(self.listen)):
+            raise ValueError(
+                f"--listen {self.listen} is reached from other machines: give --api-keys, --api-key or "
+                "--jwt-jwks, or --allow-anonymous to answer everyone"
+            )
+        return self

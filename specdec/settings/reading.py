@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, NoReturn, TypeVar, get_args
@@ -24,11 +24,13 @@ from specdec.errors import InvalidRequest, error_line
 #: Name of a flag's value in `--help`, by the end of the flag, else by its type.
 _VALUE_NAMES = {
     "otlp-endpoint": "URL",
-    **dict.fromkeys(("listen", "advertise", "health", "metrics", "endpoint", "--coordinator"), "HOST:PORT"),
+    **dict.fromkeys(("listen", "advertise", "health", "metrics", "endpoint", "--coordinator", "admin"), "HOST:PORT"),
     **dict.fromkeys(("lookup", "local-draft"), "KIND"),
     **dict.fromkeys(("model", "tokenizer"), "PATH_OR_HUB_ID"),
     **dict.fromkeys(("redis-url", "tier-url"), "URL"),
-    **dict.fromkeys(("config", "timeline", "api-keys"), "FILE"),
+    **dict.fromkeys(("config", "timeline", "api-keys", "service-key", "tls-cert", "tls-key", "tls-ca"), "FILE"),
+    "jwks": "FILE_OR_URL",
+    "issuer": "URL",
     "learning-log": "DIR",
     "api-key": "KEY",
     "cors-origin": "ORIGIN",
@@ -48,6 +50,7 @@ _RENAMED = {"lane": "unix_socket"}
 _NONE = "none"
 
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
+OpenedT = TypeVar("OpenedT")
 
 
 def parse_settings(settings_type: type[SettingsT], *, prog: str, argv: Sequence[str]) -> SettingsT:
@@ -67,6 +70,17 @@ def parse_settings(settings_type: type[SettingsT], *, prog: str, argv: Sequence[
         _refuse(f"{flag_of(str(first['loc'][0]))}: {message}" if first["loc"] else message)
     except (SettingsError, ValueError) as error:
         _refuse(str(error).removeprefix("error parsing CLI: "))
+
+
+def opened(open_files: Callable[[], OpenedT]) -> OpenedT:
+    """Return what `open_files` makes of files that the settings name.
+
+    Ends the process with one line on stderr and exit code 2 if one of them is not usable: that is a usage error too.
+    """
+    try:
+        return open_files()
+    except InvalidRequest as error:
+        _refuse(error.message)
 
 
 def flag_of(field: str) -> str:

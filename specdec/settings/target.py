@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Self
 
-from pydantic import AfterValidator, BeforeValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from specdec.settings.base import Address, ReplicaSettings, split_commas
+from specdec.settings.base import DAY_S, Address, ReplicaSettings, split_commas
 from specdec.settings.draft_specs import parse_local_drafts
 
 
@@ -32,6 +32,23 @@ class TargetSettings(ReplicaSettings):
     own norm and head), early-exit:N:PATH (with an adapter), medusa:PATH, eagle3:PATH or mtp (heads). Each is a draft
     pool that requests select by its kind, or by NAME in NAME=early-exit:3; repeatable. Works in one process, without
     torch.compile."""
+
+    max_waiting: int = Field(default=64, ge=0)
+    """Number of new requests that may wait for KV blocks; a further one is refused with KV_EXHAUSTED before its first
+    token. Requests that have output are never refused. 0: a request that does not get its blocks at once is refused."""
+
+    max_wait_s: float = Field(default=5.0, ge=0.0, le=DAY_S)
+    """Longest time that a new request waits for KV blocks, or behind other prompts, in seconds. One that would wait
+    longer, as predicted from the last requests, is refused at once and told when to try again."""
+
+    model_grace_s: float = Field(default=300.0, ge=0.0, le=DAY_S)
+    """Time that this replica, after SIGTERM, still answers the turns of its model that have not ended, if no other
+    registered replica serves the model. It takes no new sessions meanwhile. A turn that was interrupted counts until it
+    ends, or this time has passed since its last call. 0: it ends at once, and such turns cannot be continued."""
+
+    @property
+    def end_grace_s(self) -> float:
+        return self.model_grace_s + self.drain_grace_s
 
     @model_validator(mode="after")
     def _check_local_drafts(self) -> Self:

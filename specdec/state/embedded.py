@@ -44,7 +44,7 @@ class EmbeddedRedis:
 
     def __enter__(self) -> Self:
         """Start the store. Raises Unsupported if its package is not installed."""
-        from specdec.state.connection import REDIS_VERSION, require_fakeredis
+        from specdec.state.clients import REDIS_VERSION, require_fakeredis
 
         wanted = f"redis-server {REDIS_VERSION[0]} or later"
         require_fakeredis(f"without {wanted}, the store of `specdec up`", f"install {wanted}")

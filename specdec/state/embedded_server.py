@@ -22,7 +22,7 @@ from fakeredis import FakeRedis, TcpFakeServer
 from fakeredis._clients._tcp_server import TCPFakeRequestHandler
 from redis.exceptions import RedisError, ResponseError
 
-from specdec.state.connection import REDIS_VERSION
+from specdec.state.clients import REDIS_VERSION
 
 #: Commands that only touch keys, and those that clients send when they connect. None of them blocks, subscribes or
 #: queues: each is answered before the next is read.

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from specdec.errors import InvalidRequest
-from specdec.state.connection import describe_url
+from specdec.settings.redis_url import parse_redis_url
 
 #: Time limit of an answer, or of a part of one. The caller continues without it much earlier.
 SOCKET_TIMEOUT_S = 1.0
@@ -36,6 +36,9 @@ class KvLink:
 
         Args:
             url: redis://, rediss:// or unix://.
+
+        Raises:
+            InvalidRequest: the URL has another form.
         """
         self.is_up = False
         """Set while Redis answers."""
@@ -44,7 +47,10 @@ class KvLink:
         self.when_down: Callable[[], None] = lambda: None
         """Called after every failure."""
         self._url = url
-        self._place = describe_url(url)
+        try:
+            self._place = parse_redis_url(url).place
+        except ValueError as error:
+            raise InvalidRequest(f"the KV tier URL {error}", field="kv_tier_url") from error
         self._is_closed = False
         self._has_warned = False
 

@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 from specdec.core.restore_rule import RestoreRule
 from specdec.state.kv_link import KvLink, touch
 from specdec.state.kv_tally import KvTally
-from specdec.state.kv_values import VERSION, KvSpace, Payload, checksum
+from specdec.state.kv_values import KvSpace, Payload, checksum
 
 #: Limit of runs that are fetched and not yet copied into KV blocks.
 MAX_AHEAD = 2
@@ -190,7 +190,7 @@ class KvReader:
     def _probe(self) -> None:
         """Check whether Redis answers, and measure it with a test value."""
         num_bytes = min(self._space.payload_bytes, MAX_PROBE_BYTES)
-        key = f"specdec-kv:{VERSION}:probe:{num_bytes}"
+        key = self._space.probe_key(num_bytes)
         try:
             if self._client.get(key) is None:
                 self._client.set(key, bytes(num_bytes), ex=_PROBE_TTL_S)

@@ -1,7 +1,8 @@
 """A run of KV blocks as a value of the cold tier, and its key.
 
     key    specdec-kv:VERSION:SPACE:NAME      NAME: the published hash of the run's last block, which identifies every
-                                              token before its end (and the tenant); SPACE: model, type and rank
+                                              token before its end (and the tenant); SPACE: model, type and rank. In a
+                                              cluster other than the default: specdec-kv@CLUSTER:VERSION:SPACE:NAME
     value  magic · version · length · digest of key and layout · checksum · the blocks
 
 A value is written once and never changed. A value that does not match its key exactly is a miss: a header that differs
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from specdec.settings.cluster_names import DEFAULT_CLUSTER
 
 #: Version of keys and values; it must change with any change that a reader of this version would misread.
 VERSION = 1
@@ -43,6 +46,8 @@ class KvSpace:
     """Size of one block in each layer."""
     run_blocks: int
     """Number of blocks in one value."""
+    cluster: str = DEFAULT_CLUSTER
+    """Name of the system that the replica belongs to."""
 
     @property
     def payload_bytes(self) -> int:
@@ -51,7 +56,11 @@ class KvSpace:
 
     def key(self, name: bytes) -> str:
         """Return the key of the run whose last block is published as `name`."""
-        return f"specdec-kv:{VERSION}:{self.model_fingerprint}:{self.dtype}:{self.rank}:{name.hex()}"
+        return f"{self._prefix}:{self.model_fingerprint}:{self.dtype}:{self.rank}:{name.hex()}"
+
+    def probe_key(self, num_bytes: int) -> str:
+        """Return the key of the test value of a size."""
+        return f"{self._prefix}:probe:{num_bytes}"
 
     def encode(self, name: bytes, payload: Payload) -> bytearray:
         """Return the value of a run.
@@ -77,6 +86,10 @@ class KvSpace:
         if view[_HEADER.size : _OVERHEAD_BYTES] != checksum(view[_OVERHEAD_BYTES:]):
             return None
         return np.frombuffer(value, dtype=np.uint8, offset=_OVERHEAD_BYTES).reshape(self.run_blocks, -1)
+
+    @property
+    def _prefix(self) -> str:
+        return f"specdec-kv:{VERSION}" if self.cluster == DEFAULT_CLUSTER else f"specdec-kv@{self.cluster}:{VERSION}"
 
     def _header(self, name: bytes) -> bytes:
         described = f"{self.key(name)}:{self.run_blocks}:{','.join(map(str, self.layer_bytes))}"

@@ -12,6 +12,7 @@ import json
 from dataclasses import asdict
 
 from specdec.errors import Internal
+from specdec.settings.cluster_names import DEFAULT_CLUSTER
 from specdec.settings.pool_names import is_pool_name
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import promotion_key
@@ -26,9 +27,9 @@ _MAX_BYTES = 1024
 class RedisPromotions:
     """`Promotions` on the connections of a session store, which closes them."""
 
-    def __init__(self, connection: RedisConnection, tenant: str) -> None:
+    def __init__(self, connection: RedisConnection, tenant: str, *, cluster: str = DEFAULT_CLUSTER) -> None:
         self._connection = connection
-        self._key = promotion_key(tenant)
+        self._key = promotion_key(tenant, cluster)
 
     async def read(self) -> Promotion | None:
         """See `Promotions.read`."""

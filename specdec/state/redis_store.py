@@ -11,13 +11,21 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.errors import Internal, LeaseLost, NotFound, SessionBusy, SessionLost, SpecdecError
+from specdec.errors import NotFound, SessionBusy, SpecdecError
+from specdec.settings.cluster_names import DEFAULT_CLUSTER, check_cluster
 from specdec.state.connection import RedisConnection
 from specdec.state.coordinators import COORDINATOR
 from specdec.state.keys import TOKEN_BYTES, pack_tokens, replica_keys, session_keys, unpack_tokens
 from specdec.state.prefix_directory import RedisPrefixDirectory
 from specdec.state.promotions import RedisPromotions
-from specdec.state.replica_records import MAX_RECORD_BYTES, MAX_REPLICA_ID_BYTES, decode_record, encode_record
+from specdec.state.replica_records import (
+    MAX_RECORD_BYTES,
+    MAX_REPLICA_ID_BYTES,
+    Signer,
+    decode_record,
+    encode_record,
+)
+from specdec.state.session_answers import check_log, check_owned, loss_of, refusal_of
 from specdec.state.session_fields import (
     read_locations,
     read_request,
@@ -26,6 +34,7 @@ from specdec.state.session_fields import (
     write_locations,
 )
 from specdec.state.store import Commit, KvLocation, Lease, ReplicaRecord, ReplicaRegistry, RequestRecord, SessionRecord
+from specdec.state.target_shares import RedisTargetShares
 from specdec.tenant import DEFAULT_TENANT, SessionKey, check_tenant
 from specdec.types import TokenIds
 
@@ -46,18 +55,27 @@ class RedisSessionStore:
     after its last acquire, renewal, begin, commit, repair or release; reading does not prolong it.
     """
 
-    def __init__(self, url: str, *, tenant: str = DEFAULT_TENANT, session_ttl_s: float = DEFAULT_SESSION_TTL_S) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        cluster: str = DEFAULT_CLUSTER,
+        session_ttl_s: float = DEFAULT_SESSION_TTL_S,
+    ) -> None:
         """Open no connection yet.
 
         Args:
-            url: redis://, rediss://, unix:// or memory://.
+            url: a URL of `specdec.settings.redis_url`.
             tenant: owner of the sessions; tenants share no session.
+            cluster: name of the system; clusters on one Redis share no key.
             session_ttl_s: above 0.
 
         Raises:
-            InvalidRequest: the URL or the tenant is malformed.
+            InvalidRequest: the URL, the tenant or the cluster is malformed.
         """
         self._url = url
+        self._cluster = check_cluster(cluster)
         self._tenant = check_tenant(tenant)
         self._session_ttl_s = session_ttl_s
         self._session_ttl_ms = _milliseconds(session_ttl_s)
@@ -80,10 +98,11 @@ class RedisSessionStore:
 
     async def renew_all(self, leases: Sequence[Lease]) -> list[SpecdecError | None]:
         calls = [
-            (session_keys(*lease.key), self._fence(lease, _milliseconds(lease.ttl_s))) for lease in leases
+            (session_keys(*lease.key, self._cluster), self._fence(lease, _milliseconds(lease.ttl_s)))
+            for lease in leases
         ]  # fmt: skip
         answers = await self._connection.run_scripts("renew", calls)
-        return [_loss(answer, lease) for answer, lease in zip(answers, leases, strict=True)]
+        return [loss_of(answer, lease) for answer, lease in zip(answers, leases, strict=True)]
 
     async def release(self, lease: Lease, *, left: bool = True, locations: Sequence[KvLocation] = ()) -> None:
         await self._run("release", lease.key, [*self._fence(lease), int(left), write_locations(locations)])
@@ -91,8 +110,8 @@ class RedisSessionStore:
     async def begin_request(self, lease: Lease, request: RequestRecord, *, keep: int, token_ids: TokenIds) -> None:
         args = [*self._fence(lease), keep, pack_tokens(token_ids), *request_fields(request)]
         answer = await self._run("begin_request", lease.key, args)
-        _check_owned(answer, lease)
-        _check_log(answer, lease, keep)
+        check_owned(answer, lease)
+        check_log(answer, lease, keep)
 
     async def commit(self, lease: Lease, commit: Commit) -> None:
         (error,) = await self.commit_all([(lease, commit)])
@@ -100,10 +119,12 @@ class RedisSessionStore:
             raise error
 
     async def commit_all(self, commits: Sequence[tuple[Lease, Commit]]) -> list[SpecdecError | None]:
-        calls = [(session_keys(*lease.key), self._commit_args(lease, commit)) for lease, commit in commits]
+        calls = [
+            (session_keys(*lease.key, self._cluster), self._commit_args(lease, commit)) for lease, commit in commits
+        ]
         answers = await self._connection.run_scripts("commit", calls)
         return [
-            None if answer == b"OK" else _refusal(answer, lease, commit)
+            None if answer == b"OK" else refusal_of(answer, lease, commit)
             for answer, (lease, commit) in zip(answers, commits, strict=True)
         ]
 
@@ -119,8 +140,8 @@ class RedisSessionStore:
 
     async def repair(self, lease: Lease, *, base_len: int, token_ids: TokenIds) -> None:
         answer = await self._run("repair", lease.key, [*self._fence(lease), base_len, pack_tokens(token_ids)])
-        _check_owned(answer, lease)
-        _check_log(answer, lease, base_len)
+        check_owned(answer, lease)
+        check_log(answer, lease, base_len)
 
     async def load(self, session_id: str) -> SessionRecord | None:
         answer = await self._run("load", self._key(session_id), [])
@@ -142,25 +163,29 @@ class RedisSessionStore:
 
     async def read_tokens(self, session_id: str, start: int = 0) -> TokenIds:
         """See `SessionStore.read_tokens`. Empty beyond the log's end, and for a session that does not exist."""
-        tokens_key = session_keys(*self._key(session_id))[1]
+        tokens_key = session_keys(*self._key(session_id), self._cluster)[1]
         return unpack_tokens(await self._connection.run_command("GETRANGE", tokens_key, start * TOKEN_BYTES, -1))
 
     async def delete(self, session_id: str) -> None:
         await self._run("delete", self._key(session_id), [_milliseconds(_DELETION_TTL_S)])
 
     async def discard(self, lease: Lease) -> None:
-        _check_owned(await self._run("discard", lease.key, [lease.owner, lease.epoch]), lease)
+        check_owned(await self._run("discard", lease.key, [lease.owner, lease.epoch]), lease)
 
     async def ping(self) -> None:
-        await self._connection.run_command("PING")
+        await self._connection.ping()
 
     def prefixes(self) -> RedisPrefixDirectory:
         """Return the tenant's directory of prefixes; its scripts travel in the store's pipelines."""
-        return RedisPrefixDirectory(self._connection, self._tenant)
+        return RedisPrefixDirectory(self._connection, self._tenant, cluster=self._cluster)
 
     def promotions(self) -> RedisPromotions:
         """Return the tenant's promotion of a draft pool."""
-        return RedisPromotions(self._connection, self._tenant)
+        return RedisPromotions(self._connection, self._tenant, cluster=self._cluster)
+
+    def target_shares(self) -> RedisTargetShares:
+        """Return the tenant's decision about target models."""
+        return RedisTargetShares(self._connection, self._tenant, cluster=self._cluster)
 
     @property
     def num_failures(self) -> int:
@@ -176,13 +201,15 @@ class RedisSessionStore:
         return other
 
     def reopen(self) -> RedisSessionStore:
-        return RedisSessionStore(self._url, tenant=self._tenant, session_ttl_s=self._session_ttl_s)
+        return RedisSessionStore(
+            self._url, tenant=self._tenant, cluster=self._cluster, session_ttl_s=self._session_ttl_s
+        )
 
     async def close(self) -> None:
         await self._connection.close()
 
     async def _run(self, script: str, key: SessionKey, args: list[str | bytes | int]) -> Any:
-        return await self._connection.run_script(script, session_keys(*key), args)
+        return await self._connection.run_script(script, session_keys(*key, self._cluster), args)
 
     def _key(self, session_id: str) -> SessionKey:
         return SessionKey(self._tenant, session_id)
@@ -193,43 +220,59 @@ class RedisSessionStore:
 
 
 def open_store(
-    url: str, *, tenant: str = DEFAULT_TENANT, session_ttl_s: float = DEFAULT_SESSION_TTL_S
+    url: str,
+    *,
+    tenant: str = DEFAULT_TENANT,
+    cluster: str = DEFAULT_CLUSTER,
+    session_ttl_s: float = DEFAULT_SESSION_TTL_S,
 ) -> RedisSessionStore:
     """Return the session store at a URL. It connects at the first command; `ping` checks that it is available.
 
     Raises:
-        InvalidRequest: the URL or the tenant is malformed.
+        InvalidRequest: the URL, the tenant or the cluster is malformed.
     """
-    return RedisSessionStore(url, tenant=tenant, session_ttl_s=session_ttl_s)
+    return RedisSessionStore(url, tenant=tenant, cluster=cluster, session_ttl_s=session_ttl_s)
 
 
 class RedisReplicaRegistry:
     """`ReplicaRegistry` on Redis. Entries expire by the server's clock; reading removes expired ones."""
 
-    def __init__(self, url: str) -> None:
-        """Open no connection yet. Raises InvalidRequest unless the URL is redis://, rediss://, unix:// or memory://."""
+    def __init__(self, url: str, *, cluster: str = DEFAULT_CLUSTER, signer: Signer | None = None) -> None:
+        """Open no connection yet.
+
+        Args:
+            url: a URL of `specdec.settings.redis_url`.
+            cluster: name of the system; clusters on one Redis share no key.
+            signer: signs the records that are published, and without its signature none is read; None: no signatures.
+
+        Raises:
+            InvalidRequest: the URL or the cluster is malformed.
+        """
+        self._cluster = check_cluster(cluster)
         self._connection = RedisConnection(url)
+        self._signer = signer
         self._skipped: dict[str, dict[bytes, str]] = {}
         """Records that were skipped at the last read, with the reasons, by role."""
 
     async def publish(self, record: ReplicaRecord, *, ttl_s: float) -> None:
         engine = record.engine
-        args: list[str | bytes | int] = [engine.replica_id, encode_record(record), max(1, round(ttl_s * 1000))]
-        await self._connection.run_script("publish", replica_keys(engine.role), args)
+        text = encode_record(record, ttl_s=ttl_s, signer=self._signer, cluster=self._cluster)
+        args: list[str | bytes | int] = [engine.replica_id, text, max(1, round(ttl_s * 1000))]
+        await self._connection.run_script("publish", replica_keys(engine.role, self._cluster), args)
 
     async def remove(self, replica_id: str) -> None:
         for role in ROLES:
-            await self._connection.run_script("remove", replica_keys(role), [replica_id])
+            await self._connection.run_script("remove", replica_keys(role, self._cluster), [replica_id])
 
     async def replicas(self, role: str) -> list[ReplicaRecord]:
         """See `ReplicaRegistry.replicas`. A record that this version cannot read is skipped and logged once."""
         limits = [MAX_RECORD_BYTES, MAX_REPLICA_ID_BYTES]
-        answer = await self._connection.run_script("replicas", replica_keys(role), limits)
+        answer = await self._connection.run_script("replicas", replica_keys(role, self._cluster), limits)
         records = []
         skipped: dict[bytes, str] = {}
         for replica_id, text in zip(answer[::2], answer[1::2], strict=True):
             try:
-                records.append(decode_record(text))
+                records.append(self._decode(role, text))
             except ValueError as error:
                 skipped[replica_id] = str(error)
                 if skipped[replica_id] != self._skipped.get(role, {}).get(replica_id):
@@ -237,51 +280,19 @@ class RedisReplicaRegistry:
         self._skipped[role] = skipped
         return records
 
+    def _decode(self, role: str, text: bytes) -> ReplicaRecord:
+        record = decode_record(text, signer=self._signer, cluster=self._cluster)
+        if self._signer is not None and record.engine.role != role:
+            raise ValueError("it was signed for another role")
+        return record
+
     async def close(self) -> None:
         await self._connection.close()
 
 
-def open_registry(url: str) -> ReplicaRegistry:
-    """Return the registry at a URL; it connects at the first command. Raises InvalidRequest for a malformed URL."""
-    return RedisReplicaRegistry(url)
-
-
-def _refusal(answer: Any, lease: Lease, commit: Commit) -> SpecdecError:
-    """Return the error for a commit that was refused."""
-    try:
-        if isinstance(answer, SpecdecError):
-            raise answer
-        _check_owned(answer, lease)
-        _check_log(answer, lease, commit.base_len)
-    except SpecdecError as error:
-        return error
-    return Internal(f"the store answered a commit with {answer!r}")
-
-
-def _loss(answer: Any, lease: Lease) -> SpecdecError | None:
-    """Return the error for a renewal that was refused, or None."""
-    if isinstance(answer, SpecdecError):
-        return answer
-    try:
-        _check_owned(answer, lease)
-    except (LeaseLost, NotFound) as error:
-        return error
-    return None
-
-
-def _check_owned(answer: Any, lease: Lease) -> None:
-    if answer[0] == b"LEASE_LOST":
-        deleted_epoch = answer[1] if len(answer) > 1 else None
-        if deleted_epoch is not None and lease.epoch <= int(deleted_epoch):
-            raise NotFound(f"session {lease.session_id!r} was deleted", field="session_id")
-        raise LeaseLost(f"the lease of session {lease.session_id!r} at epoch {lease.epoch} is lost")
-
-
-def _check_log(answer: Any, lease: Lease, expected: int) -> None:
-    if answer[0] == b"SESSION_LOST":
-        raise SessionLost(
-            f"the log of session {lease.session_id!r} holds {int(answer[1])} tokens where {expected} were committed"
-        )
+def open_registry(url: str, *, cluster: str = DEFAULT_CLUSTER, signer: Signer | None = None) -> ReplicaRegistry:
+    """Return the registry at a URL, not connected yet. Arguments and errors as of `RedisReplicaRegistry`."""
+    return RedisReplicaRegistry(url, cluster=cluster, signer=signer)
 
 
 def _milliseconds(seconds: float) -> int:

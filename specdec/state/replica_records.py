@@ -1,19 +1,23 @@
 """A replica's record in the registry: JSON, bounded, and checked when it is written and when it is read.
 
-Other programs can write to Redis, and one bad record must not stop the reading of the others. Called by `redis_store`.
+Other programs can write to Redis, and one bad record must not stop the reading of the others. Where the services share
+a key, a record is signed and says until when it holds, so that neither a record of another program nor an old one makes
+a coordinator dial an address. Called by `redis_store`.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any, Protocol, get_type_hints
 
 from specdec.errors import InvalidRequest
 from specdec.settings.addresses import check_dialable
+from specdec.settings.cluster_names import DEFAULT_CLUSTER
 from specdec.state.store import ReplicaRecord
 from specdec.types import WIRE_NAMES, EngineInfo
 
@@ -26,16 +30,38 @@ _MAX_NAMES = 64
 _MAX_COUNT = (1 << 63) - 1
 _MAX_REASON_CHARACTERS = 200
 
+#: Tolerated difference between the clocks of two machines, by which a signed record holds longer than its heartbeat.
+CLOCK_TOLERANCE_S = 30.0
 
-def encode_record(record: ReplicaRecord) -> str:
+
+class Signer(Protocol):
+    """Signs records and checks signatures (`specdec.access.service_key.ServiceKey`)."""
+
+    def sign(self, record: bytes) -> str: ...
+
+    def verify(self, record: bytes, signature: str) -> bool: ...
+
+
+def encode_record(
+    record: ReplicaRecord, *, ttl_s: float = 0.0, signer: Signer | None = None, cluster: str = DEFAULT_CLUSTER
+) -> str:
     """Return the record as JSON.
+
+    Args:
+        record: the replica.
+        ttl_s: time for which a signed record holds.
+        signer: signs the record; None: it is not signed.
+        cluster: the only cluster in which the signature is valid.
 
     Raises:
         InvalidRequest: readers would skip it; the message states why.
     """
     try:
         engine = {WIRE_NAMES.get(name, name): value for name, value in asdict(record.engine).items()}
-        values = {"address": _address(record.address), "engine": engine}
+        values: dict[str, Any] = {"address": _address(record.address), "engine": engine}
+        if signer is not None:
+            values["expires_at_s"] = round(time.time() + ttl_s + CLOCK_TOLERANCE_S, 3)
+            values["signature"] = signer.sign(_signed_bytes(values, cluster))
         text = json.dumps(values, separators=(",", ":"), allow_nan=False)
         _check_size(len(text.encode()), len(record.engine.replica_id.encode()))
         decode_record(text.encode())
@@ -44,8 +70,13 @@ def encode_record(record: ReplicaRecord) -> str:
     return text
 
 
-def decode_record(text: bytes) -> ReplicaRecord:
+def decode_record(text: bytes, *, signer: Signer | None = None, cluster: str = DEFAULT_CLUSTER) -> ReplicaRecord:
     """Read a record of this or a newer version; unknown fields are ignored.
+
+    Args:
+        text: the stored record.
+        signer: checks the signature and the time until which the record holds; None: neither is read.
+        cluster: the cluster whose record it is.
 
     Raises:
         ValueError: the record is invalid; the message is one short line of ASCII.
@@ -53,6 +84,8 @@ def decode_record(text: bytes) -> ReplicaRecord:
     _check_size(len(text), 0)
     try:
         record = json.loads(text)
+        if signer is not None:
+            _check_signature(record, signer, cluster)
         address, engine = record["address"], record["engine"]
         values = {
             field: read(wire_name, engine[wire_name])
@@ -64,6 +97,20 @@ def decode_record(text: bytes) -> ReplicaRecord:
         raise ValueError(_plain(str(error))) from error
     except (AttributeError, IndexError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(_plain(f"{type(error).__name__}: {error}")) from error
+
+
+def _check_signature(record: dict[str, Any], signer: Signer, cluster: str) -> None:
+    """Raise ValueError unless the record is signed with a key of this system for its cluster, and holds still."""
+    signature = record.pop("signature", None)
+    if not isinstance(signature, str) or not signer.verify(_signed_bytes(record, cluster), signature):
+        raise ValueError("it is not signed with the service key of this system")
+    if _share("expires_at_s", record["expires_at_s"]) < time.time():
+        raise ValueError("its signature has expired: the record is an old one, or the clocks of two machines differ")
+
+
+def _signed_bytes(record: Mapping[str, Any], cluster: str) -> bytes:
+    """Return what is signed: the cluster and every field but the signature, in one form."""
+    return json.dumps([cluster, record], separators=(",", ":"), sort_keys=True).encode()
 
 
 def _plain(reason: str) -> str:

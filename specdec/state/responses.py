@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specdec.errors import Internal, InvalidRequest
+from specdec.settings.cluster_names import DEFAULT_CLUSTER
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import response_key
 
@@ -41,28 +42,32 @@ class RedisResponses:
     a malformed name, and Unsupported if the URL is memory:// and its package is not installed.
     """
 
-    def __init__(self, url: str) -> None:
-        """Open no connection yet. `url` is redis://, rediss://, unix:// or memory://."""
+    def __init__(self, url: str, *, cluster: str = DEFAULT_CLUSTER) -> None:
+        """Open no connection yet. `url` has a form of `specdec.settings.redis_url`."""
         self._url = url
+        self._cluster = cluster
         self._opened: RedisConnection | None = None
 
     async def put(self, tenant: str, response_id: str, record: ResponseRecord, *, ttl_s: float) -> None:
         """Store a record for `ttl_s`, over the one before. Raises InvalidRequest if it is too large."""
         value = encode_record(record)
-        await self._connection.run_command("SET", response_key(tenant, response_id), value, "PX", _milliseconds(ttl_s))
+        await self._connection.run_command("SET", self._key(tenant, response_id), value, "PX", _milliseconds(ttl_s))
 
     async def read(self, tenant: str, response_id: str) -> ResponseRecord | None:
         """Return a record, or None. Raises Internal for a record that is malformed."""
-        value = await self._connection.run_command("GET", response_key(tenant, response_id))
+        value = await self._connection.run_command("GET", self._key(tenant, response_id))
         return None if value is None else _decode_record(value)
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """Delete a record. Idempotent."""
-        await self._connection.run_command("DEL", response_key(tenant, response_id))
+        await self._connection.run_command("DEL", self._key(tenant, response_id))
 
     async def close(self) -> None:
         if self._opened is not None:
             await self._opened.close()
+
+    def _key(self, tenant: str, response_id: str) -> str:
+        return response_key(tenant, response_id, self._cluster)
 
     @property
     def _connection(self) -> RedisConnection:

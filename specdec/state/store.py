@@ -283,6 +283,32 @@ class Promotion:
     status: PromotionStatus
 
 
+@dataclass(frozen=True, slots=True)
+class TargetShare:
+    """A share of the new sessions for one target model; the other models divide the rest."""
+
+    fingerprint: str
+    """Fingerprint of the model."""
+    share: float
+    """0 to 1."""
+
+
+class TargetShares(Protocol):
+    """The decision of an operator about target models, which all coordinators of a tenant share: one at a time.
+
+    All methods raise Unavailable (STORE_UNAVAILABLE) if the store cannot be reached, and Internal for an invalid
+    record.
+    """
+
+    async def read(self) -> TargetShare | None:
+        """Return the decision; None where the models' replicas are counted."""
+        ...
+
+    async def put(self, share: TargetShare | None) -> None:
+        """Store a decision, or remove it with None."""
+        ...
+
+
 class Promotions(Protocol):
     """The promotion of a tenant's coordinators: one at a time, kept until another one replaces it.
 

@@ -110,15 +110,25 @@ class Fleet:
         everyone = [*self._kept, *self._starting, *self._leaving]
         return sorted(everyone, key=lambda service: service.name == COORDINATOR)
 
-    def begin(self, counts: Mapping[str, int], *, with_gateway: bool = False) -> None:
-        """Start `counts` replicas of each role, the coordinator, and the gateway if there is to be one."""
+    def begin(
+        self, counts: Mapping[str, int], *, with_gateway: bool = False, prepare: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Start the coordinator, the gateway if there is to be one, and `counts` replicas of each role.
+
+        Args:
+            counts: numbers of replicas by role.
+            with_gateway: whether to start a gateway.
+            prepare: called before the replicas are started; returns whether to go on.
+        """
         self._wanted = dict(counts)
+        self._starting.append(self._launcher.coordinator())
+        if with_gateway:
+            self._starting.append(self._launcher.gateway())
+        if not prepare():
+            return
         for role, number in counts.items():
             for index in range(number):
                 self._starting.append(self._launcher.replica(f"{role}-{index}", number))
-        if with_gateway:
-            self._starting.append(self._launcher.gateway())
-        self._starting.append(self._launcher.coordinator())
 
     def settle(self) -> None:
         """Take over the services of `begin`, which all serve by now: from here on, those that end are restarted."""

@@ -10,6 +10,7 @@ import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 
+from specdec.supervision.process_template import ProcessTemplate
 from specdec.supervision.service_process import outcome_of, start_service
 from specdec.supervision.services import STOP_GRACE_S, Service
 
@@ -47,12 +48,22 @@ class Child(Service):
         environ: Mapping[str, str],
         *,
         shown_level: str = "warning",
+        template: ProcessTemplate | None = None,
     ) -> None:
-        """Start `python -m MODULE ARGUMENTS`. It ends when this process ends, by SIGKILL too."""
+        """Start `python -m MODULE ARGUMENTS`. It ends when this process ends, by SIGKILL too.
+
+        Args:
+            name: name of the service.
+            module: its module.
+            arguments: its flags.
+            environ: its whole environment.
+            shown_level: see `Service`.
+            template: has imported what the module needs; None for none.
+        """
         super().__init__(name, shown_level=shown_level)
         self.arguments = tuple(arguments)
-        self._module, self._environ = module, environ
-        self._process = start_service(module, arguments, environ)
+        self._module, self._environ, self._template = module, environ, template
+        self._process = start_service(module, arguments, environ, template)
         self._reader = threading.Thread(target=self._read, name=f"{name}-output", daemon=True)
         self._reader.start()
 
@@ -65,7 +76,14 @@ class Child(Service):
         return self._process.poll() is None
 
     def again(self) -> Child:
-        return Child(self.name, self._module, self.arguments, self._environ, shown_level=self._shown_level)
+        return Child(
+            self.name,
+            self._module,
+            self.arguments,
+            self._environ,
+            shown_level=self._shown_level,
+            template=self._template,
+        )
 
     def ending(self) -> str:
         """Return "signal 9" or the exit code, and the reason if the child ended before `relay()`."""

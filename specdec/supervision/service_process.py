@@ -5,13 +5,20 @@ Called by the parent of a service: `specdec up` on its own machine, and an actor
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import specdec
+from specdec.supervision.process_template import Command, ForkedProcess, ProcessTemplate, Streams, TemplateFailed
+
+_CHILD = "specdec.supervision.child"
+
+_log = logging.getLogger(__name__)
 
 PACKAGE_ROOT = str(Path(specdec.__file__).resolve().parents[1])
 
@@ -21,7 +28,9 @@ PACKAGE_ROOT = str(Path(specdec.__file__).resolve().parents[1])
 SERVICE_ENVIRONMENT = {"GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener"}
 
 
-def start_service(module: str, arguments: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
+def start_service(
+    module: str, arguments: Sequence[str], environ: Mapping[str, str], template: ProcessTemplate | None = None
+) -> subprocess.Popen[str] | ForkedProcess:
     """Start `python -m MODULE ARGUMENTS` in a session of its own, so that Ctrl-C reaches the parent alone.
 
     The child imports the same packages as this process, whatever its working directory is: without -P that directory
@@ -31,20 +40,61 @@ def start_service(module: str, arguments: Sequence[str], environ: Mapping[str, s
         module: the service, run as `__main__`.
         arguments: its flags.
         environ: its whole environment, except for `SERVICE_ENVIRONMENT`.
+        template: has imported what the service needs, in `environment_of(environ)`; None for none.
 
     Returns:
         The process. Both its outputs are one pipe of lines; it ends when its stdin is closed.
     """
+    own = environment_of(environ)
+    if template is not None and template.fits(own):
+        try:
+            return _forked(template, module, arguments, own)
+        except TemplateFailed as error:
+            _log.warning("starting %s without the template of processes: %s", module, error)
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "specdec.supervision.child", module, *arguments],
+        _command(module, arguments),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**SERVICE_ENVIRONMENT, **environ, "PYTHONPATH": python_path(environ)},
+        env=own,
         start_new_session=True,
         text=True,
         errors="replace",
     )
+
+
+def _command(module: str, arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-P", "-m", _CHILD, module, *arguments]
+
+
+def _forked(
+    template: ProcessTemplate, module: str, arguments: Sequence[str], environ: Mapping[str, str]
+) -> ForkedProcess:
+    """Start the same process from a template. Raises TemplateFailed."""
+    shown = _command(module, arguments)
+    command = Command(_CHILD, [module, *arguments], environ, shown=shown, own_session=True)
+    theirs_in, ours_in = _pipe()
+    ours_out, theirs_out = _pipe()
+    with theirs_in, theirs_out:
+        try:
+            process = template.start(command, Streams(theirs_in, theirs_out, theirs_out))
+        except TemplateFailed:
+            ours_in.close()
+            ours_out.close()
+            raise
+    process.stdin, process.stdout = ours_in, ours_out
+    return process
+
+
+def _pipe() -> tuple[IO[str], IO[str]]:
+    """Return the two ends of a pipe, the one to read first."""
+    reader, writer = os.pipe()
+    return open(reader, errors="replace"), open(writer, "w")
+
+
+def environment_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the whole environment of a service."""
+    return {**SERVICE_ENVIRONMENT, **environ, "PYTHONPATH": python_path(environ)}
 
 
 def outcome_of(exit_code: int) -> str:

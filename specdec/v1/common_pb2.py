@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specdec/v1/common.proto\x12\nspecdec.v1\"\xb9\x02\n\tLawParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x38\n\nlogit_bias\x18\x08 \x03(\x0b\x32$.specdec.v1.LawParams.LogitBiasEntry\x12\x16\n\x0emin_new_tokens\x18\t \x01(\r\x12\x15\n\rend_token_ids\x18\n \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"\x91\x02\n\x05Round\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08round_id\x18\x03 \x01(\r\x12\r\n\x05start\x18\x04 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12\"\n\x03law\x18\x07 \x01(\x0b\x32\x15.specdec.v1.LawParams\x12\x0c\n\x04seed\x18\x08 \x01(\x06\x12\x0c\n\x04turn\x18\t \x01(\r\x12\x14\n\x0coutput_start\x18\n \x01(\r\x12\'\n\tdraw_rule\x18\x0b \x01(\x0e\x32\x14.specdec.v1.DrawRule\x12\x0e\n\x06tenant\x18\x0c \x01(\t\x12\r\n\x05timed\x18\r \x01(\x08\"\x99\x01\n\x06Stages\x12\x12\n\ndecoded_us\x18\x01 \x01(\r\x12\x13\n\x0b\x61\x64mitted_us\x18\x02 \x01(\r\x12\x15\n\rstep_began_us\x18\x03 \x01(\r\x12\x15\n\rstep_ended_us\x18\x04 \x01(\r\x12\x13\n\x0b\x61nswered_us\x18\x05 \x01(\r\x12\x12\n\nencoded_us\x18\x06 \x01(\r\x12\x0f\n\x07sent_us\x18\x07 \x01(\r\",\n\x08Supports\x12\r\n\x05sizes\x18\x01 \x03(\r\x12\x11\n\tid_deltas\x18\x02 \x03(\r\"I\n\nItemStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0c\n\x04have\x18\x04 \x01(\r\"5\n\x0eReleaseRequest\x12\x13\n\x0bsession_ids\x18\x01 \x03(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x11\n\x0fReleaseResponse\"\x16\n\x14GetEngineInfoRequest\"\xb1\x04\n\nEngineInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04pool\x18\x03 \x01(\t\x12\x12\n\nreplica_id\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t\x12\x1e\n\x16vocabulary_fingerprint\x18\x07 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x08 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\t \x01(\r\x12\x15\n\reos_token_ids\x18\n \x03(\r\x12\x11\n\tmax_gamma\x18\x0b \x01(\r\x12\x15\n\rnum_kv_blocks\x18\x0c \x01(\r\x12\x17\n\x0fkv_block_tokens\x18\r \x01(\r\x12\x10\n\x08kv_usage\x18\x0e \x01(\x02\x12\x14\n\x0cnum_sessions\x18\x0f \x01(\r\x12\x10\n\x08\x64raining\x18\x10 \x01(\x08\x12\r\n\x05\x64type\x18\x11 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x12 \x01(\t\x12\x13\n\x0bincarnation\x18\x13 \x01(\t\x12\x13\n\x0bnum_running\x18\x14 \x01(\r\x12\x14\n\x0clocal_drafts\x18\x15 \x03(\t\x12\x0e\n\x06shadow\x18\x16 \x01(\x08\x12\x14\n\x0clocal_gammas\x18\x17 \x03(\r\x12\x11\n\tnum_steps\x18\x18 \x01(\x04\x12\x14\n\x0cstep_limit_s\x18\x19 \x01(\x02\x12\x0c\n\x04lane\x18\x1a \x01(\t\x12\x13\n\x0b\x64\x65vice_lane\x18\x1b \x01(\t\"W\n\x0cScoreRequest\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.specdec.v1.Round\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nlocal_pool\x18\x03 \x01(\t\"T\n\rScoreResponse\x12\t\n\x01q\x18\x01 \x01(\x0c\x12\x11\n\tforward_s\x18\x02 \x01(\x02\x12\x0e\n\x06step_s\x18\x03 \x01(\x02\x12\x15\n\rround_lengths\x18\x04 \x03(\r*O\n\x08\x44rawRule\x12\x19\n\x15\x44RAW_RULE_UNSPECIFIED\x10\x00\x12\x11\n\rDRAW_RULE_LAW\x10\x01\x12\x15\n\x11\x44RAW_RULE_COUPLED\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specdec/v1/common.proto\x12\nspecdec.v1\"\xb9\x02\n\tLawParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x38\n\nlogit_bias\x18\x08 \x03(\x0b\x32$.specdec.v1.LawParams.LogitBiasEntry\x12\x16\n\x0emin_new_tokens\x18\t \x01(\r\x12\x15\n\rend_token_ids\x18\n \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"\xad\x02\n\x05Round\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08round_id\x18\x03 \x01(\r\x12\r\n\x05start\x18\x04 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12\"\n\x03law\x18\x07 \x01(\x0b\x32\x15.specdec.v1.LawParams\x12\x0c\n\x04seed\x18\x08 \x01(\x06\x12\x0c\n\x04turn\x18\t \x01(\r\x12\x14\n\x0coutput_start\x18\n \x01(\r\x12\'\n\tdraw_rule\x18\x0b \x01(\x0e\x32\x14.specdec.v1.DrawRule\x12\x0e\n\x06tenant\x18\x0c \x01(\t\x12\r\n\x05timed\x18\r \x01(\x08\x12\x1a\n\x12max_session_tokens\x18\x0e \x01(\r\"\x99\x01\n\x06Stages\x12\x12\n\ndecoded_us\x18\x01 \x01(\r\x12\x13\n\x0b\x61\x64mitted_us\x18\x02 \x01(\r\x12\x15\n\rstep_began_us\x18\x03 \x01(\r\x12\x15\n\rstep_ended_us\x18\x04 \x01(\r\x12\x13\n\x0b\x61nswered_us\x18\x05 \x01(\r\x12\x12\n\nencoded_us\x18\x06 \x01(\r\x12\x0f\n\x07sent_us\x18\x07 \x01(\r\",\n\x08Supports\x12\r\n\x05sizes\x18\x01 \x03(\r\x12\x11\n\tid_deltas\x18\x02 \x03(\r\"a\n\nItemStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0c\n\x04have\x18\x04 \x01(\r\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\r\"\\\n\x0eReleaseRequest\x12\x13\n\x0bsession_ids\x18\x01 \x03(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0e\n\x06\x65pochs\x18\x03 \x03(\x04\x12\x15\n\rresumable_ids\x18\x04 \x03(\t\"\x11\n\x0fReleaseResponse\"\x16\n\x14GetEngineInfoRequest\"\xb1\x04\n\nEngineInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04pool\x18\x03 \x01(\t\x12\x12\n\nreplica_id\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t\x12\x1e\n\x16vocabulary_fingerprint\x18\x07 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x08 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\t \x01(\r\x12\x15\n\reos_token_ids\x18\n \x03(\r\x12\x11\n\tmax_gamma\x18\x0b \x01(\r\x12\x15\n\rnum_kv_blocks\x18\x0c \x01(\r\x12\x17\n\x0fkv_block_tokens\x18\r \x01(\r\x12\x10\n\x08kv_usage\x18\x0e \x01(\x02\x12\x14\n\x0cnum_sessions\x18\x0f \x01(\r\x12\x10\n\x08\x64raining\x18\x10 \x01(\x08\x12\r\n\x05\x64type\x18\x11 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x12 \x01(\t\x12\x13\n\x0bincarnation\x18\x13 \x01(\t\x12\x13\n\x0bnum_running\x18\x14 \x01(\r\x12\x14\n\x0clocal_drafts\x18\x15 \x03(\t\x12\x0e\n\x06shadow\x18\x16 \x01(\x08\x12\x14\n\x0clocal_gammas\x18\x17 \x03(\r\x12\x11\n\tnum_steps\x18\x18 \x01(\x04\x12\x14\n\x0cstep_limit_s\x18\x19 \x01(\x02\x12\x0c\n\x04lane\x18\x1a \x01(\t\x12\x13\n\x0b\x64\x65vice_lane\x18\x1b \x01(\t\"W\n\x0cScoreRequest\x12 \n\x05round\x18\x01 \x01(\x0b\x32\x11.specdec.v1.Round\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nlocal_pool\x18\x03 \x01(\t\"T\n\rScoreResponse\x12\t\n\x01q\x18\x01 \x01(\x0c\x12\x11\n\tforward_s\x18\x02 \x01(\x02\x12\x0e\n\x06step_s\x18\x03 \x01(\x02\x12\x15\n\rround_lengths\x18\x04 \x03(\r*O\n\x08\x44rawRule\x12\x19\n\x15\x44RAW_RULE_UNSPECIFIED\x10\x00\x12\x11\n\rDRAW_RULE_LAW\x10\x01\x12\x15\n\x11\x44RAW_RULE_COUPLED\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,30 +33,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LAWPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_LAWPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_DRAWRULE']._serialized_start=1745
-  _globals['_DRAWRULE']._serialized_end=1824
+  _globals['_DRAWRULE']._serialized_start=1836
+  _globals['_DRAWRULE']._serialized_end=1915
   _globals['_LAWPARAMS']._serialized_start=40
   _globals['_LAWPARAMS']._serialized_end=353
   _globals['_LAWPARAMS_LOGITBIASENTRY']._serialized_start=305
   _globals['_LAWPARAMS_LOGITBIASENTRY']._serialized_end=353
   _globals['_ROUND']._serialized_start=356
-  _globals['_ROUND']._serialized_end=629
-  _globals['_STAGES']._serialized_start=632
-  _globals['_STAGES']._serialized_end=785
-  _globals['_SUPPORTS']._serialized_start=787
-  _globals['_SUPPORTS']._serialized_end=831
-  _globals['_ITEMSTATUS']._serialized_start=833
-  _globals['_ITEMSTATUS']._serialized_end=906
-  _globals['_RELEASEREQUEST']._serialized_start=908
-  _globals['_RELEASEREQUEST']._serialized_end=961
-  _globals['_RELEASERESPONSE']._serialized_start=963
-  _globals['_RELEASERESPONSE']._serialized_end=980
-  _globals['_GETENGINEINFOREQUEST']._serialized_start=982
-  _globals['_GETENGINEINFOREQUEST']._serialized_end=1004
-  _globals['_ENGINEINFO']._serialized_start=1007
-  _globals['_ENGINEINFO']._serialized_end=1568
-  _globals['_SCOREREQUEST']._serialized_start=1570
-  _globals['_SCOREREQUEST']._serialized_end=1657
-  _globals['_SCORERESPONSE']._serialized_start=1659
-  _globals['_SCORERESPONSE']._serialized_end=1743
+  _globals['_ROUND']._serialized_end=657
+  _globals['_STAGES']._serialized_start=660
+  _globals['_STAGES']._serialized_end=813
+  _globals['_SUPPORTS']._serialized_start=815
+  _globals['_SUPPORTS']._serialized_end=859
+  _globals['_ITEMSTATUS']._serialized_start=861
+  _globals['_ITEMSTATUS']._serialized_end=958
+  _globals['_RELEASEREQUEST']._serialized_start=960
+  _globals['_RELEASEREQUEST']._serialized_end=1052
+  _globals['_RELEASERESPONSE']._serialized_start=1054
+  _globals['_RELEASERESPONSE']._serialized_end=1071
+  _globals['_GETENGINEINFOREQUEST']._serialized_start=1073
+  _globals['_GETENGINEINFOREQUEST']._serialized_end=1095
+  _globals['_ENGINEINFO']._serialized_start=1098
+  _globals['_ENGINEINFO']._serialized_end=1659
+  _globals['_SCOREREQUEST']._serialized_start=1661
+  _globals['_SCOREREQUEST']._serialized_end=1748
+  _globals['_SCORERESPONSE']._serialized_start=1750
+  _globals['_SCORERESPONSE']._serialized_end=1834
 # @@protoc_insertion_point(module_scope)

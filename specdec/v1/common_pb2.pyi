@@ -48,7 +48,7 @@ class LawParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_new_tokens: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Round(_message.Message):
-    __slots__ = ("session_id", "epoch", "round_id", "start", "prefix_hash", "token_ids", "law", "seed", "turn", "output_start", "draw_rule", "tenant", "timed")
+    __slots__ = ("session_id", "epoch", "round_id", "start", "prefix_hash", "token_ids", "law", "seed", "turn", "output_start", "draw_rule", "tenant", "timed", "max_session_tokens")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class Round(_message.Message):
     DRAW_RULE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TIMED_FIELD_NUMBER: _ClassVar[int]
+    MAX_SESSION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     round_id: int
@@ -75,7 +76,8 @@ class Round(_message.Message):
     draw_rule: DrawRule
     tenant: str
     timed: bool
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round_id: _Optional[int] = ..., start: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., law: _Optional[_Union[LawParams, _Mapping]] = ..., seed: _Optional[int] = ..., turn: _Optional[int] = ..., output_start: _Optional[int] = ..., draw_rule: _Optional[_Union[DrawRule, str]] = ..., tenant: _Optional[str] = ..., timed: bool = ...) -> None: ...
+    max_session_tokens: int
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round_id: _Optional[int] = ..., start: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., law: _Optional[_Union[LawParams, _Mapping]] = ..., seed: _Optional[int] = ..., turn: _Optional[int] = ..., output_start: _Optional[int] = ..., draw_rule: _Optional[_Union[DrawRule, str]] = ..., tenant: _Optional[str] = ..., timed: bool = ..., max_session_tokens: _Optional[int] = ...) -> None: ...
 
 class Stages(_message.Message):
     __slots__ = ("decoded_us", "admitted_us", "step_began_us", "step_ended_us", "answered_us", "encoded_us", "sent_us")
@@ -104,24 +106,30 @@ class Supports(_message.Message):
     def __init__(self, sizes: _Optional[_Iterable[int]] = ..., id_deltas: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ItemStatus(_message.Message):
-    __slots__ = ("code", "reason", "message", "have")
+    __slots__ = ("code", "reason", "message", "have", "retry_after_ms")
     CODE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     HAVE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     code: int
     reason: str
     message: str
     have: int
-    def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., have: _Optional[int] = ...) -> None: ...
+    retry_after_ms: int
+    def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., have: _Optional[int] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("session_ids", "tenant")
+    __slots__ = ("session_ids", "tenant", "epochs", "resumable_ids")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    RESUMABLE_IDS_FIELD_NUMBER: _ClassVar[int]
     session_ids: _containers.RepeatedScalarFieldContainer[str]
     tenant: str
-    def __init__(self, session_ids: _Optional[_Iterable[str]] = ..., tenant: _Optional[str] = ...) -> None: ...
+    epochs: _containers.RepeatedScalarFieldContainer[int]
+    resumable_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, session_ids: _Optional[_Iterable[str]] = ..., tenant: _Optional[str] = ..., epochs: _Optional[_Iterable[int]] = ..., resumable_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
     __slots__ = ()

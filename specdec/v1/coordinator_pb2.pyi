@@ -45,7 +45,7 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_STOP_STRING: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("session_id", "request_id", "prompt", "prompt_token_ids", "messages", "sampling", "speculation", "return_provenance", "resume_from", "expected_session_tokens")
+    __slots__ = ("session_id", "request_id", "prompt", "prompt_token_ids", "messages", "sampling", "speculation", "return_provenance", "resume_from", "expected_session_tokens", "priority")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,7 @@ class GenerateRequest(_message.Message):
     RETURN_PROVENANCE_FIELD_NUMBER: _ClassVar[int]
     RESUME_FROM_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_SESSION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     request_id: str
     prompt: str
@@ -66,7 +67,8 @@ class GenerateRequest(_message.Message):
     return_provenance: bool
     resume_from: int
     expected_session_tokens: int
-    def __init__(self, session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., return_provenance: bool = ..., resume_from: _Optional[int] = ..., expected_session_tokens: _Optional[int] = ...) -> None: ...
+    priority: int
+    def __init__(self, session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., return_provenance: bool = ..., resume_from: _Optional[int] = ..., expected_session_tokens: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -328,7 +330,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("version", "target_model", "vocabulary_fingerprint", "vocabulary_size", "max_context_tokens", "max_gamma", "pools", "promotion", "default_sampling")
+    __slots__ = ("version", "target_model", "vocabulary_fingerprint", "vocabulary_size", "max_context_tokens", "max_gamma", "pools", "promotion", "default_sampling", "admin_address", "target_models")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TARGET_MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -338,6 +340,8 @@ class GetInfoResponse(_message.Message):
     POOLS_FIELD_NUMBER: _ClassVar[int]
     PROMOTION_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    ADMIN_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_MODELS_FIELD_NUMBER: _ClassVar[int]
     version: str
     target_model: str
     vocabulary_fingerprint: str
@@ -347,7 +351,21 @@ class GetInfoResponse(_message.Message):
     pools: _containers.RepeatedCompositeFieldContainer[PoolInfo]
     promotion: PromotionInfo
     default_sampling: SamplingParams
-    def __init__(self, version: _Optional[str] = ..., target_model: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_gamma: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolInfo, _Mapping]]] = ..., promotion: _Optional[_Union[PromotionInfo, _Mapping]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ...) -> None: ...
+    admin_address: str
+    target_models: _containers.RepeatedCompositeFieldContainer[TargetModelInfo]
+    def __init__(self, version: _Optional[str] = ..., target_model: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_gamma: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolInfo, _Mapping]]] = ..., promotion: _Optional[_Union[PromotionInfo, _Mapping]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., admin_address: _Optional[str] = ..., target_models: _Optional[_Iterable[_Union[TargetModelInfo, _Mapping]]] = ...) -> None: ...
+
+class TargetModelInfo(_message.Message):
+    __slots__ = ("fingerprint", "model", "num_replicas", "share")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NUM_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: str
+    model: str
+    num_replicas: int
+    share: float
+    def __init__(self, fingerprint: _Optional[str] = ..., model: _Optional[str] = ..., num_replicas: _Optional[int] = ..., share: _Optional[float] = ...) -> None: ...
 
 class PoolInfo(_message.Message):
     __slots__ = ("name", "role", "model", "replicas", "alpha", "gamma", "routes", "dtype", "shadow")
@@ -404,18 +422,22 @@ class ReplicaInfo(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., draining: bool = ..., num_sessions: _Optional[int] = ..., kv_usage: _Optional[float] = ...) -> None: ...
 
 class PromoteRequest(_message.Message):
-    __slots__ = ("draft_pool", "share")
+    __slots__ = ("draft_pool", "share", "target_fingerprint")
     DRAFT_POOL_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     draft_pool: str
     share: float
-    def __init__(self, draft_pool: _Optional[str] = ..., share: _Optional[float] = ...) -> None: ...
+    target_fingerprint: str
+    def __init__(self, draft_pool: _Optional[str] = ..., share: _Optional[float] = ..., target_fingerprint: _Optional[str] = ...) -> None: ...
 
 class PromoteResponse(_message.Message):
-    __slots__ = ("promotion",)
+    __slots__ = ("promotion", "target_models")
     PROMOTION_FIELD_NUMBER: _ClassVar[int]
+    TARGET_MODELS_FIELD_NUMBER: _ClassVar[int]
     promotion: PromotionInfo
-    def __init__(self, promotion: _Optional[_Union[PromotionInfo, _Mapping]] = ...) -> None: ...
+    target_models: _containers.RepeatedCompositeFieldContainer[TargetModelInfo]
+    def __init__(self, promotion: _Optional[_Union[PromotionInfo, _Mapping]] = ..., target_models: _Optional[_Iterable[_Union[TargetModelInfo, _Mapping]]] = ...) -> None: ...
 
 class PromotionInfo(_message.Message):
     __slots__ = ("draft_pool", "share", "most", "status")

@@ -30,6 +30,7 @@ def run_without(dependencies: tuple[str, ...], statement: str) -> subprocess.Com
 @pytest.mark.parametrize(
     "module",
     [
+        "specdec.cli.doctor",
         "specdec.client",
         "specdec.errors",
         "specdec.rpc.channels",

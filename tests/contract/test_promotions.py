@@ -158,7 +158,7 @@ async def test_a_pool_of_the_longest_name_is_promoted(store: RedisSessionStore) 
 async def test_an_invalid_record_is_logged_once_and_later_ones_are_followed(
     store: RedisSessionStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.routing.promotion.POLL_S", 0.01)
+    monkeypatch.setattr("coordinator.replicas.store_watch.POLL_S", 0.01)
     await write(store, b"[" * 100_000)
     canary = Canary(store.promotions())
     canary.start()
@@ -183,7 +183,7 @@ def test_shares_end_at_the_requested_share() -> None:
 async def test_a_promotion_ends_at_any_point_when_it_is_closed(
     redis_server: RedisServer, turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.routing.promotion.POLL_S", 0.0)
+    monkeypatch.setattr("coordinator.replicas.store_watch.POLL_S", 0.0)
     store = open_store(redis_server.url)
     canary = Canary(store.promotions())
     canary.start()
@@ -198,7 +198,7 @@ async def test_a_promotion_ends_at_any_point_when_it_is_closed(
 async def test_a_decision_made_while_the_store_hung_is_published_afterwards(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.routing.promotion.POLL_S", 0.01)
+    monkeypatch.setattr("coordinator.replicas.store_watch.POLL_S", 0.01)
     store = open_store(redis_server.url, tenant=f"t{secrets.token_hex(4)}")
     canary, num_tasks = Canary(store.promotions()), len(asyncio.all_tasks())
     await canary.promote("new", 1.0)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.simulated_system import write_tokenizer
 from specdec.cli import control
 from specdec.supervision.processes import free_ports
 from tests.support.tiny_models import build_tiny_model
@@ -28,12 +29,21 @@ def endpoint() -> str:
     return f"127.0.0.1:{free_ports(1)[0]}"
 
 
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
 @pytest.fixture
 def background(
-    request: pytest.FixtureRequest, model: Path, endpoint: str
+    request: pytest.FixtureRequest, tokenizer: Path, endpoint: str
 ) -> Iterator[subprocess.CompletedProcess[str]]:
-    """A system that `up --detach` has started, with the flags of the parameter. The test ends it, or the fixture."""
-    flags = ["--target", str(model), "--listen", endpoint, *getattr(request, "param", ())]
+    """A system that `up --detach` has started, with the flags of the parameter. The test ends it, or the fixture.
+
+    Its target is simulated, so it starts without torch.
+    """
+    model = ["--target", "simulated:8b-0.6b", "--tokenizer", str(tokenizer)]
+    flags = [*model, "--listen", endpoint, *getattr(request, "param", ())]
     started = specdec("up", "--detach", *flags)
     yield started
     if control.is_running(int(endpoint.rpartition(":")[2])):

@@ -85,7 +85,8 @@ def bad_model() -> tuple[list[str], contextlib.AbstractContextManager[object]]:
 
 
 def no_redis() -> tuple[list[str], contextlib.AbstractContextManager[object]]:
-    return ["--listen", "127.0.0.1:0", "--redis-url", "redis://127.0.0.1:1/0"], contextlib.nullcontext()
+    at_once = [word for role in ("target", "draft", "coordinator") for word in ("--set", f"{role}.store_wait_s=0")]
+    return ["--listen", "127.0.0.1:0", "--redis-url", "redis://127.0.0.1:1/0", *at_once], contextlib.nullcontext()
 
 
 @pytest.mark.parametrize("fault", [taken_port, bad_model, no_redis])
@@ -237,7 +238,7 @@ def test_only_the_user_reaches_the_sockets_of_up(system: tuple[subprocess.Popen[
     # `up` itself listens on no port, because any user of the machine could dial it.
     assert listening_ports(up.pid) == set()
     services = {port for pid in children_of(up) for port in listening_ports(pid)}
-    assert len(services) == 4
+    assert len(services) == 5  # the coordinator has one for operators
     assert int(endpoint.rpartition(":")[2]) in services
 
 

@@ -43,10 +43,16 @@ EXCUSES = {
     rf"specdec up( --http {re.escape(HTTP_ADDRESS)})?( &| --detach)?$": "is what the other commands run on here",
     r"specdec up --draft suffix --draft code=": "starts a system of its own; test_draft_pools has one",
     r"specdec (serve|advise --target) (Qwen/|.*\.gguf)": "needs the Hugging Face hub or a model of the reader's own",
-    r"python -m (target_service|draft_service|coordinator) .*redis://redis": "needs a GPU and other machines",
+    r"python -m (target_service|draft_service|coordinator|gateway) .*redis://redis": "needs a GPU and other machines",
     r"specdec up --set coordinator.worker_contract=": "starts a system of its own; test_smg_router has one",
     r"(smg launch|curl -s http://127\.0\.0\.1:30000)": "needs a router; test_smg_router has one",
     r"specdec up --otlp-endpoint ": "sends traces to a collector of the reader's own; test_traces has one",
+    r"python -m (target_service|draft_service|coordinator|gateway) .*(--service-key|Qwen/|10\.0\.0\.)": (
+        "needs files and machines of the reader's own; test_access has such services"
+    ),
+    r"specdec up .*--jwt-jwks https://": "needs an identity provider; test_access has one",
+    r"(export SPECDEC_ENDPOINT|SPECDEC_API_KEY=key-of-an-operator)": "names a system of the reader's own",
+    r"(chmod 600 |python3 -c \"import secrets)": "makes a file of the reader's own",
     r"(python3? -m )?pip ": "installs packages",
     r"\.venv/bin/python -m pytest ": "is a test",
     r"(docker|kubectl|kustomize|helm|git|apt-get|brew) ": "needs a cluster, a daemon or the network",

@@ -105,7 +105,7 @@ def test_stops_seeds_logprobs_and_our_fields_reach_the_server(system: System, gr
     ("options", "kind", "words"),
     [
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
-        ({"extra_body": {"priority": 1}}, openai.BadRequestError, "priority"),
+        ({"extra_body": {"priority": 0.5}}, openai.BadRequestError, "priority"),
         ({"model": "gpt-4"}, openai.NotFoundError, "gpt-4"),
         ({"base_url": "http://127.0.0.1:1/v1"}, openai.APIConnectionError, "Connection error"),
     ],

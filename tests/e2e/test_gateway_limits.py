@@ -36,7 +36,7 @@ from tests.support.gateway_system import MESSAGES, MODEL, PROMPT, PROMPT_IDS, Sy
         ({"messages": [{"role": "user", "content": "w5 " * 600}]}, "messages"),
         ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
         ({"extra_body": {"best_of": 2}}, "best_of"),
-        ({"extra_body": {"priority": 1}}, "priority"),
+        ({"extra_body": {"priority": 0.5}}, "priority"),
         ({"extra_body": {"speculation": {"mode": "fast"}}}, "speculation.mode"),
         ({"extra_body": {"speculation": {"gamma": "2"}}}, "speculation.gamma"),
         ({"extra_body": {"speculation": {"task": "x" * 65}}}, "speculation.task"),
@@ -58,9 +58,11 @@ def test_a_request_that_can_never_succeed_is_a_400_that_names_its_field(
 
 
 @pytest.mark.parametrize("call", [chat, complete])
-def test_priority_is_0_or_a_400_that_names_the_field(client: openai.OpenAI, call: Callable[..., Any]) -> None:
-    assert call(client, extra_body={"priority": 0}).usage.completion_tokens == 12
-    for priority in (1, -1, "0", 0.5):
+def test_priority_is_a_whole_number_or_a_400_that_names_the_field(
+    client: openai.OpenAI, call: Callable[..., Any]
+) -> None:
+    assert call(client, extra_body={"priority": -1}).usage.completion_tokens == 12
+    for priority in (1 << 31, "0", 0.5):
         with pytest.raises(openai.BadRequestError, match="priority") as refused:
             call(client, extra_body={"priority": priority})
         assert refused.value.param == "priority"

@@ -82,7 +82,7 @@ def test_stops_seeds_logprobs_and_our_fields_reach_the_server(options: dict[str,
     ("more", "kind", "words"),
     [
         ({"temperature": -1}, "BadRequestError", "temperature"),
-        ({"extra_body": {"priority": 1}}, "BadRequestError", "priority"),
+        ({"extra_body": {"priority": 0.5}}, "BadRequestError", "priority"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, "BadRequestError", "tools"),
         ({"response_format": {"type": "json_object"}}, "BadRequestError", "response_format"),
         ({"model": "openai/gpt-4"}, "NotFoundError", "gpt-4"),

@@ -152,7 +152,7 @@ def test_a_response_that_is_not_stored_cannot_be_read_or_continued(client: opena
         ({"temperature": -1}, "temperature"),
         ({"max_output_tokens": 1000}, "max_output_tokens"),
         ({"extra_body": {"n": 2}}, "n"),
-        ({"extra_body": {"priority": 1}}, "priority"),
+        ({"extra_body": {"priority": 0.5}}, "priority"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

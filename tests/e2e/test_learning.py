@@ -59,6 +59,7 @@ def fill_log(endpoint: str, folder: Path) -> None:
         serve(endpoint, 100, 1)
 
 
+@pytest.mark.full  # distilling such drafts and loading them is in tests/integration/test_distilled_local_drafts.py
 def test_an_in_target_draft_is_distilled_and_loaded_at_the_next_start(endpoint: str, folder: Path) -> None:
     fill_log(endpoint, folder)
     made, target = folder / "exit", str(folder / "target")

@@ -15,7 +15,13 @@ from tests.support.up_rig import complaints, start_up, wait_until_gone
 pytest.importorskip("ray")
 
 PAIR = "simulated:8b-0.6b"
-RAY_LINES = ("[ray] listening", "] connecting to Ray at ", "] asking Ray for 1 CPU", "] placed on node ")
+RAY_LINES = (
+    "[ray] listening",
+    "] connecting to Ray at ",
+    "] asking Ray for 1 CPU",
+    "] placed on node ",
+    "] plaintext port: ",
+)
 
 
 @pytest.mark.full

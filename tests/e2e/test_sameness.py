@@ -172,10 +172,8 @@ async def test_a_branch_hit_and_a_miss_give_the_same_tokens_whatever_the_draft_i
     await check_hits_and_misses(pair, mode, greedy=greedy, **options)
 
 
-@pytest.mark.parametrize("sampling", FILTERS, ids=["plain", "top_k", "top_p", "min_p"])
-async def test_coupled_output_is_one_text_for_every_gamma_and_draft_and_for_none(
-    llama_pair: tuple[Path, Path], other_draft: Path, sampling: dict[str, Any]
-) -> None:
+async def check_coupled(llama_pair: tuple[Path, Path], other_draft: Path, sampling: dict[str, Any]) -> None:
+    """One text for every gamma and draft, and for none."""
     request: dict[str, Any] = {
         "prompt_token_ids": [9, 8, 7, 6], "max_new_tokens": 64, "seed": 11, "ignore_eos": True, **sampling
     }  # fmt: skip
@@ -191,6 +189,21 @@ async def test_coupled_output_is_one_text_for_every_gamma_and_draft_and_for_none
     assert [completion.text for completion in coupled] == [off.text] * len(coupled)
     assert sum(completion.stats.num_accepted_tokens for completion in coupled) > 0
     assert other_seed.token_ids != off.token_ids
+
+
+@pytest.mark.parametrize("sampling", [FILTERS[0], FILTERS[2]], ids=["plain", "top_p"])
+async def test_coupled_output_is_one_text_for_every_gamma_and_draft_and_for_none(
+    llama_pair: tuple[Path, Path], other_draft: Path, sampling: dict[str, Any]
+) -> None:
+    await check_coupled(llama_pair, other_draft, sampling)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sampling", [FILTERS[1], FILTERS[3]], ids=["top_k", "min_p"])
+async def test_coupled_output_is_one_text_with_filters_that_cut_by_number_and_by_ratio(
+    llama_pair: tuple[Path, Path], other_draft: Path, sampling: dict[str, Any]
+) -> None:
+    await check_coupled(llama_pair, other_draft, sampling)
 
 
 async def test_another_gamma_shows_another_draw_of_the_same_law(llama_pair: tuple[Path, Path]) -> None:

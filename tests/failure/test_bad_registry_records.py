@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from coordinator.replicas.pool import ReplicaPools
+from specdec.access.service_key import ServiceKey
 from specdec.errors import InvalidRequest
 from specdec.rpc.client import open_link
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import replica_keys
 from specdec.state.redis_store import open_registry
+from specdec.state.replica_records import CLOCK_TOLERANCE_S, encode_record
 from specdec.state.store import ReplicaRecord, ReplicaRegistry
 from tests.support.coordinator_rig import TARGET, Rig, Service, start_service
 from tests.support.redis_fixture import redis_server, redis_url
@@ -141,6 +143,44 @@ async def test_bad_records_are_left_out_and_each_is_logged_once(
     await store(raw, "target", {"nothing": b"{}"})
     await registry.replicas("target")
     assert len(caplog.records) == 2
+
+
+async def test_with_a_service_key_only_records_that_it_signed_lately_for_their_role_are_read(
+    raw: RedisConnection, redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    key, former, stranger = ServiceKey("k" * 32), ServiceKey("f" * 32), ServiceKey("s" * 32)
+    signed = open_registry(redis_url, signer=ServiceKey("k" * 32, "f" * 32))
+    async with Rig() as rig:
+        good = ReplicaRecord(rig.target.address, rig.target.engine.info())
+        draft = ReplicaRecord(rig.draft.address, rig.draft.engine.info())
+
+    def text_of(record: ReplicaRecord, signer: ServiceKey | None, ttl_s: float = 10.0) -> bytes:
+        return encode_record(record, ttl_s=ttl_s, signer=signer).encode()
+
+    moved = text_of(good, key).replace(good.address.encode(), b"attacker.example:1")
+    refused = {
+        **bad_records(good),
+        "unsigned": text_of(good, None),
+        "signed by a stranger": text_of(good, stranger),
+        "with another address": moved,
+        "without its expiry": json.dumps({**json.loads(text_of(good, key)), "expires_at_s": None}).encode(),
+        "prolonged": json.dumps({**json.loads(text_of(good, key)), "expires_at_s": 1e12}).encode(),
+        "of another cluster": encode_record(good, ttl_s=10.0, signer=key, cluster="other").encode(),
+        "replayed": text_of(good, key, ttl_s=-CLOCK_TOLERANCE_S - 1),
+        "of another role": text_of(draft, key),
+        "a list of signatures": json.dumps({**json.loads(text_of(good, None)), "signature": ["x"]}).encode(),
+    }
+    await store(raw, "target", refused)
+    assert await signed.replicas("target") == []
+    assert len({record.getMessage() for record in caplog.records}) == len(refused)
+    assert not any(secret * 32 in caplog.text for secret in "kf")
+    await signed.publish(good, ttl_s=60.0)
+    await store(raw, "target", {"of the former key": text_of(good, former)})
+    assert await signed.replicas("target") == [good, good]
+    unlocked = open_registry(redis_url)  # a coordinator of before, which reads no signatures
+    assert good in await unlocked.replicas("target")
+    for each in (signed, unlocked):
+        await each.close()
 
 
 async def test_a_coordinator_uses_the_replicas_whose_records_are_valid(

@@ -64,24 +64,32 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 async def texts_while(stack: Stack, broken: AbstractContextManager[None]) -> list[list[int]]:
-    """Return the texts of both clients' streams that began before the break, and of one that begins afterwards.
+    """Return the texts of four streams that began before the break, and of one that begins afterwards.
 
-    All of them end during the break.
+    All of them end during the break. Each client spreads its streams, so both coordinators have two.
     """
     with Client(endpoint_of(stack)) as blocking:
         async with (
             AsyncClient(endpoint_of(stack)) as client,
-            client.generate(stream=True, **OPTIONS) as stream,
+            client.generate(stream=True, **OPTIONS) as one,
+            client.generate(stream=True, **OPTIONS) as two,
             asyncio.timeout(_PATIENCE_S),
         ):
-            with blocking.generate(stream=True, **OPTIONS) as other:
-                await anext(stream)
-                await asyncio.to_thread(next, other)
+            with (
+                blocking.generate(stream=True, **OPTIONS) as three,
+                blocking.generate(stream=True, **OPTIONS) as four,
+            ):
+                for stream in (one, two):
+                    await anext(stream)
+                for other in (three, four):
+                    await asyncio.to_thread(next, other)
                 with broken:
                     later = asyncio.create_task(client.generate(**OPTIONS))
                     outputs = [
-                        await stream.result(), await asyncio.to_thread(other.result), await later
-                    ]  # fmt: skip
+                        *[await stream.result() for stream in (one, two)],
+                        *[await asyncio.to_thread(other.result) for other in (three, four)],
+                        await later,
+                    ]
     return [list(output.token_ids) for output in outputs]
 
 
@@ -93,7 +101,7 @@ async def test_requests_of_a_coordinator_without_its_store_continue_at_another(
         until(lambda: not is_serving(first.address))
     until(lambda: is_serving(first.address))
     texts = await texts_while(stack, machines.parted("coordinator", "redis"))
-    assert texts == [reference] * 3
+    assert texts == [reference] * 5
     assert is_serving(stack.parts["coordinator2"].address)
     # The readers were informed before it tried to give the leases back, for which it waited as long again.
     before, told, _ = first.log.partition("request failed")
@@ -106,7 +114,7 @@ async def test_requests_of_a_coordinator_without_targets_continue_at_another(
     machines: Machines, stack: Stack, reference: list[int]
 ) -> None:
     texts = await texts_while(stack, machines.parted("coordinator", "target", "target2"))
-    assert texts == [reference] * 3
+    assert texts == [reference] * 5
     until(lambda: is_serving(stack.parts["coordinator"].address))
 
 
@@ -115,7 +123,7 @@ async def test_requests_of_a_coordinator_that_clients_cannot_reach_continue_at_a
 ) -> None:
     """The coordinator works, and keeps the sessions until it detects that the clients are gone."""
     texts = await texts_while(stack, machines.parted(HERE, "coordinator"))
-    assert texts == [reference] * 3
+    assert texts == [reference] * 5
 
 
 async def test_requests_continue_without_lost_targets_and_drafts_which_are_used_again_later(
@@ -123,7 +131,7 @@ async def test_requests_continue_without_lost_targets_and_drafts_which_are_used_
 ) -> None:
     address = stack.parts["coordinator"].address
     for lost in ("target", "target2", "draft"):
-        assert await texts_while(stack, machines.without(lost)) == [reference] * 3
+        assert await texts_while(stack, machines.without(lost)) == [reference] * 5
         until(lambda: num_connected(address) == 3)
 
 

@@ -30,8 +30,11 @@ from tests.support.coordinator_rig import (
     start_service,
     started_coordinator,
 )
+from tests.support.held_steps import held_steps_are_no_hangs
 from tests.support.round_rig import NotedEngine
 from tests.support.store_sessions import forget_session
+
+__all__ = ["held_steps_are_no_hangs"]
 
 
 async def failure(coordinator: Coordinator, asked: pb.GenerateRequest) -> tuple[str, str, str]:
@@ -306,7 +309,7 @@ async def test_a_request_that_fails_before_its_first_token_leaves_no_session() -
 
 async def test_a_full_coordinator_refuses_requests_with_a_retry_delay() -> None:
     async with Rig() as rig:
-        coordinator = await rig.coordinator(max_running=1)
+        coordinator = await rig.coordinator(max_queue=1)
         stream = coordinator.stub.Generate(request(max_new_tokens=400))
         output = await read_until(stream, 1)
         assert (await failure(coordinator, request()))[:2] == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")

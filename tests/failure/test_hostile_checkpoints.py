@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 
 from specdec.checkpoints.vocabulary import load_tokenizer
 from specdec.errors import InvalidRequest
+from tests.support.process_template import ENVIRON, Streams, start_like
 from tests.support.tiny_models import build_tiny_model
 
 INTRUDER = "open({marker!r}, 'w').close()\n"
@@ -50,31 +51,26 @@ def test_code_of_a_checkpoint_is_never_run_and_never_prompts(
     flags = ["--model", str(model)]
     if module == "coordinator":
         flags = ["--tokenizer", str(model), "--target-endpoint", "127.0.0.1:1"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, *flags, "--listen", "127.0.0.1:0", "--redis-url", "memory://"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write("y\n" * 20)
-    process.stdin.flush()
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if "listening" in line or line.startswith("error:"):
+    log, answers = tmp_path / "log", tmp_path / "answers"
+    answers.write_text("y\n" * 20)
+    flags += ["--listen", "127.0.0.1:0", "--redis-url", "memory://"]
+    with answers.open("rb") as stdin, log.open("wb") as written:
+        process = start_like(module, flags, {**os.environ, **ENVIRON}, Streams(stdin, written, written))
+    while "listening" not in log.read_text():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.05)
             break
-    if "listening" in lines[-1]:
-        process.terminate()
-    process.communicate()
+    lines = log.read_text().splitlines()
+    process.terminate()
+    process.wait()
     assert not (tmp_path / "intruded").exists()
     assert "[y/N]" not in "".join(lines)
     if model_type != "llama" and module != "coordinator":
         assert process.returncode == 1
-        assert lines[-1].rstrip().endswith("(UNSUPPORTED)"), lines
+        assert lines[-1].endswith("(UNSUPPORTED)"), lines
         assert "needs custom code" in lines[-1]
     else:
-        assert "listening" in lines[-1], lines
+        assert any("listening" in line for line in lines), lines
 
 
 def nested(depth: int) -> str:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.front.tenants import CallTenants
 from coordinator.replicas.replica import TARGET
+from coordinator.replicas.target_models import TargetModels
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.text import text_process
 from coordinator.text.prompt import encode_prompt
@@ -312,6 +313,7 @@ async def served(tokenizer: ServedTokenizer, context: int) -> AsyncIterator[Coor
             generations=coordinator.generations,
             store=rig.store,
             pools=coordinator.pools,
+            target_models=TargetModels(coordinator.pools, rig.store.target_shares()),
             draft_sources=DraftSourceFactory(coordinator.pools, None),
             tokenizer=tokenizer,
             default_mode=Mode.REJECTION,

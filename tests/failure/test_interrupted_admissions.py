@@ -15,7 +15,10 @@ from coordinator.generation import generation_service
 from specdec.state.store import Lease, RequestRecord
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Rig, eventually, read_rest, read_until, request
+from tests.support.held_steps import held_steps_are_no_hangs
 from tests.support.interrupted_store import InterruptedStore, coordinator_on, reason_of
+
+__all__ = ["held_steps_are_no_hangs"]
 
 
 class Gate:
@@ -35,7 +38,7 @@ class Gate:
 async def test_requests_under_admission_count_towards_the_limit_on_running_requests() -> None:
     async with asyncio.timeout(20), Rig(drafts=0) as rig:
         gate = Gate()
-        coordinator = await coordinator_on(rig, InterruptedStore(rig.store, "acquire", before=gate.wait), max_running=1)
+        coordinator = await coordinator_on(rig, InterruptedStore(rig.store, "acquire", before=gate.wait), max_queue=1)
         first = asyncio.create_task(coordinator.generate(request(session_id="a")))
         await gate.reached.wait()
         assert await reason_of(coordinator, request(session_id="b")) == "QUEUE_FULL"

@@ -66,14 +66,19 @@ async def test_another_coordinator_finishes_the_stream_of_a_stopped_one(stack: S
     endpoint = f"ipv4:{stack.endpoint},{stack.parts['coordinator2'].address}"
     options = {"prompt_token_ids": PROMPT, "temperature": 0.0, "ignore_eos": True, "max_new_tokens": 4 * NUM_TOKENS}
     try:
-        async with AsyncClient(endpoint) as client, client.generate(stream=True, gamma=1, **options) as stream:
-            await anext(stream)
+        async with (
+            AsyncClient(endpoint) as client,
+            client.generate(stream=True, gamma=1, **options) as one,
+            client.generate(stream=True, gamma=1, **options) as other,  # each is at another coordinator
+        ):
+            await anext(one)
+            await anext(other)
             standing.send_signal(signal.SIGSTOP)
             async with asyncio.timeout(40):  # gRPC alone would wait for a minute
-                output = await stream.result()
+                outputs = [await one.result(), await other.result()]
     finally:
         standing.send_signal(signal.SIGCONT)
-    assert list(output.token_ids) == reference
+    assert [list(output.token_ids) for output in outputs] == [reference] * 2
 
 
 def test_a_terminated_coordinator_finishes_running_requests_and_exits_with_0(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -100,12 +101,12 @@ def test_a_text_continues_after_the_loss_of_a_rank(stack: Stack, reference: list
         os.kill(before[rank], number)
         output = stream.result()
     assert list(output.token_ids) == reference
-    why = "no heartbeat for 8 s" if number == signal.SIGSTOP else "rank 1 is gone"
-    assert rank == 0 or why in stack.parts["target"].log
-    after = target_ranks(stack)
-    assert len(after) == 2
-    assert not set(before) & set(after)
-    assert not any(is_running(pid) for pid in before)
+    # The step that waits for a killed rank may fail before the first rank reads that the connection is closed.
+    why = "no heartbeat for 8 s" if number == signal.SIGSTOP else "rank 1 is gone|a step failed on rank 0"
+    until(lambda: rank == 0 or re.search(why, stack.parts["target"].log) is not None)
+    until(lambda: not any(is_running(pid) for pid in before))
+    until(lambda: len(target_ranks(stack)) == 2)
+    assert not set(before) & set(target_ranks(stack))
 
 
 @pytest.mark.full

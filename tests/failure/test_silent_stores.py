@@ -15,7 +15,7 @@ from coordinator.front import readiness
 from coordinator.front.readiness import Readiness
 from coordinator.generation.publisher import CommitQueue
 from specdec.errors import Unavailable
-from specdec.state import connection
+from specdec.state import clients
 from specdec.state.redis_store import open_store
 from specdec.state.store import Commit, Lease, SessionStore
 from tests.support.coordinator_rig import eventually
@@ -28,8 +28,8 @@ _REPLY_S = 0.2
 @pytest.fixture
 async def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[RedisServer, SessionStore]]:
     """A store whose server answered once and then hangs; the test may let it continue."""
-    monkeypatch.setattr(connection, "REPLY_TIMEOUT_S", _REPLY_S)
-    monkeypatch.setattr(connection, "CONNECT_TIMEOUT_S", _REPLY_S)
+    monkeypatch.setattr(clients, "REPLY_TIMEOUT_S", _REPLY_S)
+    monkeypatch.setattr(clients, "CONNECT_TIMEOUT_S", _REPLY_S)
     server = RedisServer(tmp_path)
     server.start()
     store = open_store(server.url)

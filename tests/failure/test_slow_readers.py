@@ -24,6 +24,9 @@ from tests.support.coordinator_rig import (
     request,
     started_coordinator,
 )
+from tests.support.held_steps import held_steps_are_no_hangs
+
+__all__ = ["held_steps_are_no_hangs"]
 
 KEPT = 16
 NUM_TOKENS = 500
@@ -125,3 +128,20 @@ async def test_unread_streams_of_one_connection_are_cut_off_one_by_one(
         output = await coordinator.generate(request(None, session_id="s2", resume_from=len(outputs[2].token_ids)))
         assert outputs[2].token_ids + output.token_ids == rig.target.worker.greedy_continuation(PROMPT, NUM_TOKENS)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_reader_that_takes_nothing_after_the_output_is_complete_is_cut_off_and_resumes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(output_stream, "MAX_BUFFERED_TOKENS", 2 * NUM_TOKENS)
+    monkeypatch.setattr(output_stream, "MAX_SENDING_S", 2.0)
+    async with started_coordinator(drafts=0) as (rig, coordinator), narrow_stub(coordinator) as stub:
+        stream = stub.Generate(request(session_id="s", **LARGE))
+        output = Output()
+        output.add(await stream.read())
+        await eventually(lambda: not coordinator.generations.num_running)
+        await asyncio.sleep(4.0)
+        error = from_rpc_error(await read_to_the_cut(stream, output))
+        assert (error.reason, error.retryable, "was not read for" in error.message) == ("QUEUE_FULL", True, True)
+        rest = await coordinator.generate(request(None, session_id="s", resume_from=len(output.token_ids)))
+        assert output.token_ids + rest.token_ids == rig.target.worker.greedy_continuation(PROMPT, NUM_TOKENS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.settings.draft_specs import LocalDraftSpec
+from tests.support.process_template import run_like
 from tests.support.step_ways import num_replays, running
 from tests.support.tiny_models import build_tiny_model
 
@@ -160,11 +159,8 @@ def test_local_drafts_with_torch_compile_are_refused(llama: Path) -> None:
 
 
 def test_a_start_with_a_wrong_local_draft_ends_with_one_line(llama: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "target_service", "--model", str(llama), "--device", "cpu", "--redis-url", "memory://",
-         "--listen", "127.0.0.1:0", "--local-draft", f"early-exit:{NUM_LAYERS}"],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    flags = ["--model", str(llama), "--device", "cpu", "--redis-url", "memory://", "--listen", "127.0.0.1:0"]
+    ended = run_like("target_service", *flags, "--local-draft", f"early-exit:{NUM_LAYERS}")
     assert ended.returncode == 1
     errors = [line for line in ended.stderr.splitlines() if "early exit runs 1 to" in line]
     assert len(errors) == 1

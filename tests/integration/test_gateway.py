@@ -17,9 +17,11 @@ from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
 from tests.support.coordinator_rig import Rig, text_of, write_tokenizer
 from tests.support.gateway_rig import RunningGateway, eventually, running_gateway
+from tests.support.held_steps import held_steps_are_no_hangs
+from tests.support.key_files import write_private
 from tests.support.redis_fixture import redis_server, redis_url
 
-__all__ = ["redis_server", "redis_url"]
+__all__ = ["held_steps_are_no_hangs", "redis_server", "redis_url"]
 
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 PROMPT = [5, 6, 7, 8]
@@ -50,12 +52,27 @@ async def test_a_busy_session_is_a_conflict_that_says_when_to_try_again(rig: Rig
 
 
 async def test_a_full_queue_is_429_with_a_time_to_wait(rig: Rig) -> None:
-    coordinator = await rig.coordinator(max_running=0)
+    coordinator = await rig.coordinator(max_queue=0)
     async with running_gateway(coordinator.server.address) as running:
         answer = await post(running)
         error = answer.json()["error"]
         assert (answer.status_code, error["type"], error["code"]) == (429, "rate_limit_error", "queue_full")
         assert int(answer.headers["retry-after"]) >= 1
+
+
+async def test_the_time_that_a_client_waits_is_the_deadline_of_its_generation(rig: Rig) -> None:
+    coordinator = await rig.coordinator()
+    async with running_gateway(coordinator.server.address) as running:
+        body = {"prompt": PROMPT, "max_tokens": 12}
+        refused = await running.http.post(COMPLETIONS, json=body, headers={"specdec-timeout": "soon"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "specdec-timeout")
+        rig.target.worker.gate.clear()
+        try:
+            for headers in ({"specdec-timeout": "0.5"}, {"x-envoy-expected-rq-timeout-ms": "500"}):
+                assert (await running.http.post(COMPLETIONS, json=body, headers=headers)).status_code == 504
+                await eventually(lambda: not coordinator.generations.num_running)
+        finally:
+            rig.target.worker.gate.set()
 
 
 async def test_a_client_that_leaves_ends_its_generation_whether_it_streams_or_not(rig: Rig) -> None:
@@ -76,8 +93,8 @@ async def test_a_client_that_leaves_ends_its_generation_whether_it_streams_or_no
 async def test_each_key_reaches_the_sessions_of_its_own_tenant(rig: Rig, tmp_path: Path) -> None:
     coordinator = await rig.coordinator(tenant_header=True)
     path = tmp_path / "keys"
-    path.write_text(
-        "".join(f"{hashlib.sha256(name.encode()).hexdigest()} {name} generate\n" for name in ("acme", "umbrella"))
+    write_private(
+        path, "".join(f"{hashlib.sha256(name.encode()).hexdigest()} {name} generate\n" for name in ("acme", "umbrella"))
     )
     keys = ApiKeys(path, allow_anonymous=False)
     async with running_gateway(coordinator.server.address, keys=keys) as running:
@@ -97,7 +114,7 @@ async def test_each_key_reaches_the_sessions_of_its_own_tenant(rig: Rig, tmp_pat
 async def test_a_key_for_a_tenant_is_forbidden_unless_the_coordinator_trusts_gateways(rig: Rig, tmp_path: Path) -> None:
     coordinator = await rig.coordinator()
     path = tmp_path / "keys"
-    path.write_text(f"{hashlib.sha256(b'k').hexdigest()} acme generate\n")
+    write_private(path, f"{hashlib.sha256(b'k').hexdigest()} acme generate\n")
     async with running_gateway(coordinator.server.address, keys=ApiKeys(path)) as running:
         answer = await post(running, key="k")
         assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error")
@@ -106,7 +123,7 @@ async def test_a_key_for_a_tenant_is_forbidden_unless_the_coordinator_trusts_gat
 async def test_a_key_s_limit_on_requests_is_429(rig: Rig, tmp_path: Path) -> None:
     coordinator = await rig.coordinator(tenant_header=True)
     path = tmp_path / "keys"
-    path.write_text(f"{hashlib.sha256(b'k').hexdigest()} acme generate rpm=1\n")
+    write_private(path, f"{hashlib.sha256(b'k').hexdigest()} acme generate rpm=1\n")
     async with running_gateway(coordinator.server.address, keys=ApiKeys(path)) as running:
         assert (await post(running, key="k")).status_code == 200
         answer = await post(running, key="k")

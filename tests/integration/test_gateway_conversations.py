@@ -20,6 +20,7 @@ from specdec.state.redis_store import DEFAULT_SESSION_TTL_S
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import Rig, eventually, text_of, write_tokenizer
 from tests.support.gateway_rig import RunningGateway, running_gateway
+from tests.support.key_files import write_private
 from tests.support.redis_fixture import RedisServer, redis_server, redis_url
 from tests.support.scripted_coordinator import ScriptedCoordinator, finished, serve, started, tokens
 
@@ -62,8 +63,8 @@ async def test_a_response_is_read_and_continued_by_its_own_tenant_alone(
 ) -> None:
     coordinator = await rig.coordinator(tenant_header=True)
     path = tmp_path / "keys"
-    path.write_text(
-        "".join(f"{hashlib.sha256(name.encode()).hexdigest()} {name} generate\n" for name in ("acme", "umbrella"))
+    write_private(
+        path, "".join(f"{hashlib.sha256(name.encode()).hexdigest()} {name} generate\n" for name in ("acme", "umbrella"))
     )
     async with running_gateway(coordinator.server.address, keys=ApiKeys(path), redis_url=redis_url) as running:
         response = (await respond(running, key="acme")).json()
@@ -228,6 +229,20 @@ async def test_a_replayed_stream_has_null_sources_and_is_not_counted_twice(rig: 
         assert [each["round"] for each in replayed] == [None] * len(replayed)
         assert running.count("specdec:http_resumed_streams_total") == 1
         assert running.count("vllm:spec_decode_num_draft_tokens_total") == drafted
+
+
+@pytest.mark.parametrize("form", ["text_completion", "chat.completion"])
+async def test_a_stream_that_is_resumed_after_its_last_token_keeps_its_position(rig: Rig, form: str) -> None:
+    """A client that resumes once more, from the id of the last event, must not receive its tokens again."""
+    coordinator = await rig.coordinator()
+    async with running_gateway(coordinator.server.address) as running:
+        body = {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True, "session_id": "s"}
+        await running.http.post("/v1/completions", json=body)
+        headers = EVENTS | {"last-event-id": "s:12"}
+        text = (await running.http.get(f"/v1/sessions/s?object={form}", headers=headers)).text
+        ids = [line.removeprefix("id: ") for line in text.splitlines() if line.startswith("id: ")]
+        assert ids
+        assert set(ids) == {"s:12"}
 
 
 async def test_a_stream_that_is_continued_after_it_was_left_is_counted_once(rig: Rig) -> None:

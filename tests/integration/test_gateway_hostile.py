@@ -17,6 +17,7 @@ import pytest_asyncio
 from gateway.auth import ApiKeys
 from tests.support.coordinator_rig import Coordinator, Rig, write_tokenizer
 from tests.support.gateway_rig import RunningGateway, eventually, running_gateway
+from tests.support.key_files import write_private
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share services
 
@@ -214,7 +215,7 @@ async def test_a_client_that_stops_reading_loses_nothing(rig: Rig) -> None:
 async def test_a_session_of_another_tenant_does_not_exist(rig: Rig, tmp_path: Path) -> None:
     coordinator = await rig.coordinator(tenant_header=True)
     lines = (f"{hashlib.sha256(name.encode()).hexdigest()} {name} generate\n" for name in ("acme", "umbrella"))
-    (tmp_path / "keys").write_text("".join(lines))
+    write_private(tmp_path / "keys", "".join(lines))
     async with running_gateway(
         coordinator.server.address, keys=ApiKeys(tmp_path / "keys", allow_anonymous=False)
     ) as running:

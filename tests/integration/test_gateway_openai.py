@@ -29,6 +29,7 @@ from specdec.errors import (
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import Rig, write_tokenizer
 from tests.support.gateway_rig import NOWHERE, RunningGateway, eventually, running_gateway
+from tests.support.key_files import write_private
 from tests.support.scripted_coordinator import Event, ScriptedCoordinator, finished, serve, started, tokens
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share a gateway
@@ -142,7 +143,7 @@ async def test_a_route_that_does_not_exist_is_refused_in_words(client: openai.As
 
 async def test_a_missing_wrong_or_weak_key_has_its_class(gateway: RunningGateway, tmp_path: Path) -> None:
     lines = (f"{hashlib.sha256(name.encode()).hexdigest()} t {name}\n" for name in ("generate", "operate"))
-    (tmp_path / "keys").write_text("".join(lines))
+    write_private(tmp_path / "keys", "".join(lines))
     coordinator = gateway.gateway.settings.coordinator[0]
     async with running_gateway(coordinator, keys=ApiKeys(tmp_path / "keys", allow_anonymous=False)) as running:
         for key, kind in (("wrong", openai.AuthenticationError), ("operate", openai.PermissionDeniedError)):

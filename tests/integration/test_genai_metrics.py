@@ -96,7 +96,7 @@ async def test_a_gateway_sends_the_tokens_of_what_it_requests_by_operation(rig: 
 async def test_a_request_that_a_coordinator_refuses_has_the_reason_and_no_tokens(
     rig: Rig, collector: TraceCollector
 ) -> None:
-    coordinator = await rig.coordinator(max_running=0)
+    coordinator = await rig.coordinator(max_queue=0)
     async with running_gateway(coordinator.server.address) as gateway:
         gateway.gateway.metrics.genai = genai = GenAiMetrics(collector.endpoint, "specdec-gateway")
         await complete(gateway, expected_status=429)

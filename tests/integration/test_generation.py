@@ -22,6 +22,9 @@ from tests.support.coordinator_rig import (
     started_coordinator,
     text_of,
 )
+from tests.support.held_steps import held_steps_are_no_hangs
+
+__all__ = ["held_steps_are_no_hangs"]
 
 MODES = {
     "off": pb.SPECULATION_MODE_OFF,

@@ -116,7 +116,11 @@ def test_a_draft_redeployed_with_another_vocabulary_is_left_out_while_the_coordi
     ("arguments", "code", "line"),
     [
         (["--tokenizer", "no/such/model/dir"], 1, "(INVALID_REQUEST)"),
-        (["--tokenizer", "MODEL", "--redis-url", "redis://127.0.0.1:1"], 1, "(STORE_UNAVAILABLE)"),
+        (
+            ["--tokenizer", "MODEL", "--redis-url", "redis://127.0.0.1:1", "--store-wait-s", "0"],
+            1,
+            "(STORE_UNAVAILABLE)",
+        ),
         (["--tokenizer", "MODEL", "--listen", "TAKEN"], 1, "error: cannot listen"),
         (["--tokenizer", "MODEL", "--redis-url", "memory://"], 2, "error: --redis-url memory:// needs"),
         ([], 2, "error: --tokenizer: Field required"),

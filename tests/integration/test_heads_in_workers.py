@@ -7,9 +7,6 @@ tests/unit/engine/test_draft_heads.py.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -30,6 +27,7 @@ from tests.support.head_checkpoints import (
     write_medusa,
 )
 from tests.support.head_references import Eagle3Reference, hidden_states, medusa_logits
+from tests.support.process_template import run_like
 from tests.support.step_ways import WAYS, running
 from tests.support.tiny_models import build_tiny_model
 
@@ -169,11 +167,8 @@ WRONG: dict[str, tuple[Callable[[Path], str], str]] = {
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_target_whose_head_does_not_fit_ends_with_one_error_line(folder: Path, tmp_path: Path, fault: str) -> None:
     write, line = WRONG[fault]
-    command = [sys.executable, "-m", "target_service", "--model", str(folder / "target"), "--listen", "127.0.0.1:0"]
-    ended = subprocess.run(
-        [*command, "--redis-url", "memory://", "--local-draft", write(tmp_path)],
-        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    flags = ["--model", str(folder / "target"), "--listen", "127.0.0.1:0", "--redis-url", "memory://"]
+    ended = run_like("target_service", *flags, "--local-draft", write(tmp_path))
     assert ended.returncode == 1
     last = (ended.stdout + ended.stderr).strip().splitlines()[-1]
     assert last.startswith("error: ")

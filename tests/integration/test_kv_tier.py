@@ -6,13 +6,12 @@ import asyncio
 import json
 import os
 import re
-import signal
-import sys
+import time
 import urllib.request
-from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import numpy as np
 import pytest
@@ -24,13 +23,13 @@ from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.rpc.client import TargetLink
 from specdec.types import BLOCK_TOKENS, VerifyRequest
+from tests.support.process_template import ENVIRON, Streams, start_like
 from tests.support.redis_fixture import RedisServer
 from tests.support.round_driver import make_round
 from tests.support.stack import free_port
 from tests.support.tier_rig import Replica, wait_until
 from tests.support.tiny_models import build_tiny_model
 
-ROOT = Path(__file__).resolve().parents[2]
 NO_DRAFT = np.empty(0, dtype=np.uint32)
 RUN_TOKENS = 256
 PROMPT = [2 + index * 37 % 250 for index in range(3 * RUN_TOKENS + 40)]
@@ -56,35 +55,38 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @asynccontextmanager
 async def target(model: Path, *flags: str) -> AsyncIterator[tuple[TargetLink, str]]:
     """A target process; its link and where its metrics are."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SPECDEC_")}
     metrics = f"127.0.0.1:{free_port()}"
     arguments = ["--model", str(model), "--dtype", "float32", "--redis-url", "memory://", "--listen", "127.0.0.1:0"]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "target_service", *arguments, "--num-threads", "1", "--metrics", metrics, *flags,
-        cwd=ROOT, env=environment | {"PYTHONUNBUFFERED": "1"}, stdout=PIPE, stderr=PIPE,
-    )  # fmt: skip
-    try:
-        link = TargetLink(await _listening_address(process))
+    arguments += ["--num-threads", "1", "--metrics", metrics, *flags]
+    with ExitStack() as ending:
+        link = TargetLink(await asyncio.to_thread(start, ending, arguments))
         try:
             yield link, metrics
         finally:
             await link.close()
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGTERM)
-        _, rest = await process.communicate()
-        assert process.returncode == 0, rest.decode()
 
 
-async def _listening_address(process: Process) -> str:
-    assert process.stderr is not None
-    seen = []
-    while line := await process.stderr.readline():
-        seen.append(line.decode())
-        record = json.loads(line)
-        if record["message"] == "listening":
-            return str(record["address"])
-    pytest.fail(f"the service ended without listening:\n{''.join(seen)}")
+def start(ending: ExitStack, arguments: list[str]) -> str:
+    """Start a target, which ends with `ending`; return its address once it listens."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SPECDEC_")} | ENVIRON
+    nothing = ending.enter_context(open(os.devnull, "r+b"))  # noqa: SIM115  # `ending` closes it
+    log = ending.enter_context(NamedTemporaryFile())  # noqa: SIM115  # likewise
+    process = start_like("target_service", arguments, environ, Streams(nothing, nothing, log))
+
+    def written() -> str:
+        return Path(log.name).read_text()
+
+    def stop() -> None:
+        process.terminate()
+        assert process.wait() == 0, written()
+
+    ending.callback(stop)
+    while process.poll() is None:
+        for line in written().splitlines():
+            if '"listening"' in line:
+                return str(json.loads(line)["address"])
+        time.sleep(0.05)
+    pytest.fail(f"the service ended without listening:\n{written()}")
 
 
 async def greedy(link: TargetLink, tokens: list[int], num_tokens: int) -> tuple[list[int], int]:

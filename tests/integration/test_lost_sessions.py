@@ -13,7 +13,10 @@ from specdec.errors import SessionLost, SpecdecError
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, read_rest, read_until, request, started_coordinator
+from tests.support.held_steps import held_steps_are_no_hangs
 from tests.support.store_sessions import forget_session
+
+__all__ = ["held_steps_are_no_hangs"]
 
 NUM_TOKENS = 12
 HELD = len(PROMPT) + NUM_TOKENS

@@ -371,12 +371,14 @@ def load_without_compiler(carried: Path, kept_in: Path) -> subprocess.CompletedP
     return subprocess.run(command, env=environ, cwd=carried.parent, capture_output=True, text=True)
 
 
+@pytest.mark.full  # compiles for three kinds of processors
 def test_prebuilt_kernels_need_neither_compiler_nor_cache(carried: Path, tmp_path: Path) -> None:
     done = load_without_compiler(carried, tmp_path)
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("harm", ["damaged", "of another source", "written by others"])
 def test_prebuilt_kernels_that_do_not_match_are_not_loaded(carried: Path, tmp_path: Path, harm: str) -> None:
     package = tmp_path / "specdec"
@@ -393,6 +395,7 @@ def test_prebuilt_kernels_that_do_not_match_are_not_loaded(carried: Path, tmp_pa
     assert "C++ compiler" in done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_all_kinds_of_prebuilt_kernels_that_run_here_compute_the_same(
     directory: Path, carried: Path, dtype: str, monkeypatch: pytest.MonkeyPatch

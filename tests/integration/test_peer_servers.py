@@ -64,6 +64,7 @@ async def test_a_system_that_cannot_load_its_model_is_reported_with_the_reason(t
         await SpecdecServer("specdec", tmp_path / "absent", None, "float32").start()
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1200)  # 30 s on two idle cores; Transformers takes long beside busy processes
 def test_all_texts_are_the_same_and_a_peer_that_is_not_prepared_is_left_out_with_its_reason(tmp_path: Path) -> None:
     pytest.importorskip("gguf")

@@ -38,7 +38,7 @@ def place(nodes: RayNodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """Flags of `specdec up`: the cluster, and a Redis that it reaches."""
     redis = RedisServer(tmp_path_factory.mktemp("redis"))
     redis.start()
-    yield ["--ray-address", nodes.address, "--redis-url", redis.url, "--device", "cpu"]
+    yield ["--ray-address", nodes.address, "--redis-url", redis.url, "--device", "cpu", "--insecure"]
     redis.stop()
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from specdec.engine.loader import load_worker
-from specdec.engine.loop import watchdog
 from specdec.engine.loop.replica import LOCAL_REPLICA
 from specdec.engine.options import EAGER, CompileOptions, LoadRequest
 from specdec.errors import InvalidRequest, ResourceExhausted
@@ -21,11 +20,14 @@ from specdec.types import VerifyRequest
 from target_service.__main__ import KIND
 from target_service.verifier import Verifier
 from tests.support.coordinator_rig import read_until, request, started_coordinator
+from tests.support.held_steps import held_steps_are_no_hangs
 from tests.support.round_driver import make_round
 from tests.support.scraping import Endpoint, Page, served
 from tests.support.stack import free_port
 from tests.support.table_worker import TableWorker
 from tests.support.tiny_models import build_tiny_pair
+
+__all__ = ["held_steps_are_no_hangs"]
 
 NO_DRAFT = np.empty(0, dtype=np.uint32)
 
@@ -99,21 +101,14 @@ async def test_a_call_that_no_block_is_left_for_is_counted() -> None:
     await verifier.close()
 
 
-async def test_a_waiting_call_that_gives_up_its_blocks_is_counted_as_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of eight blocks, session a keeps three; its next call waits behind one that needs seven."""
-    monkeypatch.setattr(watchdog, "PATIENCE_S", 600.0)  # the held step is no stall, however slow the machine
-    worker, metrics = TableWorker(num_blocks=8), EngineMetrics("table", role="target")
-    verifier = Verifier(worker, LOCAL_REPLICA, observer=metrics)
+async def test_a_turn_that_gives_up_its_blocks_is_counted_as_preempted() -> None:
+    """Of eight blocks, session a holds three and the younger b four; then a grows to seven."""
+    metrics = EngineMetrics("table", role="target")
+    verifier = Verifier(TableWorker(num_blocks=8), LOCAL_REPLICA, observer=metrics)
     metrics.watch_engine(verifier.stats, verifier.info)
-    await verifier.verify(_round("a", 40))
-    worker.gate.clear()
-    before = asyncio.create_task(verifier.verify(_round("c", 5)))
+    for call in (_round("a", 40), _round("b", 60), _round("a", 100, round_id=2)):
+        await verifier.verify(call)
     with served(metrics.registry) as endpoint:
-        await endpoint.until(lambda page: page.value("num_requests_running") == 1)
-        behind = [asyncio.create_task(verifier.verify(one)) for one in (_round("b", 100), _round("a", 44, round_id=2))]
-        await endpoint.until(lambda page: page.value("num_requests_waiting") == 2)
-        worker.gate.set()
-        await asyncio.gather(before, *behind)
         assert (await endpoint.scrape()).value("num_preemptions_total") == 1
     await verifier.close()
 

@@ -141,7 +141,7 @@ async def test_a_registered_process_can_be_found_and_leaves_when_it_drains(model
     ("flags", "words"),
     [
         (("--model", "/no/such/model", "--redis-url", "memory://"), "/no/such/model"),
-        (("--model", "unused", "--redis-url", "redis://127.0.0.1:1"), "redis://127.0.0.1:1"),
+        (("--model", "unused", "--redis-url", "redis://127.0.0.1:1", "--store-wait-s", "0"), "redis://127.0.0.1:1"),
     ],
 )
 async def test_what_cannot_start_says_why_in_one_line(service: str, flags: tuple[str, ...], words: str) -> None:

@@ -26,7 +26,10 @@ from tests.support.coordinator_rig import (
     request,
     start_service,
 )
+from tests.support.held_steps import held_steps_are_no_hangs
 from tests.support.scraping import Endpoint, Page, served
+
+__all__ = ["held_steps_are_no_hangs"]
 
 ENDED = ("success", "failures", "interruptions", "cancellations", "refusals")
 
@@ -147,7 +150,7 @@ async def test_a_request_that_a_drain_ends_is_interrupted_since_another_coordina
 
 
 async def test_a_request_that_does_not_start_counts_as_refused_by_its_reason() -> None:
-    async with metered(max_running=1) as (rig, coordinator, endpoint):
+    async with metered(max_queue=1) as (rig, coordinator, endpoint):
         assert (await endpoint.scrape()).value("request_capacity") == 1
         for bad in (request(temperature=-1.0), request(draft_pool="nowhere")):
             with pytest.raises(grpc.aio.AioRpcError):

@@ -13,6 +13,7 @@ import pytest
 
 from specdec.client import AsyncClient, Client
 from specdec.errors import Forbidden, InvalidRequest, SessionLost, SpecdecError
+from specdec.observability.tenant_metrics import OTHER
 from specdec.rpc.status import from_rpc_error
 from specdec.tenant import DEFAULT_TENANT, TENANT_KEY
 from specdec.types import BLOCK_TOKENS
@@ -147,7 +148,7 @@ async def test_a_call_that_names_no_valid_tenant_or_two_is_refused(
 
 async def test_all_tenants_share_one_limit_on_admitted_requests() -> None:
     async with Rig() as rig:
-        coordinator = await rig.coordinator(tenant_header=True, max_running=1)
+        coordinator = await rig.coordinator(tenant_header=True, max_queue=1)
         stream = coordinator.stub.Generate(request(max_new_tokens=400), metadata=named("acme"))
         output = await read_until(stream, 1)
         error = await refusal(turn(coordinator, "other", "s", PROMPT))
@@ -169,6 +170,22 @@ async def test_only_the_coordinators_own_tenant_changes_the_promotion_and_sees_t
         assert not theirs.HasField("promotion")
         assert any(pool.routes for pool in ours.pools)
         assert ours.promotion.draft_pool == "default"
+
+
+async def test_tenants_have_series_of_their_own_up_to_a_limit() -> None:
+    async with Rig(drafts=0) as rig:
+        coordinator = await rig.coordinator(tenant_header=True)  # its limit is 2
+        for tenant in ("acme", "other", "third", "fourth", "acme"):
+            await turn(coordinator, tenant, "", PROMPT)
+        await eventually(lambda: not coordinator.generations.num_running)
+
+        def value(name: str, tenant: str, **labels: str) -> float | None:
+            series = {"model_name": "table", "tenant": tenant, **labels}
+            return coordinator.metrics.registry.get_sample_value(f"specdec:tenant_{name}_total", series)
+
+        counts = {tenant: value("requests", tenant, outcome="finished") for tenant in ("acme", "other", OTHER, "third")}
+        assert counts == {"acme": 2, "other": 1, OTHER: 2, "third": None}
+        assert (value("generation_tokens", "acme"), value("prompt_tokens", OTHER)) == (24, 2 * len(PROMPT))
 
 
 async def test_drafts_are_found_in_the_outputs_of_the_own_tenant_only() -> None:
@@ -212,7 +229,9 @@ async def test_a_tenant_that_is_idle_holds_no_task_thread_or_connection(redis_ur
         before = await in_use()
         for number in range(30):
             await turn(coordinator, f"tenant-{number}", "s", PROMPT)
-        assert await in_use() <= before
+        async with asyncio.timeout(60):  # replicas are told of the end of a turn beside it
+            while not await in_use() <= before:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
 
 
 async def test_clients_of_two_tenants_share_a_connection_and_know_their_own_session_sizes() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from specdec import errors
 from specdec.core.reference import chain_hash
-from specdec.engine_api import EngineStats
+from specdec.engine_api import EndedTurn, EngineStats
 from specdec.types import (
     WEIGHT_TOTAL,
     DistributionRow,
@@ -74,6 +74,7 @@ class _Engine:
         self.asked = defaultdict[str, asyncio.Event](asyncio.Event)
         self.given_up = defaultdict[str, asyncio.Event](asyncio.Event)
         self.released: list[str] = []
+        self.ended_turns: list[EndedTurn] = []
         self.release_held = asyncio.Event()
         self.broken = asyncio.Event()
         """Set by a test to make the engine fail."""
@@ -97,6 +98,9 @@ class _Engine:
 
     async def release(self, session_ids: list[str]) -> None:
         self.released.extend(session_ids)
+
+    async def end_turns(self, turns: list[EndedTurn]) -> None:
+        self.ended_turns.extend(turns)
 
     def info(self) -> EngineInfo:
         return EngineInfo(

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
@@ -23,8 +24,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from coordinator.admission.admission import AdmissionSettings
 from coordinator.audit.audit_queue import AuditQueue
 from coordinator.audit.turn_audit import Auditor
+from coordinator.front.access import CoordinatorAccess
 from coordinator.front.opening import RequestOpener
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.front.smg_servicer import SmgServicer
@@ -34,6 +37,7 @@ from coordinator.learning.log import LearningLog
 from coordinator.lookup.history import TokenHistories
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
+from coordinator.replicas.target_models import TargetModels
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
@@ -41,6 +45,7 @@ from coordinator.text.tokenizer import ServedTokenizer
 from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from draft_service.servicer import DraftServicer
+from specdec.access.grants import UNLIMITED, Limits
 from specdec.checkpoints.generation_config import recommended_sampling
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.observability.audit import AuditMetrics
@@ -114,10 +119,14 @@ async def start_service(
     local_drafts: Mapping[str, int] = MappingProxyType({}),
     local_gammas: tuple[int, ...] = (),
     shadow: bool = False,
+    check_caller: Callable[[str, Any], None] | None = None,
+    num_blocks: int = 256,
+    eos_token_ids: tuple[int, ...] = (EOS,),
 ) -> Service:
     """`between` may put something of its own between the engine and its servicer."""
-    worker = TableWorker(vocabulary_size=VOCABULARY, num_blocks=256, context=context, salt=salt,
-                         vocabulary=vocabulary, local_drafts=local_drafts, local_gammas=local_gammas)  # fmt: skip
+    worker = TableWorker(vocabulary_size=VOCABULARY, num_blocks=num_blocks, context=context, salt=salt,
+                         vocabulary=vocabulary, local_drafts=local_drafts, local_gammas=local_gammas,
+                         eos_token_ids=eos_token_ids)  # fmt: skip
     options = ReplicaOptions(replica_id=f"{role}-{salt}", model="table", pool=pool, max_gamma=max_gamma, shadow=shadow)
     metrics = EngineMetrics("table", role=role, pool=pool)
     engine = (
@@ -127,7 +136,8 @@ async def start_service(
     )
     metrics.watch_engine(engine.stats, engine.info)
     servicer = (DraftServicer if role == DRAFT else TargetServicer)(between(engine), metrics)
-    server = ServiceServer(listen, service_names=(DRAFT_SERVICE if role == DRAFT else TARGET_SERVICE,))
+    name = DRAFT_SERVICE if role == DRAFT else TARGET_SERVICE
+    server = ServiceServer(listen, service_names=(name,), check_caller=check_caller)
     servicer.add_to(server.grpc_server)
     await server.start()
     await server.set_serving()
@@ -149,6 +159,9 @@ class Coordinator:
     canary: Canary | None = None
     """It looks at the store when it is told to."""
     audits: AuditQueue | None = None
+    servicer: CoordinatorServicer | None = None
+    target_models: TargetModels | None = None
+    """It looks at the store when it is told to."""
 
     async def history_settled(self) -> None:
         """Waits until what was said can be found."""
@@ -226,12 +239,17 @@ class Rig:
         store_url: str = "",
         local_drafts: Mapping[str, int] = MappingProxyType({}),
         write_checkpoint: Callable[[Path], None] = write_tokenizer,
+        check_caller: Callable[[str, Any], None] | None = None,
+        num_blocks: int = 256,
     ) -> None:
         """`store_url`: of the session store; one of its own in memory if empty. `local_drafts`: of the targets.
 
         `write_checkpoint`: writes the tokenizer into a directory, and what is to lie beside it.
+        `check_caller`: guard of the services. `num_blocks`: KV blocks of each.
         """
+        self._num_blocks = num_blocks
         self._write_checkpoint = write_checkpoint
+        self._check_caller = check_caller
         self._local_drafts = local_drafts
         self._store_url = store_url or f"memory://{secrets.token_hex(8)}"
         self._counts = {TARGET: targets, DRAFT: drafts}
@@ -251,7 +269,9 @@ class Rig:
         for role, count in self._counts.items():
             for _ in range(count):
                 own = {"salt": self._draft_salt} if role == DRAFT else {"salt": 0, "local_drafts": self._local_drafts}
-                self.services.append(await start_service(role, **own))
+                self.services.append(
+                    await start_service(role, check_caller=self._check_caller, num_blocks=self._num_blocks, **own)
+                )
         return self
 
     async def __aexit__(
@@ -296,6 +316,12 @@ class Rig:
         audit_wait_s: float = 60.0,
         tracing: Tracing | None = None,
         has_smg_contract: bool = False,
+        max_queue: int = 64,
+        max_running: int | None = None,
+        max_wait_s: float = 1e6,
+        tenant_limits: Limits = UNLIMITED,
+        access: CoordinatorAccess | None = None,
+        addresses: Mapping[str, str] = MappingProxyType({}),
         **settings: Any,
     ) -> Coordinator:
         """Starts a coordinator connected to every service.
@@ -313,20 +339,29 @@ class Rig:
             audit_wait_s: how long an audit waits for its target to be idle.
             tracing: records its requests.
             has_smg_contract: it is a worker of the router smg as well.
+            max_queue: requests that it admits at once.
+            max_running: requests that it runs at once.
+            max_wait_s: predicted wait beyond which it refuses.
+            tenant_limits: limits of each tenant.
+            access: what its callers may do; None: everything.
+            addresses: where it calls a service instead of at the service's own address, which is the key.
             settings: of `GenerationSettings`.
         """
         store = self.store if tenant == DEFAULT_TENANT else self.open_store(tenant)
         pools = ReplicaPools(
             "table",
-            open_link,
-            static_endpoints=[(service.role, service.address) for service in self.services],
+            partial(open_link, metadata=access.link_metadata if access else ()),
+            static_endpoints=[
+                (service.role, addresses.get(service.address, service.address)) for service in self.services
+            ],
             lookup_pools=lookup,
             target_wait_s=target_wait_s,
         )
         histories = TokenHistories(10_000) if "suffix" in lookup else None
         scores = ScoreQueue(pools, retry_s=0.05) if routes else None
+        target_models = TargetModels(pools, store.target_shares())
         canary = Canary(store.promotions()) if routes else None
-        metrics = CoordinatorMetrics("table")
+        metrics = CoordinatorMetrics("table", max_tenants=2)
         metrics.watch_store(lambda: store.num_failures)
         audits = AuditQueue(AuditMetrics(metrics.registry, "table"), max_wait_s=audit_wait_s) if audit_share else None
         draft_sources = DraftSourceFactory(pools, histories, scores, canary, self.tokenizer.decode)
@@ -336,12 +371,13 @@ class Rig:
                     "coordinator_id": f"c{next(self._ids)}",
                     "lease_ttl_s": 30.0,  # a starved machine must not lose leases
                     "draft_timeout_s": None,
-                    "max_running": 64,
+                    "admission": AdmissionSettings(max_queue, max_running, max_wait_s, tenant_limits=tenant_limits),
                     **settings,
                 }
             ),
             store=store,
             pools=pools,
+            target_models=target_models,
             tokenizer=self.tokenizer,
             draft_sources=draft_sources,
             metrics=metrics,
@@ -350,13 +386,17 @@ class Rig:
             auditor=None if audits is None else Auditor(audits, audit_share),
         )
         server = ServiceServer(
-            "127.0.0.1:0", service_names=(COORDINATOR_SERVICE,), max_message_bytes=MESSAGE_LIMIT_BYTES
+            "127.0.0.1:0",
+            service_names=(COORDINATOR_SERVICE,),
+            max_message_bytes=MESSAGE_LIMIT_BYTES,
+            check_caller=access.public.check if access else None,
         )
         tenants = CallTenants(tenant, reads_header=tenant_header)
-        CoordinatorServicer(
+        servicer = CoordinatorServicer(
             generations=generations,
             store=store,
             pools=pools,
+            target_models=target_models,
             draft_sources=draft_sources,
             tokenizer=self.tokenizer,
             default_mode=Mode.REJECTION,
@@ -364,7 +404,8 @@ class Rig:
             default_sampling=self._default_sampling,
             canary=canary,
             tracing=tracing,
-        ).add_to(server.grpc_server)
+        )
+        servicer.add_to(server.grpc_server)
         if has_smg_contract:
             SmgServicer(
                 opener=RequestOpener(generations, pools, tenants, Mode.REJECTION),
@@ -381,7 +422,20 @@ class Rig:
             await pools.poll()  # again where a starved service was late to describe itself
         channel = grpc.aio.insecure_channel(server.address, options=(("grpc.max_send_message_length", -1),))
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
-        coordinator = Coordinator(generations, pools, metrics, server, stub, channel, histories, scores, canary, audits)
+        coordinator = Coordinator(
+            generations,
+            pools,
+            metrics,
+            server,
+            stub,
+            channel,
+            histories,
+            scores,
+            canary,
+            audits,
+            servicer,
+            target_models,
+        )
         self._coordinators.append(coordinator)
         return coordinator
 

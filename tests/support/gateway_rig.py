@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from gateway.context import Gateway
 from gateway.metrics import GatewayMetrics
 from gateway.server import bind, serve
 from gateway.upstream import Upstream
+from specdec.access.service_key import ServiceKey
 from specdec.observability.tracing import Tracing
 from specdec.settings.gateway import GatewaySettings
 from specdec.state.responses import RedisResponses
@@ -50,9 +52,18 @@ class RunningGateway:
 
 @asynccontextmanager
 async def running_gateway(
-    coordinator: str = NOWHERE, *, keys: ApiKeys | None = None, tracing: Tracing | None = None, **settings: Any
+    coordinator: str = NOWHERE,
+    *,
+    keys: ApiKeys | None = None,
+    service_key: ServiceKey | None = None,
+    tracing: Tracing | None = None,
+    trusted: str = "",
+    **settings: Any,
 ) -> AsyncIterator[RunningGateway]:
-    """A gateway in front of `coordinator`, or for "" of those in the registry, with these settings."""
+    """A gateway in front of `coordinator`, or for "" of those in the registry, with these settings.
+
+    Its client trusts the certificates in the file `trusted`.
+    """
     chosen = GatewaySettings(
         **{
             "listen": "127.0.0.1:0",
@@ -62,7 +73,7 @@ async def running_gateway(
             **settings,
         }
     )
-    upstream, stop = Upstream(chosen), asyncio.Event()
+    upstream, stop = Upstream(chosen, service_key), asyncio.Event()
     await upstream.start()
     responses = RedisResponses(chosen.redis_url)
     gateway = Gateway(chosen, upstream, keys or ApiKeys(), GatewayMetrics(), responses, tracing)
@@ -70,7 +81,11 @@ async def running_gateway(
         port = listener.getsockname()[1]
         serving = asyncio.create_task(serve(build_app(gateway), listener, chosen, stop))
         try:
-            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+            scheme = "https" if chosen.server_tls else "http"
+            verify = ssl.create_default_context(cafile=trusted) if trusted else True
+            async with httpx2.AsyncClient(
+                base_url=f"{scheme}://127.0.0.1:{port}", timeout=120, verify=verify
+            ) as client:
                 yield RunningGateway(gateway, port, client)
         finally:
             stop.set()

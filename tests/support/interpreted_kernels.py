@@ -29,8 +29,8 @@ _FEW_SPLITS = Splitting(tile_keys=64, unit_tiles=1, num_splits=1, tile_outputs=6
 def few_programs() -> Iterator[None]:
     """Use one program for all outputs of a layer and one for a whole context; rows and inputs are tiled as usual."""
 
-    def wide(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tiling:
-        return replace(tiling(num_rows, num_outputs, dtype), outputs=256)
+    def wide(num_rows: int, dtype: torch.dtype) -> Tiling:
+        return replace(tiling(num_rows, dtype), outputs=256)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paged_attention, "Splitting", lambda: _FEW_SPLITS)

@@ -34,12 +34,12 @@ PARTS = {"part_sums": "*fp32", "part_maxima": "*fp32", "part_weights": "*fp32"}
 LLAMA: dict[str, Any] = {
     "WINDOW": 0, "IS_CAPPED": False, "NUM_KV_HEADS": 8, "QUERIES_PER_KV_HEAD": 4, "KEY_DIM": 128, "VALUE_DIM": 128,
     "KEY_PAD": 128, "VALUE_PAD": 128, "PAGE_TOKENS": 16, "TILE_ROWS": 32, "TILE_QUERIES": 8, "TILE_KEYS": 64,
-    "UNIT_TILES": 2, "NUM_SPLITS": 16, "MOST_SEQUENCES": 256, "WIDENS_OPERANDS": False,
+    "UNIT_TILES": 1, "NUM_SPLITS": 16, "MOST_SEQUENCES": 256, "WIDENS_OPERANDS": False,
 }  # fmt: skip
 GEMMA = LLAMA | {"WINDOW": 512, "IS_CAPPED": True, "KEY_DIM": 80, "VALUE_DIM": 80, "TILE_ROWS": 16, "TILE_QUERIES": 4}
 #: Heads of a Gemma 3.
 WIDE = GEMMA | {"KEY_DIM": 256, "VALUE_DIM": 256, "KEY_PAD": 256, "VALUE_PAD": 256, "TILE_ROWS": 32, "TILE_QUERIES": 8}
-MERGING = {"WINDOW": 0, "NUM_HEADS": 32, "VALUE_DIM": 128, "VALUE_PAD": 128, "UNIT_KEYS": 128, "NUM_SPLITS": 16,
+MERGING = {"WINDOW": 0, "NUM_HEADS": 32, "VALUE_DIM": 128, "VALUE_PAD": 128, "UNIT_KEYS": 64, "NUM_SPLITS": 16,
            "MOST_SEQUENCES": 256, "TILE_OUTPUTS": 1}  # fmt: skip
 BF16 = dict.fromkeys(("residual", "delta", "gains", "output", "qkv", "cos", "sin", "kv_rows", "gate_up"), "*bf16")
 INTEGERS = dict.fromkeys(
@@ -116,7 +116,7 @@ def products() -> dict[str, Any]:
         types = dict.fromkeys(("inputs", "residual", "output"), "*bf16") | {"weight": f"*{weight}", "scales": "*fp32"}
         types |= dict.fromkeys(("num_rows", "num_outputs", "input_stride", "residual_stride"), "i32")
         for num_rows in (1, 64, 2048):
-            tiles = tiling(num_rows, 4096, torch.bfloat16)
+            tiles = tiling(num_rows, torch.bfloat16)
             constants: dict[str, Any] = {
                 "NUM_INPUTS": 14336, "TILE_ROWS": tiles.rows, "TILE_OUTPUTS": tiles.outputs,
                 "TILE_INPUTS": tiles.inputs, "WIDENS_OPERANDS": False, "bias": None,

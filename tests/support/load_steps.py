@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,23 +16,30 @@ from typing import Any
 
 import grpc
 import httpx2
+import numpy as np
+import pytest
 
+from specdec.errors import KvMiss
+from specdec.rpc.client import TargetLink, open_link
 from specdec.rpc.status import from_rpc_error
+from specdec.types import VerifyRequest
 from tests.support.freezing import frozen_part, stuttering
 from tests.support.http_streams import open_stream
 from tests.support.injured_stack import Injured
 from tests.support.process_rig import ask, run, stub_of
 from tests.support.redis_fixture import RedisServer
+from tests.support.round_driver import make_round
 from tests.support.scraping import Endpoint
 from tests.support.stack import Stack, is_serving
 from tests.support.tiny_models import build_tiny_pair
 
 NUM_STREAMS = 32
+NO_TOKENS = np.empty(0, dtype=np.uint32)
 #: Of the tiny target.
 BLOCK_TOKENS, BLOCK_BYTES = 16, 12_288
 NUM_KV_BLOCKS = 192
-#: Tokens of a session that needs more KV than is left beside the short ones, and of the short ones.
-LONG_TOKENS, SHORT_TOKENS, NUM_SHORT = 104 * BLOCK_TOKENS, 20 * BLOCK_TOKENS, 8
+#: Tokens of a session that needs more KV than is left beside the short ones, of the short ones, and of an idle one.
+LONG_TOKENS, SHORT_TOKENS, NUM_SHORT, IDLE_TOKENS = 104 * BLOCK_TOKENS, 20 * BLOCK_TOKENS, 8, 4 * BLOCK_TOKENS
 #: Time that a step of the target takes, and takes while its device is slow, beyond its computation.
 STEP_S, SLOW_STEP_S = 0.2, 0.6
 
@@ -46,6 +53,7 @@ class Reader:
             "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0,
             "speculation": {"gamma": 3},
         }  # fmt: skip
+        self._num_prompt = len(prompt)
         self._sizes: list[int] = []
         """Number of tokens of each event so far."""
         self._has_moved = asyncio.Event()
@@ -60,6 +68,11 @@ class Reader:
                     self.session_ids |= stream.session_ids
                     self._sizes.append(stream.indexes[-1] - num_before)
                     self._has_moved.set()
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of full blocks of the prompt and the first output so far; 0 without output."""
+        return (self._num_prompt + sum(self._sizes) - 1) // BLOCK_TOKENS if self._sizes else 0
 
     async def until(self, is_so: Callable[[list[int]], bool]) -> None:
         """Wait until `is_so` is true of the numbers of tokens of the events that have come since the call."""
@@ -109,8 +122,15 @@ def started(directory: Path) -> Iterator[tuple[Stack, Injured, RedisServer]]:
     stack = Stack(
         *models, redis_url=redis.url, has_metrics=True, gateway_arguments=(),
         replica_arguments=["--dtype", "float32", "--self-check", "off"],
-        coordinator_arguments=["--max-queue", str(NUM_STREAMS)],
-        target_arguments=["--kv-cache-bytes", str(NUM_KV_BLOCKS * BLOCK_BYTES), "--prefill-budget-ms", "60000"],
+        # All streams run at once, and requests wait for KV blocks for as long as it takes.
+        coordinator_arguments=[
+            "--max-queue", str(NUM_STREAMS), "--max-running", str(NUM_STREAMS), "--max-wait-s", "600",
+        ],
+        # Outputs have no reserved blocks, so that sessions take blocks from each other.
+        target_arguments=[
+            "--kv-cache-bytes", str(NUM_KV_BLOCKS * BLOCK_BYTES), "--prefill-budget-ms", "60000",
+            "--kv-reserve-tokens", "1", "--max-wait-s", "600",
+        ],
     )  # fmt: skip
     (directory / "injuries").mkdir()
     injured = Injured(stack, directory / "injuries", ["target"])
@@ -164,13 +184,44 @@ def wait_for_refusal(address: str) -> None:
 
 @asynccontextmanager
 async def long_sessions(system: System) -> AsyncIterator[None]:
-    """Sessions that together need more KV than there is, one of them more than the others leave free."""
+    """Sessions that together need more KV than there is, one of them more than the others leave free.
+
+    No turn of theirs ends within the step. So once they have received tokens for more blocks than there are, turns have
+    lost their KV to others, and before them the idle session, whose next call misses it.
+    """
     lengths = [LONG_TOKENS, *[SHORT_TOKENS] * NUM_SHORT]
     prompts = [[7 + number, *([17, 99] * length)[: length - 1]] for number, length in enumerate(lengths)]
-    readers = [Reader(system.client, prompt, num_tokens=200) for prompt in prompts]
-    async with system.reading(readers):
-        await asyncio.gather(*(reader.until_events(3) for reader in readers))
+    readers = [Reader(system.client, prompt, num_tokens=1200) for prompt in prompts]
+    async with idle_session(system.stack.parts["target"].address) as call_again, system.reading(readers):
+        while sum(reader.num_blocks for reader in readers) <= NUM_KV_BLOCKS:
+            await next_event(readers)
+        with pytest.raises(KvMiss):
+            await call_again()
         yield
+
+
+async def next_event(readers: list[Reader]) -> None:
+    """Wait until one of the readers has received further tokens."""
+    waits = [asyncio.create_task(reader.until_events(1)) for reader in readers]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+
+
+@asynccontextmanager
+async def idle_session(address: str) -> AsyncIterator[Callable[[], Awaitable[object]]]:
+    """A session of a target whose turn has ended; yields what makes its next call, which relies on its KV."""
+    name, tokens = "idle", [3, *[17, 99] * (IDLE_TOKENS // 2)]
+    link = open_link("target", address)
+    assert isinstance(link, TargetLink)
+    try:
+        await link.verify(VerifyRequest(make_round(tokens, session_id=name), NO_TOKENS, ()))
+        await link.end_turns({name: 1})
+        again = make_round([*tokens, 5], session_id=name, epoch=2, start=len(tokens))
+        yield lambda: link.verify(VerifyRequest(again, NO_TOKENS, ()))
+        await link.release([name])
+    finally:
+        await link.close()
 
 
 @asynccontextmanager

@@ -16,12 +16,14 @@ from typing import Any, Self
 
 import torch
 
+from coordinator.admission.admission import AdmissionSettings
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.front.tenants import CallTenants
 from coordinator.generation.generation_service import GenerationService, GenerationSettings
 from coordinator.learning.log import LearningLog
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
+from coordinator.replicas.target_models import TargetModels
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.text.tokenizer import ServedTokenizer
 from draft_service.fan_out_policy import Predraft
@@ -141,11 +143,15 @@ class ModelStack:
         self._ending.push_async_callback(store.close)
         pools = ReplicaPools(self._target_worker.shape.vocabulary_fingerprint, open_link, static_endpoints=endpoints)
         self._ending.push_async_callback(pools.close)
+        target_models = TargetModels(pools, store.target_shares())
         draft_sources = DraftSourceFactory(pools, None)
         generations = GenerationService(
-            GenerationSettings(coordinator_id="c", lease_ttl_s=30.0, draft_timeout_s=None, max_running=256),
+            GenerationSettings(
+                coordinator_id="c", lease_ttl_s=30.0, draft_timeout_s=None, admission=AdmissionSettings(256, 256)
+            ),
             store=store,
             pools=pools,
+            target_models=target_models,
             tokenizer=self._tokenizer,
             draft_sources=draft_sources,
             metrics=CoordinatorMetrics("target"),
@@ -156,6 +162,7 @@ class ModelStack:
             generations=generations,
             store=store,
             pools=pools,
+            target_models=target_models,
             draft_sources=draft_sources,
             tokenizer=self._tokenizer,
             default_mode=Mode.REJECTION,

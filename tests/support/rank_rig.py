@@ -10,10 +10,11 @@ itself.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -34,6 +35,7 @@ from specdec.errors import SpecdecError
 from specdec.state.kv_tier import KvTier
 from tests.support.cuda_graphs_rig import CountedCapture, record_on_tape
 from tests.support.interpreted_kernels import cheap_recordings
+from tests.support.process_template import ENVIRON, Streams, start_like
 from tests.support.tier_rig import space_of
 
 _HOST = "127.0.0.1"
@@ -59,15 +61,7 @@ class RankRig:
         self._device = device
         self._worker: Worker | None = None
         told = {"num_ranks": num_ranks, "port": port, "device": device, "interprets_kernels": interprets_kernels}
-        self._children = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.support.rank_rig", json.dumps(told | {"rank": rank})],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(1, num_ranks)
-        ]
+        self._children = [_Child(told | {"rank": rank}) for rank in range(1, num_ranks)]
         self._kernels = cheap_recordings() if interprets_kernels else nullcontext()
         seat = Seat(0, num_ranks, _HOST, port, listener)
         self.ranks = RankGroup(seat, open_store(seat), rank_device(device, 0))
@@ -82,7 +76,7 @@ class RankRig:
         self._kernels.__exit__(kind, error, trace)
         self._close_worker()
         for child in self._children:
-            child.communicate()
+            child.close()
         dist.destroy_process_group()
 
     def load(self, directory: Path | str, *, kv_tier_url: str = "", **fields: Any) -> Worker:
@@ -94,14 +88,13 @@ class RankRig:
         self._close_worker()
         wanted = {"model": str(directory), "device": self._device, "dtype": "float32", **fields}
         for child in self._children:
-            assert child.stdin is not None
             print(json.dumps(wanted | {"kv_tier_url": kv_tier_url}), file=child.stdin, flush=True)
         outcome: Worker | SpecdecError
         try:
             outcome, own = _load(self.ranks, wanted, self.capture)
         except SpecdecError as error:
             outcome, own = error, {}
-        answers = [json.loads(child.stdout.readline()) for child in self._children if child.stdout is not None]
+        answers = [json.loads(child.stdout.readline()) for child in self._children]
         if isinstance(outcome, SpecdecError):
             # An error on the first rank alone, such as a failed self-check, does not stop the others from loading.
             assert {answer["error"] for answer in answers if "error" in answer} <= {outcome.message}
@@ -113,12 +106,33 @@ class RankRig:
     def kill(self) -> None:
         """Kill the other ranks."""
         for child in self._children:
-            child.kill()
+            child.process.kill()
 
     def _close_worker(self) -> None:
         if self._worker is not None:
             self._worker.close()
             self._worker = None
+
+
+class _Child:
+    """The process of another rank, with a pipe each way."""
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        their_stdin, stdin = os.pipe()
+        stdout, their_stdout = os.pipe()
+        self.stdin, self.stdout = os.fdopen(stdin, "w"), os.fdopen(stdout)
+        environ = {**os.environ, **ENVIRON}
+        with open(their_stdin, "rb") as first, open(their_stdout, "wb") as second:
+            streams = Streams(first, second, sys.__stderr__.buffer)
+            self.process = start_like("tests.support.rank_rig", [json.dumps(told)], environ, streams)
+
+    def close(self) -> None:
+        """End the process at the end of its stdin."""
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+        self.stdout.read()
+        self.stdout.close()
+        self.process.wait()
 
 
 def _load(ranks: RankGroup, wanted: dict[str, Any], capture: Capture) -> tuple[Worker, dict[str, float]]:

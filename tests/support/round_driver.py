@@ -19,6 +19,7 @@ from specdec.core.reference import chain_hash
 from specdec.core.rejection import Decision, verify_rejection
 from specdec.engine_api import DraftEngine, TargetEngine
 from specdec.errors import KvMiss
+from specdec.tenant import DEFAULT_TENANT
 from specdec.types import (
     DrawRule,
     LocalDraft,
@@ -47,6 +48,8 @@ def make_round(
     seed: int = 0,
     output_start: int = 0,
     draw_rule: DrawRule = DrawRule.DISTRIBUTION,
+    max_session_tokens: int = 0,
+    tenant: str = DEFAULT_TENANT,
 ) -> SessionPosition:
     """The round of a session whose committed tokens are `tokens`, sent from `start` on."""
     return SessionPosition(
@@ -61,6 +64,8 @@ def make_round(
         turn=0,
         output_start=output_start,
         draw_rule=draw_rule,
+        max_session_tokens=max_session_tokens,
+        tenant=tenant,
     )
 
 

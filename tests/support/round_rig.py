@@ -124,6 +124,7 @@ class Rounds:
         turn: int = 0,
         num_logprobs: int | None = None,
         vocabulary_size: int = VOCABULARY,
+        kv_wait_s: float = 0.0,
     ) -> None:
         setting = RoundSetting(
             session_id=session_id,
@@ -136,6 +137,7 @@ class Rounds:
             num_logprobs=num_logprobs,
             vocabulary_size=vocabulary_size,
             draft_timeout_s=draft_timeout_s,
+            kv_wait_s=kv_wait_s,
         )
         self.tokens = SessionTokens(prompt)
         self.replicas = SessionReplicas(session_id, pools)

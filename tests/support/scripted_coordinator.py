@@ -53,6 +53,8 @@ class ScriptedCoordinator(CoordinatorServiceServicer):
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     deleted: list[str] = field(default_factory=list)
     promoted: list[str] = field(default_factory=list)
+    target_shares: list[tuple[str, float]] = field(default_factory=list)
+    """Fingerprint and share of each call of Promote for a target model."""
     authorizations: list[str] = field(default_factory=list)
     """What each call of Generate, GetInfo, Promote and DeleteSession had as `authorization`; "" for none."""
     served: pb.GetInfoResponse = field(default_factory=pb.GetInfoResponse)
@@ -83,6 +85,9 @@ class ScriptedCoordinator(CoordinatorServiceServicer):
         return self.served
 
     def Promote(self, request: pb.PromoteRequest, context: grpc.ServicerContext) -> pb.PromoteResponse:  # noqa: N802
+        if request.HasField("target_fingerprint"):
+            self.target_shares.append((request.target_fingerprint, request.share))
+            return pb.PromoteResponse(target_models=self.served.target_models)
         self.promoted.append(request.draft_pool)
         self._note_authorization(context)
         return pb.PromoteResponse()

@@ -5,8 +5,10 @@
         stack.kill("draft")
         stack.restart("draft")
 
-Each part is `python -m SERVICE` with one OpenMP thread. `start` waits for health, `stop` ends everything and checks
-nothing. Called by tests that need processes; tests that do not should use `tests.support.coordinator_rig`.
+Each part runs `python -m SERVICE` with one OpenMP thread. It is forked from a template that has imported its packages
+(`process_template`); on a machine of its own it is a process from the start. `start` waits for health, `stop` ends
+everything and checks nothing. Called by tests that need processes; tests that do not should use
+`tests.support.coordinator_rig`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -32,8 +34,9 @@ from specdec.supervision.processes import free_ports
 from specdec.v1.coordinator_pb2 import GetInfoRequest
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.support.machines import Machines
+from tests.support.process_template import ENVIRON, ForkedProcess, Streams, start_like, start_process
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 30.0
 _POLL_S = 0.02
 GATEWAY = "gateway"
@@ -44,9 +47,13 @@ def free_port() -> int:
     return free_ports(1)[0]
 
 
-def is_serving(address: str) -> bool:
+Dial = Callable[[str], grpc.Channel]
+"""Returns a channel to an address."""
+
+
+def is_serving(address: str, dial: Dial = grpc.insecure_channel) -> bool:
     """Whether `grpc.health.v1` at `address` says SERVING."""
-    with grpc.insecure_channel(address) as channel:
+    with dial(address) as channel:
         try:
             reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1.0)
         except grpc.RpcError:
@@ -66,9 +73,9 @@ def is_ready(address: str) -> bool:
         connection.close()
 
 
-def num_connected(address: str) -> int:
+def num_connected(address: str, dial: Dial = grpc.insecure_channel) -> int:
     """Replicas that the coordinator at `address` is connected to; 0 when it does not answer."""
-    with grpc.insecure_channel(address) as channel:
+    with dial(address) as channel:
         try:
             served = CoordinatorServiceStub(channel).GetInfo(GetInfoRequest(), timeout=1.0)
         except grpc.RpcError:
@@ -89,15 +96,21 @@ class Part:
     """What its command begins with where it runs on a machine of its own."""
     metrics: str = ""
     """HOST:PORT of its metrics; "" for none."""
-    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    dial: Dial = grpc.insecure_channel
+    process: subprocess.Popen[bytes] | ForkedProcess | None = field(default=None, repr=False)
 
     def start(self, environ: Mapping[str, str]) -> None:
-        with self.log_path.open("ab") as log:
-            self.process = _spawn([*self.machine, sys.executable, "-m", self.module, *self.arguments], log, environ)
+        with open(os.devnull, "rb") as nothing, self.log_path.open("ab") as log:
+            streams = Streams(nothing, log, log)
+            if self.machine:
+                command = [*self.machine, sys.executable, "-m", self.module, *self.arguments]
+                self.process = start_process(command, environ, streams)
+            else:
+                self.process = start_like(self.module, self.arguments, environ, streams)
 
     @property
     def is_serving(self) -> bool:
-        return is_ready(self.address) if self.module == GATEWAY else is_serving(self.address)
+        return is_ready(self.address) if self.module == GATEWAY else is_serving(self.address, self.dial)
 
     @property
     def is_alive(self) -> bool:
@@ -133,6 +146,7 @@ class Stack:
         num_targets: int = 1,
         num_drafts: int = 1,
         num_coordinators: int = 1,
+        num_gateways: int = 1,
         tokenizer: Path | str | None = None,
         redis_url: str = "memory://",
         replica_arguments: Sequence[str] = ("--dtype", "float32"),
@@ -143,6 +157,7 @@ class Stack:
         has_metrics: bool = False,
         environ: Mapping[str, str] | None = None,
         machines: Machines | None = None,
+        dial: Dial = grpc.insecure_channel,
     ) -> None:
         """
         Args:
@@ -151,20 +166,22 @@ class Stack:
             num_targets: target processes; they are called target, target2, ...
             num_drafts: draft processes, likewise.
             num_coordinators: coordinator processes, likewise; more than one needs a Redis.
+            num_gateways: gateway processes, likewise.
             tokenizer: its directory; None: the target's.
             redis_url: of the session store. Replicas are static endpoints either way.
             replica_arguments: further arguments of draft and target.
             target_arguments: further arguments of targets.
             draft_arguments: further arguments of drafts.
             coordinator_arguments: further arguments of coordinators.
-            gateway_arguments: further arguments of a gateway in front of all coordinators; None: no gateway.
+            gateway_arguments: further arguments of gateways in front of all coordinators; None: no gateway.
             has_metrics: whether every part serves metrics, the gateway at its own address.
             environ: added to the environment of every process.
             machines: one for each part, under its name; None: all parts run here.
+            dial: makes the channels on which parts are asked whether they serve.
         """
         self._directory = tempfile.TemporaryDirectory(prefix="specdec-stack-")
-        self._environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environ or {})}
-        self._machines = machines
+        self._environ = {**os.environ, **ENVIRON, **(environ or {})}
+        self._machines, self._dial = machines, dial
         self._has_metrics = has_metrics
         self.parts: dict[str, Part] = {}
         endpoints: list[str] = []
@@ -180,19 +197,22 @@ class Stack:
             self._add("coordinator", index, "coordinator", [*arguments, *coordinator_arguments])
         if gateway_arguments is not None:
             upstream = [word for part in self._coordinators() for word in ("--coordinator", part.address)]
-            self._add(GATEWAY, 0, GATEWAY, [*upstream, "--redis-url", "memory://", *gateway_arguments])
+            for index in range(num_gateways):
+                self._add(GATEWAY, index, GATEWAY, [*upstream, "--redis-url", "memory://", *gateway_arguments])
 
     def _add(self, role: str, index: int, module: str, arguments: Sequence[str]) -> Part:
         name = role if index == 0 else f"{role}{index + 1}"
         machine, address = [], f"127.0.0.1:{free_port()}"
         if self._machines is not None:
             machine, address = self._machines.command(name), f"{self._machines.address(name)}:50051"
+            arguments = [*arguments, "--insecure"]
         metrics = ""
         if self._has_metrics:
             metrics = address if module == GATEWAY else f"127.0.0.1:{free_port()}"
             arguments = [*arguments, *(() if module == GATEWAY else ("--metrics", metrics))]
         log_path = Path(self._directory.name) / f"{name}.log"
-        self.parts[name] = Part(name, module, [*arguments, "--listen", address], address, log_path, machine, metrics)
+        command = [*arguments, "--listen", address]
+        self.parts[name] = Part(name, module, command, address, log_path, machine, metrics, self._dial)
         return self.parts[name]
 
     @property
@@ -226,7 +246,7 @@ class Stack:
         """Waits until every coordinator is connected to every replica."""
         num_replicas = sum(part.module.endswith("_service") for part in self.parts.values())
         for part in self._coordinators():
-            self._wait(part, lambda address=part.address: num_connected(address) == num_replicas)
+            self._wait(part, lambda address=part.address: num_connected(address, self._dial) == num_replicas)
 
     def _coordinators(self) -> list[Part]:
         return [part for part in self.parts.values() if part.module == "coordinator"]
@@ -264,7 +284,3 @@ class Stack:
             part.process.kill()
             part.process.wait()
         self._directory.cleanup()
-
-
-def _spawn(command: Sequence[str], log: IO[bytes], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=dict(environ))

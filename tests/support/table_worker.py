@@ -30,6 +30,7 @@ class TableWorker(Worker):
         context: int = 512,
         spread: float = 2.0,
         salt: int = 0,
+        eos_token_ids: tuple[int, ...] = (1,),
         vocabulary: str = "table",
         local_drafts: Mapping[str, int] = MappingProxyType({}),
         local_gammas: tuple[int, ...] = (),
@@ -39,7 +40,7 @@ class TableWorker(Worker):
         self.shape = ModelShape(
             vocabulary_size=vocabulary_size,
             max_context_tokens=context,
-            eos_token_ids=(1,),
+            eos_token_ids=eos_token_ids,
             model_fingerprint=f"table-{salt}-{vocabulary}",
             vocabulary_fingerprint=vocabulary,
             num_kv_blocks=num_blocks,
@@ -67,7 +68,7 @@ class TableWorker(Worker):
         self.num_read = self.num_written = 0
         """Blocks copied out and in."""
         self._spread = spread
-        self._salt = salt
+        self.salt = salt
         self._slots = np.full((num_blocks * BLOCK_TOKENS, 2), -1, dtype=np.int64)  # token id, position
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
@@ -103,7 +104,7 @@ class TableWorker(Worker):
 
     def logits_after(self, token_ids: Sequence[int], salt: int | None = None) -> np.ndarray:
         """float32 [V]: the row that follows `token_ids`; of the model of another `salt`."""
-        salt = self._salt if salt is None else salt
+        salt = self.salt if salt is None else salt
         if int(token_ids[-1]) in self.non_finite:
             return np.full(self.shape.vocabulary_size, self.non_finite[int(token_ids[-1])], dtype=np.float32)
         digest = hashlib.blake2b(np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=8).digest()

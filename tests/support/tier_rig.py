@@ -15,6 +15,7 @@ import numpy as np
 from specdec.core.chain import ChainHasher
 from specdec.engine.cold_tier import run_blocks
 from specdec.engine.loop.replica import ReplicaOptions
+from specdec.engine_api import EndedTurn
 from specdec.state.kv_tier import KvTier
 from specdec.state.kv_values import KvSpace
 from specdec.tenant import DEFAULT_TENANT
@@ -123,9 +124,10 @@ async def fill(url: str, *prompts: list[int]) -> None:
 
 
 async def asked(replica: Replica, tokens: list[int], **position: Any) -> int:
-    """Request the next token, check it, and return the number of tokens whose KV was not computed."""
+    """Request the next token in a turn of its own, check it, and return the number of tokens without a computation."""
     verification = await asyncio.wait_for(replica.ask(tokens, **position), 30.0)
     assert int(verification.choice_token_ids[0]) == expected(tokens)
+    await replica.engine.end_turns([EndedTurn(position.get("session_id", "s"), position.get("epoch", 1))])
     return verification.num_cached_tokens
 
 

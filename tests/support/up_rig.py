@@ -16,6 +16,8 @@ import pytest
 SPECDEC = [sys.executable, "-m", "specdec.cli"]
 ENVIRON = {key: value for key, value in os.environ.items() if not key.startswith("SPECDEC_")} | {"OMP_NUM_THREADS": "1"}
 
+_TEMPLATE = "specdec.supervision.process_template"
+
 #: Lines that `up` and its children write when nothing is wrong.
 _START_LINES = (
     r"starting \(\d+ s\): .*",
@@ -52,9 +54,10 @@ def specdec(*args: str, stdin: str = "", **environ: str) -> subprocess.Completed
 
 
 def children_of(process: subprocess.Popen[str]) -> list[int]:
-    """The services of `up`, and not what keeps its store."""
-    pids = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(pid) for pid in pids if "redis" not in _command_of(pid)]
+    """The services of `up`, and not what keeps its store or the imports of its replicas."""
+    tasks = Path(f"/proc/{process.pid}/task").glob("*/children")  # a thread is the parent of what it has started
+    pids = " ".join(path.read_text() for path in tasks).split()
+    return [int(pid) for pid in pids if not {"redis", _TEMPLATE} & set(_command_of(pid))]
 
 
 def store_of(process: subprocess.Popen[str]) -> int:

@@ -207,6 +207,10 @@ def test_a_malformed_host_and_port_is_refused(address: str) -> None:
 def test_the_advertised_address_has_the_bound_port_and_a_reachable_host() -> None:
     assert advertised_address("", "127.0.0.1:0", 4711) == "127.0.0.1:4711"
     assert advertised_address("draft.internal:50061", "0.0.0.0:0", 4711) == "draft.internal:50061"
+    assert advertised_address("10.0.0.7", "0.0.0.0:0", 4711) == "10.0.0.7:4711"
+    assert advertised_address("fd00::7", "[::]:50061", 50061) == "[fd00::7]:50061"
+    assert advertised_address("[fd00::7]:1", "[::]:50061", 50061) == "[fd00::7]:1"
+    assert advertised_address("draft", "0.0.0.0:0", 4711) == "draft:4711"
     host, port = split_address(advertised_address("", "0.0.0.0:0", 4711))
     assert port == 4711
     assert host not in ("", "0.0.0.0")

@@ -42,7 +42,7 @@ class Splitting:
 
     tile_keys: int = 64
     """Number of keys in one matrix product; a power of two, at least 16."""
-    unit_tiles: int = 2
+    unit_tiles: int = 1
     """Number of consecutive tiles that one program takes."""
     num_splits: int = 16
     """Number of programs; a power of two. 16 for each of 8 KV heads occupy 132 multiprocessors with one sequence."""

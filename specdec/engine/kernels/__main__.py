@@ -1,11 +1,17 @@
-"""Compile the kernels for a container image: `python -m specdec.engine.kernels DIRECTORY`. Called by Dockerfiles."""
+"""Compile the kernels for a container image: `python -m specdec.engine.kernels DIRECTORY`. Called by Dockerfiles.
+
+With `--load` it loads the kernels as a replica does at its start, which `specdec doctor` checks.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
+from specdec.artifact_cache import cache_directory
+from specdec.engine.kernels.library import load_library
 from specdec.engine.kernels.prebuilt import prebuild
 from specdec.errors import SpecdecError
 
@@ -15,9 +21,17 @@ def main(arguments: list[str]) -> int:
         prog="python -m specdec.engine.kernels",
         description="Compile the kernels for each kind of processor that images support, and print the library paths.",
     )
-    parser.add_argument("directory", type=Path, help="directory for the libraries; created if it does not exist")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "directory", nargs="?", type=Path, help="directory for the libraries; created if it does not exist"
+    )
+    what.add_argument("--load", action="store_true", help="load the kernels of this machine from the user's cache")
+    args = parser.parse_args(arguments)
     try:
-        paths = prebuild(parser.parse_args(arguments).directory)
+        if args.load:
+            paths = [Path(load_library(cache_directory(os.environ) / "compiled")._name)]
+        else:
+            paths = prebuild(args.directory)
     except (SpecdecError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

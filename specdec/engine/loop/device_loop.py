@@ -5,9 +5,9 @@
        ▲                                          │ no blocks yet                        │
        └── one callback per turn ◀── outbox ◀─────┴──── waiting ◀────────────────────────┘
 
-The proposer or the verifier makes a call. It passes `specdec.engine.sessions.calls` (is it new?) and
-`specdec.engine.sessions.table` (which tokens have KV?), and runs in `specdec.engine.loop.steps`. Its answer leaves
-through `specdec.engine.loop.delivery`.
+The proposer or the verifier makes a call. `specdec.engine.loop.call_desk` admits it: it passes
+`specdec.engine.sessions.calls` (is it new?) and `specdec.engine.sessions.table` (which tokens have KV?). It runs in
+`specdec.engine.loop.steps`, and its answer leaves through `specdec.engine.loop.delivery`.
 
 All state below belongs to the device thread. The asyncio side only posts to the inbox and reads a few numbers for
 `load()`. No forward pass runs on the event loop, and the thread sleeps while there is nothing to do. Idle drafting gets
@@ -30,19 +30,19 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from specdec.engine.base import StepObserver, Worker, WorkerLost
 from specdec.engine.cold_tier import ColdTier
+from specdec.engine.loop.call_desk import CallDesk
 from specdec.engine.loop.delivery import Outbox, Waiter
 from specdec.engine.loop.device_health import DeviceLost
-from specdec.engine.loop.idle_drafting import Branch, IdleDrafting
+from specdec.engine.loop.idle_drafting import IdleDrafting
 from specdec.engine.loop.inbox import Inbox
 from specdec.engine.loop.job import Job, Program
-from specdec.engine.loop.loop_stats import read_stats
+from specdec.engine.loop.loop_stats import Load, read_stats
 from specdec.engine.loop.preemptible_calls import PreemptibleCalls
 from specdec.engine.loop.steps import StepRunner
 from specdec.engine.loop.tier_restorer import TierRestorer
@@ -51,34 +51,16 @@ from specdec.engine.loop.watchdog import LOOK_INTERVAL_S
 from specdec.engine.schedule.awaited_sessions import AwaitedSessions
 from specdec.engine.schedule.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S, Scheduler
 from specdec.engine.sessions.block_manager import BlockManager
-from specdec.engine.sessions.calls import Call, Calls
-from specdec.engine.sessions.sequence import Sequence
+from specdec.engine.sessions.calls import DEFAULT_LIMITS, Call, Calls
+from specdec.engine.sessions.kv_queue import WaitLimits
 from specdec.engine.sessions.table import DEFAULT_PIN_TTL_S, SessionTable
-from specdec.engine_api import EngineStats
+from specdec.engine_api import EndedTurn, EngineStats
 from specdec.errors import Internal, SpecdecError, Unavailable
 
 #: Time limit of the work between two steps, such as copies of KV blocks.
 NO_STEP_PATIENCE_S = 10.0
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Load of a replica."""
-
-    kv_usage: float
-    """Share of KV blocks of sessions with a call now or within the last second, 0..1."""
-    num_sessions: int
-    """Number of sessions with KV."""
-    num_running: int
-    """Number of sessions with a running or recent call."""
-    draining: bool
-    """True while calls are refused, because the replica is closing or its device is stalled."""
-    num_steps: int
-    """Number of steps that have ended."""
-    step_limit_s: float
-    """Longest time in which a step should end now, in seconds; 0 if unknown."""
 
 
 class EngineLoop:
@@ -96,6 +78,7 @@ class EngineLoop:
         ahead: IdleDrafting | None = None,
         observer: StepObserver | None = None,
         tier: ColdTier | None = None,
+        limits: WaitLimits = DEFAULT_LIMITS,
     ) -> None:
         """Start the thread.
 
@@ -109,6 +92,7 @@ class EngineLoop:
             ahead: drafting while no call runs; None for none.
             observer: receives every step, also those of branches.
             tier: cold tier that receives runs of KV blocks and restores those that a call lacks; None for none.
+            limits: bounds on the calls that wait for KV blocks.
         """
         self._idle_drafting = ahead or IdleDrafting()
         self._clock = clock
@@ -116,18 +100,17 @@ class EngineLoop:
         self._sessions = SessionTable(self._blocks, pin_ttl_s=pin_ttl_s, clock=clock)
         self._inbox = Inbox()
         self._outbox = Outbox(self._inbox.event_loop)
-        self._calls: Calls[Job, Waiter] = Calls(self._sessions, self._outbox.put)
+        self._calls: Calls[Job, Waiter] = Calls(self._sessions, self._outbox.put, limits)
         self._scheduler = Scheduler(max_step_tokens, prefill_budget_s)
         self._awaited = AwaitedSessions()
-        self._observer = observer
         self._arrived: set[Waiter] = set()
         """Waiters of calls that the device thread has not admitted yet."""
         self._preemptible_calls = PreemptibleCalls(self._calls)
-        self._publish = self._sessions.publish
+        publish = self._sessions.publish
         self._tier_restorer: TierRestorer | None = None
         if tier is not None:
             tier = worker.divided(tier)
-            self._publish = TierWriter(tier, worker, self._sessions).publish
+            publish = TierWriter(tier, worker, self._sessions).publish
             self._tier_restorer = TierRestorer(
                 tier, worker, self._calls, scheduler=self._scheduler, inbox=self._inbox, clock=clock
             )
@@ -138,7 +121,19 @@ class EngineLoop:
             scheduler=self._scheduler,
             observer=observer,
             clock=clock,
-            publish=self._publish,
+            publish=publish,
+        )
+        self._desk = CallDesk(
+            self._calls,
+            self._outbox,
+            self._scheduler,
+            self._awaited,
+            self._idle_drafting,
+            self._preemptible_calls,
+            publish,
+            observer,
+            limits.max_wait_s,
+            clock,
         )
         self._watchdog = self._steps.watchdog
         self._wakes_at_s = 0.0
@@ -186,7 +181,17 @@ class EngineLoop:
             Unavailable: the device is stalled; the sessions are released once it continues.
         """
         waiter = Waiter()
-        if self._inbox.post(functools.partial(self._release, tuple(session_ids), waiter)):
+        if self._inbox.post(functools.partial(self._desk.release, tuple(session_ids), waiter)):
+            await self._watchdog.answer_to(waiter)  # otherwise closing frees everything
+
+    async def end_turns(self, turns: list[EndedTurn]) -> None:
+        """End turns: abandon their calls and give back the blocks that are reserved for them. Return when it is done.
+
+        Raises:
+            Unavailable: the device is stalled; the turns end once it continues.
+        """
+        waiter = Waiter()
+        if self._inbox.post(functools.partial(self._desk.end_turns, tuple(turns), waiter)):
             await self._watchdog.answer_to(waiter)  # otherwise closing frees everything
 
     def share_event_loop(self) -> asyncio.AbstractEventLoop:
@@ -312,7 +317,7 @@ class EngineLoop:
                 if self._calls.running:
                     for job in self._steps.run(self._awaited):
                         if job.answer is not None:
-                            self._finish(job)
+                            self._desk.finish(job)
                 elif self._outbox.is_empty:  # answers leave first
                     self._steps.run_ahead(self._idle_drafting)
                 self._watchdog.note_turn()
@@ -351,62 +356,5 @@ class EngineLoop:
 
     def _admit(self, call: Call, waiter: Waiter, arrival_s: float) -> None:
         self._arrived.discard(waiter)
-        if waiter.future.done():  # cancelled, or failed because the device is stalled
-            return
-        sequence: Sequence | None = None
-        try:
-            if call.preemptible:
-                self._preemptible_calls.require_idle(call, self._awaited.count(arrival_s))
-            sequence = self._calls.admit(call, waiter)
-            if sequence is not None:
-                self._begin(call, waiter, arrival_s, sequence)
-        except SpecdecError as error:
-            self._outbox.put(waiter, error)
-        except Exception:
-            _log.exception("admission failed")
-            failure = Internal("the engine failed to admit the call")
-            job = self._calls.jobs.get(call.position.session_id)
-            if job is not None:
-                self._calls.end(job, failure)
-            if sequence is not None:
-                self._sessions.invalidate(sequence)
-            self._outbox.put(waiter, failure)
-
-    def _begin(self, call: Call, waiter: Waiter, arrival_s: float, sequence: Sequence) -> None:
-        """Align an admitted call, or continue the branch that assumed it."""
-        knows_start = self._sessions.knows_start(sequence, call.position)
-        branch = self._idle_drafting.take(sequence, call) if knows_start else None
-        if branch is None:
-            self._sessions.align(sequence, call.position, call.draft_token_ids)
-        else:
-            self._sessions.adopt_fork(sequence, call.position, branch.job.sequence)
-        job = Job(call, sequence, arrival_step=self._scheduler.num_steps, arrival_s=arrival_s, clock=self._clock)
-        self._calls.enter(job, waiter)
-        self._awaited.note_back(sequence.session_id)
-        if branch is not None:
-            self._resume(job, branch)
-
-    def _resume(self, job: Job, branch: Branch) -> None:
-        """Continue from a branch that assumed the job's call; often the branch is the answer."""
-        committed_len = job.call.position.committed_len
-        job.num_cached_tokens = committed_len
-        self._idle_drafting.resume(job, branch)
-        self._publish(job.sequence, committed_len)
-        if job.answer is not None:
-            self._finish(job)
-
-    def _finish(self, job: Job) -> None:
-        """Store a job's answer and send it."""
-        self._calls.finish(job, job.answer)
-        if job.call.preemptible:
-            return
-        if self._observer is not None:
-            self._observer.observe_queue(job.queue_s)
-        self._awaited.note_answered(job.sequence.session_id, self._clock())
-        self._idle_drafting.note_answered(job)
-
-    def _release(self, session_ids: tuple[str, ...], waiter: Waiter) -> None:
-        for session_id in session_ids:
-            self._calls.release(session_id)
-            self._awaited.note_back(session_id)
-        self._outbox.put(waiter, None)
+        if not waiter.future.done():  # neither cancelled nor failed because the device is stalled
+            self._desk.admit(call, waiter, arrival_s)

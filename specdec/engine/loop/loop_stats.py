@@ -1,4 +1,4 @@
-"""Reads the state of the device loop for metrics: calls that wait and run, the prompt tokens ahead, KV blocks.
+"""The state of the device loop, for metrics and load reports: calls that wait and run, prompt tokens ahead, KV blocks.
 
 `device_loop` calls this in the thread of a scrape. It copies the lists that the device thread changes, and takes no
 lock: a number may be one step old.
@@ -6,12 +6,31 @@ lock: a number may be one step old.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from specdec.engine.loop.job import Job
 from specdec.engine.schedule.scheduler import is_short
 from specdec.engine.sessions.calls import Calls
 from specdec.engine_api import EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load of a replica."""
+
+    kv_usage: float
+    """Share of KV blocks of sessions with a call now or within the last second, 0..1."""
+    num_sessions: int
+    """Number of sessions with KV."""
+    num_running: int
+    """Number of sessions with a running or recent call."""
+    draining: bool
+    """True while calls are refused, because the replica is closing or its device is stalled."""
+    num_steps: int
+    """Number of steps that have ended."""
+    step_limit_s: float
+    """Longest time in which a step should end now, in seconds; 0 if unknown."""
 
 
 def read_stats(calls: Calls[Job, Any], num_arrived: int, *, is_stalled: bool) -> EngineStats:

@@ -20,11 +20,16 @@ from specdec.engine.loop.device_loop import EngineLoop
 from specdec.engine.loop.idle_drafting import IdleDrafting
 from specdec.engine.loop.job import Program
 from specdec.engine.schedule.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S
-from specdec.engine_api import EngineStats
+from specdec.engine.sessions.calls import DEFAULT_LIMITS
+from specdec.engine.sessions.kv_queue import WaitLimits
+from specdec.engine_api import EndedTurn, EngineStats
 from specdec.types import BLOCK_TOKENS, DrawRule, EngineInfo, SamplingFilters, SessionPosition
 
 # Braces: the store refuses such an id, so it is never a client's session.
 _WARM_UP_SESSION = "{warm-up}"
+
+#: Default of `ReplicaOptions.kv_reserve_tokens`.
+DEFAULT_KV_RESERVE_TOKENS = 4096
 
 #: Tokens of the prompt that measures prefill, with which fetching KV competes: the longest that is not a whole run.
 _WARM_UP_PROMPT_TOKENS = RUN_BLOCKS * BLOCK_TOKENS - 1
@@ -50,6 +55,10 @@ class ReplicaOptions:
     """True if requests use the pool by name or promotion alone; only reported."""
     kv_tier: ColdTier | None = None
     """Store of KV blocks outside this replica; None for none."""
+    kv_reserve_tokens: int = DEFAULT_KV_RESERVE_TOKENS
+    """Largest number of a turn's output tokens for which KV blocks are reserved."""
+    wait_limits: WaitLimits = DEFAULT_LIMITS
+    """Bounds on the first calls of turns that wait for KV blocks. Drafts never wait."""
 
 
 #: Options of a replica outside any pool.
@@ -83,11 +92,21 @@ class ReplicaEngine:
             ahead=ahead,
             observer=observer,
             tier=options.kv_tier,
+            limits=options.wait_limits,
         )
 
     async def release(self, session_ids: list[str]) -> None:
         """Free the KV of sessions. Idempotent; unknown ids are ignored."""
         await self._engine_loop.release(session_ids)
+
+    async def end_turns(self, turns: list[EndedTurn]) -> None:
+        """Abandon the calls of turns and give back the KV blocks reserved for them."""
+        await self._engine_loop.end_turns(turns)
+
+    def _reserved_len(self, position: SessionPosition) -> int:
+        """Return the number of tokens for which a turn reserves KV blocks; 0 where its greatest length is not known."""
+        most = position.output_start + self._options.kv_reserve_tokens
+        return min(position.max_session_tokens, self._shape.max_context_tokens, most)
 
     def info(self) -> EngineInfo:
         """Return the identity of this replica and its current load."""

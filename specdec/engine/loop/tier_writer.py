@@ -4,7 +4,7 @@ The device thread only names the blocks of a run; the tier's own thread copies t
 needed: a published block is not written again before it is evicted, so a copy is valid if the stamps of its blocks are
 unchanged afterwards (`BlockManager.stamps`), and is dropped otherwise.
 
-Called by `steps` and `device_loop` in place of the session table's own `publish`.
+Called by `steps` and `call_desk` in place of the session table's own `publish`.
 """
 
 from __future__ import annotations

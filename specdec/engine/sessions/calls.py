@@ -8,8 +8,8 @@
       │ it was answered: return the stored answer
       │ another call of the session is in progress: that one ends with StaleEpoch
 
-A call waits, in order of arrival, while blocks that are held or pinned may still be released. The caller then runs the
-round in steps of the device (`specdec.engine.loop.steps`, or a simulated one), and the answer returns through `tell`.
+A call waits while blocks that are held or pinned may still be released (`kv_queue`). The caller then runs the round in
+steps of the device (`specdec.engine.loop.steps`, or a simulated one), and the answer returns through `tell`.
 
 `table` knows which tokens have KV. Called by `specdec.engine.loop.device_loop` from the device thread and by
 `specdec.engine.simulated.replica` on its event loop, each from one thread alone.
@@ -17,15 +17,19 @@ round in steps of the device (`specdec.engine.loop.steps`, or a simulated one), 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from specdec.engine.sessions.block_manager import blocks_for
+from specdec.engine.sessions.kv_queue import KvQueue, WaitLimits
+from specdec.engine.sessions.reservations import is_within_reservation
 from specdec.engine.sessions.sequence import Sequence, StoredAnswer
 from specdec.engine.sessions.table import SessionTable
 from specdec.errors import KvMiss, ResourceExhausted, SpecdecError, StaleEpoch
 from specdec.types import ProposeRequest, ScoreRequest, SessionPosition, TokenIds, VerifyRequest
+
+DEFAULT_LIMITS = WaitLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,16 @@ class Call:
     """True if the session of a preemptible call stays for the next one, until it is released."""
     local_draft: str = ""
     """Draft that the worker makes before the tokens run, one of `ModelShape.local_drafts`; "" for none."""
+    reserved_len: int = 0
+    """Number of tokens for which blocks stay reserved until the turn ends; 0: none."""
+    may_refuse: bool = False
+    """True if the call is refused, instead of waiting longer than the limits, where KV blocks are reserved for others:
+    its turn has no output yet, or gets along without the answer."""
+
+    @property
+    def needed_len(self) -> int:
+        """Number of tokens for which the call needs blocks, the reserved ones included."""
+        return max(self.max_kv_len, self.reserved_len)
 
     @property
     def position(self) -> SessionPosition:
@@ -70,11 +84,14 @@ WaiterT = TypeVar("WaiterT")
 class Calls(Generic[JobT, WaiterT]):
     """All calls in progress, at most one a session, with the waiters for their answers."""
 
-    def __init__(self, sessions: SessionTable, tell: Callable[[WaiterT, Any], None]) -> None:
+    def __init__(
+        self, sessions: SessionTable, tell: Callable[[WaiterT, Any], None], limits: WaitLimits = DEFAULT_LIMITS
+    ) -> None:
         """
         Args:
             sessions: the sessions of the replica.
             tell: gives a waiter its outcome: an answer, or an error to raise.
+            limits: bounds on the calls that wait for KV blocks.
         """
         self.sessions = sessions
         self.jobs: dict[str, JobT] = {}
@@ -84,7 +101,8 @@ class Calls(Generic[JobT, WaiterT]):
         self.restoring: list[JobT] = []
         """Jobs that have their blocks and run after `go_on`."""
         self.pin_end_s: float | None = None
-        """Time to try again, on the session table's clock, while only pins and restoring jobs keep calls from running.
+        """Time to try again, on the session table's clock, while no job runs and the waiting ones wait for the end of
+        pins, turns and restoring jobs.
 
         Infinite: try again when a restoring job goes on. None: no such wait.
         """
@@ -92,7 +110,7 @@ class Calls(Generic[JobT, WaiterT]):
         """Number of calls that ended because no KV block was left."""
         self._tell = tell
         self._waiters: dict[JobT, list[WaiterT]] = {}
-        self._waiting: deque[JobT] = deque()  # for KV blocks, in order of arrival
+        self._queue: KvQueue[JobT] = KvQueue(limits)
 
     @property
     def may_run(self) -> bool:
@@ -126,35 +144,57 @@ class Calls(Generic[JobT, WaiterT]):
         """Add the job of a call that was admitted and aligned; it waits for its blocks."""
         self.jobs[job.sequence.session_id] = job
         self._waiters[job] = [waiter]
-        self._waiting.append(job)
+        self._queue.add(job, self.sessions.now_s)
 
     def start_waiting(self) -> list[JobT]:
-        """Start jobs in order of arrival while KV blocks suffice, and return those that begin now.
+        """Start waiting jobs, in the order of the queue, while KV blocks suffice; return those that begin now.
 
-        A job that the pool can never hold, or for which no block will be released, ends with ResourceExhausted.
+        Behind a job that must wait, only jobs that have their blocks already begin, unless it leaves blocks to other
+        tenants. A job that the pool can never hold, or that the queue refuses, ends with ResourceExhausted.
         """
         self.pin_end_s = None
         begun: list[JobT] = []
-        while self._waiting:
-            job = self._waiting[0]
+        if not self._queue:
+            return begun
+        now_s = self.sessions.now_s
+        blocker: JobT | None = None
+        leaver: JobT | None = None
+        reserved = self.sessions.tenants.reserved_blocks(now_s)
+        order = self._queue.in_order(reserved)
+        for index, job in enumerate(order):
             try:
-                if not self._reserve(job):
-                    if self.running:
-                        break
-                    self.pin_end_s = self.sessions.next_pin_end_s()
-                    if self.pin_end_s is None and self.restoring:
-                        self.pin_end_s = float("inf")
-                    if self.pin_end_s is not None:
-                        break
-                    raise ResourceExhausted("no KV block is left on this replica", reason="KV_EXHAUSTED")
+                leaves = self.sessions.tenants.num_tenants > 1 and self._queue.must_leave_blocks(
+                    job, reserved[job.sequence.tenant], self.sessions.blocks.num_blocks
+                )
+                if leaves or (blocker and not _has_blocks(job)) or not self._reserve(job, order[index + 1 :]):
+                    leaver, blocker = (job, blocker) if leaves else (leaver, blocker or job)
+                    if refusal := self._queue.refusal(job, now_s):
+                        raise refusal
+                    continue
             except ResourceExhausted as error:
-                self.num_exhausted += 1
-                self.end(job, error)
+                leaver, blocker = (None if job is waiting else waiting for waiting in (leaver, blocker))
+                self._refuse(job, error)
             else:
                 job.num_cached_tokens = min(job.sequence.kv_len, job.call.position.committed_len)
-                self.running.append(self._waiting.popleft())
+                self._queue.remove(job)
+                self.running.append(job)
                 begun.append(job)
+                reserved[job.sequence.tenant] += blocks_for(job.sequence.reserved_len)
+        waiting = blocker or leaver
+        if waiting is not None and not self.running:
+            self.pin_end_s = self._next_change_s()
+            if self.pin_end_s == float("inf") and not self.restoring:
+                self._refuse(waiting, ResourceExhausted("no KV block is left on this replica", reason="KV_EXHAUSTED"))
         return begun
+
+    def _refuse(self, job: JobT, error: ResourceExhausted) -> None:
+        self.num_exhausted += 1
+        self.end(job, error)
+
+    def _next_change_s(self) -> float:
+        """Return the time at which waiting jobs may begin or must end, while no job runs."""
+        times = (self.sessions.next_release_s(), self._queue.next_refusal_s())
+        return min((time_s for time_s in times if time_s is not None), default=float("inf"))
 
     def hold(self, job: JobT) -> None:
         """Suspend a running job, which keeps all its blocks, until `go_on`."""
@@ -180,10 +220,13 @@ class Calls(Generic[JobT, WaiterT]):
     def end(self, job: JobT, outcome: Any) -> None:
         """Remove a job and send `outcome`, an answer or an error, to all its waiters."""
         del self.jobs[job.sequence.session_id]
-        next(jobs for jobs in (self.running, self.restoring, self._waiting) if job in jobs).remove(job)
+        if job in self._queue:
+            self._queue.remove(job)
+        else:
+            (self.running if job in self.running else self.restoring).remove(job)
         for waiter in self._waiters.pop(job):
             self._tell(waiter, outcome)
-        self.sessions.settle(job.sequence)
+        self.sessions.settle(job.sequence, is_held=not job.call.preemptible)
 
     def end_all(self, outcome: SpecdecError) -> None:
         """End every job with the same error."""
@@ -207,12 +250,38 @@ class Calls(Generic[JobT, WaiterT]):
             self.end(job, KvMiss(f"session {session_id} was released; send from 0 on", have=0))
         self.sessions.release(session_id)
 
-    def _reserve(self, job: JobT) -> bool:
-        # While a job runs or is about to, blocks will be released without preempting another job.
-        behind = () if self.running or self.restoring else [other.sequence for other in reversed(self._waiting)]
+    def end_turn(self, session_id: str, epoch: int) -> None:
+        """End the turn that runs under an epoch: abandon its call, and give back the blocks reserved for it.
+
+        The session's KV stays until others need its blocks. Other epochs and unknown ids are ignored.
+        """
+        sequence = self.sessions.get(session_id)
+        if sequence is None or sequence.epoch != epoch:
+            return
+        job = self.jobs.get(session_id)
+        if job is not None:
+            self.end(job, StaleEpoch(f"the turn of session {session_id} has ended"))
+        self._queue.note_released(self.sessions.end_turn(sequence), self.sessions.now_s)
+
+    def _reserve(self, job: JobT, behind: list[JobT]) -> bool:
+        # While a job runs or is about to, blocks will be released without preempting a waiting job.
+        is_idle = not (self.running or self.restoring)
+        preemptable = [other.sequence for other in reversed(behind) if _is_beyond_reservation(other)] if is_idle else ()
+        call = job.call
         return self.sessions.reserve(
             job.sequence,
-            committed_len=job.call.position.committed_len,
-            max_kv_len=job.call.max_kv_len,
-            preemptable=behind,
+            committed_len=call.position.committed_len,
+            max_kv_len=call.max_kv_len,
+            reserved_len=call.reserved_len,
+            has_begun=not call.may_refuse,
+            preemptable=preemptable,
         )
+
+
+def _has_blocks(job: CallInWork) -> bool:
+    return len(job.sequence.block_table) >= blocks_for(job.call.max_kv_len)
+
+
+def _is_beyond_reservation(job: CallInWork) -> bool:
+    """Return whether a waiting call's turn has other blocks than those reserved for it, or needs more."""
+    return not (is_within_reservation(job.sequence) and _has_blocks(job))

@@ -54,6 +54,11 @@ def check_scored(request: ScoreRequest, vocabulary_size: int) -> None:
     check_token_ids(request.token_ids, vocabulary_size, "token_ids")
 
 
+def is_first_of_turn(position: SessionPosition) -> bool:
+    """Return whether a call belongs to a turn that states its greatest length and has no output yet."""
+    return position.max_session_tokens > 0 and position.committed_len <= position.output_start
+
+
 def digest_of(request: ProposeRequest | VerifyRequest) -> bytes:
     """Return a digest of the whole request; two calls of one round with equal digests are the same request."""
     position = request.position

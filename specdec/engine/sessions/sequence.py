@@ -57,6 +57,12 @@ class Sequence:
         """Time of the last call, on the session table's clock."""
         self.pinned_until_s = float("-inf")
         """End of the pin between a miss and its resend, on the session table's clock."""
+        self.turn_order = 0
+        """Place of the session's running turn among all turns that the replica has seen, in order of their begin."""
+        self.reserved_len = 0
+        """Number of tokens for which the sequence keeps blocks between two calls of a turn."""
+        self.held_until_s = float("-inf")
+        """Time until which the running turn is expected to call again, on the session table's clock."""
         self.kv_len = 0
         self.confirmed_len = 0
         """Number of leading tokens that were committed at the last call of `epoch`."""
@@ -102,6 +108,7 @@ class Sequence:
         """
         self.end_forks(blocks)
         self._len = min(self._len, length)
+        num_kept_tokens = self.reserved_len
         self.confirmed_len = min(self.confirmed_len, self._len)
         if len(self._hasher) > self._len:
             self._hasher.truncate(self._len)
@@ -109,11 +116,18 @@ class Sequence:
         if self.kv_len < self.num_published * BLOCK_TOKENS:
             self.num_published = self.kv_len // BLOCK_TOKENS
             self.kv_len = self.num_published * BLOCK_TOKENS
-        blocks.truncate(self.block_table, self.kv_len)
+            num_kept_tokens = 0  # the published block, and with it all later ones, leave the table
+        blocks.truncate(self.block_table, max(self.kv_len, num_kept_tokens))
 
     def settle(self, blocks: BlockManager) -> None:
-        """End a call: drop tokens that did not run and blocks that were reserved for more."""
+        """End a call: drop tokens that did not run, and blocks beyond those that are reserved for the turn."""
         self.truncate_to(self.kv_len, blocks)
+
+    def end_turn(self, blocks: BlockManager) -> None:
+        """Give back the blocks that are reserved for the turn, and let others take those with KV."""
+        self.reserved_len = 0
+        self.held_until_s = self.pinned_until_s = self.called_s = float("-inf")
+        self.settle(blocks)
 
     def drop_kv(self, blocks: BlockManager) -> None:
         """Release every block but keep the tokens, which then run again."""
@@ -124,6 +138,7 @@ class Sequence:
     def forget(self, blocks: BlockManager) -> None:
         """Drop every token, every block and the stored answer; the newest round's key stays."""
         self.truncate_to(0, blocks)
+        blocks.free(self.block_table)
         self.answer = None
 
     def fork(self, length: int, capacity: int, blocks: BlockManager) -> Sequence | None:
@@ -158,6 +173,8 @@ class Sequence:
         self._tokens, self._len = fork._tokens, fork._len
         self.kv_len, self.num_published = fork.kv_len, fork.num_published
         self.end_forks(blocks)
+        # This takes at most the blocks that were just given back, so the turn's reservation is not lost.
+        blocks.grow(self.block_table, self.reserved_len)
 
     def end_forks(self, blocks: BlockManager) -> None:
         """Release the blocks that forks own and end all forks."""

@@ -18,12 +18,16 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from itertools import count
 
 import numpy as np
 
 from specdec.engine.sessions.block_manager import BlockManager, blocks_for
+from specdec.engine.sessions.integrity import check_integrity
+from specdec.engine.sessions.reservations import Takeover, is_idle, next_release_s, require_pool
 from specdec.engine.sessions.sequence import Sequence, StoredAnswer
-from specdec.errors import KvMiss, ResourceExhausted, StaleEpoch
+from specdec.engine.sessions.tenant_use import TenantUse
+from specdec.errors import KvMiss, StaleEpoch
 from specdec.types import BLOCK_TOKENS, SessionPosition, TokenIds
 
 #: Time in which a session's blocks are not evicted after a miss, while the caller sends the tokens again.
@@ -34,6 +38,10 @@ _SPARE_SHARE = 4
 
 #: Time after its last call in which a session counts as running.
 _RUNNING_S = 1.0
+
+#: Time after its last call in which the turn of a session with reserved blocks is expected to call again. Usually its
+#: coordinator says when it ends; the time is for coordinators that died. A turn that calls later waits for blocks.
+DEFAULT_HOLD_S = 10.0
 
 #: Number of sessions that are remembered, with or without KV; the least recently used idle ones are dropped first.
 DEFAULT_MAX_SESSIONS = 4096
@@ -51,16 +59,20 @@ class SessionTable:
         blocks: BlockManager,
         *,
         pin_ttl_s: float = DEFAULT_PIN_TTL_S,
+        hold_s: float = DEFAULT_HOLD_S,
         max_sessions: int = DEFAULT_MAX_SESSIONS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.blocks = blocks
         self._pin_ttl_s = pin_ttl_s
+        self._hold_s = hold_s
         self._max_sessions = max_sessions
         self._clock = clock
         self._sessions: OrderedDict[str, Sequence] = OrderedDict()
         self.num_preemptions = 0
-        """Number of times that a call in progress gave up its KV to another one."""
+        """Number of times that a running turn gave up its KV to another one."""
+        self._turns = count(1)
+        self.tenants = TenantUse()
         self._answered: OrderedDict[Sequence, None] = OrderedDict()  # those with a stored answer, oldest answer first
 
     @property
@@ -79,13 +91,19 @@ class SessionTable:
 
     @property
     def num_active_blocks(self) -> int:
-        """Number of KV blocks of sessions that are running (as `num_running` says) or pinned. Any thread may call."""
+        """Number of KV blocks of sessions that are running (as `num_running` says), held or pinned, with those that are
+        reserved for them. Any thread may call."""
         now_s = self._clock()
         active: set[int] = set()
         for sequence in list(self._sessions.values()):
-            if sequence.called_s >= now_s - _RUNNING_S or not _is_evictable(sequence, now_s):
+            if sequence.called_s >= now_s - _RUNNING_S or not is_idle(sequence, now_s):
                 active.update(sequence.block_table)
         return len(active)
+
+    @property
+    def now_s(self) -> float:
+        """Time by the table's clock."""
+        return self._clock()
 
     def get(self, session_id: str) -> Sequence | None:
         """Return a session's sequence, or None for an unknown id."""
@@ -100,6 +118,8 @@ class SessionTable:
         sequence = self._sessions.get(request.session_id)
         if sequence is None:
             sequence = self._sessions[request.session_id] = Sequence(request.session_id, request.tenant)
+            sequence.turn_order = next(self._turns)
+            self.tenants.opened(sequence)
             self._drop_oldest()
         elif (request.epoch, request.round_id) < (sequence.epoch, sequence.newest_round):
             raise StaleEpoch(
@@ -161,59 +181,54 @@ class SessionTable:
             sequence.end_forks(self.blocks)
 
     def reserve(
-        self, sequence: Sequence, *, committed_len: int, max_kv_len: int, preemptable: Iterable[Sequence] = ()
+        self,
+        sequence: Sequence,
+        *,
+        committed_len: int,
+        max_kv_len: int,
+        reserved_len: int = 0,
+        has_begun: bool = True,
+        preemptable: Iterable[Sequence] = (),
     ) -> bool:
-        """Give `sequence` published blocks for its committed tokens and new ones for up to `max_kv_len` tokens.
+        """Give `sequence` published blocks for its committed tokens and new ones for the call and its turn.
 
-        Blocks are taken from all forks, then from idle sessions, least recently used first, then from the
-        `preemptable` sessions, which are aligned but do not run yet. Those keep their tokens and run them again.
+        `reservations` says whose blocks are taken.
+
+        Args:
+            sequence: sequence of a call that is aligned.
+            committed_len: number of committed tokens.
+            max_kv_len: number of tokens that can need KV before the call ends.
+            reserved_len: number of tokens for which blocks stay reserved until the turn ends; 0: none.
+            has_begun: False for a call that waits or is refused where its whole reservation is not free. True: it may
+                run without the reservation, and take blocks from younger turns.
+            preemptable: sequences of waiting calls that come after this one, first the one to preempt first.
 
         Returns:
-            False if running calls or pins must release blocks first.
+            False if running calls, turns or pins must release blocks first.
 
         Raises:
             ResourceExhausted: the whole pool is too small (KV_EXHAUSTED).
         """
-        if blocks_for(max_kv_len) > self.blocks.num_blocks:
-            raise ResourceExhausted(
-                f"{max_kv_len} tokens need {blocks_for(max_kv_len)} KV blocks, this replica has "
-                f"{self.blocks.num_blocks}",
-                reason="KV_EXHAUSTED",
-            )
+        needed_len = max(max_kv_len, reserved_len)
+        least_len = max_kv_len if has_begun else needed_len
+        require_pool(least_len, self.blocks)
         # At least the last committed token must run, because its logits are always needed.
         sequence.adopt_published(committed_len - 1, self.blocks)
-        if self.blocks.grow(sequence.block_table, max_kv_len):
-            return True
-        self.end_forks()
-        if self.blocks.grow(sequence.block_table, max_kv_len):
-            return True
-        now_s = self._clock()
-        idle = [other for other in self._sessions.values() if _is_evictable(other, now_s)]
-        preempted = [other for other in preemptable if other is not sequence]
-        num_missing = blocks_for(max_kv_len) - len(sequence.block_table) - self.blocks.num_available
-        if sum(len(other.block_table) for other in (*idle, *preempted)) < num_missing:
-            return False
-        for other in (*idle, *preempted):
-            if other.in_flight:
-                self.num_preemptions += bool(other.block_table)
-                other.drop_kv(self.blocks)
-            else:
-                other.forget(self.blocks)
-            if self.blocks.grow(sequence.block_table, max_kv_len):
-                return True
-        return False
+        if not self.blocks.grow(sequence.block_table, needed_len):
+            self.end_forks()
+            takeover = Takeover(self.blocks, self._sessions.values(), self._clock())
+            num_preempted = takeover.run(sequence, needed_len, least_len if has_begun else None, preemptable)
+            if num_preempted is None:
+                return False
+            self.num_preemptions += num_preempted
+        sequence.reserved_len = reserved_len
+        if reserved_len:
+            self.tenants.note_reserved(sequence)
+        return True
 
-    def next_pin_end_s(self) -> float | None:
-        """Return the time, on the table's clock, at which the first pin on blocks ends; None without pins."""
-        now_s = self._clock()
-        return min(
-            (
-                sequence.pinned_until_s
-                for sequence in self._sessions.values()
-                if sequence.block_table and not sequence.in_flight and sequence.pinned_until_s > now_s
-            ),
-            default=None,
-        )
+    def next_release_s(self) -> float | None:
+        """Return the time, on the table's clock, at which the first pin or hold on blocks ends; None without any."""
+        return next_release_s(self._sessions.values(), self._clock())
 
     def publish(self, sequence: Sequence, committed_len: int) -> None:
         """Publish the full blocks of committed tokens that have KV."""
@@ -228,10 +243,30 @@ class SessionTable:
             oldest, _ = self._answered.popitem(last=False)
             oldest.answer = None
 
-    def settle(self, sequence: Sequence) -> None:
-        """End a call on `sequence`: only tokens with KV stay."""
+    def settle(self, sequence: Sequence, *, is_held: bool = True) -> None:
+        """End a call on `sequence`: only tokens with KV stay, and the blocks that are reserved for the turn.
+
+        Args:
+            sequence: the call's sequence.
+            is_held: True if the turn is expected to call again.
+        """
         sequence.in_flight = False
+        if is_held:
+            hold_s = self._hold_s if sequence.reserved_len else _RUNNING_S
+            sequence.held_until_s = self._clock() + hold_s
+        else:
+            sequence.reserved_len = 0
         sequence.settle(self.blocks)
+
+    def end_turn(self, sequence: Sequence) -> int:
+        """End the turn of a session without a call: its blocks are given back, or may be taken by others.
+
+        Returns:
+            The number of blocks that the session held.
+        """
+        num_blocks = len(sequence.block_table)
+        sequence.end_turn(self.blocks)
+        return num_blocks
 
     def invalidate(self, sequence: Sequence) -> None:
         """End a call on `sequence` after a crash and drop its KV, which may be wrong."""
@@ -243,6 +278,7 @@ class SessionTable:
         sequence = self._sessions.pop(session_id, None)
         if sequence is not None:
             self._answered.pop(sequence, None)
+            self.tenants.closed(sequence)
             sequence.forget(self.blocks)
 
     def release_all(self) -> None:
@@ -251,32 +287,13 @@ class SessionTable:
             self.release(session_id)
 
     def check_integrity(self) -> None:
-        """Check that every block is owned as counted and that every session's lengths are consistent.
-
-        Raises:
-            RuntimeError: they are not.
-        """
-        forks = [fork for sequence in self._sessions.values() for fork in sequence.forks]
-        self.blocks.check_integrity([owner.block_table for owner in (*self._sessions.values(), *forks)])
-        for fork in forks:
-            if fork.root is None or not fork.kv_len <= min(len(fork), len(fork.block_table) * BLOCK_TOKENS):
-                raise RuntimeError(f"a fork of session {fork.session_id} has outlived its root or its room")
-        for sequence in self._sessions.values():
-            published = sequence.num_published * BLOCK_TOKENS
-            capacity = len(sequence.block_table) * BLOCK_TOKENS
-            if not published <= sequence.kv_len <= min(len(sequence), capacity):
-                raise RuntimeError(
-                    f"session {sequence.session_id}: {published} published, {sequence.kv_len} with KV, "
-                    f"{len(sequence)} tokens, room for {capacity}"
-                )
-            if not sequence.in_flight and (
-                sequence.num_pending or len(sequence.block_table) != blocks_for(sequence.kv_len)
-            ):
-                raise RuntimeError(f"idle session {sequence.session_id} holds more than its KV needs")
+        """Raise RuntimeError unless every block is owned as counted and every session's lengths are consistent."""
+        check_integrity(self.blocks, self._sessions.values())
 
     def _advance_key(self, sequence: Sequence, request: SessionPosition) -> None:
         if request.epoch != sequence.epoch:
             sequence.confirmed_len = 0
+            sequence.turn_order = next(self._turns)
         if (request.epoch, request.round_id) != (sequence.epoch, sequence.newest_round):
             sequence.answer = None
         sequence.epoch, sequence.newest_round = request.epoch, request.round_id
@@ -296,13 +313,9 @@ class SessionTable:
             return
         now_s = self._clock()
         for session_id, sequence in self._sessions.items():
-            if _is_evictable(sequence, now_s) and session_id != next(reversed(self._sessions)):
+            if is_idle(sequence, now_s) and session_id != next(reversed(self._sessions)):
                 self.release(session_id)
                 return
-
-
-def _is_evictable(sequence: Sequence, now_s: float) -> bool:
-    return not sequence.in_flight and sequence.pinned_until_s <= now_s
 
 
 def common_length(ours: TokenIds, theirs: TokenIds) -> int:

@@ -26,7 +26,7 @@ from specdec.engine.sessions.table import SessionTable
 from specdec.engine.simulated.device import ForwardTime, SimulatedDevice, Timeline, Work
 from specdec.engine.simulated.pair import SimulatedPair
 from specdec.engine.simulated.text import EOS_TOKEN_ID, VOCABULARY_SIZE, simulated_vocabulary_fingerprint
-from specdec.engine_api import EngineStats
+from specdec.engine_api import EndedTurn, EngineStats
 from specdec.errors import Unavailable
 from specdec.types import BLOCK_TOKENS, EngineInfo, TokenIds
 
@@ -151,6 +151,13 @@ class SimulatedReplica:
         for session_id in session_ids:
             self._device.forget(session_id)
             self._calls.release(session_id)
+        self._start_waiting(time.monotonic())
+
+    async def end_turns(self, turns: list[EndedTurn]) -> None:
+        """Abandon the calls of turns and give back the KV blocks reserved for them. Idempotent."""
+        for turn in turns:
+            self._device.forget(turn.session_id)
+            self._calls.end_turn(turn.session_id, turn.epoch)
         self._start_waiting(time.monotonic())
 
     async def close(self) -> None:

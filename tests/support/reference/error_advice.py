@@ -13,8 +13,8 @@ ADVICE = {
     "the Python client only.",
     "DEADLINE_EXCEEDED": "The `timeout` of the call has passed. Raised by the Python client only.",
     "DRAINING": "The process is shutting down. Try again: another process takes the call.",
-    "FORBIDDEN": "The API key lacks a right, or the coordinator does not take the tenant of the call: start it with "
-    "`--tenant-header on` behind gateways whose keys have tenants.",
+    "FORBIDDEN": "The API key lacks a right, or belongs to another tenant than the call names. Operator calls are "
+    "answered at the coordinator's `--admin` address alone.",
     "INTERNAL": "A fault of specdec. The log has the traceback under the request id.",
     "INVALID_REQUEST": "The request cannot succeed as it is. The message names the field, the value and the limit.",
     "KV_EXHAUSTED": "Give replicas more memory for KV (`--kv-cache-bytes`, `--gpu-memory-utilization`; under "
@@ -29,10 +29,11 @@ ADVICE = {
     "Over HTTP only.",
     "NO_CHAT_TEMPLATE": "The tokenizer has no chat template. Send a prompt instead of messages.",
     "POOL_NOT_FOUND": "No draft pool has this name. `specdec pools` lists the names.",
-    "QUEUE_FULL": "The coordinator runs `--max-queue` requests, or the reader of a stream fell 2,048 tokens behind and "
-    "was cut off. Try again; resume a stream with `resume_from` after the last token that was read.",
-    "QUOTA_EXCEEDED": "The API key has reached one of its limits, or the Ray cluster has no room for a replica. "
-    "The message has the limit, or what is needed and what is free.",
+    "QUEUE_FULL": "The request would wait too long or miss its deadline, the coordinator has `--max-queue` requests, "
+    "or the reader of a stream fell 2,048 tokens behind and was cut off. Try again after the time of `RetryInfo`; "
+    "resume a stream with `resume_from` after the last token that was read.",
+    "QUOTA_EXCEEDED": "The API key or the tenant has reached one of its limits, or the Ray cluster has no room for a "
+    "replica. The message has the limit, or what is needed and what is free.",
     "REPLICA_BUSY": "The draft replica serves sessions and does not score now. Internal to the draft link.",
     "REPLICA_UNAVAILABLE": "No target replica answers, or its device hangs. Look at `specdec status`, then at the "
     "health and the log of the target replicas.",
@@ -47,7 +48,8 @@ ADVICE = {
     "SESSION_NOT_FOUND": "The session does not exist: it expired, it was deleted, or the id is wrong.",
     "STALE_EPOCH": "The call is older than one that the replica has seen. Internal to the draft and target links.",
     "STORE_UNAVAILABLE": "Redis does not answer at `--redis-url`.",
-    "UNAUTHENTICATED": "The gateway needs an API key: send `authorization: Bearer KEY` or `x-api-key: KEY`.",
+    "UNAUTHENTICATED": "An API key or token is needed, or it is unknown or expired: send `authorization: Bearer KEY`, "
+    "over HTTP or as gRPC metadata. Replicas need the key of `--service-key`.",
     "UNSUPPORTED": "This build or this model cannot do what was asked. The message says what can.",
     "VOCABULARY_MISMATCH": "Target and tokenizer must share one id-to-token map. A draft must share it, too, unless it "
     "is started with `--for-tokenizer` and has tokens in common. The message has the fingerprints.",

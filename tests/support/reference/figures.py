@@ -46,6 +46,7 @@ _DEEP = "deep(18, 0.02), 1 stream, greedy"
 _SMOL = "SmolLM2-135M-Instruct, one stream"
 _REPEATS = "deep(18, 0.02), text that repeats"
 _ONE_STREAM = "one stream, greedy"
+_8B = "random Llama-3.1-8B shape, bf16, 1 stream"
 _DEMO_PAIR, _QWEN_PAIR = "demo pair, float32", "Qwen2.5-Coder 1.5B with 0.5B"
 
 TABLES: dict[str, Sequence[Comparison]] = {
@@ -122,6 +123,15 @@ TABLES: dict[str, Sequence[Comparison]] = {
         Comparison("gateway", f"{pair}, {streams}, greedy", "http", "grpc", f"{what}, {streams}", "HTTP", "gRPC")
         for pair, what in (("deep(18, 0.02)", "deep pair"), ("demo pair", "demo pair"))
         for streams in ("1 stream", "16 streams")
+    ),
+    "gpu": tuple(
+        Comparison("gpu", _8B, ours, other, _ONE_STREAM, what, against)
+        for ours, other, what, against in (
+            ("specdec", "specdec_target_only", "draft model", "no draft"),
+            ("specdec", "hf_assisted", "draft model", "Transformers, assisted"),
+            ("specdec", "hf_plain", "draft model", "Transformers"),
+            ("specdec_target_only", "hf_plain", "no draft", "Transformers"),
+        )
     ),
     "real": (
         Comparison("real", _SMOL, "specdec", "hf_plain", "one stream", "Q4_1 file", "Transformers"),

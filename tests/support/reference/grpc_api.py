@@ -11,7 +11,9 @@ from tests.support.reference.proto_comments import read_comments
 
 _PUBLIC = coordinator_pb2.DESCRIPTOR
 _INTERNAL = (draft_pb2.DESCRIPTOR, target_pb2.DESCRIPTOR, common_pb2.DESCRIPTOR)
-_TYPES = {1: "double", 2: "float", 4: "uint64", 6: "fixed64", 8: "bool", 9: "string", 12: "bytes", 13: "uint32"}
+_TYPES = {
+    1: "double", 2: "float", 4: "uint64", 5: "int32", 6: "fixed64", 8: "bool", 9: "string", 12: "bytes", 13: "uint32",
+}  # fmt: skip
 
 _INTRODUCTION = """Clients call `specdec.v1.CoordinatorService` only. The protocol files are in `protos/specdec/v1`.
 Every service also has `grpc.health.v1` and server reflection. Errors are on the [errors](errors.md) page."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 from functools import partial
 
 import pytest
@@ -25,6 +27,14 @@ CONFIG = LlamaConfig(
 )
 
 
+@pytest.fixture(scope="module")
+def measured() -> tuple[list[Row], str]:
+    """Rows of the tiny model's steps on this CPU, and what was written to stderr about others."""
+    with contextlib.redirect_stderr(io.StringIO()) as written:
+        rows = gpu.device_rows(CONFIG, "cpu", "tiny", [gpu.ENGINE], 1 << 20, quick=True)
+    return rows, written.getvalue()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_without_a_device_nothing_is_measured_and_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.run(argparse.Namespace(quick=True)) == []
@@ -40,9 +50,8 @@ def test_with_fewer_devices_than_ranks_nothing_is_measured_and_one_line_says_so(
     assert capsys.readouterr().err == "bench gpu: 2 GPUs are needed, this machine has 1; nothing was measured\n"
 
 
-def test_each_model_gets_its_step_and_its_ratio_to_the_floor() -> None:
-    rows = gpu.device_rows(CONFIG, "cpu", "tiny", [gpu.ENGINE], 1 << 20, quick=True)
-    found = {(row.system, row.metric): row for row in rows}
+def test_each_model_gets_its_step_and_its_ratio_to_the_floor(measured: tuple[list[Row], str]) -> None:
+    found = {(row.system, row.metric): row for row in measured[0]}
     bytes_per_s = found["device", "copy_bandwidth"].value * 1e9
     layer, head = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 112 + 2 * 64, 64 * 4096 + 64
     for name, num_layers in (("target", 6), ("draft", 3)):
@@ -50,14 +59,14 @@ def test_each_model_gets_its_step_and_its_ratio_to_the_floor() -> None:
         assert found[name, "step_over_floor"].value == pytest.approx(found[name, "step_ms"].value / floor_ms)
 
 
-def test_int8_and_deterministic_steps_are_set_against_the_target_s_own(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = gpu.device_rows(CONFIG, "cpu", "tiny", [gpu.ENGINE], 1 << 20, quick=True)
+def test_int8_and_deterministic_steps_are_set_against_the_target_s_own(measured: tuple[list[Row], str]) -> None:
+    rows, written = measured
     found = {(row.system, row.metric): row for row in rows}
     ratio, step = found["target, int8", "step_rate_ratio"], found["target, int8", "step_ms"]
     assert ratio.value == pytest.approx(found["target", "step_ms"].value / step.value)
     assert (ratio.ratio_to, ratio.required) == ("target", 1.5)
     # Native kernels do not compute bfloat16 on a CPU.
-    assert "bench gpu: target, deterministic: --deterministic on cpu needs native kernels" in capsys.readouterr().err
+    assert "bench gpu: target, deterministic: --deterministic on cpu needs native kernels" in written
     assert not any(row.system == "target, deterministic" for row in rows)
 
 

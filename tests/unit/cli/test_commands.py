@@ -362,10 +362,66 @@ def test_a_malformed_key_is_refused_and_not_shown(coordinator: Serve, capsys: py
     assert "two words" not in err
 
 
+@pytest.mark.parametrize("args", [["status"], ["generate", "hi"], ["doctor"]], ids=lambda args: args[0])
+def test_a_key_for_another_machine_needs_tls_or_the_flag_that_allows_plaintext(
+    args: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*args, "--endpoint", "192.0.2.1:1"], {"SPECDEC_API_KEY": "secret"}) == 2
+    err = capsys.readouterr().err
+    assert "the way to 192.0.2.1:1 is not encrypted" in err
+    assert "--insecure" in err
+    assert "secret" not in err
+
+
 def test_promote_json_is_one_object(coordinator: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     _, environ = coordinator(answer)
     assert run(["promote", "default", "--json"], environ) == 0
     assert json.loads(capsys.readouterr().out) == {"promotion": None}
+
+
+TARGET_MODELS = [
+    pb.TargetModelInfo(fingerprint="abc1", model="/models/old", num_replicas=1, share=0.25),
+    pb.TargetModelInfo(fingerprint="abd2", model="/models/new", num_replicas=3, share=0.75),
+]
+
+
+def test_a_target_model_is_promoted_by_the_first_characters_of_its_fingerprint(
+    coordinator: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, environ = coordinator(answer)
+    servicer.served.target_models.extend(TARGET_MODELS)
+    assert run(["promote", "--target", "abd", "0.5"], environ) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "abc1 old: 1 replica, 25% of the new sessions",
+        "abd2 new: 3 replicas, 75% of the new sessions",
+    ]
+    assert run(["promote", "--target", "abc1", "auto", "--json"], environ) == 0
+    shown = json.loads(capsys.readouterr().out)["target_models"]
+    assert [(model["fingerprint"], model["share"]) for model in shown] == [("abc1", 0.25), ("abd2", 0.75)]
+    assert servicer.target_shares == [("abd2", 0.5), ("", 0.0)]
+    assert run(["status"], environ) == 0
+    assert "abd2 new: 3 replicas, 75% of the new sessions" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        ([], 2, "promote needs one of POOL and --target FINGERPRINT SHARE"),
+        (["pool", "--target", "abc1", "0.5"], 2, "promote needs one of POOL and --target FINGERPRINT SHARE"),
+        (["--target", "abc1", "1.5"], 2, "SHARE must be 0 to 1 or auto, got '1.5'"),
+        (["--target", "abc1", "nan"], 2, "SHARE must be 0 to 1 or auto, got 'nan'"),
+        (["--target", "ab", "1"], 1, "2 target models have a fingerprint that begins with 'ab'; there are abc1 (old)"),
+        (["--target", "x", "1"], 1, "no target model has a fingerprint that begins with 'x'; there are abc1 (old)"),
+    ],
+)
+def test_a_promotion_that_names_no_single_model_or_no_share_is_refused_in_one_line(
+    args: list[str], code: int, message: str, coordinator: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, environ = coordinator(answer)
+    servicer.served.target_models.extend(TARGET_MODELS)
+    assert run(["promote", *args], environ) == code
+    assert message in capsys.readouterr().err.splitlines()[0]
+    assert servicer.target_shares == []
 
 
 @pytest.mark.parametrize("name", _COMMANDS)

@@ -315,7 +315,7 @@ def test_a_gateway_is_started_and_supervised_beside_the_coordinator(launcher: La
     fleet.begin({"target": 1, "draft": 0}, with_gateway=True)
     look_until(fleet, lambda: all(service.has_started for service in fleet.services), looks=False)
     fleet.settle()
-    assert [service.name for service in fleet.services] == ["target-0", "gateway", "coordinator"]
+    assert [service.name for service in fleet.services] == ["gateway", "target-0", "coordinator"]
     services = fleet.services
     fleet.stop()
     assert not any(service.is_alive for service in services)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from specdec.cli import Usage, up, up_flags
 from specdec.cli.__main__ import build_parser
 from specdec.cli.extras import missing_extra
-from specdec.cli.launching import Launcher
-from specdec.cli.listening import http_address, metrics_addresses
+from specdec.cli.launching import Launcher, secured
+from specdec.cli.listening import http_address, listen_address, metrics_addresses
 from specdec.errors import Unavailable
 
 
@@ -50,18 +50,33 @@ def test_a_given_address_that_is_taken_is_an_error_and_the_default_moves_with_a_
 @pytest.mark.parametrize("access", [("--api-key", "k"), ("--api-keys", "f"), ("--set", "gateway.allow_anonymous=true")])
 def test_an_address_that_other_machines_reach_needs_keys_or_a_word(access: tuple[str, str]) -> None:
     with pytest.raises(Usage, match="give --api-keys or --api-key"):
-        http_address(parsed("up", "--http", "0.0.0.0:0"), {})
-    assert http_address(parsed("up", "--http", "0.0.0.0:0", *access), {})
+        http_address(parsed("up", "--http", "0.0.0.0:0", "--insecure"), {})
+    assert http_address(parsed("up", "--http", "0.0.0.0:0", "--insecure", *access), {})
+
+
+@pytest.mark.parametrize("find", [http_address, listen_address])
+def test_an_address_that_other_machines_reach_needs_a_certificate_or_a_word(find: Callable[..., str]) -> None:
+    flags = ["up", "--http", "0.0.0.0:0", "--listen", "0.0.0.0:0", "--api-key", "k"]
+    with pytest.raises(Usage, match=r"0\.0:\d+ is reached from other machines: give --tls-cert and --tls-key, or"):
+        find(parsed(*flags), {})
+    for given in (["--insecure"], ["--tls-cert", "cert.pem"]):
+        assert find(parsed(*flags, *given), {}).startswith("0.0.0.0:")
+    service = "COORDINATOR" if find is listen_address else "GATEWAY"
+    assert find(parsed(*flags), {f"SPECDEC_{service}__TLS_CERT": "cert.pem"}).startswith("0.0.0.0:")
 
 
 @pytest.mark.parametrize("variable", ["SPECDEC_GATEWAY__API_KEY", "SPECDEC_GATEWAY__API_KEYS"])
 def test_keys_of_the_gateway_may_be_in_the_environment_alone(variable: str) -> None:
-    args, environ = parsed("up", "--http", "0.0.0.0:0"), {variable: "given"}
-    launcher = Launcher(args, up_flags.models(args), endpoint="127.0.0.1:1", http=http_address(args, environ),
-                        redis_url="memory://", metrics={}, environ=environ)  # fmt: skip
+    args, environ = parsed("up", "--http", "0.0.0.0:0", "--insecure"), {variable: "given"}
+    assert http_address(args, environ)
+    of_services = secured(args, environ)
+    has_file = variable.endswith("KEYS")  # which the coordinator reads too, and then the services have a key
+    assert of_services.get("SPECDEC_COORDINATOR__API_KEYS") == ("given" if has_file else None)
+    launcher = Launcher(args, up_flags.models(args), endpoint="127.0.0.1:1", http="127.0.0.1:2",
+                        redis_url="memory://", metrics={}, environ=of_services)  # fmt: skip
     words = launcher.coordinator_arguments()
-    assert ("--tenant-header" in words) == variable.endswith("KEYS")
-    assert "given" not in words
+    assert ("env:SPECDEC_SERVICE_KEY" in words) == has_file
+    assert not {"given", of_services.get("SPECDEC_SERVICE_KEY")} & set(words)
 
 
 def test_the_gateway_s_metrics_come_last_and_do_not_take_its_address() -> None:
@@ -73,10 +88,7 @@ def test_the_gateway_s_metrics_come_last_and_do_not_take_its_address() -> None:
 def test_settings_of_the_gateway_are_set_by_name_and_those_that_up_chooses_are_refused() -> None:
     args = parsed("up", "--set", "gateway.keep_alive_s=3", "--api-keys", "keys.txt")
     assert args.settings.arguments("gateway") == ["--api-keys", "keys.txt", "--keep-alive-s", "3.0"]
-    launcher = Launcher(args, up_flags.models(args), endpoint="127.0.0.1:1", http="127.0.0.1:2", redis_url="memory://",
-                        metrics={}, environ={})  # fmt: skip
-    words = launcher.coordinator_arguments()
-    assert words[words.index("--tenant-header") + 1] == "on"  # each key has a tenant
+    assert args.settings.arguments("coordinator") == ["--api-keys", "keys.txt"]
 
 
 @pytest.mark.parametrize("field", ["listen", "coordinator", "redis_url"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from specdec.cli.launching import Launcher
 from specdec.cli.service_settings import SETTINGS_TYPES
 from specdec.settings.draft import DraftSettings
 from specdec.settings.reading import parse_settings
+from tests.support.certificates import Authority
 
 #: Settings that `specdec up` chooses for every service.
 CHOSEN = {"listen", "model", "for_tokenizer", "pool", "local_draft", "lookup", "shadow", "metrics", "redis_url",
-          "log_format", "config", "replica_id", "draft_endpoint", "target_endpoint", "coordinator"}  # fmt: skip
+          "cluster", "log_format", "config", "service_key", "replica_id", "draft_endpoint", "target_endpoint",
+          "coordinator", "tls_cert", "tls_key", "tls_ca", "tls_server_name", "insecure", "loopback"}  # fmt: skip
 
 
 def settings_of(*flags: str) -> dict[str, Any]:
@@ -66,6 +69,18 @@ def test_every_flag_that_is_a_setting_reaches_its_services() -> None:
     coordinator = settings["coordinator"]
     assert (coordinator.route, coordinator.tenant, coordinator.tokenizer) == ("auto", "t", "tok")
     assert (str(coordinator.learning_log), str(coordinator.timeline)) == ("logs", "lines")
+
+
+def test_replicas_get_the_files_of_tls_only_where_the_coordinator_connects_with_tls(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    own = authority.issue("service")
+    files = ["--tls-cert", own.cert, "--tls-key", own.key]
+    settings = settings_of(*files)
+    assert settings["coordinator"].server_tls is not None
+    assert {settings[role].server_tls for role in ("draft", "target")} == {None}
+    settings = settings_of(*files, "--tls-ca", authority.path, "--tls-server-name", "specdec")
+    assert settings["coordinator"].channel_tls.server_name == "specdec"
+    assert all(settings[role].server_tls.ca == authority.path for role in ("draft", "target"))
 
 
 def test_without_flags_services_get_only_what_up_chooses() -> None:

@@ -35,7 +35,7 @@ def test_paths_of_heads_and_adapters_hold_on_the_machines_of_a_ray_cluster(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replicas run in other directories there, so paths become absolute; hub ids stay as they are."""
-    local_drafts = served("--ray-address", "127.0.0.1:1").local_drafts
+    local_drafts = served("--ray-address", "127.0.0.1:1", "--insecure").local_drafts
     monkeypatch.chdir("/")
     specs = parse_local_drafts(local_drafts)
     assert [(spec.name, spec.kind, spec.num_layers, spec.path) for spec in specs] == [

@@ -80,7 +80,7 @@ def test_a_truncated_gguf_file_is_refused_at_once(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--redis-url", "foo"], "--redis-url must begin with redis://, rediss://, unix:// or be memory://, not 'foo'"),
+        (["--redis-url", "foo"], "--redis-url must begin with redis://, rediss://, redis+sentinel://"),
         (["--kv-tier-url", "memory://"], "--kv-tier-url must begin with redis://"),
         (["--listen", "127.0.0.1:47113", "--metrics", "127.0.0.1:47113"], "--listen is 127.0.0.1:47113"),
         (["--listen", "127.0.0.1:47113", "--metrics", "0.0.0.0:47112"], "takes the ports 47112 to 47114, and --listen"),

@@ -40,6 +40,32 @@ def test_without_an_endpoint_in_the_environment_a_client_calls_the_default_port(
     assert resolve_endpoint(None) == "127.0.0.1:50051"
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "target"),
+    [
+        ("10.0.0.1:1,10.0.0.2:2", "ipv4:10.0.0.1:1,10.0.0.2:2"),
+        ("[::1]:1, [fd00::2]:2", "ipv6:[::1]:1,[fd00::2]:2"),
+        ("10.0.0.1:1,", "ipv4:10.0.0.1:1"),
+    ],
+)
+def test_several_addresses_are_one_target(endpoint: str, target: str) -> None:
+    assert resolve_endpoint(endpoint) == target
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "words"),
+    [
+        ("a:1,b:2", "must have IP addresses, got the name 'a'"),
+        ("10.0.0.1:1,[::1]:2", "must not mix addresses"),
+        ("10.0.0.1:1,10.0.0.2", "with a port"),
+        (",", "must be HOST:PORT"),
+    ],
+)
+def test_several_addresses_of_another_form_are_refused(endpoint: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        resolve_endpoint(endpoint)
+
+
 def test_an_endpoint_that_is_given_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECDEC_ENDPOINT", "10.0.0.1:1")
     assert resolve_endpoint("127.0.0.1:2") == "127.0.0.1:2"

@@ -136,3 +136,28 @@ def test_a_session_id_that_two_tenants_use_has_two_sizes(served: tuple[NotedMeta
             for view in views
         ]
     assert expected == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "is_local"),
+    [
+        ("127.0.0.1:1", True), ("127.8.8.8:1", True), ("localhost:1", True), ("[::1]:1", True),
+        ("ipv4:127.0.0.1:1,127.0.0.2:2", True), ("ipv6:[::1]:1", True), ("dns:///localhost:1", True),
+        ("dns:localhost", True), ("unix:/run/specdec.sock", True),
+        ("10.0.0.1:1", False), ("coordinator:1", False), ("[fe80::1]:1", False), ("localhost.example.org:1", False),
+        ("ipv4:127.0.0.1:1,10.0.0.1:2", False), ("dns://127.0.0.1/coordinator:1", False), ("xds:coordinator", False),
+    ],
+)  # fmt: skip
+def test_a_key_leaves_this_machine_in_plaintext_only_if_the_caller_says_so(
+    endpoint: str, is_local: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    Client(endpoint).close()  # a call without a key may be in plaintext
+    if is_local:
+        Client(endpoint, api_key="k-1").close()
+    else:
+        with pytest.raises(InvalidRequest, match=r"not encrypted.*insecure=True") as refused:
+            Client(endpoint, api_key="k-1")
+        assert refused.value.field == "api_key"
+        Client(endpoint, api_key="k-1", insecure=True).close()
+        Client(endpoint, api_key="k-1", tls=True).close()
+    assert [record.args for record in caplog.records if "plaintext" in record.message] == [(endpoint,)] * (not is_local)

@@ -133,6 +133,11 @@ async def test_a_draining_target_keeps_its_sessions_and_gets_no_new_ones(rig: Ri
     assert replicas.choose_target() is draining
     assert replicas.has_target(())
     assert replicas.has_target([draining])
+    fresh = SessionReplicas("new", pools)
+    fresh.target_fingerprint = "table-0-table"
+    assert fresh.choose_target() in others
+    assert fresh.choose_target(others) is draining  # it answers the turns of its model until it refuses a call
+    draining.note_draining()
     assert not replicas.has_target(others)
     await pools.close()
 

@@ -4,6 +4,7 @@ Drafts that fail are in `test_draft_calls`."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ from specdec.core.random import DrawKey
 from specdec.core.rejection import Decision, verify_rejection
 from specdec.errors import Internal, InvalidRequest, KvMiss, ResourceExhausted, StaleEpoch, Unavailable
 from specdec.types import Mode
-from tests.support.coordinator_rig import PROMPT
+from tests.support.coordinator_rig import PROMPT, eventually
 from tests.support.round_rig import SEED, RoundRig, Rounds
 
 # ---- what is sent ------------------------------------------------------------------------------------------------
@@ -210,6 +211,16 @@ async def test_the_error_of_the_last_target_is_the_error_of_the_round() -> None:
         with pytest.raises(ResourceExhausted):
             await rounds.run()
         assert sorted(len(target.asked) for target in rig.targets) == [1, 1]
+
+
+async def test_a_request_waits_while_no_target_has_kv_blocks_for_it() -> None:
+    async with asyncio.timeout(60), RoundRig(targets=2, drafts=0) as rig:
+        for target in rig.targets:
+            target.error = ResourceExhausted("no blocks", reason="KV_EXHAUSTED", retry_after_s=0.01)
+        waiting = asyncio.create_task(rig.rounds(kv_wait_s=50.0).run())
+        await eventually(lambda: min(len(target.asked) for target in rig.targets) >= 2)
+        rig.targets[0].error = None
+        assert (await waiting).token_ids
 
 
 async def test_a_request_that_the_last_target_refuses_is_an_internal_error_that_names_the_target() -> None:

@@ -24,7 +24,8 @@ class Peer(NamedTuple):
 
 
 def documents(name: str) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all((BASE / f"{name}.yaml").read_text()))
+    folder = BASE / name if name in ("draft", "target") else BASE
+    return list(yaml.safe_load_all((folder / f"{name}.yaml").read_text()))
 
 
 def pod(name: str) -> Peer:

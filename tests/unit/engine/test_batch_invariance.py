@@ -141,8 +141,8 @@ def test_products_that_depend_on_the_number_of_rows_are_refused_at_start(
 ) -> None:
     """Negative control of the check at start."""
 
-    def deeper(num_rows: int, num_outputs: int, dtype: torch.dtype) -> row_products.Tiling:
-        return replace(tiling(num_rows, num_outputs, dtype), outputs=256, inputs=16 if num_rows > 16 else 32)
+    def deeper(num_rows: int, dtype: torch.dtype) -> row_products.Tiling:
+        return replace(tiling(num_rows, dtype), outputs=256, inputs=16 if num_rows > 16 else 32)
 
     monkeypatch.setattr(row_products, "tiling", deeper)
     # In float32, because rounding to 16 bits hides the difference in such a small model.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specdec.core.reference import chain_hash
-from specdec.engine.sessions.block_manager import BlockManager
+from specdec.engine.sessions.block_manager import BlockManager, blocks_for
 from specdec.engine.sessions.sequence import Sequence
 from specdec.engine.sessions.table import SessionTable
 from specdec.errors import KvMiss, StaleEpoch
@@ -36,6 +36,7 @@ class SessionTableMachine(RuleBasedStateMachine):
         self.keys = dict.fromkeys(SESSION_IDS, (1, 0))
         self.running: dict[str, int] = {}  # committed length
         self.waiting: dict[str, tuple[int, int]] = {}  # committed length, length with drafts
+        self.reserved = dict.fromkeys(SESSION_IDS, 0)
 
     @rule(
         session_id=st.sampled_from(SESSION_IDS),
@@ -82,6 +83,18 @@ class SessionTableMachine(RuleBasedStateMachine):
             del self.running[session_id]
             self.table.settle(sequence)
             assert len(sequence) == committed_len + num_drafts
+
+    @rule(session_id=st.sampled_from(SESSION_IDS), reserved_len=st.sampled_from([0, 30, 110]))
+    def state_a_length(self, session_id, reserved_len):
+        """The next calls of the session reserve blocks for this many tokens."""
+        self.reserved[session_id] = reserved_len
+
+    @rule(session_id=st.sampled_from(SESSION_IDS))
+    def end_turn(self, session_id):
+        sequence = self.table.get(session_id)
+        if sequence is not None and not sequence.in_flight:
+            self.table.end_turn(sequence)
+            assert len(sequence.block_table) == blocks_for(sequence.kv_len)
 
     @rule(session_id=st.sampled_from(SESSION_IDS), epoch_back=st.integers(0, 1), round_back=st.integers(1, 2))
     def call_late(self, session_id, epoch_back, round_back):
@@ -195,9 +208,14 @@ class SessionTableMachine(RuleBasedStateMachine):
         sequence = self.table.get(session_id)
         behind = [self.table.get(other) for other in self.waiting if other != session_id]
         if not self.table.reserve(
-            sequence, committed_len=committed_len, max_kv_len=length, preemptable=() if self.running else behind
+            sequence,
+            committed_len=committed_len,
+            max_kv_len=length,
+            reserved_len=self.reserved[session_id],
+            preemptable=() if self.running else behind,
         ):
             return False
+        assert len(sequence.block_table) >= blocks_for(length)
         del self.waiting[session_id]
         self.running[session_id] = committed_len
         assert sequence.kv_len < committed_len

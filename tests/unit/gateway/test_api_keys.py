@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 
 import pytest
 
-from gateway.auth import ApiKeys, parse_keys
+from gateway.auth import ApiKeys
+from specdec.access.callers import Callers
+from specdec.access.grants import Limits
+from specdec.access.keys import parse_keys
 from specdec.errors import Forbidden, InvalidRequest, ResourceExhausted, Unauthenticated
+from tests.support.key_files import key_line as line
+from tests.support.key_files import write_private
 
 
 class Clock:
@@ -19,26 +23,21 @@ class Clock:
         return self.now_s
 
 
-def line(key: str, rest: str) -> str:
-    return f"{hashlib.sha256(key.encode()).hexdigest()} {rest}\n"
-
-
 def write(path: Path, *lines: str) -> None:
-    """Replaces the file, as editors and Kubernetes do."""
-    new = path.with_suffix(".new")
-    new.write_text("".join(lines))
-    os.replace(new, path)
+    write_private(path, "".join(lines))
 
 
 def test_a_key_has_the_tenant_rights_and_limits_of_its_line() -> None:
     keys = parse_keys(
-        "# who\n\n" + line("a", "acme generate") + line("b", "b.org generate,operate concurrent=2,rpm=60")
+        "# who\n\n"
+        + line("a", "acme generate")
+        + line(
+            "b", "b.org generate,operate concurrent=2,rpm=60,tpm=9000,sessions=5,prompt_tokens=700,reserved_tokens=9"
+        )
     )
     first, second = keys.values()
-    assert (first.tenant, first.rights, first.max_concurrent, first.max_per_minute) == (
-        "acme", frozenset({"generate"}), None, None,
-    )  # fmt: skip
-    assert (second.tenant, second.max_concurrent, second.max_per_minute) == ("b.org", 2, 60)
+    assert (first.tenant, first.rights, first.limits) == ("acme", frozenset({"generate"}), Limits())
+    assert (second.tenant, second.limits) == ("b.org", Limits(2, 60, 9000, 5, 700, 9))
     assert second.rights == {"generate", "operate"}
 
 
@@ -49,7 +48,10 @@ def test_a_key_has_the_tenant_rights_and_limits_of_its_line() -> None:
         (line("a", "acme"), "line 1: must be SHA256 TENANT RIGHTS"),
         (line("a", "acme generate,fly"), "rights must be among generate, operate, service, got 'generate,fly'"),
         (line("a", "ac/me generate"), "tenant: 'ac/me' is not 1 to 64"),
-        (line("a", "acme generate rpm=0"), "a limit must be concurrent=N or rpm=N, got 'rpm=0'"),
+        (line("a", "x" * (1 << 20) + " generate"), "x' is not 1 to 64 letters"),
+        (line("a", "acme generate rpm=0"), "sessions=N, prompt_tokens=N or reserved_tokens=N with N of 1 or more"),
+        (line("a", "acme generate tpm=-1"), "with N of 1 or more, got 'tpm=-1'"),
+        (line("a", "acme generate sessions=99999999999"), "got 'sessions=99999999999'"),
         (line("a", "x generate") + line("a", "y generate"), "line 2: this key has a line before"),
     ],
 )
@@ -58,6 +60,7 @@ def test_a_malformed_line_is_refused_by_its_number_without_its_hash(text: str, w
         parse_keys(text)
     assert words in refused.value.message
     assert text.split()[0] not in refused.value.message
+    assert len(refused.value.message) < 400
 
 
 def test_a_changed_file_is_read_again_and_one_with_a_mistake_leaves_the_old_keys(tmp_path: Path) -> None:
@@ -86,6 +89,36 @@ def test_a_file_that_cannot_be_read_at_the_start_is_an_error(tmp_path: Path) -> 
         ApiKeys(tmp_path / "absent")
 
 
+def test_a_file_that_other_users_may_read_is_refused_but_the_group_may_read_one_of_root(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    write(path, line("a", "acme generate"))
+    path.chmod(0o622)
+    with pytest.raises(InvalidRequest, match=r"api_keys: other users may .* \(mode 622\): run chmod 600"):
+        ApiKeys(path)
+    path.chmod(0o640)
+    if os.geteuid() == 0:  # secrets of containers are like this
+        ApiKeys(path)
+        path.chmod(0o644)
+        with pytest.raises(InvalidRequest, match="other users may read or write"):
+            ApiKeys(path)
+        path.chmod(0o640)
+        os.chown(path, 12345, -1)
+    with pytest.raises(InvalidRequest, match="other users may read or write"):
+        ApiKeys(path)
+
+
+def test_a_tenant_with_several_keys_has_the_loosest_of_their_limits_and_changes_with_the_file(tmp_path: Path) -> None:
+    path, clock = tmp_path / "keys", Clock()
+    one, other = line("a", "acme generate rpm=5,tpm=70,sessions=2"), line("b", "acme generate rpm=9,tpm=60")
+    write(path, one, other, line("c", "beta generate"))
+    callers = Callers(path, clock=clock)
+    assert callers.limits_of("acme") == Limits(None, 9, 70, None, None)
+    assert callers.limits_of("beta") == callers.limits_of("unknown") == Limits()
+    write(path, one)
+    clock.now_s += 2
+    assert callers.limits_of("acme") == Limits(None, 5, 70, 2, None)
+
+
 def test_a_missing_key_an_unknown_key_and_a_key_without_the_right_are_told_apart(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     write(path, line("operator", "ops operate"))
@@ -94,7 +127,7 @@ def test_a_missing_key_an_unknown_key_and_a_key_without_the_right_are_told_apart
         keys.access(None)
     with pytest.raises(Unauthenticated, match="the API key is unknown"):
         keys.access("other")
-    with pytest.raises(Forbidden, match="has not the right generate; it has operate"):
+    with pytest.raises(Forbidden, match="lack the right generate; they have operate"):
         keys.access("operator")
     assert keys.access("single").tenant == ""
 

@@ -12,6 +12,7 @@ from gateway.auth import ApiKeys
 from gateway.metrics import GatewayMetrics
 from gateway.middleware import Measured
 from tests.support.gateway_rig import running_gateway
+from tests.support.key_files import write_private
 
 
 async def test_a_request_that_fails_inside_the_gateway_counts_as_500_and_not_as_a_client_that_left() -> None:
@@ -35,7 +36,7 @@ async def test_a_request_that_fails_inside_the_gateway_counts_as_500_and_not_as_
 async def test_a_resumed_stream_counts_against_the_limits_of_its_key_and_reading_a_record_does_not(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "keys").write_text(f"{hashlib.sha256(b'key').hexdigest()} acme generate rpm=1\n")
+    write_private(tmp_path / "keys", f"{hashlib.sha256(b'key').hexdigest()} acme generate rpm=1\n")
     async with running_gateway(keys=ApiKeys(tmp_path / "keys", allow_anonymous=False)) as running:
         headers = {"authorization": "Bearer key"}
         for _ in range(2):

@@ -39,6 +39,22 @@ def test_a_traceback_is_part_of_the_record(stream: io.StringIO) -> None:
     assert "KeyError: 'missing'" in record["traceback"]
 
 
+def test_records_of_libraries_about_malformed_requests_are_one_a_second_without_traceback(stream: io.StringIO) -> None:
+    configure_logging("json", "info", service="draft", stream=stream)
+    for name, words in (("grpc._cython.cygrpc", "Invalid encoding on %s"), ("uvicorn.error", "Invalid HTTP request.")):
+        for number in range(500):
+            try:
+                raise ValueError(number)
+            except ValueError:
+                arguments = (b"\xff",) if "%s" in words else ()
+                logging.getLogger(name).exception(words, *arguments)
+        logging.getLogger(name).error("another")
+    records = lines(stream)
+    assert [record["message"] for record in records if record["level"] == "error"] == ["another", "another"]
+    assert not any("traceback" in record for record in records)
+    assert len(records) < 100
+
+
 def test_text_records_name_their_ids(stream: io.StringIO) -> None:
     configure_logging("text", "debug", service="draft", stream=stream)
     with bind(round_id=9):

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from specdec import errors
 from specdec.observability.logging import ID_NAMES, configure_logging
 from specdec.rpc.channels import require_free
+from specdec.rpc.health import Health
 from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
@@ -161,7 +162,9 @@ async def test_a_health_watcher_is_informed_of_the_drain_and_does_not_delay_it()
 
 async def test_the_health_port_answers_health_and_nothing_else() -> None:
     address = f"127.0.0.1:{free_port()}"
-    async with serving(nothing, health_address=address) as (server, _, _):
+    health = Health((COORDINATOR_SERVICE,))
+    health.open_port(address)
+    async with serving(nothing, health=health) as (server, _, _):
         await server.set_serving()
         async with grpc.aio.insecure_channel(address) as channel:
             reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
@@ -169,6 +172,7 @@ async def test_the_health_port_answers_health_and_nothing_else() -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await coordinator_pb2_grpc.CoordinatorServiceStub(channel).GetInfo(pb.GetInfoRequest())
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    health.close_port()
 
 
 async def test_reflection_lists_the_service() -> None:

@@ -66,7 +66,9 @@ def test_a_status_carries_the_standard_details() -> None:
         (grpc.StatusCode.DEADLINE_EXCEEDED, errors.Unavailable),
         (grpc.StatusCode.UNIMPLEMENTED, errors.Unsupported),
         (grpc.StatusCode.PERMISSION_DENIED, errors.Forbidden),
-        (grpc.StatusCode.UNKNOWN, errors.Internal),
+        (grpc.StatusCode.UNKNOWN, errors.Unavailable),
+        (grpc.StatusCode.INTERNAL, errors.Unavailable),
+        (grpc.StatusCode.DATA_LOSS, errors.Unavailable),
     ],
 )
 def test_a_status_without_details_is_mapped_by_its_code(code: grpc.StatusCode, expected: type[SpecdecError]) -> None:
@@ -74,6 +76,23 @@ def test_a_status_without_details_is_mapped_by_its_code(code: grpc.StatusCode, e
     mapped = status.from_rpc_error(error, peer="10.0.0.1:5")
     assert type(mapped) is expected
     assert mapped.message == "10.0.0.1:5: words"
+
+
+def test_a_reset_stream_is_never_a_refusal() -> None:
+    """gRPC makes PERMISSION_DENIED of INADEQUATE_SECURITY, and RESOURCE_EXHAUSTED of ENHANCE_YOUR_CALM."""
+    for code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.RESOURCE_EXHAUSTED):
+        reset = "Received RST_STREAM with error code 12"
+        error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=reset)
+        assert type(status.from_rpc_error(error)) is errors.Unavailable
+
+
+def test_a_status_with_an_error_info_of_another_domain_comes_from_a_proxy() -> None:
+    foreign = status_pb2.Status(code=code_pb2.INTERNAL, message="elsewhere")
+    foreign.details.add().Pack(error_details_pb2.ErrorInfo(reason="SESSION_BUSY", domain="example.com"))
+    trailing = grpc.aio.Metadata(*status.trailing_metadata(foreign))
+    error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), trailing, details="elsewhere")
+    assert not status.is_ours(error)
+    assert type(status.from_rpc_error(error)) is errors.Unavailable
 
 
 @pytest.mark.parametrize(

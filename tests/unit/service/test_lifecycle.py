@@ -17,6 +17,7 @@ from draft_service.servicer import DraftServicer
 from specdec import errors
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import DraftLink
+from specdec.rpc.health import LIVENESS
 from specdec.rpc.server import DRAFT_SERVICE
 from specdec.service.lifecycle import require_addresses, run_replica, run_to_exit_code
 from specdec.settings.draft import DraftSettings
@@ -45,7 +46,7 @@ class Replica:
                 servicer=servicer,
                 metrics=metrics,
                 register=partial(Heartbeat, registry, describe=servicer.info) if registry is not None else None,
-                stop=self.stop,
+                take_signals=lambda: self.stop,
             )
         )
 
@@ -172,3 +173,21 @@ end_process(3)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (3, "said\n", "")
+
+
+async def test_a_device_that_does_not_come_back_fails_liveness_until_it_does(
+    registry: ReplicaRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec.service.lifecycle._NUM_GIVE_UP", 3)
+    replica = Replica(registry)
+    address = (await replica.record()).address
+    async with grpc.aio.insecure_channel(address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=LIVENESS))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        replica.engine.is_stalled = True
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        replica.engine.is_stalled = False
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()
+    replica.stop.set()
+    await replica.task

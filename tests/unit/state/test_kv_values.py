@@ -85,3 +85,12 @@ def test_a_value_of_another_run_is_a_miss() -> None:
 @pytest.mark.parametrize("field", ["model_fingerprint", "dtype", "rank"])
 def test_models_types_and_ranks_have_different_keys(field: str) -> None:
     assert replace(SPACE, **{field: "another"}).key(NAME) != SPACE.key(NAME)
+
+
+def test_two_clusters_share_no_value() -> None:
+    other = replace(SPACE, cluster="blue")
+    assert SPACE.key(b"n").startswith("specdec-kv:1:")
+    assert other.key(b"n").startswith("specdec-kv@blue:1:")
+    assert other.probe_key(8) != SPACE.probe_key(8)
+    value = SPACE.encode(b"n", np.zeros(SPACE.payload_bytes, np.uint8))
+    assert other.decode(b"n", bytes(value)) is None

@@ -1,0 +1,37 @@
+"""Suite `faults`: what clients feel when parts are killed or stopped, and when more is asked than can be served.
+
+Real processes, the demo pair and a real Redis. Outcomes (nothing lost, nothing doubled) are asserted by
+`make test-failure`; this suite has the times and ratios. Run it on an idle machine.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+
+from bench.fairness import measure_fairness
+from bench.fault_drafts import measure_drafts_gone
+from bench.fault_outages import measure_outages
+from bench.overload import measure_overload
+from bench.rows import Origin, Row
+
+SUITE = "faults"
+
+#: Every measurement takes a function that makes a row of the suite, and whether it is a quick one; it returns its rows.
+MEASUREMENTS: dict[str, Callable[[Callable[..., Row], bool], list[Row]]] = {
+    "outages": measure_outages,
+    "drafts": measure_drafts_gone,
+    "overload": measure_overload,
+    "fairness": measure_fairness,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the choice of measurements."""
+    names = list(MEASUREMENTS)
+    parser.add_argument("--rows", "--only", nargs="+", choices=names, default=names, help="only these measurements")
+
+
+def run(arguments: argparse.Namespace) -> list[Row]:
+    """Measure and return the rows; print nothing but progress."""
+    row = partial(Row, suite=SUITE, row=None, origin=Origin(), quick=arguments.quick)
+    return [each for name in arguments.rows for each in MEASUREMENTS[name](row, arguments.quick)]

@@ -1,0 +1,113 @@
+"""Admission of one coordinator: the limits of the tenant (`quotas`), then the queue for a slot (`slots`).
+
+`generation_service` calls this module for every request that does not join a running one. A resumption was admitted
+before, and its caller holds a part of the output: it counts among the tenant's streams, but not as another request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from coordinator.admission.quotas import TenantQuotas, limits_over
+from coordinator.admission.slot_request import QueueState, SlotRequest
+from coordinator.admission.slots import RunningSlot, RunningSlots
+from specdec.access.grants import UNLIMITED, Limits
+from specdec.errors import SpecdecError
+from specdec.settings.coordinator import CoordinatorSettings
+from specdec.tenant import SessionKey
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionSettings:
+    """Settings of the admission (see `specdec.settings.coordinator`)."""
+
+    max_queue: int
+    """Requests that wait or run at once."""
+    max_running: int | None = None
+    """Requests that run at once; None: chosen from measured speeds."""
+    max_wait_s: float = 4.0
+    """Predicted wait beyond which a request is refused once one request waits for each slot."""
+    session_ttl_s: float = 3600.0
+    """Time for which an idle session is kept."""
+    tenant_limits: Limits = UNLIMITED
+    """Limits of a tenant that has none of its own."""
+    limits_of: Callable[[str], Limits] = lambda tenant: UNLIMITED
+    """Returns the own limits of a tenant."""
+
+    @classmethod
+    def of(cls, settings: CoordinatorSettings, limits_of: Callable[[str], Limits]) -> AdmissionSettings:
+        """Return the settings of a coordinator's flags; `limits_of` returns the limits of a tenant's keys."""
+        limits = Limits(
+            settings.tenant_max_streams,
+            settings.tenant_max_requests_per_minute,
+            settings.tenant_max_tokens_per_minute,
+            settings.tenant_max_sessions,
+            settings.tenant_max_prompt_tokens,
+            settings.tenant_max_reserved_tokens,
+        )
+        return cls(
+            settings.max_queue, settings.max_running, settings.max_wait_s, settings.session_ttl_s, limits, limits_of
+        )
+
+
+class Admission:
+    """Admits the requests of one coordinator. Used from one event loop."""
+
+    def __init__(self, settings: AdmissionSettings, num_targets: Callable[[], int]) -> None:
+        """`num_targets` returns the number of target replicas that take sessions."""
+        self.quotas = TenantQuotas(
+            lambda tenant: limits_over(settings.limits_of(tenant), settings.tenant_limits),
+            session_ttl_s=settings.session_ttl_s,
+        )
+        self._slots = RunningSlots(
+            num_targets,
+            max_queue=settings.max_queue,
+            max_running=settings.max_running,
+            max_wait_s=settings.max_wait_s,
+            count_tokens=self.quotas.count_tokens,
+        )
+
+    @property
+    def queue_state(self) -> QueueState:
+        """State of the queue, for metrics; any thread may read it."""
+        return self._slots.state
+
+    async def enter(self, request: SlotRequest) -> RunningSlot:
+        """Return a slot once the request may run.
+
+        Raises:
+            ResourceExhausted: QUOTA_EXCEEDED, or QUEUE_FULL as `RunningSlots.acquire`.
+            SpecdecError: what `close` or `withdraw` was given.
+        """
+        tenant = request.key.tenant
+        self.quotas.begin(tenant, self._slots.num_of_tenant(tenant), is_resumption=request.is_resumption)
+        try:
+            return await self._slots.acquire(request)
+        except BaseException:
+            if not request.is_resumption:
+                self.quotas.take_back(tenant)
+            raise
+
+    def begin_tokens(self, slot: RunningSlot, num_prompt_tokens: int, num_new_tokens: int) -> None:
+        """Check the tokens of a new request against its tenant's limits. They count until its slot is released.
+
+        Raises:
+            ResourceExhausted: QUOTA_EXCEEDED.
+        """
+        self.quotas.check_prompt(slot.tenant, num_prompt_tokens)
+        self.quotas.check_reserved(slot.tenant, num_prompt_tokens + num_new_tokens)
+        self.reserve_tokens(slot, num_prompt_tokens + num_new_tokens)
+
+    def reserve_tokens(self, slot: RunningSlot, num_tokens: int) -> None:
+        """Count the tokens that a request may reach until its slot is released, also beyond the tenant's limit."""
+        self.quotas.reserve(slot.tenant, num_tokens)
+        slot.when_released = lambda: self.quotas.reserve(slot.tenant, -num_tokens)
+
+    def withdraw(self, key: SessionKey, error: Callable[[], SpecdecError]) -> None:
+        """Refuse the waiting requests of a session that is being deleted."""
+        self._slots.withdraw(key, error)
+
+    def close(self, error: Callable[[], SpecdecError]) -> None:
+        """Refuse all waiting requests, and all later ones."""
+        self._slots.close(error)

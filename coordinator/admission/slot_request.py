@@ -1,0 +1,34 @@
+"""Requests to the queue before generation, and its state (`slots`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from specdec.tenant import SessionKey
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRequest:
+    """Fields of a request that decide its place in the queue."""
+
+    key: SessionKey
+    max_new_tokens: int
+    priority: int = 0
+    """Requests of lower values go first."""
+    is_next_turn: bool = False
+    """True where replicas probably hold the session's KV."""
+    is_resumption: bool = False
+    """True where the caller holds a part of the output. It is not refused for lack of a slot, and waits only where the
+    coordinator runs `MAX_RESUMED` times its limit."""
+    deadline_s: float | None = None
+    """Time by which the output must be complete, by `time.monotonic`."""
+
+
+class QueueState(NamedTuple):
+    """State of the queue, for metrics."""
+
+    num_waiting: int
+    num_slots: int
+    wait_s: float
+    """Predicted wait of a request that arrives now."""

@@ -1,0 +1,128 @@
+"""Environment variables of containers as their processes will see them, as far as the manifests tell.
+
+Values that only a cluster knows, such as a pod's address, are replaced by examples. A value from an object that the
+operator makes stays unknown.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .documents import Container, Document, Problem, at, of_kind
+
+UNKNOWN = "unknown"
+"""Stands for a value that the operator's own objects have."""
+
+_REFERENCE = re.compile(r"\$\(([A-Za-z_]\w*)\)")
+_EXAMPLES = {
+    "status.podIP": "10.0.0.1",
+    "status.podIPs": "10.0.0.1",
+    "status.hostIP": "10.0.0.2",
+    "metadata.name": "pod-0",
+    "metadata.namespace": "specdec",
+    "metadata.uid": "00000000-0000-0000-0000-000000000000",
+    "spec.nodeName": "node-0",
+    "spec.serviceAccountName": "default",
+}
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable."""
+
+    field: str
+    """Path of its entry within the document."""
+    value: str
+    is_known: bool = True
+
+
+@dataclass
+class Environment:
+    """Variables of one container, by name."""
+
+    variables: dict[str, Variable] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def known(self) -> dict[str, str]:
+        return {name: variable.value for name, variable in self.variables.items() if variable.is_known}
+
+
+def environment_of(container: Container, documents: list[Document]) -> Environment:
+    """Return the variables of a container, with the problems of references between them."""
+    found = Environment()
+    for index, entry in enumerate(container.body.get("envFrom") or ()):
+        for name, text in _from_object(entry, documents):
+            found.variables[f"{entry.get('prefix', '')}{name}"] = Variable(f"{container.path}.envFrom[{index}]", text)
+    for entry in container.body.get("env") or ():
+        path = f"env[{entry['name']}]"
+        value = _value(entry, container, documents)
+        is_known = value is not None
+        text = UNKNOWN if value is None else value
+        for name in _REFERENCE.findall(text if "valueFrom" not in entry else ""):
+            if name not in found.variables:
+                message = f"refers to $({name}), which no variable before it sets"
+                found.problems.append(container.problem(path, message))
+        text = _REFERENCE.sub(lambda match: _text_of(found.variables.get(match[1]), match[0]), text)
+        found.variables[entry["name"]] = Variable(f"{container.path}.{path}", text, is_known)
+    return found
+
+
+def data_of(kind: str, name: str, documents: list[Document]) -> Mapping[str, str] | None:
+    """Return the contents of a ConfigMap or Secret; None where the overlay has none of this name."""
+    for document in of_kind(documents, kind):
+        if document.name == name:
+            plain = {**(document.body.get("data") or {}), **(document.body.get("stringData") or {})}
+            if kind == "Secret":
+                encoded = document.body.get("data") or {}
+                plain |= {key: base64.b64decode(value).decode(errors="replace") for key, value in encoded.items()}
+            return plain
+    return None
+
+
+def _text_of(variable: Variable | None, reference: str) -> str:
+    return reference if variable is None else variable.value
+
+
+def _from_object(entry: dict[str, Any], documents: list[Document]) -> Iterator[tuple[str, str]]:
+    for source, kind in (("configMapRef", "ConfigMap"), ("secretRef", "Secret")):
+        if source in entry:
+            yield from (data_of(kind, entry[source].get("name", ""), documents) or {}).items()
+
+
+def _value(entry: dict[str, Any], container: Container, documents: list[Document]) -> str | None:
+    """Return the value of an entry; None where it is unknown."""
+    source = entry.get("valueFrom")
+    if not source:
+        return str(entry.get("value", ""))
+    for name, kind in (("configMapKeyRef", "ConfigMap"), ("secretKeyRef", "Secret")):
+        if reference := source.get(name):
+            return (data_of(kind, reference.get("name", ""), documents) or {}).get(reference["key"])
+    if reference := source.get("fieldRef"):
+        return _field_value(reference["fieldPath"], container)
+    reference = source.get("resourceFieldRef") or {}
+    return _resource_value(container, reference.get("resource", ""), reference.get("divisor", "1"))
+
+
+def _field_value(path: str, container: Container) -> str:
+    if found := re.fullmatch(r"metadata\.(?:labels|annotations)\['(.+)'\]", path):
+        return container.template.labels.get(found[1], "example")
+    return _EXAMPLES.get(path, "example")
+
+
+def _resource_value(container: Container, resource: str, divisor: str) -> str:
+    """Return a resource in whole units of the divisor, rounded up as Kubernetes does."""
+    quantity = at(container.body, "resources", *resource.split("."))
+    return str(math.ceil(_number(str(quantity or "1")) / _number(str(divisor or "1"))) or 1)
+
+
+def _number(quantity: str) -> float:
+    found = re.fullmatch(r"([\d.]+)([A-Za-z]*)", quantity)
+    if found is None:
+        return 1.0
+    return float(found[1]) / 1000 if found[2] == "m" else float(found[1]) * _UNITS.get(found[2], 1)

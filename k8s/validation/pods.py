@@ -1,0 +1,72 @@
+"""Fields that every pod of ours has: probes, resources, and what the namespace's security level asks for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from .documents import Container, Document, PodTemplate, Problem, at
+
+#: Kinds whose pods end by themselves; they have no probes.
+_ENDING = ("Job", "CronJob")
+_POD_FIELDS: dict[tuple[str, ...], Any] = {
+    ("automountServiceAccountToken",): False,
+    ("securityContext", "runAsNonRoot"): True,
+    ("securityContext", "seccompProfile", "type"): "RuntimeDefault",
+}
+_CONTAINER_FIELDS: dict[tuple[str, ...], Any] = {
+    ("securityContext", "allowPrivilegeEscalation"): False,
+    ("securityContext", "readOnlyRootFilesystem"): True,
+    ("securityContext", "capabilities", "drop"): ["ALL"],
+}
+_RESOURCES = (("requests", "cpu"), ("requests", "memory"), ("limits", "memory"))
+
+
+def pod_problems(document: Document) -> Iterator[Problem]:
+    """Yield the required fields that pods of a workload lack."""
+    for template in document.templates:
+        yield from _pod(template)
+        for container in template.all_containers:
+            yield from _container(container)
+        if document.kind not in _ENDING:
+            for container in template.containers:
+                yield from _probes(container)
+
+
+def _pod(template: PodTemplate) -> Iterator[Problem]:
+    for path, wanted in _POD_FIELDS.items():
+        if (value := at(template.spec, *path)) != wanted:
+            yield template.problem(".".join(path), f"must be {_yaml(wanted)}, not {_yaml(value)}")
+    names = [container.name for container in template.all_containers]
+    for name in {name for name in names if names.count(name) > 1}:
+        yield template.problem(f"containers[{name}]", "two containers have this name")
+
+
+def _container(container: Container) -> Iterator[Problem]:
+    for path, wanted in _CONTAINER_FIELDS.items():
+        if (value := at(container.body, *path)) != wanted:
+            yield container.problem(".".join(path), f"must be {_yaml(wanted)}, not {_yaml(value)}")
+    for part, name in _RESOURCES:
+        if at(container.body, "resources", part, name) is None:
+            yield container.problem(f"resources.{part}.{name}", "is required")
+    yield from _twice(container, "env", "name")
+    yield from _twice(container, "ports", "name")
+    yield from _twice(container, "volumeMounts", "mountPath")
+
+
+def _probes(container: Container) -> Iterator[Problem]:
+    probes = ["readinessProbe", "livenessProbe"]
+    if any(str(entry.get("name", "")).startswith("SPECDEC_") for entry in container.body.get("env") or ()):
+        probes.append("startupProbe")  # loading a model takes minutes
+    yield from (container.problem(probe, "is required") for probe in probes if not container.body.get(probe))
+
+
+def _twice(container: Container, field: str, key: str) -> Iterator[Problem]:
+    values = [entry.get(key) for entry in container.body.get(field) or () if entry.get(key)]
+    for value in sorted({value for value in values if values.count(value) > 1}):
+        yield container.problem(f"{field}[{value}]", "is there twice")
+
+
+def _yaml(value: Any) -> str:
+    return "unset" if value is None else json.dumps(value)

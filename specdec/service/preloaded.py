@@ -1,0 +1,14 @@
+"""What every replica with a real model imports by the time it serves; `specdec up` lets its replicas share it.
+
+See `specdec.supervision.process_template`.
+"""
+
+# ruff: noqa: F401, because nothing here is used by name
+
+from __future__ import annotations
+
+import transformers.models.llama.modeling_llama
+
+import specdec.engine.loader
+import specdec.engine.loop.replica
+import specdec.service.replica_main

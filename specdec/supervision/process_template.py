@@ -1,0 +1,293 @@
+"""Services that share one import of their packages: a template process imports them, and forks a service on request.
+
+    template = ProcessTemplate(["specdec.engine.loader"], environ)
+    process = template.start(Command("target_service", ["--model", "..."], environ), Streams(nothing, log, log))
+
+A replica spends nearly all of its start on the import of torch and transformers: 6 s of processor time against 0.4 s
+from a template. A forked process is a child of the caller, with memory, environment, arguments and standard streams of
+its own; it runs the service as `__main__` and ends as `python -m SERVICE` does. It shares the pages of what was
+imported, so several replicas need less memory.
+
+The template forks twice, and its caller adopts the second process (PR_SET_CHILD_SUBREAPER), so that it learns the exit
+code from the kernel, also when the template is gone. Linux only. The template must not have threads, because a fork
+copies only one, and nothing that it imports may use a GPU, because CUDA does not survive a fork.
+
+Called by `service_process` and, for tests, by `tests.support.process_template`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+_PR_SET_CHILD_SUBREAPER = 36
+_MAX_REQUEST_BYTES = 1 << 17
+#: Room for the command line of a forked process, which `ps` shows in the place of the template's.
+_COMMAND_BYTES = 16_384
+#: First message of a template, once it has imported everything.
+_READY = b"ready"
+#: Time after which a template that does not answer is given up.
+_ANSWER_S = 60.0
+
+#: Variables that a service reads after its imports. Others may change what an import does.
+_READ_LATE = ("SPECDEC_", "PYTEST_")
+
+
+class Streams(NamedTuple):
+    """Files that become the standard streams of a process."""
+
+    stdin: IO[Any]
+    stdout: IO[Any]
+    stderr: IO[Any]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A service: `python -m MODULE ARGUMENTS`."""
+
+    module: str
+    arguments: Sequence[str]
+    environ: Mapping[str, str]
+    """Its whole environment."""
+    shown: Sequence[str] = ()
+    """Words of its command line for `ps`; empty: python -m MODULE ARGUMENTS."""
+    own_session: bool = False
+    """Whether it gets a session of its own, so that Ctrl-C does not reach it."""
+
+
+class ForkedProcess:
+    """A child process, with the methods of `subprocess.Popen` that its callers use. Any thread may use it."""
+
+    def __init__(self, pid: int) -> None:
+        """`pid`: of a child of this process that has not been waited for."""
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdin: IO[str] | None = None
+        self.stdout: IO[str] | None = None
+        self._lock = threading.Lock()
+        self._ended = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while the process runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end and return the exit code. Raises subprocess.TimeoutExpired where the process still runs."""
+        with self._lock:
+            if self.returncode is not None:
+                return self.returncode
+        waiting = select.poll()
+        waiting.register(self._ended, select.POLLIN)
+        if not waiting.poll(None if timeout is None else timeout * 1000):
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        with self._lock:
+            if self.returncode is None:
+                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+                os.close(self._ended)
+            return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal; no effect once the process has been waited for."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class TemplateFailed(Exception):
+    """The template cannot start a process; a plain one can be started instead."""
+
+
+class ProcessTemplate:
+    """The caller's side of a template process. It ends with this process. Any thread may use it."""
+
+    def __init__(
+        self, preloaded: Sequence[str], environ: Mapping[str, str], *, options: Sequence[str] = ("-P",)
+    ) -> None:
+        """Start to import in the background.
+
+        Args:
+            preloaded: modules to import.
+            environ: environment of the import.
+            options: of the interpreter; -P keeps the working directory out of its path.
+        """
+        self._read_early = _read_early(environ)
+        self._lock = threading.Lock()
+        self._is_ready = False
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(_ANSWER_S)
+        command = [sys.executable, *options, "-m", __name__, str(theirs.fileno()), *preloaded, _COMMAND_BYTES * " "]
+        with theirs:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, env=dict(environ), pass_fds=[theirs.fileno()], start_new_session=True
+            )
+        atexit.register(self.close)
+
+    def fits(self, environ: Mapping[str, str]) -> bool:
+        """Return whether a process of this environment would have imported the same."""
+        return self._read_early == _read_early(environ)
+
+    @property
+    def is_ready(self) -> bool:
+        """True once the imports have ended, or the template has."""
+        with self._lock:
+            if not self._is_ready and select.select([self._control], [], [], 0.0)[0]:
+                with contextlib.suppress(OSError):
+                    self._control.recv(64)  # its word that it is ready
+                self._is_ready = True
+            return self._is_ready
+
+    def start(self, command: Command, streams: Streams) -> ForkedProcess:
+        """Start a process. Wait for the template's imports where they have not ended.
+
+        Raises:
+            TemplateFailed: the template has ended, or does not answer.
+        """
+        request = _Request(**{**asdict(command), "cwd": os.getcwd(), "parent": os.getpid()})
+        content = json.dumps(asdict(request)).encode()
+        with self._lock, _adopting_children():
+            try:
+                if not self._is_ready:
+                    self._control.recv(64)
+                    self._is_ready = True
+                socket.send_fds(self._control, [content], [stream.fileno() for stream in streams])
+                answer = self._control.recv(64)
+            except OSError as error:
+                raise TemplateFailed(str(error)) from error
+            if not answer or not int(answer):
+                raise TemplateFailed("the template of processes has ended, or its children are not adopted")
+            return ForkedProcess(int(answer))
+
+    def close(self) -> None:
+        """End the template; its processes go on. Idempotent."""
+        self._control.close()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def _adopting_children() -> Any:
+    """Make this process the parent of orphans among its descendants, for as long as the context is open."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def _read_early(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if not name.startswith(_READ_LATE)}
+
+
+@dataclass
+class _Request:
+    """What a forked process is to become."""
+
+    module: str
+    arguments: list[str]
+    environ: dict[str, str]
+    shown: list[str]
+    own_session: bool
+    cwd: str
+    parent: int
+    """Process that adopts it."""
+    descriptors: list[int] = field(default_factory=list)
+    """Its standard streams."""
+
+
+def _serve(control: socket.socket) -> _Request | None:
+    """Fork a process for every request. Return the request in each forked process, and None at the end."""
+    while True:
+        message, descriptors, *_ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 3)
+        if not message:
+            return None
+        request = _Request(**{**json.loads(message), "descriptors": descriptors})
+        between = os.fork()
+        if between == 0:
+            between = os.getpid()
+            if os.fork() != 0:
+                os._exit(0)
+            _await_adoption(between)
+            is_adopted = os.getppid() == request.parent
+            control.send(str(os.getpid() if is_adopted else 0).encode())
+            control.close()
+            if not is_adopted:
+                os._exit(0)
+            return request
+        os.waitpid(between, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _await_adoption(parent: int) -> None:
+    """Return once `parent`, which is about to exit, is not the parent of this process any more."""
+    while os.getppid() == parent:
+        os.sched_yield()
+
+
+def _become(request: _Request) -> None:
+    """Run a service in this process, as `python -m` would."""
+    if request.own_session:
+        os.setsid()
+    for number, stream in enumerate(request.descriptors):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(request.cwd)
+    os.environ.clear()
+    os.environ.update(request.environ)
+    sys.argv[1:] = request.arguments
+    _show_command(request.shown or [sys.executable, "-m", request.module, *request.arguments])
+    runpy.run_module(request.module, run_name="__main__", alter_sys=True)
+
+
+def _show_command(words: Sequence[str]) -> None:
+    """Write words over the command line of this process, which ends with `_COMMAND_BYTES` of room."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])  # arg_start, arg_end (proc(5))
+    if end > begin:
+        content = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - begin - 1]
+        ctypes.memmove(begin, content.ljust(end - begin, b"\0"), end - begin)
+
+
+def _main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    gc.disable()  # it takes a third of the time of the imports
+    for module in sys.argv[2:-1]:
+        importlib.import_module(module)
+        if module.endswith(".__main__"):
+            del sys.modules[module]  # a service runs it once more, as `__main__`
+    gc.freeze()
+    gc.enable()
+    if len(os.listdir("/proc/self/task")) > 1:
+        sys.exit("error: an import started a thread, which a fork would not copy")
+    control.send(_READY)
+    request = _serve(control)
+    if request is not None:
+        _become(request)
+
+
+if __name__ == "__main__":
+    _main()

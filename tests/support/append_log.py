@@ -1,0 +1,94 @@
+"""Reads the append-only log of a Redis as the events of a history (`tests.support.history`).
+
+The store writes each change of a session there before it answers (`appendfsync always`), in the order in which it made
+them, with the time in whole seconds (`aof-timestamp-enabled yes`). The log outlives a killed Redis.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from specdec.state.keys import TOKEN_BYTES
+from tests.support.history import Event
+
+#: What a Redis needs so that its log is a history.
+ARGUMENTS = ("--aof-timestamp-enabled", "yes", "--auto-aof-rewrite-percentage", "0", "--aof-use-rdb-preamble", "no")
+
+_KEY = re.compile(rb"\{(?P<session>[^{}]+)\}:(?P<part>meta|tokens|lease|deleted)$")
+
+
+def read_append_log(directory: Path) -> list[Event]:
+    """Return the events of all sessions from the log in a Redis' directory."""
+    logs = sorted((directory / "appendonlydir").glob("*.incr.aof"), key=lambda path: int(path.name.split(".")[-3]))
+    reader = _Reader()
+    return [event for log in logs for event in reader.read(log.read_bytes())]
+
+
+class _Reader:
+    """Turns commands into events; one for all parts of a log."""
+
+    def __init__(self) -> None:
+        self._at = 0.0
+        self._epochs: dict[str, int] = {}
+        self._owners: dict[str, str] = {}
+        self._num_tokens: dict[str, int] = {}
+
+    def read(self, content: bytes) -> Iterator[Event]:
+        position = 0
+        while position < len(content):
+            end = content.index(b"\r\n", position)
+            line, position = content[position:end], end + 2
+            if line.startswith(b"#TS:"):
+                self._at = float(line[4:])
+                continue
+            words: list[bytes] = []
+            for _ in range(int(line[1:])):
+                end = content.index(b"\r\n", position)
+                size, start = int(content[position + 1 : end]), end + 2
+                words.append(content[start : start + size])
+                position = start + size + 2
+            if position > len(content):
+                return  # the last command was cut off
+            yield from self._events(words)
+
+    def _events(self, words: list[bytes]) -> Iterator[Event]:
+        command = words[0].upper()
+        for name in words[1:] if command in (b"DEL", b"UNLINK") else words[1:2]:
+            found = _KEY.search(name)
+            if found:
+                session, part = found["session"].decode(), found["part"].decode()
+                for event in self._of_key(command, session, part, words):
+                    yield {"at": self._at, "session": session, **event}
+
+    def _of_key(self, command: bytes, session: str, part: str, words: list[bytes]) -> Iterator[Event]:
+        if part == "meta" and command == b"HSET":
+            fields = dict(zip(words[2::2], words[3::2], strict=True))
+            if b"epoch" in fields:
+                self._epochs[session] = int(fields[b"epoch"])
+        elif part == "lease" and command == b"SET":
+            self._owners[session] = words[2].decode()
+            yield {"kind": "lease", "epoch": self._epochs[session], "owner": self._owners[session]}
+        elif part == "tokens" and command == b"SET":
+            self._num_tokens[session] = len(words[2]) // TOKEN_BYTES
+            yield {"kind": "keep", "num_tokens": self._num_tokens[session]}
+        elif part == "tokens" and command in (b"DEL", b"UNLINK"):
+            self._num_tokens[session] = 0
+            yield {"kind": "keep", "num_tokens": 0}
+        elif part == "tokens" and command == b"APPEND":
+            start, packed = self._num_tokens.get(session, 0), words[2]
+            token_ids = [
+                int.from_bytes(packed[index : index + TOKEN_BYTES], "little")
+                for index in range(0, len(packed), TOKEN_BYTES)
+            ]
+            self._num_tokens[session] = start + len(token_ids)
+            yield {
+                "kind": "append",
+                "epoch": self._epochs[session],
+                "owner": self._owners[session],
+                "start": start,
+                "token_ids": token_ids,
+            }
+        elif part == "deleted" and command == b"SET":
+            yield {"kind": "deleted"}

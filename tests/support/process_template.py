@@ -1,0 +1,93 @@
+"""Processes of services for tests, from templates of their imports (`specdec.supervision.process_template`).
+
+    process = start_like("target_service", ["--model", "..."], environ, Streams(nothing, log, log))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+Tests of `specdec up` and of the commands in Compose start their services as users do.
+
+Called by `tests.support.stack`, `tests.support.rank_rig`, and tests of single services.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from tempfile import TemporaryFile
+
+from specdec.supervision.process_template import Command, ForkedProcess, ProcessTemplate, Streams
+
+__all__ = ["ENVIRON", "ForkedProcess", "Streams", "run_like", "start_like", "start_process"]
+
+#: Modules that the process of a service imports by the time it serves; those of replicas import torch.
+_REPLICA = (
+    "specdec.engine.loader", "specdec.engine.loop.replica", "draft_service.__main__", "draft_service.proposer",
+    "specdec.engine.parallel.follower", "specdec.engine.parallel.rank_loader", "target_service.__main__",
+    "target_service.verifier", "transformers.models.llama.modeling_llama",
+)  # fmt: skip
+_FRONT = ("coordinator.__main__", "gateway.__main__")
+_PRELOADED = {
+    "draft_service": _REPLICA, "target_service": _REPLICA, "tests.support.rank_rig": _REPLICA,
+    "tests.support.injured_service": _REPLICA, "coordinator": _FRONT, "gateway": _FRONT,
+}  # fmt: skip
+
+#: Added to the environment of services by the tests that start them: the same everywhere, so that they share templates.
+ENVIRON = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+_made: dict[tuple[str, ...], ProcessTemplate] = {}
+
+
+def start_like(
+    module: str, arguments: Sequence[str], environ: Mapping[str, str], streams: Streams
+) -> subprocess.Popen[bytes] | ForkedProcess:
+    """Start `python -m MODULE ARGUMENTS` from a template of its service.
+
+    It is a plain process where no template is like it: an unknown module, or another environment for the imports.
+
+    Args:
+        module: the service.
+        arguments: its flags.
+        environ: its whole environment.
+        streams: its stdin, stdout and stderr.
+    """
+    template = _template_of(module, environ)
+    if template is not None:
+        return template.start(Command(module, arguments, environ), streams)
+    return start_process([sys.executable, "-m", module, *arguments], environ, streams)
+
+
+def run_like(module: str, *arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """Run `python -m MODULE ARGUMENTS` from a template of its service until it ends, and return what it wrote.
+
+    Raises:
+        subprocess.TimeoutExpired: it has not ended in time; it is killed.
+    """
+    environ = {**os.environ, **ENVIRON}
+    with open(os.devnull, "rb") as nothing, TemporaryFile() as stdout, TemporaryFile() as stderr:
+        process = start_like(module, arguments, environ, Streams(nothing, stdout, stderr))
+        try:
+            exit_code = process.wait(timeout_s)
+        finally:
+            process.kill()
+        written = []
+        for file in (stdout, stderr):
+            file.seek(0)
+            written.append(file.read().decode())
+    return subprocess.CompletedProcess([module, *arguments], exit_code, *written)
+
+
+def start_process(command: Sequence[str], environ: Mapping[str, str], streams: Streams) -> subprocess.Popen[bytes]:
+    """Start a plain process."""
+    stdin, stdout, stderr = streams
+    return subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, env=dict(environ))
+
+
+def _template_of(module: str, environ: Mapping[str, str]) -> ProcessTemplate | None:
+    preloaded = _PRELOADED.get(module)
+    if preloaded is None or sys.platform != "linux":
+        return None
+    if preloaded not in _made:
+        _made[preloaded] = ProcessTemplate(preloaded, environ, options=())
+    return _made[preloaded] if _made[preloaded].fits(environ) else None

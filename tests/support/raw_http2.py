@@ -1,0 +1,56 @@
+"""HTTP/2 that no library would send, written by hand: frames, headers, and calls on one connection each."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from contextlib import suppress
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, SETTINGS = 0, 1, 4
+END_STREAM, END_HEADERS = 1, 4
+#: Indexes of ":method: POST" and ":scheme: http" in the table of RFC 7541.
+POST, HTTP = b"\x83", b"\x86"
+
+
+def answer_to(address: str, path: bytes, message: bytes = b"", timeout_s: float = 60.0) -> bytes:
+    """Call a gRPC method without TLS, and return what the server sent until its trailers or the end.
+
+    Args:
+        address: HOST:PORT.
+        path: value of `:path`, any bytes.
+        message: the only message.
+        timeout_s: longest wait for bytes.
+    """
+    host, _, port = address.rpartition(":")
+    headers = POST + HTTP + literal(b":path", path) + literal(b":authority", b"test")
+    headers += literal(b"content-type", b"application/grpc") + literal(b"te", b"trailers")
+    received = b""
+    with socket.create_connection((host, int(port)), timeout_s) as connection:
+        connection.sendall(PREFACE + frame(SETTINGS, 0, 0, b"") + frame(HEADERS, END_HEADERS, 1, headers))
+        connection.sendall(frame(DATA, END_STREAM, 1, b"\0" + struct.pack(">I", len(message)) + message))
+        with suppress(ConnectionError):
+            while b"grpc-status" not in received and (part := connection.recv(1 << 16)):
+                received += part
+    return received
+
+
+def literal(name: bytes, value: bytes) -> bytes:
+    """Return a header field without indexing and without Huffman code."""
+    return b"\0" + _length(name) + name + _length(value) + value
+
+
+def frame(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
+    """Return a frame of at most 16 MB."""
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream_id) + payload
+
+
+def _length(content: bytes) -> bytes:
+    """Return a length as an integer with a prefix of seven bits (RFC 7541, 5.1)."""
+    if len(content) < 127:
+        return bytes([len(content)])
+    rest, encoded = len(content) - 127, bytearray([127])
+    while rest > 127:
+        encoded.append(0x80 | rest & 127)
+        rest >>= 7
+    return bytes([*encoded, rest])

@@ -1,0 +1,172 @@
+"""`specdec plan`: sizes for loads, what it refuses, and the folder that it writes. Nothing is measured here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from specdec.cli.__main__ import run
+from specdec.planning.cards import CARDS, card_of
+from specdec.planning.deployment import Load, formula_speedup, placed, steady_round, tokens_per_round
+from specdec.planning.step_times import PlacedModel
+
+_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """Write config.json of Llamas of three sizes; there are no weights."""
+    for name, shape in {"8b": _8B, "1b": _1B | {"tie_word_embeddings": True}, "70b": _70B}.items():
+        config = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128_256, **shape}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert run(["plan", "--json", *words], {}) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def words_of(models: Path, **changes: str) -> list[str]:
+    """Return arguments of a possible plan, with changed ones."""
+    flags = {"--draft": str(models / "1b"), "--alpha": "0.8", "--rate": "20", "--gpu": "h100", "--tpot-ms": "15"}
+    flags |= {f"--{name.replace('_', '-')}": value for name, value in changes.items() if name != "model"}
+    return [changes.get("model", str(models / "8b")), *(word for pair in flags.items() for word in pair)]
+
+
+def test_a_plan_holds_its_limits_and_costs_less_than_the_target_alone(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = plan(capsys, *words_of(models, gpu_price_per_hour="2"))
+    assert found["tpot_s"] <= 0.015
+    assert found["ttft_s"] <= 1.0
+    assert found["kv_bytes_per_target"] <= found["kv_bytes_free_per_target"]
+    assert found["num_gpus"] == found["replicas"]["target"] + found["replicas"]["draft"]
+    hours = found["gpu_hours_per_million_tokens"]
+    assert hours["speculating"] < hours["target_only"]
+    assert hours["speculating"] == pytest.approx(found["num_gpus"] / (20 * 300 * 3600 / 1e6))
+    assert found["cost_per_million_tokens"]["speculating"] == pytest.approx(2 * hours["speculating"])
+    # Little's law.
+    assert found["num_streams"] == pytest.approx(20 * (found["ttft_s"] + 300 * found["tpot_s"]))
+
+
+def test_twice_the_load_needs_about_twice_the_targets_and_writes(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = (plan(capsys, *words_of(models, rate=rate)) for rate in ("200", "400"))
+    assert two["replicas"]["target"] == pytest.approx(2 * one["replicas"]["target"], rel=0.1)
+    assert two["redis_writes_per_s"] == pytest.approx(2 * one["redis_writes_per_s"], rel=0.1)
+
+
+def test_a_model_that_one_card_does_not_hold_is_divided(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, *words_of(models, model=str(models / "70b"), tpot_ms="40", rate="1"))
+    assert found["gpus_per_replica"] == {"target": 4, "draft": 1}  # 141 GB and KV on cards of 80 GB
+
+
+def test_a_useless_draft_is_not_faster_than_the_target_alone(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    useless, good = (plan(capsys, *words_of(models, alpha=alpha)) for alpha in ("0", "0.9"))
+    assert useless["speedup"]["one_stream"] < 1.0 < good["speedup"]["one_stream"]
+    assert useless["speedup"]["formula"] < 1.0 < good["speedup"]["formula"]
+
+
+def test_the_calculated_steps_are_those_of_the_measured_card() -> None:
+    """docs/performance.md, "On a GPU": within the spread of the two machines that were measured, and the rounds."""
+    card = card_of("h100")
+    weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128_256 * 4096  # without the embedding
+    target = PlacedModel("8B", weights, 32, 131_072, 2 * weights, card, 1)
+    few = 3 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128_256 * 4096
+    draft = PlacedModel("3 layers", few, 3, 12_288, 2 * few, card, 1)
+    assert target.step_s(1, 1, 512) == pytest.approx(6.7e-3, rel=0.05)
+    assert draft.step_s(1, 1, 512) == pytest.approx(1.33e-3, rel=0.15)
+    load = Load(1, 48, 64, 1, 1)
+    alone = 1 / steady_round(load, target, None, 0, 1, 0).round_s
+    speculating = 3.16 / steady_round(load, target, draft, 4, 1, 1).round_s
+    assert alone == pytest.approx(119, rel=0.05)
+    assert speculating == pytest.approx(189, rel=0.1)
+
+
+def test_a_busy_replica_takes_as_many_streams_in_a_step_as_arrive_during_one() -> None:
+    card = CARDS["h100"]
+    target = PlacedModel("8B", 8_000_000_000, 32, 131_072, 16_000_000_000, card, 1)
+    load = Load(1, 100, 100, 1, 1)
+    one, many = (steady_round(load, target, None, 0, count, 0) for count in (1, 64))
+    assert one.target_busy_share < 1.0
+    assert many.target_busy_share == pytest.approx(1.0, abs=0.01)
+    assert 64 / many.round_s > 20 / one.round_s  # batches grow, so throughput does
+
+
+def test_the_formula_is_that_of_the_paper() -> None:
+    """Leviathan et al. 2023: for alpha 0.8 and gamma 4 a round has (1 - 0.8^5) / 0.2 tokens."""
+    assert tokens_per_round(0.8, 4) == pytest.approx((1 - 0.8**5) / 0.2)
+    assert formula_speedup(0.8, 4, 0.05) == pytest.approx((1 - 0.8**5) / 0.2 / 1.2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rate": "-1"}, "argument --rate: must be above 0, got -1"),
+        ({"rate": "nan"}, "argument --rate: must be above 0, got nan"),
+        ({"alpha": "1.5"}, "argument --alpha: must be from 0 to 1, got 1.5"),
+        ({"gpu": "h1000"}, "--gpu: unknown GPU 'h1000'; did you mean h100?"),
+        ({"model": "70b", "gpu": "t4"}, "--gpu: 70b needs 141 GB and 8 x t4 have 128 GB"),
+        ({"tpot_ms": "2"}, "--tpot-ms must be at least"),
+        ({"ttft_ms": "1", "prompt_tokens": "10000"}, "--ttft-ms must be at least"),
+        ({"output_tokens": "0"}, "argument --output-tokens: must be a whole number from 1 to 10000000, got 0"),
+        ({"model": "encoder"}, "is of type bert, which is an encoder and not a decoder-only language model"),
+        ({"model": "nothing"}, "MODEL: "),
+    ],
+)
+def test_an_impossible_plan_is_one_line_and_writes_nothing(
+    models: Path, changes: dict[str, str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (models / "encoder").mkdir()
+    (models / "encoder" / "config.json").write_text(json.dumps({"model_type": "bert", **_1B}))
+    if "model" in changes:
+        changes = changes | {"model": str(models / changes["model"])}
+    assert run(["plan", *words_of(models, **changes, write=str(models / "overlay"))], {}) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not (models / "overlay").exists()
+
+
+def test_the_written_component_has_the_planned_sizes(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = models / "overlay"
+    found = plan(capsys, *words_of(models, model=str(models / "70b"), tpot_ms="40", rate="5", write=str(folder)))
+    component = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    patches = {(patch["target"]["kind"], patch["target"]["name"]): yaml.safe_load(patch["patch"])
+               for patch in component["patches"]}  # fmt: skip
+    for pool, count in found["replicas"].items():
+        least, most = patches["HorizontalPodAutoscaler", pool]
+        assert (least["path"], least["value"]) == ("/spec/minReplicas", count)
+        assert most["value"] >= count
+    gpus, ranks = patches["Deployment", "target"]
+    assert gpus["value"] == 4
+    assert ranks["value"] == {"name": "SPECDEC_TARGET__TENSOR_PARALLEL", "value": "4"}
+    assert json.loads((folder / "plan.json").read_text()) == found
+    again = words_of(models, model=str(models / "70b"), tpot_ms="40", write=str(folder))
+    assert run(["plan", *again], {}) == 2
+    assert "is not an empty folder" in capsys.readouterr().err
+
+
+def test_the_acceptance_of_a_system_that_has_measured_none_is_refused(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(models / "8b"), "--draft", str(models / "1b"), "--rate", "1", "--gpu", "h100"]
+    assert run(["plan", *words], {}) == 2
+    assert "--draft needs --alpha SHARE or --measured HOST:PORT" in capsys.readouterr().err
+    assert run(["plan", *words, "--measured", "127.0.0.1:1"], {}) == 2
+
+
+def test_a_card_is_held_with_room_for_one_stream() -> None:
+    card = CARDS["l4"]
+    model = PlacedModel("tight", 10_000_000_000, 32, 1_000_000, 20_000_000_000, card, 1)
+    assert placed(model, card, 1000).num_gpus == 1
+    assert placed(model, card, 2000).num_gpus == 2

@@ -1,0 +1,86 @@
+"""Processes that a template forks end, answer signals and read their settings as those of `python -m` do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specdec.supervision.process_template import Command, ForkedProcess, ProcessTemplate, Streams, TemplateFailed
+from tests.support.stack import free_port
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="templates need Linux")
+
+ENVIRON = {name: value for name, value in os.environ.items() if not name.startswith("SPECDEC_")}
+
+
+@pytest.fixture(scope="module")
+def template() -> Iterator[ProcessTemplate]:
+    template = ProcessTemplate(["gateway.__main__"], ENVIRON, options=())
+    yield template
+    template.close()
+
+
+def gateway(template: ProcessTemplate, log: Path, *arguments: str, **environ: str) -> ForkedProcess:
+    flags = ["--redis-url", "memory://", "--coordinator", "127.0.0.1:1", *arguments]
+    with open(os.devnull, "rb") as nothing, log.open("wb") as file:
+        return template.start(Command("gateway", flags, ENVIRON | environ), Streams(nothing, file, file))
+
+
+def serving_gateway(template: ProcessTemplate, log: Path) -> ForkedProcess:
+    process = gateway(template, log, "--listen", f"127.0.0.1:{free_port()}")
+    while "listening" not in log.read_text():
+        try:
+            pytest.fail(f"exit code {process.wait(0.05)}: {log.read_text()}")
+        except subprocess.TimeoutExpired:
+            continue
+    return process
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_forked_service_is_a_process_that_ends_by_a_signal(
+    template: ProcessTemplate, tmp_path: Path, number: int, code: int
+) -> None:
+    process = serving_gateway(template, tmp_path / "log")
+    assert process.poll() is None
+    assert int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1]) == os.getpid()
+    words = Path(f"/proc/{process.pid}/cmdline").read_text().rstrip("\0").split("\0")
+    assert words[1:5] == ["-m", "gateway", "--redis-url", "memory://"]
+    process.send_signal(number)
+    assert (process.wait(), process.poll()) == (code, code)
+    process.kill()  # as with `Popen`, without an effect
+
+
+def test_flags_and_settings_of_the_environment_are_those_of_the_call(template: ProcessTemplate, tmp_path: Path) -> None:
+    refused = [
+        gateway(template, tmp_path / "flag", "--max-body-bytes", "no number"),
+        gateway(template, tmp_path / "environment", SPECDEC_GATEWAY__MAX_BODY_BYTES="no number"),
+    ]
+    assert [process.wait() for process in refused] == [2, 2]
+    for name in ("flag", "environment"):
+        (line,) = (tmp_path / name).read_text().splitlines()
+        assert line.startswith("error: ")
+        assert "Input should be a valid integer" in line
+
+
+def test_a_process_outlives_its_template_and_its_exit_code_is_known(tmp_path: Path) -> None:
+    template = ProcessTemplate(["gateway.__main__"], ENVIRON, options=())
+    process = serving_gateway(template, tmp_path / "log")
+    template.close()
+    assert process.poll() is None
+    process.terminate()
+    assert process.wait() == 0
+    with pytest.raises(TemplateFailed):
+        gateway(template, tmp_path / "log")
+
+
+def test_an_environment_that_imports_may_read_does_not_fit(template: ProcessTemplate) -> None:
+    assert template.fits(ENVIRON | {"SPECDEC_TARGET__MODEL": "models/demo-target"})
+    assert not template.fits(ENVIRON | {"OMP_NUM_THREADS": "64"})
