@@ -187,6 +187,11 @@ class Launcher:
         """Return whether replicas start at once: their packages are imported, or each imports them by itself."""
         return self._template is None or self._template.is_ready
 
+    def end_imports(self) -> None:
+        """End that process; replicas that run go on."""
+        if self._template is not None:
+            self._template.close()
+
     def _shares_imports(self) -> bool:
         if sys.platform != "linux" or self._ray_address or sum(counts(self._args).values()) < 2:
             return False

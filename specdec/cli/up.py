@@ -154,6 +154,7 @@ def run(args: argparse.Namespace, argv: Sequence[str], environ: Mapping[str, str
             environ=environ,
             ray_address=own_ray.address if own_ray else args.ray_address,
         )
+        stack.callback(launcher.end_imports)
         fleet = Fleet(launcher)
         stack.callback(fleet.stop)
         stack.callback(_tell_on_stop, stop, "stopping")

@@ -131,7 +131,7 @@ class ProcessTemplate:
 
         Args:
             preloaded: modules to import.
-            environ: environment of the import.
+            environ: environment of the import, which does not get variables that services read later.
             options: of the interpreter; -P keeps the working directory out of its path.
         """
         self._read_early = _read_early(environ)
@@ -142,7 +142,11 @@ class ProcessTemplate:
         command = [sys.executable, *options, "-m", __name__, str(theirs.fileno()), *preloaded, _COMMAND_BYTES * " "]
         with theirs:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, env=dict(environ), pass_fds=[theirs.fileno()], start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                env=self._read_early,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
             )
         atexit.register(self.close)
 
@@ -182,9 +186,11 @@ class ProcessTemplate:
             return ForkedProcess(int(answer))
 
     def close(self) -> None:
-        """End the template; its processes go on. Idempotent."""
-        self._control.close()
-        self._process.wait()
+        """End the template, also while it imports; its processes go on. Idempotent."""
+        self._process.kill()
+        with self._lock:
+            self._control.close()
+            self._process.wait()
 
 
 @contextlib.contextmanager
@@ -283,7 +289,10 @@ def _main() -> None:
     gc.enable()
     if len(os.listdir("/proc/self/task")) > 1:
         sys.exit("error: an import started a thread, which a fork would not copy")
-    control.send(_READY)
+    try:
+        control.send(_READY)
+    except OSError:
+        return  # the caller has ended
     request = _serve(control)
     if request is not None:
         _become(request)

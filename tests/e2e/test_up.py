@@ -141,7 +141,8 @@ def test_a_target_alone_is_served_without_speculation_over_unix_sockets_and_a_no
     with running("--target", str(model)) as (up, endpoint):
         assert len(children_of(up)) == 2
         target = child_running(up, "target_service")
-        words = Path(f"/proc/{target}/cmdline").read_text().split("\0")
+        words, variables = (Path(f"/proc/{target}/{file}").read_text().split("\0") for file in ("cmdline", "environ"))
+        assert "SPECDEC_TARGET__GPU_MEMORY_UTILIZATION=0.9" in variables
         names = asyncio.run(unix_sockets_of(words[words.index("--listen") + 1]))
         ask = {"prompt_token_ids": [5, 6, 7], "ignore_eos": True, "temperature": 0}
         with Client(endpoint) as client:

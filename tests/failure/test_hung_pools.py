@@ -4,6 +4,7 @@ When it continues, everything works as before. The tests count rounds and choice
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
@@ -45,7 +46,7 @@ class System:
     def process_of(self, pool: str) -> int:
         """Return the process of the only draft replica of a pool."""
         for pid in children_of(self.up):
-            if pool in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
+            if ("--pool", pool) in itertools.pairwise(Path(f"/proc/{pid}/cmdline").read_text().split("\0")):
                 return pid
         raise AssertionError(f"no process of pool {pool}")
 
