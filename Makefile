@@ -24,10 +24,10 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export GRPC_VERBOSITY := ERROR
 # Tests start hundreds of processes: where the environment forbids Python to keep bytecode, each compiles all of specdec.
 export PYTHONDONTWRITEBYTECODE :=
-# Three workers on two cores, because tests wait as much as they compute: whole files each (a file shares its
-# processes), one thread apiece. In the order of folders: the many short files of tests/unit come last, so that no worker
-# waits long for the others.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
+# Two workers a core, because tests wait as much as they compute: whole files each (a file shares its processes), one
+# thread apiece. In the order of folders: the many short files of tests/unit come last, so that no worker waits long for
+# the others.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 15
 
 .PHONY: help setup demo real demo-real demo-pair peers test test-full test-real model-list reference docs docs-serve \
 	wheel-check test-gpu test-clients test-failure \
@@ -141,7 +141,7 @@ prometheus:
 		&& { s=""; [ "$$(id -u)" = 0 ] || s=sudo; $$s apt-get update -qq && $$s apt-get install -y -qq --no-install-recommends prometheus >/dev/null; }; } \
 		|| { echo "error: the tests of the alert rules need prometheus and promtool on the PATH" >&2; exit 1; }
 
-test: setup redis  ## all tests against real gRPC and a real Redis (20 minutes on two cores)
+test: setup redis  ## all tests against real gRPC and a real Redis (18 minutes on two cores)
 	$(PYTEST) --hypothesis-profile=ci -m "not full and not gpu and not real"
 
 test-full: setup redis  ## the long products as well; properties are tried on new examples, not on the same ones

@@ -27,6 +27,11 @@ from specdec.types import EngineInfo
 #: Shortest time between two polls, however often a replica is in doubt.
 MIN_POLL_INTERVAL_S = 0.05
 
+#: Time between two polls while all replicas serve and none has come or gone within `SETTLED_AFTER_S`: a poll costs this
+#: process and every replica about a millisecond.
+QUIET_POLL_INTERVAL_S = 1.0
+SETTLED_AFTER_S = 10.0
+
 #: Longest time that one poll waits, so that a hung replica does not delay the others.
 POLL_PATIENCE_S = 1.0
 
@@ -61,7 +66,7 @@ class ReplicaPools:
             registry: where replicas are registered.
             lookup_pools: names of the pools of drafts that are found in text.
             first_model_pool: pool of draft replicas that comes first; the others are in order of name.
-            poll_interval_s: seconds between two polls.
+            poll_interval_s: seconds between two polls; while nothing changes, at least `QUIET_POLL_INTERVAL_S`.
             target_wait_s: seconds that a request waits for a lost target replica (`target_wait`).
             on_readiness: awaited whenever it changes whether a target replica is connected.
         """
@@ -72,6 +77,8 @@ class ReplicaPools:
         self._open_link = open_link
         self._endpoints = ReplicaEndpoints(static_endpoints, registry)
         self._poll_interval_s = poll_interval_s
+        self._changed_at_s = time.monotonic()
+        """Time at which a poll last found a replica that came, left, or does not serve, by `time.monotonic`."""
         self._on_readiness = on_readiness
         self._replicas: dict[Endpoint, Replica[Any]] = {}
         """Replicas by role and address, sorted."""
@@ -250,6 +257,7 @@ class ReplicaPools:
             VocabularyMismatch: a static endpoint serves another vocabulary before any target replica was connected.
                 Later, and for registered replicas, the replica is left out and logged, and running streams go on.
         """
+        known = set(self._replicas)
         endpoints = await self._endpoints.read(self._replicas)
         for key in self._replicas.keys() - endpoints:
             if self._stays(self._replicas[key]):
@@ -263,6 +271,8 @@ class ReplicaPools:
             self._replicas[key].on_doubt = self._doubt.set
             self._replicas = dict(sorted(self._replicas.items()))
         await self._check_all()
+        if known != self._replicas.keys() or not all(replica.is_alive for replica in self.all_replicas()):
+            self._changed_at_s = time.monotonic()
         if self.is_ready != self._was_ready:
             self._was_ready, self._has_been_ready = self.is_ready, True
             if not self._was_ready:
@@ -276,9 +286,12 @@ class ReplicaPools:
         while True:
             self._doubt.clear()
             await self.poll()
-            await asyncio.sleep(min(MIN_POLL_INTERVAL_S, self._poll_interval_s))
+            interval_s = self._poll_interval_s
+            if time.monotonic() - self._changed_at_s > SETTLED_AFTER_S:
+                interval_s = max(interval_s, QUIET_POLL_INTERVAL_S)
+            await asyncio.sleep(min(MIN_POLL_INTERVAL_S, interval_s))
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._poll_interval_s - MIN_POLL_INTERVAL_S):
+                async with asyncio.timeout(interval_s - MIN_POLL_INTERVAL_S):
                     await self._doubt.wait()
 
     async def close(self) -> None:

@@ -52,6 +52,8 @@ from specdec.types import SIMULATED_PREFIX
 __all__ = ["add_parser", "add_serve_parser", "run"]
 
 _POLL_S = 0.1
+#: Interval at which running services are looked at.
+_LOOK_S = 0.25
 
 
 class _Start:
@@ -190,7 +192,7 @@ def _keep(fleet: Fleet, own_ray: Service | None, store: OwnRedis | EmbeddedRedis
     Raises:
         Unavailable: the store cannot be started again, or the Ray cluster that holds all replicas has ended.
     """
-    while not stop.wait(_POLL_S):
+    while not stop.wait(_LOOK_S):
         fleet.look()
         if store is not None and not store.is_alive:
             tell("the store has ended, and every session with it; starting another")

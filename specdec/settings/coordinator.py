@@ -167,7 +167,8 @@ class CoordinatorSettings(AccessSettings, TracingSettings, ServiceSettings):
     output of each. Targets reserve KV for them. none: no limit."""
 
     poll_interval_s: float = Field(default=1.0, gt=0.0)
-    """Seconds between two polls of the replicas, which connect new replicas and try dead ones again."""
+    """Seconds between two polls of the replicas, which connect new replicas and try dead ones again. A shorter interval
+    than 1 holds only while one has come, left or failed within the last 10 s."""
 
     @model_validator(mode="after")
     def _check_transport(self) -> Self:
