@@ -1,4 +1,4 @@
-"""Who sets the number of replicas: one autoscaler, or the manifest, and never both or two autoscalers."""
+"""Checks who sets the number of replicas: one autoscaler, or the manifest, and never both or two autoscalers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every replica with a real model imports by the time it serves; `specdec up` lets its replicas share it.
+"""Imports what every replica with a real model needs; `specdec up` lets its replicas share this import.
 
 See `specdec.supervision.process_template`.
 """

@@ -68,7 +68,7 @@ class Command:
     shown: Sequence[str] = ()
     """Words of its command line for `ps`; empty: python -m MODULE ARGUMENTS."""
     own_session: bool = False
-    """Whether it gets a session of its own, so that Ctrl-C does not reach it."""
+    """True for a process in a session of its own, which Ctrl-C does not reach."""
 
 
 class ForkedProcess:
@@ -210,7 +210,7 @@ def _read_early(environ: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass
 class _Request:
-    """What a forked process is to become."""
+    """Message to the template: the service to fork."""
 
     module: str
     arguments: list[str]

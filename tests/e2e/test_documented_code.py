@@ -166,15 +166,21 @@ def test_a_python_block_runs(block: Block, demo: System) -> None:
     assert result.stdout.strip()
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where commands run: some write files."""
+    return tmp_path_factory.mktemp("commands")
+
+
 @pytest.mark.parametrize(("name", "command"), COMMANDS, ids=lambda value: value)
-def test_a_command_runs_or_says_why_not(name: str, command: str, demo: System) -> None:
+def test_a_command_runs_or_says_why_not(name: str, command: str, demo: System, folder: Path) -> None:
     for pattern, reason in EXCUSES.items():
         if re.match(pattern, command):
             pytest.skip(f"{name}: {reason}")
     assert command.startswith(("specdec ", "printf ", "curl ")), f"{name}: {command} is neither run nor excused"
     shown = at(demo, command).replace("specdec", shlex.join(SPECDEC))
     result = subprocess.run(
-        shown, shell=True, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        shown, shell=True, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True,
         env=ENVIRON | {"SPECDEC_ENDPOINT": demo.grpc},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
