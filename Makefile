@@ -24,10 +24,10 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export GRPC_VERBOSITY := ERROR
 # Tests start hundreds of processes: where the environment forbids Python to keep bytecode, each compiles all of specdec.
 export PYTHONDONTWRITEBYTECODE :=
-# Two workers a core, because tests wait as much as they compute: whole files each (a file shares its processes), one
+# Three workers on two cores, because tests wait as well as compute: whole files each (a file shares its processes), one
 # thread apiece. In the order of folders: the many short files of tests/unit come last, so that no worker waits long for
 # the others.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 15
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 
 .PHONY: help setup demo real demo-real demo-pair peers test test-full test-real model-list reference docs docs-serve \
 	wheel-check test-gpu test-clients test-failure \

@@ -92,7 +92,9 @@ async def alpha_and_texts(folder: Path, draft: str) -> tuple[float, list[list[in
     return accepted / drafted, texts
 
 
-@pytest.mark.parametrize("kind", ["early-exit:1", "eagle3", pytest.param("medusa", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("early-exit:1", "medusa"))]
+)
 async def test_what_a_target_drafts_with_learns_and_is_served_as_it_was_written(
     kind: str, folder: Path, tmp_path: Path
 ) -> None:

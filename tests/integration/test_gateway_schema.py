@@ -31,7 +31,7 @@ CHECKS = [
     response_schema_conformance,
 ]
 #: Requests of each kind for each operation. The same ones in every run.
-NUM_REQUESTS = 20
+NUM_REQUESTS = 10
 
 
 async def test_no_request_of_the_document_breaks_the_gateway_or_gets_an_answer_it_does_not_describe() -> None:

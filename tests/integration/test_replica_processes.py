@@ -88,7 +88,7 @@ def first_round(session_id: str) -> SessionPosition:
     )
 
 
-@pytest.mark.parametrize("compile_backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("compile_backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.full)])
 async def test_a_draft_and_a_target_process_serve_a_round_and_end_on_sigterm(model: Path, compile_backend: str) -> None:
     common = ("--model", str(model), "--redis-url", "memory://", "--listen", "127.0.0.1:0")
     common += ("--compile-backend", compile_backend)

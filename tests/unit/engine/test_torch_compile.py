@@ -110,8 +110,8 @@ def check_steps_of_one_sequence(pair: Pair) -> None:
     ("architecture", "overrides"),
     [
         ("llama", {}),
-        ("qwen2", {}),
-        ("mistral", {}),
+        pytest.param("qwen2", {}, marks=pytest.mark.full),
+        pytest.param("mistral", {}, marks=pytest.mark.full),
         ("qwen3", MIXED_LAYERS),
     ],
 )
