@@ -234,11 +234,11 @@ async def test_a_heartbeat_keeps_its_replica_listed_and_removes_it_at_the_end(re
         sessions += 1
         return replace(ENGINE, num_sessions=sessions)
 
-    async with Heartbeat(registry, address="h:1", describe=describe, ttl_s=0.3), asyncio.timeout(10):
+    async with Heartbeat(registry, address="h:1", describe=describe, ttl_s=2.0), asyncio.timeout(60):
         assert [(record.address, record.engine.num_sessions) for record in await registry.replicas("draft")] == [
             ("h:1", 1)
         ]
-        # Five beats take much longer than the TTL of the first.
+        # Five beats take longer than the TTL of the first, which a busy machine does not miss.
         while (await registry.replicas("draft"))[0].engine.num_sessions < 5:
             pass
     assert await ids(registry) == []
