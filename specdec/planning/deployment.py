@@ -214,7 +214,9 @@ def _deployment(
     steady = steady_round(load, target, draft, gamma, per_target, per_draft)
     # The prompts of other streams take time of the same target.
     prefill_s = target.prefill_s(load.prompt_tokens)
-    prefill_share = per_target * prefill_s / (load.output_tokens * steady.round_s / num_tokens + prefill_s)
+    # By Little's law: a stream lasts for its decoding and its prompt, both stretched by the prompts of the others.
+    asked = per_target * prefill_s / (load.output_tokens * steady.round_s / num_tokens + prefill_s)
+    prefill_share = asked / (1.0 + asked)
     if prefill_share >= _MAX_PREFILL_SHARE:
         return None
     tpot_s = steady.round_s / num_tokens / (1.0 - prefill_share)

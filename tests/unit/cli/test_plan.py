@@ -11,7 +11,14 @@ import yaml
 
 from specdec.cli.__main__ import run
 from specdec.planning.cards import CARDS, card_of
-from specdec.planning.deployment import Load, formula_speedup, placed, steady_round, tokens_per_round
+from specdec.planning.deployment import (
+    Load,
+    best_deployment,
+    formula_speedup,
+    placed,
+    steady_round,
+    tokens_per_round,
+)
 from specdec.planning.step_times import PlacedModel
 
 _8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -101,6 +108,18 @@ def test_a_busy_replica_takes_as_many_streams_in_a_step_as_arrive_during_one() -
     assert one.target_busy_share < 1.0
     assert many.target_busy_share == pytest.approx(1.0, abs=0.01)
     assert 64 / many.round_s > 20 / one.round_s  # batches grow, so throughput does
+
+
+def test_the_share_of_prompts_is_that_of_littles_law() -> None:
+    target = PlacedModel("8B", 8_000_000_000, 32, 131_072, 16_000_000_000, CARDS["h100"], 1)
+    load = Load(100, 2000, 100, 1.0, 0.05)
+    found = best_deployment(load, 0.0, target, None)
+    num_streams = round(found.kv_bytes_per_target / (2100 * target.kv_bytes_per_token))
+    prompts_per_s = num_streams / (found.ttft_s + 100 * found.tpot_s)
+    share = prompts_per_s * target.prefill_s(2000)
+    assert share > 0.4  # with a small share, a wrong formula would hardly show
+    round_s = steady_round(load, target, None, 0, num_streams, 0).round_s
+    assert found.tpot_s * (1 - share) == pytest.approx(round_s, rel=0.05)
 
 
 def test_the_formula_is_that_of_the_paper() -> None:
