@@ -78,7 +78,7 @@ class ReplicaPools:
         self._endpoints = ReplicaEndpoints(static_endpoints, registry)
         self._poll_interval_s = poll_interval_s
         self._changed_at_s = time.monotonic()
-        """Time at which a poll last found a replica that came, left, or does not serve, by `time.monotonic`."""
+        """Time at which a replica last came, left, did not serve or was in doubt, by `time.monotonic`."""
         self._on_readiness = on_readiness
         self._replicas: dict[Endpoint, Replica[Any]] = {}
         """Replicas by role and address, sorted."""
@@ -284,6 +284,8 @@ class ReplicaPools:
     async def watch(self) -> None:
         """Poll forever, at once where a replica is in doubt. Raises as `poll` does."""
         while True:
+            if self._doubt.is_set():
+                self._changed_at_s = time.monotonic()
             self._doubt.clear()
             await self.poll()
             interval_s = self._poll_interval_s

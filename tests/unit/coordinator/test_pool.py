@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
 
+from coordinator.replicas import pool
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
 from specdec.errors import NotFound, Unavailable
-from specdec.rpc.client import open_link
+from specdec.rpc.client import TargetLink, open_link
+from specdec.types import EngineInfo
 from tests.support.coordinator_rig import start_service
 from tests.support.round_rig import RoundRig
 
@@ -127,3 +130,38 @@ async def test_releasing_a_session_frees_it_at_every_replica_and_ignores_failure
         await rig.of(DRAFT)[0].kill()
         await rig.pools.release("s")
         assert rig.targets[0].info().num_sessions == 0
+
+
+async def test_replicas_are_asked_rarely_while_nothing_changes_and_often_once_one_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "SETTLED_AFTER_S", 0.2)
+    monkeypatch.setattr(pool, "QUIET_POLL_INTERVAL_S", 1000.0)
+    service = await start_service(TARGET, salt=0)
+    polls, seen, enough = 0, -1, asyncio.Event()
+
+    async def describe() -> EngineInfo:
+        nonlocal polls
+        polls += 1
+        if 0 <= seen <= polls - 3:
+            enough.set()
+        return await TargetLink.info(link)
+
+    link = TargetLink(service.address)
+    monkeypatch.setattr(link, "info", describe)
+    pools = ReplicaPools("table", lambda *_: link, static_endpoints=[(TARGET, service.address)], poll_interval_s=0.06)
+    watching = asyncio.create_task(pools.watch())
+    while True:
+        before = polls
+        await asyncio.sleep(0.6)
+        if polls == before and pools.is_ready:  # no poll within the time of ten
+            break
+    seen = polls
+    (target,) = pools.targets()
+    target.fail(Unavailable("gone"))
+    async with asyncio.timeout(60):
+        await enough.wait()
+    assert target.is_alive
+    watching.cancel()
+    await pools.close()
+    await service.kill()
