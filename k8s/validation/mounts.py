@@ -26,7 +26,7 @@ from .references import Objects
 
 @dataclass(frozen=True)
 class Mounts:
-    """Where the files of each mount path are on this machine."""
+    """Folders of this machine that have the files of each mount path."""
 
     folders: Mapping[str, Path]
 

@@ -42,8 +42,10 @@ _MAX_REQUEST_BYTES = 1 << 17
 _COMMAND_BYTES = 16_384
 #: First message of a template, once it has imported everything.
 _READY = b"ready"
-#: Time after which a template that does not answer is given up.
-_ANSWER_S = 60.0
+#: Time after which a template that has not imported everything is given up.
+_IMPORT_S = 60.0
+#: Time after which a template that does not answer a request is given up; a fork takes milliseconds.
+_ANSWER_S = 10.0
 
 #: Variables that a service reads after its imports. Others may change what an import does.
 _READ_LATE = ("SPECDEC_", "PYTEST_")
@@ -138,7 +140,7 @@ class ProcessTemplate:
         self._lock = threading.Lock()
         self._is_ready = False
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.settimeout(_ANSWER_S)
+        self._control.settimeout(_IMPORT_S)
         command = [sys.executable, *options, "-m", __name__, str(theirs.fileno()), *preloaded, _COMMAND_BYTES * " "]
         with theirs:
             self._process = subprocess.Popen(
@@ -168,7 +170,8 @@ class ProcessTemplate:
         """Start a process. Wait for the template's imports where they have not ended.
 
         Raises:
-            TemplateFailed: the template has ended, or does not answer.
+            TemplateFailed: the template has ended, or does not answer. It is ended then, because a late answer would be
+                taken for that of the next request.
         """
         request = _Request(**{**asdict(command), "cwd": os.getcwd(), "parent": os.getpid()})
         content = json.dumps(asdict(request)).encode()
@@ -177,11 +180,14 @@ class ProcessTemplate:
                 if not self._is_ready:
                     self._control.recv(64)
                     self._is_ready = True
+                self._control.settimeout(_ANSWER_S)
                 socket.send_fds(self._control, [content], [stream.fileno() for stream in streams])
                 answer = self._control.recv(64)
             except OSError as error:
+                self._process.kill()
                 raise TemplateFailed(str(error)) from error
             if not answer or not int(answer):
+                self._process.kill()
                 raise TemplateFailed("the template of processes has ended, or its children are not adopted")
             return ForkedProcess(int(answer))
 

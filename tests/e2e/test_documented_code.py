@@ -168,7 +168,7 @@ def test_a_python_block_runs(block: Block, demo: System) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where commands run: some write files."""
+    """Return the folder in which commands run, because some of them write files."""
     return tmp_path_factory.mktemp("commands")
 
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from specdec.supervision import process_template
 from specdec.supervision.process_template import Command, ForkedProcess, ProcessTemplate, Streams, TemplateFailed
 from tests.support.stack import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="templates need Linux")
 
-ENVIRON = {name: value for name, value in os.environ.items() if not name.startswith("SPECDEC_")}
+#: NumPy starts a thread for each further core when it is imported, and `specdec up` tells it not to.
+ENVIRON = {name: value for name, value in os.environ.items() if not name.startswith("SPECDEC_")} | {
+    "OPENBLAS_NUM_THREADS": "1"
+}
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +86,23 @@ def test_a_process_outlives_its_template_and_its_exit_code_is_known(tmp_path: Pa
     assert process.wait() == 0
     with pytest.raises(TemplateFailed):
         gateway(template, tmp_path / "log")
+
+
+def test_a_template_that_hangs_is_given_up_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_template, "_ANSWER_S", 0.5)
+    before = {child.pid for child in psutil.Process().children()}
+    hung = ProcessTemplate(["gateway.__main__"], ENVIRON, options=())
+    (template,) = [child for child in psutil.Process().children() if child.pid not in before]
+    while not hung.is_ready:
+        time.sleep(0.05)
+    template.suspend()
+    for _ in range(2):  # a late answer to the first request is not taken for one to the second
+        with pytest.raises(TemplateFailed):
+            gateway(hung, tmp_path / "log")
+        with contextlib.suppress(psutil.NoSuchProcess):
+            template.resume()
+    hung.close()
+    assert (tmp_path / "log").read_text() == ""
 
 
 def test_an_environment_that_imports_may_read_does_not_fit(template: ProcessTemplate) -> None:

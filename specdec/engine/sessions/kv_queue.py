@@ -54,7 +54,7 @@ class ReleaseRate:
         self._released.append((now_s, num_blocks))
 
     def seconds_for(self, num_blocks: int, now_s: float) -> float:
-        """Return the time until so many blocks are given back; 0 while nothing is known."""
+        """Return the time until this number of blocks is given back; 0 while nothing is known."""
         if len(self._released) < 2:
             return 0.0
         total = sum(released for _, released in self._released)
