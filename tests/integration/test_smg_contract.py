@@ -299,6 +299,18 @@ async def test_what_the_contract_has_beside_generation_is_unimplemented(worker: 
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
+async def becomes_healthy(stub: VllmEngineStub) -> bool:
+    """Return whether a worker is healthy, 0.1 s later where it is not: it listens before it has a target."""
+    try:
+        await stub.HealthCheck(pb.HealthCheckRequest(), wait_for_ready=True)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            raise
+        await asyncio.sleep(0.1)
+        return False
+    return True
+
+
 async def test_a_coordinator_process_with_the_flag_is_a_worker(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, TEMPLATE)
     target = await start_service(TARGET, salt=0, vocabulary=ServedTokenizer(tmp_path).fingerprint)
@@ -311,7 +323,9 @@ async def test_a_coordinator_process_with_the_flag_is_a_worker(tmp_path: Path) -
     try:
         async with grpc.aio.insecure_channel(listen) as channel:
             stub = VllmEngineStub(channel)
-            await stub.HealthCheck(pb.HealthCheckRequest(), wait_for_ready=True)
+            async with asyncio.timeout(120):
+                while not await becomes_healthy(stub):
+                    pass
             assert (await run(stub, request())).token_ids == target.worker.greedy_continuation(PROMPT, 24)
             model = await stub.GetModelInfo(pb.GetModelInfoRequest())
             assert (model.tokenizer_path, model.served_model_name) == (str(tmp_path), "table")
