@@ -12,7 +12,7 @@ A call waits while blocks that are held or pinned may still be released (`kv_que
 steps of the device (`specdec.engine.loop.steps`, or a simulated one), and the answer returns through `tell`.
 
 `table` knows which tokens have KV. Called by `specdec.engine.loop.device_loop` from the device thread and by
-`specdec.engine.simulated.replica` on its event loop, each from one thread alone.
+`event_loop_gate` on its event loop, each from one thread alone.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class SimulatedDraft(SimulatedReplica):
         if not 1 <= request.gamma <= self._max_gamma:
             raise InvalidRequest(f"gamma is {request.gamma}, it must be in 1..{self._max_gamma}", field="gamma")
         gamma = min(request.gamma, MAX_CONTEXT_TOKENS - position.committed_len)
-        proposal: Proposal = await self._call(
+        proposal: Proposal = await self._gate.call(
             Call(
                 replace(request, gamma=gamma),
                 digest_of(request),
@@ -85,7 +85,7 @@ class SimulatedDraft(SimulatedReplica):
         position = request.position
         check_round(position, VOCABULARY_SIZE)
         check_scored(request, VOCABULARY_SIZE)
-        if self._calls.jobs:
+        if self._gate.calls.jobs:
             raise ResourceExhausted("this replica is busy with other requests", reason="REPLICA_BUSY")
         text = SimulatedText(self._pair.text, position)
         scored = enumerate(request.token_ids.tolist(), position.committed_len)
@@ -151,7 +151,7 @@ class SimulatedTarget(SimulatedReplica):
             )
         if request.num_logprobs is not None:
             raise InvalidRequest("a simulated target cannot return logprobs", field="num_logprobs")
-        verification: Verification = await self._call(
+        verification: Verification = await self._gate.call(
             Call(
                 request,
                 digest_of(request),

@@ -19,15 +19,13 @@ import numpy as np
 import specdec
 from specdec.engine.base import StepObserver
 from specdec.engine.schedule.scheduler import Scheduler, is_short
-from specdec.engine.sessions.block_manager import BlockManager
-from specdec.engine.sessions.calls import Call, Calls
+from specdec.engine.sessions.calls import Call
+from specdec.engine.sessions.event_loop_gate import EventLoopGate
 from specdec.engine.sessions.sequence import Sequence
-from specdec.engine.sessions.table import SessionTable
 from specdec.engine.simulated.device import ForwardTime, SimulatedDevice, Timeline, Work
 from specdec.engine.simulated.pair import SimulatedPair
 from specdec.engine.simulated.text import EOS_TOKEN_ID, VOCABULARY_SIZE, simulated_vocabulary_fingerprint
 from specdec.engine_api import EndedTurn, EngineStats
-from specdec.errors import Unavailable
 from specdec.types import BLOCK_TOKENS, EngineInfo, TokenIds
 
 MAX_CONTEXT_TOKENS = 131_072
@@ -81,17 +79,17 @@ class SimulatedReplica:
         """
         self._pair = pair
         self._max_gamma = max_gamma
-        self._clock = clock
-        self._blocks = BlockManager(num_kv_blocks)
-        self._sessions = SessionTable(self._blocks, clock=clock)
-        self._calls: Calls[SimulatedJob, asyncio.Future[Any]] = Calls(self._sessions, _resolve)
+        self._gate: EventLoopGate[SimulatedJob] = EventLoopGate(
+            num_kv_blocks,
+            make_job=SimulatedJob,
+            begin=self._begin,
+            # A job that is on the device runs to its end even if its caller has gone.
+            may_abandon=lambda job: job.work is None,
+            clock=clock,
+        )
         self._observer = observer
         self._timeline = Timeline()
         self._device = SimulatedDevice(self._forward, self._timeline, scheduler or Scheduler(), observer)
-        self._pin_timer: asyncio.TimerHandle | None = None
-        self._is_closing = False
-        self._idle = asyncio.Event()  # set once it is closing and has no jobs
-        self._closed = asyncio.Event()
         self._info = EngineInfo(
             version=specdec.__version__,
             role=self.role,
@@ -121,26 +119,27 @@ class SimulatedReplica:
         """Return the replica's description with its current load."""
         return replace(
             self._info,
-            kv_usage=self._sessions.num_active_blocks / self._blocks.num_blocks,
-            num_sessions=self._sessions.num_with_kv,
-            num_running=self._sessions.num_running,
-            draining=self._is_closing,
+            kv_usage=self._gate.sessions.num_active_blocks / self._gate.blocks.num_blocks,
+            num_sessions=self._gate.sessions.num_with_kv,
+            num_running=self._gate.sessions.num_running,
+            draining=self._gate.is_closing,
         )
 
     def stats(self) -> EngineStats:
         """Return the state and the counts; see `Engine.stats`."""
-        works = [job.work for job in list(self._calls.jobs.values())]
+        calls, blocks, sessions = self._gate.calls, self._gate.blocks, self._gate.sessions
+        works = [job.work for job in list(calls.jobs.values())]
         num_running = sum(work is not None and work.began_s is not None for work in works)
         return EngineStats(
             num_waiting_calls=len(works) - num_running,
             num_running_calls=num_running,
             num_backlog_tokens=sum(work.num_pending for work in works if work is not None and not is_short(work)),
-            num_kv_blocks=self._blocks.num_blocks,
-            num_active_kv_blocks=self._sessions.num_active_blocks,
-            num_held_kv_blocks=self._blocks.num_held,
-            num_free_kv_blocks=self._blocks.num_free,
-            num_kv_exhausted=self._calls.num_exhausted,
-            num_preemptions=self._sessions.num_preemptions,
+            num_kv_blocks=blocks.num_blocks,
+            num_active_kv_blocks=sessions.num_active_blocks,
+            num_held_kv_blocks=blocks.num_held,
+            num_free_kv_blocks=blocks.num_free,
+            num_kv_exhausted=calls.num_exhausted,
+            num_preemptions=sessions.num_preemptions,
         )
 
     async def warm_up(self) -> None:
@@ -150,70 +149,27 @@ class SimulatedReplica:
         """Free the KV of sessions; calls in flight on them miss. Idempotent."""
         for session_id in session_ids:
             self._device.forget(session_id)
-            self._calls.release(session_id)
-        self._start_waiting(time.monotonic())
+        self._gate.release(session_ids)
 
     async def end_turns(self, turns: list[EndedTurn]) -> None:
         """Abandon the calls of turns and give back the KV blocks reserved for them. Idempotent."""
         for turn in turns:
             self._device.forget(turn.session_id)
-            self._calls.end_turn(turn.session_id, turn.epoch)
-        self._start_waiting(time.monotonic())
+        self._gate.end_turns(turns)
 
     async def close(self) -> None:
         """Finish the calls in flight, then free everything. Idempotent."""
-        self._is_closing = True
-        self._start_waiting(time.monotonic())
-        await self._idle.wait()
+        await self._gate.drain()
         await asyncio.to_thread(self._timeline.end)
-        self._sessions.release_all()
-        self._closed.set()
+        self._gate.end()
 
     async def wait_ended(self) -> None:
         """Return once the engine has been closed."""
-        await self._closed.wait()
+        await self._gate.wait_ended()
 
     def check_integrity(self) -> None:
         """Check the session table's invariants. Raises RuntimeError if one is violated."""
-        self._sessions.check_integrity()
-
-    async def _call(self, call: Call) -> Any:
-        """Run a call and return its answer, as `specdec.engine.loop.device_loop.EngineLoop.call` does."""
-        if self._is_closing:
-            raise Unavailable("this replica is draining", reason="DRAINING")
-        arrival_s = time.monotonic()
-        waiter = asyncio.get_running_loop().create_future()
-        try:
-            sequence = self._calls.admit(call, waiter)
-            if sequence is not None:
-                self._sessions.align(sequence, call.position, call.draft_token_ids)
-                self._calls.enter(SimulatedJob(call, sequence, arrival_s), waiter)
-        finally:  # even if this call failed, it may have ended another one
-            self._start_waiting(arrival_s)
-        try:
-            return await waiter
-        except asyncio.CancelledError:
-            job = self._calls.jobs.get(call.position.session_id)
-            # A job that is on the device runs to its end even if its caller has gone.
-            if job is not None and job.work is None:
-                self._calls.abandon(call.position.session_id, waiter)
-                self._start_waiting(time.monotonic())
-            raise
-
-    def _start_waiting(self, now_s: float) -> None:
-        """Begin the jobs that have their blocks, and schedule another call for the end of a pin that jobs wait for."""
-        for job in self._calls.start_waiting():
-            self._begin(job, now_s)
-        if self._pin_timer is not None:
-            self._pin_timer.cancel()
-            self._pin_timer = None
-        if self._calls.pin_end_s is not None:
-            left_s = max(0.0, self._calls.pin_end_s - self._clock())
-            self._pin_timer = asyncio.get_running_loop().call_later(
-                left_s, lambda: self._start_waiting(time.monotonic())
-            )
-        if self._is_closing and not self._calls.jobs:
-            self._idle.set()
+        self._gate.sessions.check_integrity()
 
     def _begin(self, job: SimulatedJob, now_s: float) -> None:
         """Compute a job's answer and submit its work, which leaves the coordinator at `now_s`."""
@@ -244,25 +200,15 @@ class SimulatedReplica:
 
     def _complete(self, job: SimulatedJob) -> None:
         sequence = job.sequence
-        if self._calls.jobs.get(sequence.session_id) is not job:
-            return  # superseded or released meanwhile
+        if not self._gate.is_current(job):
+            return
         sequence.append(job.new_token_ids)
         sequence.kv_len = len(sequence)
-        self._sessions.publish(sequence, job.call.position.committed_len)
+        self._gate.sessions.publish(sequence, job.call.position.committed_len)
         if self._observer is not None and job.work is not None and job.work.began_s is not None:
             self._observer.observe_queue(max(0.0, job.work.began_s - job.arrival_s - self._pair.link_delay_s))
-        self._calls.finish(job, replace(job.answer, kv_len=sequence.kv_len, **self._times(job)))
-        self._start_waiting(time.monotonic())
+        self._gate.finish(job, replace(job.answer, kv_len=sequence.kv_len, **self._times(job)))
 
     def _times(self, job: SimulatedJob) -> dict[str, Any]:
         """Return the answer's fields about its own time."""
         return {"forward_s": time.monotonic() - job.arrival_s}
-
-
-def _resolve(waiter: asyncio.Future[Any], outcome: Any) -> None:
-    if waiter.done():  # the caller has gone
-        return
-    if isinstance(outcome, BaseException):
-        waiter.set_exception(outcome)
-    else:
-        waiter.set_result(outcome)
