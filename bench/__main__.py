@@ -26,11 +26,15 @@ from bench import (
     throughput,
     wire,
 )
+from bench.autoscaling import suite as autoscaling
 from bench.report import print_table, write_plots
 from bench.rows import write_json
 from bench.servers import suite as peers
 
-_MODULES = (latency, throughput, orchestration, wire, drafts, elastic, faults, gateway, observability, gpu, real, peers)
+_MODULES = (
+    latency, throughput, orchestration, wire, drafts, elastic, faults, gateway, observability, autoscaling, gpu, real,
+    peers,
+)  # fmt: skip
 SUITES = {suite.SUITE: suite for suite in _MODULES}
 
 
