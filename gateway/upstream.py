@@ -18,6 +18,7 @@ from typing import Any
 
 from specdec.access.service_key import ServiceKey
 from specdec.client import AsyncClient, Budgets, ServerInfo
+from specdec.client.endpoints import join_endpoints
 from specdec.errors import Forbidden, NotFound, SpecdecError, Unauthenticated, Unavailable
 from specdec.settings.addresses import join_address, split_address
 from specdec.settings.gateway import GatewaySettings
@@ -213,27 +214,37 @@ class Upstream:
 
 
 async def endpoint_of(coordinators: Sequence[str]) -> str:
-    """Return the endpoint of a client for one or several coordinators.
+    """Return the endpoint of a client for one or several coordinators: of IPv4 if all have it, else of IPv6.
 
     Raises:
-        Unavailable: several are given, and the name of one has no IPv4 address.
+        Unavailable: several are given, and a name has no address, or they have no family of addresses in common.
     """
     if len(coordinators) == 1:
         return coordinators[0]
-    addresses = [each for address in coordinators for each in await _resolved(address)]
-    return "ipv4:" + ",".join(dict.fromkeys(addresses))
+    found = [await _resolved(address) for address in coordinators]
+    for family in (socket.AF_INET, socket.AF_INET6):
+        addresses = [sorted(each[family]) for each in found if family in each]
+        if len(addresses) == len(found):
+            return join_endpoints(list(dict.fromkeys(address for each in addresses for address in each)))
+    raise Unavailable(
+        f"coordinator: {', '.join(coordinators)} have neither IPv4 nor IPv6 addresses all together",
+        reason="COORDINATOR_UNAVAILABLE",
+    )
 
 
-async def _resolved(address: str) -> list[str]:
-    """Return HOST:PORT of every IPv4 address of a coordinator."""
+async def _resolved(address: str) -> dict[int, set[str]]:
+    """Return HOST:PORT of every address of a coordinator, by family."""
     try:
         host, port = split_address(address)
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, family=socket.AF_INET)
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (ValueError, OSError) as error:
         raise Unavailable(
-            f"coordinator: {address!r} has no IPv4 address: {error}", reason="COORDINATOR_UNAVAILABLE"
+            f"coordinator: {address!r} has no address: {error}", reason="COORDINATOR_UNAVAILABLE"
         ) from error
-    return sorted({join_address(str(where[0]), int(port)) for *_, where in found})
+    by_family: dict[int, set[str]] = {}
+    for family, *_, where in found:
+        by_family.setdefault(family, set()).add(join_address(str(where[0]), port))
+    return by_family
 
 
 def _base_name(model: str) -> str:

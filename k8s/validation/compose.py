@@ -64,9 +64,14 @@ def difference_problems(services: list[ComposeService], configured: list[Configu
                 continue
             ours, theirs = service.settings.model_dump(), one.settings.model_dump()
             for name in ours.keys() - PLATFORM_SETTINGS:
-                if ours[name] != theirs[name]:
+                if _of_any_family(ours[name]) != _of_any_family(theirs[name]):
                     message = f"{theirs[name]!r} is {ours[name]!r} in {service.file}"
                     yield one.variables.problem(name, f"{name}: {message}")
+
+
+def _of_any_family(value: Any) -> Any:
+    """Return a setting with a wildcard address of IPv4 written as that of both families, which pods listen on."""
+    return re.sub(r"^0\.0\.0\.0:", "[::]:", value) if isinstance(value, str) else value
 
 
 def interpolated(text: str) -> str:

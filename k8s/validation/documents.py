@@ -61,7 +61,7 @@ class Document:
     @cached_property
     def templates(self) -> list[PodTemplate]:
         """Pod templates, wherever they stand: in workloads of Kubernetes and in custom resources."""
-        return list(_templates(self, self.body, ""))
+        return list(_templates(self, self.body, "", {}))
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,21 @@ class PodTemplate:
     document: Document
     path: str
     """Path of the template within its document."""
+    parent: Body
+    """Object that the template is a field of."""
     labels: Mapping[str, str]
     spec: Body
+
+    @property
+    def replica(self) -> tuple[str, str]:
+        """Return the document and the role that the pods are replicas of; leader and workers of a group share them."""
+        return self.document.title, self.path.partition(".leaderWorkerTemplate")[0]
+
+    @property
+    def follows_leader(self) -> bool:
+        """True for the workers of a group that starts again as a whole when one of its pods ends."""
+        restarts = str(self.parent.get("restartPolicy", "RecreateGroupOnPodRestart")).startswith("RecreateGroup")
+        return self.path.endswith(".workerTemplate") and "leaderTemplate" in self.parent and restarts
 
     @cached_property
     def containers(self) -> list[Container]:
@@ -133,17 +146,17 @@ def at(body: Any, *path: str) -> Any:
     return body
 
 
-def _templates(document: Document, node: Any, path: str) -> Iterator[PodTemplate]:
+def _templates(document: Document, node: Any, path: str, parent: Body) -> Iterator[PodTemplate]:
     if isinstance(node, list):
         for index, value in enumerate(node):
-            yield from _templates(document, value, f"{path}[{_key(value, index)}]")
+            yield from _templates(document, value, f"{path}[{_key(value, index)}]", parent)
     elif isinstance(node, dict):
         spec = node.get("spec")
         if isinstance(spec, dict) and isinstance(spec.get("containers"), list):
-            yield PodTemplate(document, path, at(node, "metadata", "labels") or {}, spec)
+            yield PodTemplate(document, path, parent, at(node, "metadata", "labels") or {}, spec)
             return
         for key, value in node.items():
-            yield from _templates(document, value, f"{path}.{key}" if path else key)
+            yield from _templates(document, value, f"{path}.{key}" if path else key, node)
 
 
 def _key(value: Any, index: int) -> str:

@@ -29,6 +29,13 @@ _EXAMPLES = {
     "spec.nodeName": "node-0",
     "spec.serviceAccountName": "default",
 }
+_GROUP_VARIABLES = {
+    "LWS_LEADER_ADDRESS": "target-0.target.specdec",
+    "LWS_GROUP_SIZE": "2",
+    "LWS_WORKER_INDEX": "1",
+}
+#: Variables that the controller of a kind puts before all others of each container.
+_INJECTED = {"LeaderWorkerSet": _GROUP_VARIABLES, "DisaggregatedSet": _GROUP_VARIABLES}
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
@@ -55,7 +62,8 @@ class Environment:
 
 def environment_of(container: Container, documents: list[Document]) -> Environment:
     """Return the variables of a container, with the problems of references between them."""
-    found = Environment()
+    injected = _INJECTED.get(container.template.document.kind, {})
+    found = Environment({name: Variable(container.path, value) for name, value in injected.items()})
     for index, entry in enumerate(container.body.get("envFrom") or ()):
         for name, text in _from_object(entry, documents):
             found.variables[f"{entry.get('prefix', '')}{name}"] = Variable(f"{container.path}.envFrom[{index}]", text)
@@ -71,6 +79,15 @@ def environment_of(container: Container, documents: list[Document]) -> Environme
         text = _REFERENCE.sub(lambda match: _text_of(found.variables.get(match[1]), match[0]), text)
         found.variables[entry["name"]] = Variable(f"{container.path}.{path}", text, is_known)
     return found
+
+
+def command_problems(container: Container, environment: Environment) -> Iterator[Problem]:
+    """Yield references of a command to variables that the container does not have; they stay as they are written."""
+    for field_name in ("command", "args"):
+        for index, word in enumerate(container.body.get(field_name) or ()):
+            for name in _REFERENCE.findall(str(word)):
+                if name not in environment.variables:
+                    yield container.problem(f"{field_name}[{index}]", f"refers to $({name}), which no variable sets")
 
 
 def data_of(kind: str, name: str, documents: list[Document]) -> Mapping[str, str] | None:

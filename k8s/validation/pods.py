@@ -31,7 +31,8 @@ def pod_problems(document: Document) -> Iterator[Problem]:
             yield from _container(container)
         if document.kind not in _ENDING:
             for container in template.containers:
-                yield from _probes(container)
+                # Workers of a group serve nothing. One that ends, or is lost by its leader, restarts the group.
+                yield from _probes(container) if not template.follows_leader else ()
 
 
 def _pod(template: PodTemplate) -> Iterator[Problem]:

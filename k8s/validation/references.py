@@ -13,9 +13,12 @@ from typing import Any
 import yaml
 
 from .documents import Container, Document, PodTemplate, Problem, at, of_kind
+from .environment import command_problems, environment_of
 from .selectors import selector_of, selects
 
 OUTSIDE = Path("k8s") / "outside.yaml"
+#: Kinds with a scale subresource; a DisaggregatedSet and a RayCluster have none.
+_WITH_SCALE = ("Deployment", "StatefulSet", "ReplicaSet", "LeaderWorkerSet")
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ def reference_problems(objects: Objects) -> Iterator[Problem]:
 
 
 def _pod_references(template: PodTemplate, objects: Objects) -> Iterator[Problem]:
-    claims = {at(claim, "metadata", "name") for claim in template.document.spec.get("volumeClaimTemplates") or ()}
+    claims = {at(claim, "metadata", "name") for claim in template.parent.get("volumeClaimTemplates") or ()}
     volumes = {volume["name"]: volume for volume in template.spec.get("volumes") or ()}
     for name, volume in volumes.items():
         yield from _volume(template, name, volume, objects)
@@ -73,6 +76,7 @@ def _pod_references(template: PodTemplate, objects: Objects) -> Iterator[Problem
             if mount["name"] not in volumes and mount["name"] not in claims:
                 yield container.problem(f"volumeMounts[{mount['name']}]", "the pod has no volume of this name")
         yield from _environment(container, objects)
+        yield from command_problems(container, environment_of(container, objects.documents))
         yield from _probe_ports(container)
     for name in volumes.keys() - mounted:
         yield template.problem(f"volumes[{name}]", "no container mounts it")
@@ -139,8 +143,12 @@ def _scale_target(document: Document, objects: Objects) -> Iterator[Problem]:
     if not target:
         return
     kind, name = target.get("kind", "Deployment"), target.get("name", "")
-    if (kind, name) not in scalable(objects.documents):
-        yield document.problem("spec.scaleTargetRef", f"there is no {kind} {name}")
+    group = str(target.get("apiVersion", "apps/v1")).rpartition("/")[0]
+    workload = scalable(objects.documents).get((kind, name))
+    if workload is None:
+        yield document.problem("spec.scaleTargetRef", f"there is no {kind} {name} that can be scaled")
+    elif workload.group != group:
+        yield document.problem("spec.scaleTargetRef.apiVersion", f"{kind} {name} is of the group {workload.group}")
     for index, trigger in enumerate(document.spec.get("triggers") or ()):
         reference = at(trigger, "authenticationRef", "name")
         kind = at(trigger, "authenticationRef", "kind") or "TriggerAuthentication"
@@ -153,10 +161,10 @@ def scalable(documents: list[Document]) -> dict[tuple[str, str], Document]:
 
     The controller of a DisaggregatedSet makes a DisaggregatedSetRoleScaler SET-ROLE for each role that others scale.
     """
-    found = {(document.kind, document.name): document for document in documents}
+    found = {(document.kind, document.name): document for document in of_kind(documents, *_WITH_SCALE)}
     for document in of_kind(documents, "DisaggregatedSet"):
         for role in document.spec.get("roles") or ():
-            if at(role, "scaling", "mode") == "External" or at(role, "spec", "scaling", "mode") == "External":
+            if at(role, "scaling", "mode") == "External":
                 found["DisaggregatedSetRoleScaler", f"{document.name}-{role['name']}"] = document
     return found
 

@@ -34,6 +34,7 @@ def selector_problems(documents: list[Document]) -> Iterator[Problem]:
         if selector is not None and not any(selects(selector, template.labels) for template in templates):
             yield document.problem(field, f"selects no pod: {_shown(selector)}")
     yield from _shared_pods(documents, templates, WORKLOADS, "a workload")
+    yield from _pods_of_controllers(documents, templates)
     yield from _shared_pods(documents, templates, ("PodDisruptionBudget",), "a disruption budget")
 
 
@@ -85,16 +86,26 @@ def _shared_pods(
             )
 
 
+def _pods_of_controllers(documents: list[Document], templates: list[PodTemplate]) -> Iterator[Problem]:
+    """Yield workloads that select pods of a kind without a selector, whose controller owns them otherwise."""
+    for document in of_kind(documents, *WORKLOADS):
+        field, selector = selector_of(document)
+        for template in templates:
+            if template.document.kind not in WORKLOADS and selector and selects(selector, template.labels):
+                yield document.problem(field, f"selects pods of {template.document.title}")
+
+
 def draft_pool_problems(pools: list[tuple[PodTemplate, str, str]]) -> Iterator[Problem]:
     """Yield draft pools that two workloads have. `pools`: pod template, field and name of each pool."""
     by_name: dict[str, list[tuple[PodTemplate, str]]] = defaultdict(list)
     for template, field, name in pools:
         by_name[name].append((template, field))
     for name, members in by_name.items():
-        first = members[0][0].document
+        first = members[0][0]
         for template, field in members[1:]:
-            if template.document is not first:
-                yield template.document.problem(field, f"draft pool {name!r} is the pool of {first.title}, too")
+            if template.replica != first.replica:
+                message = f"draft pool {name!r} is the pool of {first.document.title}, too"
+                yield template.document.problem(field, message)
 
 
 def _shown(labels: Mapping[str, Any]) -> str:

@@ -3,7 +3,8 @@
 The first rank is the replica: it runs the gRPC service, owns sessions, scheduling and sampling, and leads the others
 through every step. They follow until it sends the end or is lost. Ranks that lose each other end, so the process that
 started them only has to watch for exits and start all of them again. `specdec.service.rank_group` does that on one
-machine; `specdec.engine.parallel` is the communication of ranks.
+machine, and a LeaderWorkerSet of Kubernetes on several (k8s/components/multi-node); `specdec.engine.parallel` is the
+communication of ranks.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import TYPE_CHECKING
 
-from specdec.errors import Internal, SpecdecError, Unavailable
+from specdec.engine.parallel.rank_heartbeat import listen
+from specdec.errors import Internal, SpecdecError, Unavailable, error_line
 from specdec.observability.logging import configure_logging
 from specdec.service import memory
 from specdec.service.lifecycle import end_process, run_to_exit_code
 from specdec.service.replica_main import load_request, on_its_own_thread, open_kv_tier, serve_replica
+from specdec.settings.addresses import join_address
 from specdec.settings.base import ReplicaSettings
 from specdec.settings.reading import parse_settings
 
@@ -45,8 +48,6 @@ _log = logging.getLogger(__name__)
 
 #: Environment variables of other launchers' process groups, which torch and transformers would use.
 _FOREIGN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-_BACKLOG = 64
 
 
 def serve_rank(
@@ -69,8 +70,9 @@ def serve_rank(
         rank: 0 is the replica itself, which SIGTERM drains; the others end with it and ignore signals.
         world_size: number of ranks of the replica.
         store_host: address at which the others reach the first rank's machine.
-        store_port: port of the first rank's store; the first rank ignores it and binds a free port.
-        publish_store: called with that port on the first rank.
+        store_port: port of the first rank's store, the same for all ranks if they start apart from each other; 0 on
+            the first rank takes a free port.
+        publish_store: called with the bound port on the first rank.
         note_serving: called on the first rank once the replica takes calls.
         local_rank: index of the rank on this machine, and so of its GPU; None is `rank`.
     """
@@ -80,7 +82,12 @@ def serve_rank(
     _clean_environment(settings, rank if local_rank is None else local_rank)
     listener = None
     if rank == 0:
-        listener = socket.create_server((store_host, 0), backlog=_BACKLOG)
+        try:
+            listener = listen(store_host, store_port)
+        except OSError as error:
+            where = join_address(store_host, store_port)
+            print(error_line(Unavailable(f"cannot listen on {where}: {error.strerror or error}")), file=sys.stderr)
+            return 1
         store_port = int(listener.getsockname()[1])
         if publish_store is not None:
             publish_store(store_port)
@@ -193,20 +200,24 @@ def _clean_environment(settings: ReplicaSettings, local_rank: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise transformers divides models among GPUs
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a rank, with the service's flags after `--`. The first rank prints its store's port, and when it serves."""
+def parse_arguments(given: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the arguments of a rank, and the service's flags, which follow `--`."""
     parser = argparse.ArgumentParser(prog="python -m specdec.service.rank", allow_abbrev=False)
     parser.add_argument("role", choices=["draft", "target"])
     for flag in ("--rank", "--world-size", "--store-port"):
         parser.add_argument(flag, type=int, default=0)
     parser.add_argument("--local-rank", type=int)
     parser.add_argument("--store-host", default="127.0.0.1")
-    given = list(sys.argv[1:] if argv is None else argv)
-    own_end = given.index("--")
-    args = parser.parse_args(given[:own_end])
+    own_end = list(given).index("--")
+    return parser.parse_args(given[:own_end]), list(given[own_end + 1 :])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a rank. The first rank prints its store's port, and when it serves."""
+    args, flags = parse_arguments(sys.argv[1:] if argv is None else argv)
     return serve_rank(
         args.role,
-        given[own_end + 1 :],
+        flags,
         rank=args.rank,
         world_size=args.world_size,
         store_host=args.store_host,

@@ -53,6 +53,10 @@ class Machines:
     def address(self, name: str) -> str:
         return f"{self._network}.{self._names.index(name) + 1}"
 
+    def interface(self, name: str) -> str:
+        """Return the network interface of a machine that its address belongs to."""
+        return self._card(name)
+
     def command(self, name: str) -> list[str]:
         """How a command line begins that is to run on a machine."""
         return ["ip", "netns", "exec", self._namespace(name)]

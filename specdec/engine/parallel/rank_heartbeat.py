@@ -31,8 +31,16 @@ _CONNECT_S = 600.0
 _BYE = b"bye"
 _READ_BYTES = 4096
 _MOST_WORDS = 2000
+#: Most ranks of a replica: all may connect at once.
+_BACKLOG = 64
 
 _log = logging.getLogger(__name__)
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens at a host's name or address of either family; port 0 takes a free one."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
 
 
 class Store(Protocol):
@@ -59,7 +67,7 @@ class RankHeartbeat:
     @classmethod
     def of_first(cls, store: Store, host: str, num_ranks: int) -> RankHeartbeat:
         """Wait for all other ranks to connect."""
-        with socket.create_server((host, 0)) as server:
+        with listen(host) as server:
             server.settimeout(_CONNECT_S)
             store.set("lifeline", str(server.getsockname()[1]))
             peers: dict[int, socket.socket] = {}

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from k8s.validation.documents import Container, Document, of_kind
+from k8s.validation.documents import Container, Document, PodTemplate, of_kind
 
 Fault = Callable[["Overlay"], "Place"]
 """Plants itself; returns the object and a part of the field that the problem must name."""
@@ -31,9 +31,11 @@ class Place(NamedTuple):
 class Overlay:
     """A copy of an overlay's documents, and the choices of one fault."""
 
-    def __init__(self, documents: list[Document], seed: str) -> None:
+    def __init__(self, documents: list[Document], seed: str, kind: str = "") -> None:
+        """`kind`: kind of the workloads that get the fault; "" for those of Kubernetes."""
         self.documents = [Document(one.file, copy.deepcopy(one.body)) for one in documents]
         self.random = random.Random(seed)
+        self._kind = kind
 
     def one(self, *kinds: str) -> Document:
         return self.random.choice(of_kind(self.documents, *kinds))
@@ -41,8 +43,16 @@ class Overlay:
     def named(self, kind: str, name: str) -> Document:
         return next(one for one in of_kind(self.documents, kind) if one.name == name)
 
+    def template(self) -> PodTemplate:
+        """Return a pod template of a workload."""
+        kinds = (self._kind,) if self._kind else ("Deployment", "StatefulSet")
+        return self.random.choice([template for one in of_kind(self.documents, *kinds) for template in one.templates])
+
     def service(self) -> Container:
-        """Return the container of one of our services."""
+        """Return the container of one of our services, one with ports in a workload of an operator."""
+        if self._kind:
+            templates = [template for one in of_kind(self.documents, self._kind) for template in one.templates]
+            return self.random.choice([one for template in templates for one in template.containers if one.ports])
         name = self.random.choice(SERVICES)
         return self.named("Deployment", name).templates[0].containers[0]
 

@@ -23,7 +23,7 @@ def missing_resource(overlay: Overlay) -> Place:
 
 @fault
 def weak_container(overlay: Overlay) -> Place:
-    container = overlay.one("Deployment", "StatefulSet").templates[0].containers[0]
+    container = overlay.template().containers[0]
     name = overlay.random.choice(["allowPrivilegeEscalation", "readOnlyRootFilesystem", "capabilities"])
     del container.body["securityContext"][name]
     return at_field(container, f"securityContext.{name}")
@@ -31,14 +31,14 @@ def weak_container(overlay: Overlay) -> Place:
 
 @fault
 def pod_that_may_be_root(overlay: Overlay) -> Place:
-    template = overlay.one("Deployment", "StatefulSet").templates[0]
+    template = overlay.template()
     template.spec["securityContext"]["runAsNonRoot"] = False
-    return Place(template.document, "spec.securityContext.runAsNonRoot")
+    return Place(template.document, template.field("securityContext.runAsNonRoot"))
 
 
 @fault
 def mounted_token(overlay: Overlay) -> Place:
-    template = overlay.one("Deployment", "StatefulSet").templates[0]
+    template = overlay.template()
     template.spec["automountServiceAccountToken"] = True
     return Place(template.document, "automountServiceAccountToken")
 

@@ -36,8 +36,8 @@ def missing_secret(overlay: Overlay) -> Place:
 @fault
 def missing_volume(overlay: Overlay) -> Place:
     container = overlay.service()
-    container.body["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
-    return at_field(container, "volumeMounts[shm]")
+    container.body["volumeMounts"].append({"name": "spare", "mountPath": "/spare"})
+    return at_field(container, "volumeMounts[spare]")
 
 
 @fault

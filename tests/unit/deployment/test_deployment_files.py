@@ -189,7 +189,7 @@ def test_the_images_of_replicas_compile_their_kernels_from_the_files_that_are_th
 @pytest.mark.parametrize("dockerfile", sorted(set(DOCKERFILES.values())))
 def test_an_image_installs_nothing_under_our_name_from_an_index(dockerfile: str) -> None:
     text = (ROOT / dockerfile).read_text()
-    (command,) = re.findall(r'RUN python -c "(import tomllib;.*?)" > requirements\.txt', text, re.DOTALL)
+    (command,) = re.findall(r'RUN python -c "(import tomllib.*?)" > requirements\.txt', text, re.DOTALL)
     written = subprocess.run(
         [sys.executable, "-c", command.replace("\\\n", "")], cwd=ROOT, capture_output=True, text=True, check=True
     )

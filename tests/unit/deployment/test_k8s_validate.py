@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from k8s.validation.references import read_outside
 from k8s.validation.rendering import Overlay as Rendered
 from k8s.validation.rendering import RenderingError, find_overlays, render
 from k8s.validation.series import exported_series
-from tests.support.planted_faults import FAULTS, Overlay
+from tests.support.planted_faults import FAULTS, OPERATED, OPERATOR_FAULTS, Overlay
+from tests.support.planted_faults.overlay import Place
 
 ROOT = Path(__file__).resolve().parents[3]
 KUBECTL = next((path for path in (TOOLS / "kubectl", Path(shutil.which("kubectl") or "")) if path.is_file()), None)
@@ -79,8 +81,36 @@ def test_a_planted_fault_is_found_by_file_object_and_field(
     clean: list[Document], surroundings: Surroundings, name: str
 ) -> None:
     overlay = Overlay(clean, SEED + name)
-    place = FAULTS[name](overlay)
-    problems = found(overlay.documents, surroundings)
+    require_named(FAULTS[name](overlay), found(overlay.documents, surroundings))
+
+
+@pytest.fixture(scope="module")
+def operated() -> dict[str, list[Document]]:
+    """Documents of the overlays with workloads that operators run."""
+    assert KUBECTL is not None
+    folders = {name: ROOT / "k8s" / "overlays" / name for name in OPERATED}
+    return {name: render(Rendered(name, (folder,)), ROOT, KUBECTL) for name, folder in folders.items()}
+
+
+@needs_kubectl
+@pytest.mark.parametrize("name", OPERATED)
+def test_an_overlay_for_an_operator_has_no_problem(
+    operated: dict[str, list[Document]], surroundings: Surroundings, name: str
+) -> None:
+    assert found(operated[name], replace(surroundings, compose=[])) == []
+
+
+@needs_kubectl
+@pytest.mark.parametrize(("name", "fault"), OPERATOR_FAULTS)
+def test_a_fault_is_found_in_a_workload_of_an_operator(
+    operated: dict[str, list[Document]], surroundings: Surroundings, name: str, fault: str
+) -> None:
+    overlay = Overlay(operated[name], SEED + fault, OPERATED[name])
+    place = OPERATOR_FAULTS[name, fault](overlay)
+    require_named(place, found(overlay.documents, replace(surroundings, compose=[])))
+
+
+def require_named(place: Place, problems: list[Problem]) -> None:
     assert any(
         (one.file, one.object) == (place.document.file, place.document.title)
         and place.field in one.field

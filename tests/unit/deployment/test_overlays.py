@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 
 from k8s.validation.documents import Document, of_kind
 from k8s.validation.rendering import Overlay, find_overlays, render
+from specdec.cli.up_parser import add_parser
+from specdec.service.rank import parse_arguments
 from tests.unit.deployment.test_k8s_validate import KUBECTL
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -83,6 +87,70 @@ def test_replicas_on_gpus_ask_for_one_each_and_need_no_spare_one_to_roll_out() -
         assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
     (coordinator,) = deployments["coordinator"].spec["template"]["spec"]["containers"]
     assert "nvidia.com/gpu" not in coordinator["resources"]["limits"]
+
+
+def rank_arguments(template: dict[str, Any]) -> Namespace:
+    """Return what the program of a rank reads from the command of a pod."""
+    (container,) = template["spec"]["containers"]
+    words = [
+        word.replace("$(LWS_GROUP_SIZE)", "2").replace("$(LWS_WORKER_INDEX)", "1") for word in container["command"]
+    ]
+    assert words[:3] == ["python", "-m", "specdec.service.rank"]
+    return parse_arguments(words[3:])[0]
+
+
+def test_pods_of_a_group_are_the_ranks_of_one_replica() -> None:
+    group = named(rendered("k8s/overlays/multi-node"), "LeaderWorkerSet")["target"].spec["leaderWorkerTemplate"]
+    leader, worker = group["leaderTemplate"], group["workerTemplate"]
+    ranks = [rank_arguments(leader), rank_arguments(worker)]
+    assert [rank.rank for rank in ranks] == [0, 1]
+    assert len({(rank.role, rank.world_size, rank.store_port, rank.local_rank) for rank in ranks}) == 1
+    assert [rank.store_host for rank in ranks] == ["$(POD_IP)", "$(LWS_LEADER_ADDRESS)"]
+    settings = [
+        {entry["name"]: entry for entry in template["spec"]["containers"][0]["env"]} for template in (leader, worker)
+    ]
+    assert settings[1].items() <= settings[0].items()
+    alone = {name.removeprefix("SPECDEC_TARGET__") for name in settings[0].keys() - settings[1].keys()}
+    assert alone == {"POD_IP", "LISTEN", "ADVERTISE", "INSECURE", "HEALTH", "METRICS", "REDIS_URL"}
+
+
+def test_roles_have_the_pods_of_the_deployments_that_they_replace() -> None:
+    roles = named(rendered("k8s/overlays/disaggregated"), "DisaggregatedSet")["specdec"].spec["roles"]
+    expected = named(rendered("k8s/base"), "Deployment")
+    for role in roles:
+        template = role["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+        (container,) = template["spec"]["containers"]
+        container["image"] = container["image"].partition(":")[0] + ":latest"
+        assert template == expected[role["name"]].spec["template"]
+    assert not named(rendered("k8s/overlays/disaggregated"), "Deployment").keys() & {"draft", "target"}
+
+
+def test_ray_has_room_for_all_replicas_that_are_asked_for() -> None:
+    documents = rendered("k8s/overlays/ray")
+    (group,) = named(documents, "RayCluster")["ray"].spec["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    assert group["rayStartParams"]["num-cpus"] == container["resources"]["requests"]["cpu"]
+    (coordinator,) = named(documents, "Deployment")["coordinator"].spec["template"]["spec"]["containers"]
+    words = shlex.split(coordinator["command"][2].partition("specdec up")[2].replace("$", ""))
+    parser = ArgumentParser()
+    add_parser(parser.add_subparsers())
+    flags = parser.parse_args(["up", *words])
+    assert flags.ray_address == "auto"
+    num_threads = {role: flags.settings.value(role, "num_threads") for role in ("draft", "target")}
+    assert max(num_threads.values()) <= int(group["rayStartParams"]["num-cpus"])
+    assert flags.replicas_draft + flags.replicas_target <= group["replicas"]
+
+
+@pytest.mark.parametrize("overlay", ["k8s/base", "k8s/overlays/gateway"])
+def test_services_listen_on_addresses_of_both_families(overlay: str) -> None:
+    listening = [
+        entry["value"]
+        for deployment in named(rendered(overlay), "Deployment").values()
+        for entry in deployment.spec["template"]["spec"]["containers"][0]["env"]
+        if entry["name"].endswith(("__LISTEN", "__HEALTH", "__METRICS"))
+    ]
+    assert len(listening) >= 9
+    assert all(address.startswith("[::]:") for address in listening)
 
 
 def test_every_overlay_is_listed_in_the_tutorial() -> None:
