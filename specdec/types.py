@@ -337,3 +337,8 @@ class EngineInfo:
     """Name of an abstract Unix socket on the replica's machine that takes the same frames as gRPC; "": none."""
     device_thread_socket: str = ""
     """Name of the abstract Unix socket that the device thread itself reads between two steps; "": none."""
+    backend: str = ""
+    """Backend of a target whose model runs in another engine, as --backend names it; "": our own engine."""
+    unsupported_fields: tuple[str, ...] = ()
+    """Request fields, such as sampling.logit_bias, that the backend cannot serve exactly unless they have their
+    defaults."""

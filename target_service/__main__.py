@@ -10,11 +10,13 @@ if __name__ == "__main__":  # loading what follows takes a second, and a model l
 
     end_on_sigterm()
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specdec.engine.simulated.engines import SimulatedTarget
+from specdec.engine_api import Engine
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.server import TARGET_SERVICE
 from specdec.service.lifecycle import end_process
@@ -44,6 +46,14 @@ def _build_verifier(
     return Verifier(worker, replace(options, wait_limits=limits), observer=metrics)
 
 
+async def _open_backend(settings: TargetSettings, replica_id: str, metrics: EngineMetrics) -> Engine | None:
+    if settings.backend == "own":
+        return None
+    from target_service.backends.opening import open_backend_target
+
+    return await open_backend_target(settings, replica_id, metrics, os.environ)
+
+
 KIND = ReplicaKind(
     role="target",
     service_name=TARGET_SERVICE,
@@ -55,6 +65,7 @@ KIND = ReplicaKind(
     local_drafts=lambda settings: parse_local_drafts(settings.local_draft),
     model_grace_s=lambda settings: settings.model_grace_s,
     build_servicer=TargetServicer,
+    open_backend=_open_backend,
 )
 
 

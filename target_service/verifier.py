@@ -17,16 +17,15 @@ from itertools import count
 
 import numpy as np
 
-from specdec.core.limits import check_token_ids
 from specdec.core.sparse import DEFAULT_COVERAGE, default_s_max
 from specdec.engine.base import StepObserver, Worker
 from specdec.engine.drafting.drawing import Drawing
 from specdec.engine.loop.replica import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
 from specdec.engine.sessions.calls import Call
-from specdec.engine.sessions.request_checks import check_round, digest_of, is_first_of_turn
-from specdec.errors import InvalidRequest
+from specdec.engine.sessions.request_checks import digest_of, is_first_of_turn
 from specdec.types import LocalDraft, SamplingFilters, Score, ScoreRequest, Verification, VerifyRequest
 from target_service.program import TargetProgram
+from target_service.request_checks import VerifyLimits, check_verify
 from target_service.scoring import ScoredSpan, check_scorable
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
@@ -55,6 +54,7 @@ class Verifier(ReplicaEngine):
         """
         drawing = Drawing(s_max=default_s_max(worker.shape.vocabulary_size), coverage=DEFAULT_COVERAGE)
         super().__init__(worker, TargetProgram(drawing), options, observer=observer, clock=clock)
+        self._limits = VerifyLimits(worker.shape.vocabulary_size, worker.shape.max_context_tokens, options.max_gamma)
         self._score_ids = count()
 
     async def verify(self, request: VerifyRequest) -> Verification:
@@ -65,7 +65,7 @@ class Verifier(ReplicaEngine):
         Raises:
             InvalidRequest: the request can never run; nothing of it is stored.
         """
-        self._check(request)
+        check_verify(request, self._limits)
         request = self._with_room(request)
         local = request.local_draft
         num_draft_tokens = len(request.draft_token_ids)
@@ -116,39 +116,3 @@ class Verifier(ReplicaEngine):
         gamma = min(local.gamma, self._options.max_gamma, room, most or local.gamma)
         can_draft = local.pool in self._shape.local_drafts and gamma > 0
         return replace(request, local_draft=LocalDraft(local.pool, gamma) if can_draft else None)
-
-    def _check(self, request: VerifyRequest) -> None:
-        vocabulary_size = self._shape.vocabulary_size
-        check_round(request.position, vocabulary_size)
-        check_token_ids(request.draft_token_ids, vocabulary_size, "draft_token_ids")
-        num_draft_tokens = len(request.draft_token_ids)
-        if num_draft_tokens > self._options.max_gamma:
-            raise InvalidRequest(
-                f"{num_draft_tokens} draft tokens, at most {self._options.max_gamma} are verified",
-                field="draft_token_ids",
-            )
-        local = request.local_draft
-        if local is not None and (num_draft_tokens or local.gamma < 1):
-            raise InvalidRequest(
-                "local_draft takes a gamma of at least 1 and no draft tokens beside it", field="local_draft"
-            )
-        num_tokens = request.position.committed_len + num_draft_tokens
-        if num_tokens > self._shape.max_context_tokens:
-            raise InvalidRequest(
-                f"{num_tokens} tokens with the draft ones, the context is {self._shape.max_context_tokens}",
-                reason="CONTEXT_TOO_LONG",
-                field="round.token_ids",
-            )
-        num_supports = num_draft_tokens if request.position.carries_distributions else 0
-        if len(request.support_ids) != num_supports:
-            raise InvalidRequest(
-                f"{len(request.support_ids)} supports for {num_draft_tokens} draft tokens, this round needs "
-                f"{num_supports}",
-                field="supports",
-            )
-        for support_ids in request.support_ids:
-            check_token_ids(support_ids, vocabulary_size, "supports")
-            if np.any(support_ids[1:] <= support_ids[:-1]):
-                raise InvalidRequest("the token ids of a support must ascend", field="supports")
-        if request.num_logprobs is not None and not 0 <= request.num_logprobs <= vocabulary_size:
-            raise InvalidRequest(f"num_logprobs must be in 0..{vocabulary_size}", field="num_logprobs")

@@ -68,6 +68,8 @@ class RequestOpener:
             max_gamma=self._pools.max_gamma,
             eos_token_ids=target.eos_token_ids,
             default_mode=self._default_mode,
+            backend=target.backend,
+            unsupported_fields=target.unsupported_fields,
         )
 
 

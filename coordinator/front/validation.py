@@ -20,7 +20,7 @@ import numpy as np
 from coordinator.front.chat_validation import check_template_arguments, validate_messages
 from coordinator.front.raw_params import RawGenerationParams, RawSamplingParams, RawSpeculationParams
 from coordinator.requests import DEFAULT_MAX_NEW_TOKENS, ChatTurn, GenerationRequest, SpeculationChoice
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import Mode, SamplingFilters, SamplingParams, TokenIds
 
 MAX_STOP_STRINGS = 16
@@ -29,6 +29,8 @@ MAX_LOGPROBS = 20
 MAX_ID_CHARACTERS = 128
 MAX_TASK_CHARACTERS = 64
 MAX_SEED = 2**64 - 1
+
+_DEFAULT_FILTERS = SamplingFilters()
 
 #: Version of the digest's form. A stored digest outlives the program that wrote it, so a comparison also accepts the
 #: older forms (`RawGenerationParams.former_digests`). Form 1 has no prefix and hashes protobuf bytes (`wire`).
@@ -47,6 +49,10 @@ class ServingLimits:
     max_gamma: int
     eos_token_ids: tuple[int, ...]
     default_mode: Mode
+    backend: str = ""
+    """Backend of the connected target; "" for our own engine."""
+    unsupported_fields: tuple[str, ...] = ()
+    """Fields that the backend cannot serve exactly unless they have their defaults."""
 
 
 def validate_request(raw: RawGenerationParams, limits: ServingLimits) -> GenerationRequest:
@@ -54,6 +60,7 @@ def validate_request(raw: RawGenerationParams, limits: ServingLimits) -> Generat
 
     Raises:
         InvalidRequest: a field is outside its limits; `field` holds its name.
+        Unsupported: the target's backend cannot serve a field exactly.
     """
     session_id = _checked_id("session_id", raw.session_id)
     request_id = _checked_id("request_id", raw.request_id)
@@ -61,6 +68,7 @@ def validate_request(raw: RawGenerationParams, limits: ServingLimits) -> Generat
     _check_not_negative("resume_from", raw.resume_from)
     _check_not_negative("expected_session_tokens", raw.expected_session_tokens)
     sampling = _sampling(raw.sampling, limits)
+    _check_supported(sampling, limits)
     speculation = _speculation(raw.speculation, limits)
     check_template_arguments(raw.template_arguments_json)
     token_ids = None if raw.prompt_token_ids is None else _prompt_token_ids(raw.prompt_token_ids, limits)
@@ -185,6 +193,22 @@ def _sampling(raw: RawSamplingParams, limits: ServingLimits) -> SamplingParams:
         ignore_eos=raw.ignore_eos,
         num_logprobs=raw.logprobs,
     )
+
+
+def _check_supported(sampling: SamplingParams, limits: ServingLimits) -> None:
+    """Refuse a field that the target's backend cannot serve exactly."""
+    for name in limits.unsupported_fields:
+        field = name.removeprefix("sampling.")
+        if field == "logprobs":
+            is_set = sampling.num_logprobs is not None
+        else:
+            is_set = getattr(sampling.filters, field, None) != getattr(_DEFAULT_FILTERS, field, None)
+        if is_set:
+            raise Unsupported(
+                f"{name} cannot be served exactly by a target with the backend {limits.backend[:64]}; leave it out, "
+                "or use a target with --backend own",
+                field=name,
+            )
 
 
 def _check_num_ids(field: str, ids: Collection[int], limits: ServingLimits) -> None:

@@ -52,6 +52,12 @@ class EngineMetrics:
         self._step_sequences = series.histogram("step_num_sequences", "Sequences in a forward pass.", BATCH_SIZE)
         self._step_tokens = series.histogram("iteration_tokens_total", "Tokens in a forward pass.", BATCH_SIZE)
         self._busy_s = series.counter("busy_seconds", "Time in steps; the rest of the time the device was idle.")
+        self._backend_rows = series.counters(
+            "backend_rows",
+            "Positions that a backend's engine was asked for: answered, reasked (its first answer did not decide them "
+            "or lacked them) or lost (lacked alone).",
+            "outcome",
+        )
         self._predraft_rounds = series.counters(
             "predraft_rounds",
             "Answered rounds with branches, by what the next call made of them: hit, extended, miss or unasked.",
@@ -103,6 +109,18 @@ class EngineMetrics:
         self._step_sequences.observe(num_sequences)
         self._step_tokens.observe(num_tokens)
         self._busy_s.inc(seconds)
+
+    def observe_backend(self, *, num_rows: int, num_reasked: int, num_lost: int) -> None:
+        """Record the positions of a question to a backend. From one thread.
+
+        Args:
+            num_rows: number of positions.
+            num_reasked: number of positions for which the engine was asked again.
+            num_lost: number of those that its first answer lacked.
+        """
+        self._backend_rows("answered").inc(num_rows)
+        self._backend_rows("reasked").inc(num_reasked)
+        self._backend_rows("lost").inc(num_lost)
 
     def observe_predraft(self, *, outcome: str, num_branches: int, num_wasted: int, num_tokens: int) -> None:
         """Record the end of an answered round's branches. From one thread.

@@ -13,7 +13,7 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import AsyncExitStack
 from contextvars import copy_context
@@ -73,6 +73,11 @@ LoadWorker = Callable[[int, Callable[[float], None]], "Worker"]
 are loaded."""
 
 
+async def no_backend(settings: ReplicaSettings, replica_id: str, metrics: EngineMetrics) -> Engine | None:
+    """Return None: the model runs in this process."""
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaKind(Generic[SettingsT]):
     """The differences between a draft and a target replica."""
@@ -97,6 +102,9 @@ class ReplicaKind(Generic[SettingsT]):
     is_shadow: Callable[[SettingsT], bool] = lambda settings: False
     model_grace_s: Callable[[SettingsT], float] = lambda settings: 0.0
     """Returns the longest time for which a replica that leaves answers the turns of its model."""
+    open_backend: Callable[[SettingsT, str, EngineMetrics], Awaitable[Engine | None]] = no_backend
+    """Returns the engine of a replica whose model runs in another engine, or None for a model of this process. Takes
+    the replica's id."""
 
 
 def run_service(kind: ReplicaKind[SettingsT], argv: Sequence[str] | None = None) -> int:
@@ -152,7 +160,9 @@ async def serve_replica(
             ending.push_async_callback(registry.close)
             await wait_for_store(settings.redis_url, settings.store_wait_s)
             await registry.replicas(kind.role)
-        engine = _load_engine(kind, settings, replica_id, metrics, load, ending)
+        engine = await kind.open_backend(settings, replica_id, metrics)
+        if engine is None:
+            engine = _load_engine(kind, settings, replica_id, metrics, load, ending)
         memory.settle()
         servicer = kind.build_servicer(engine, metrics)
         register, grace = None, None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+import re
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
@@ -26,6 +27,26 @@ class TargetSettings(ReplicaSettings):
 
     listen: Address = "127.0.0.1:50071"
     """HOST:PORT to serve gRPC on. Port 0 takes a free one, which the log line "listening" names."""
+
+    backend: Literal["own", "server", "vllm"] = "own"
+    """Engine that runs the target model: own (in this process), or a server that runs already. vllm asks a vLLM server
+    for the likeliest tokens of each position. server lets any OpenAI-style server that takes and returns token ids
+    sample a token at each position. --model then names the checkpoint whose tokenizer the server uses."""
+
+    backend_url: str = ""
+    """Base URL of the server of --backend: http://HOST:PORT or https://HOST:PORT."""
+
+    backend_key: str = ""
+    """API key of the server of --backend: a file, or env:NAME for an environment variable. Unset: none."""
+
+    backend_ca: str = ""
+    """File with the certificates that sign the certificate of the server of --backend. Unset: those of the system."""
+
+    backend_model: str = ""
+    """Name by which the server of --backend knows the model. Unset: the first model that it lists."""
+
+    backend_timeout_s: float = Field(default=60.0, gt=0.0, le=DAY_S)
+    """Time after which a question to the server of --backend fails, in seconds; another replica is then asked."""
 
     local_draft: InTargetDraftSource = ()
     """In-target draft: this replica drafts in the call in which it verifies. early-exit:N (its first N layers with its
@@ -54,4 +75,22 @@ class TargetSettings(ReplicaSettings):
     def _check_local_drafts(self) -> Self:
         if self.local_draft and self.tensor_parallel > 1:
             raise ValueError("--local-draft does not go with --tensor-parallel: ranks do not draft")
+        return self
+
+    @model_validator(mode="after")
+    def _check_backend(self) -> Self:
+        if self.backend == "own":
+            if self.backend_url:
+                raise ValueError("--backend-url needs --backend vllm or --backend server beside it")
+            return self
+        if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.backend_url):
+            raise ValueError(f"--backend {self.backend} needs --backend-url http://HOST:PORT")
+        for flag, is_set in {
+            "--local-draft": bool(self.local_draft),
+            "--tensor-parallel": self.tensor_parallel > 1,
+            "--kv-tier-url": bool(self.kv_tier_url),
+            "--kv-cache-bytes": self.kv_cache_bytes is not None,
+        }.items():
+            if is_set:
+                raise ValueError(f"{flag} does not go with --backend {self.backend}: the model runs in the server")
         return self

@@ -241,12 +241,15 @@ class Rig:
         write_checkpoint: Callable[[Path], None] = write_tokenizer,
         check_caller: Callable[[str, Any], None] | None = None,
         num_blocks: int = 256,
+        vocabulary: str = "table",
     ) -> None:
         """`store_url`: of the session store; one of its own in memory if empty. `local_drafts`: of the targets.
 
         `write_checkpoint`: writes the tokenizer into a directory, and what is to lie beside it.
         `check_caller`: guard of the services. `num_blocks`: KV blocks of each.
+        `vocabulary`: fingerprint that the coordinator requires of replicas; "" for that of its tokenizer.
         """
+        self._vocabulary = vocabulary
         self._num_blocks = num_blocks
         self._write_checkpoint = write_checkpoint
         self._check_caller = check_caller
@@ -289,6 +292,11 @@ class Rig:
         """A tenant's part of the rig's store."""
         self._stores.append(open_store(self._store_url, tenant=tenant))
         return self._stores[-1]
+
+    @property
+    def directory(self) -> Path:
+        """Directory of the tokenizer."""
+        return Path(self._directory.name)
 
     def of_role(self, role: str) -> list[Service]:
         return [service for service in self.services if service.role == role]
@@ -349,7 +357,7 @@ class Rig:
         """
         store = self.store if tenant == DEFAULT_TENANT else self.open_store(tenant)
         pools = ReplicaPools(
-            "table",
+            self._vocabulary or self.tokenizer.fingerprint,
             partial(open_link, metadata=access.link_metadata if access else ()),
             static_endpoints=[
                 (service.role, addresses.get(service.address, service.address)) for service in self.services

@@ -1,0 +1,173 @@
+"""HTTP connections to an engine's server, which must serve one model as long as the replica lives.
+
+A server that restarts may serve another model afterwards. It breaks its connections when it ends, so every answer of
+the next process arrives over a new connection. The first answer over each connection is therefore kept back until the
+server has identified its model again (`Identify`). A load balancer between the two would hide a restart.
+
+Called by the backends that reach their engine over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+from weakref import WeakSet
+
+import httpx2
+
+from specdec.errors import Internal, InvalidSetting, Unavailable
+
+#: Attempts to identify a model that seems to have changed: a busy engine may round another way once.
+_NUM_ATTEMPTS = 3
+
+#: Length of a server's error message in ours.
+_MAX_MESSAGE_CHARACTERS = 300
+
+Identify = Callable[[], Awaitable[str]]
+"""Returns a fingerprint of the model that the server serves now, by calls of `Connection.ask`."""
+
+_log = logging.getLogger(__name__)
+
+
+class Refused(Exception):
+    """The server answered with a client error; the message is the server's."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+class Connection:
+    """A pool of keep-alive connections to one server. Use from one event loop."""
+
+    def __init__(self, url: str, *, key: str = "", ca: str = "", timeout_s: float) -> None:
+        """
+        Args:
+            url: base URL of the server, http:// or https://.
+            key: key that the server wants as a bearer token; "" for none.
+            ca: file with the certificates that sign the server's; "" for those of the system.
+            timeout_s: time after which a request without an answer fails.
+
+        Raises:
+            InvalidSetting: the file of certificates cannot be read.
+        """
+        self.url = url.rstrip("/")
+        self._client = httpx2.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            verify=_tls_context(ca) if ca else True,
+            timeout=timeout_s,
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,
+        )
+        self._known: WeakSet[Any] = WeakSet()
+        self._identify: Identify | None = None
+        self._identity = ""
+        self._identifying = asyncio.Lock()
+        self._changed: asyncio.Future[None] | None = None
+
+    async def pin(self, identify: Identify) -> str:
+        """Let the server identify its model now and over each new connection; return the model's fingerprint."""
+        self._identity = await identify()
+        self._identify = identify
+        self._changed = asyncio.get_running_loop().create_future()
+        return self._identity
+
+    async def wait_changed(self) -> None:
+        """Raise Internal once the server serves another model. Call after `pin`."""
+        if self._changed is None:
+            raise RuntimeError("the model has not been pinned")
+        await asyncio.shield(self._changed)
+
+    async def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Send a request, POST with a body and GET without one, and return the JSON of its answer.
+
+        Raises:
+            Refused: the server answered with a status of 400 to 499.
+            Unavailable: no answer, or a status of 500 to 599.
+            Internal: the answer is not JSON.
+        """
+        return _json_of(await self._send(path, body), self.url)
+
+    async def ask_text(self, path: str) -> str:
+        """Return the text at a path. Raises as `ask`, but for JSON."""
+        return (await self._send(path, None)).text
+
+    async def ask_pinned(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Send a request as `ask` does; an answer of another model than the pinned one is refused.
+
+        Raises:
+            Internal: the server serves another model now. The errors of `ask` as well.
+        """
+        response = await self._send(path, body)
+        stream = response.extensions.get("network_stream")
+        if stream not in self._known:
+            await self._require_same_model()
+            self._known.add(stream)
+        return _json_of(response, self.url)
+
+    async def close(self) -> None:
+        """Close all connections. Idempotent."""
+        await self._client.aclose()
+        if self._changed is not None:
+            self._changed.cancel()
+
+    async def _send(self, path: str, body: Mapping[str, Any] | None) -> httpx2.Response:
+        try:
+            if body is None:
+                response = await self._client.get(path)
+            else:
+                response = await self._client.post(path, json=body)
+        except httpx2.TimeoutException as error:
+            raise Unavailable(f"{self.url} did not answer in time") from error
+        except httpx2.TransportError as error:
+            raise Unavailable(f"{self.url} cannot be reached: {error or type(error).__name__}") from error
+        if response.status_code >= 500:
+            raise Unavailable(f"{self.url} answered with status {response.status_code}: {_message_of(response)}")
+        if response.status_code >= 400:
+            raise Refused(response.status_code, _message_of(response))
+        return response
+
+    async def _require_same_model(self) -> None:
+        async with self._identifying:
+            if self._changed is not None and self._changed.done():
+                self._changed.result()
+            if self._identify is None:
+                return
+            for _ in range(_NUM_ATTEMPTS):
+                if await self._identify() == self._identity:
+                    return
+            error = Internal(f"{self.url} serves another model now; restart this replica to serve it")
+            _log.error("the engine's model has changed: url=%s", self.url)
+            if self._changed is not None:
+                self._changed.set_exception(error)
+            raise error
+
+
+def _json_of(response: httpx2.Response, url: str) -> Any:
+    try:
+        return response.json()
+    except ValueError as error:
+        raise Internal(f"{url} answered something else than JSON: {response.text[:80]!r}") from error
+
+
+def _message_of(response: httpx2.Response) -> str:
+    """Return the message of an error, which OpenAI's form has in `error.message`."""
+    try:
+        body = response.json()
+        error = body.get("error", body)
+        message = error.get("message", error) if isinstance(error, dict) else error
+    except (ValueError, AttributeError):
+        message = response.text
+    return str(message)[:_MAX_MESSAGE_CHARACTERS]
+
+
+def _tls_context(ca: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidSetting(f"backend_ca: {ca} cannot be read: {error}", field="backend_ca") from error

@@ -1,0 +1,142 @@
+"""The contract of a backend: what another engine must state so that a target replica can verify draft tokens with it.
+
+A backend states the distribution of the next token at L + 1 positions of a session: at each draft token, and one
+beyond. It may state less, and stays exact: one token that the engine itself sampled is a distribution with a single
+token. Rejection sampling with it accepts a draft token only if it equals the sample, and else emits the sample.
+`engine` makes a target replica of a backend, and `laws` turns its answer into the rows and choices of the wire.
+
+A backend names the fields of a request that it cannot serve exactly. Coordinators refuse such requests before they
+begin. Our own engine (`target_service.verifier`) serves every field, from whole rows of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.types import SamplingFilters, SessionPosition, TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class BackendShape:
+    """Description of the engine behind a backend and of its model."""
+
+    backend: str
+    """Name of the backend, as --backend takes it."""
+    engine: str
+    """Name and version of the engine, as `EngineInfo.device` reports it."""
+    vocabulary_size: int
+    vocabulary_fingerprint: str
+    model_fingerprint: str
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    unsupported_fields: tuple[str, ...]
+    """Names of the request fields that the backend cannot serve exactly unless they have their defaults."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The likeliest tokens of a position with their raw logits, before filters."""
+
+    token_ids: TokenIds
+    """uint32 [K], likeliest first."""
+    logits: NDArray[np.float64]
+    """float64 [K], beside `token_ids`."""
+    logsumexp: float
+    """Logarithm of the sum of exp over all logits; 0 where the logits are logarithms of probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """The distribution of the next token at one position, after the request's filters."""
+
+    token_ids: TokenIds
+    """uint32 [n], ascending: every token with a probability above 0."""
+    probabilities: NDArray[np.float64]
+    """float64 [n], beside `token_ids`; they sum to 1."""
+    top: TopTokens | None = None
+    """Raw logits for logprobs; None if the backend does not know them."""
+
+
+def sampled(token_id: int) -> Law:
+    """Return the law of a token that the engine itself sampled."""
+    return Law(np.array([token_id], dtype=np.uint32), np.ones(1))
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The positions of one round whose laws are wanted."""
+
+    position: SessionPosition
+    """The session at the start of the round; its `token_ids` may be a part of the committed tokens only."""
+    token_ids: TokenIds
+    """uint32 [n + L]: all committed tokens of the session, then the draft tokens."""
+    num_rows: int
+    """L + 1: laws are wanted after the last L + 1 prefixes of `token_ids`, the shortest first."""
+    num_logprobs: int | None = None
+    """Number of top tokens wanted in `Law.top`; None: `top` is not needed."""
+
+    @property
+    def filters(self) -> SamplingFilters:
+        """Return the filters of the request."""
+        return self.position.filters
+
+    @property
+    def prefixes(self) -> list[TokenIds]:
+        """Return the token ids before each wanted position."""
+        first = len(self.token_ids) - self.num_rows + 1
+        return [self.token_ids[: first + row] for row in range(self.num_rows)]
+
+    def masks_end(self, row: int) -> bool:
+        """Return whether the request's end tokens are masked at a row, because the output is too short yet."""
+        num_before = len(self.token_ids) - self.num_rows + 1 + row - self.position.output_start
+        return bool(self.filters.end_token_ids) and num_before < self.filters.min_new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The statement of a backend about a round."""
+
+    laws: Sequence[Law]
+    """`Question.num_rows` laws."""
+    num_cached_tokens: int = 0
+    """Number of committed tokens that needed no forward pass."""
+    num_reasked_rows: int = 0
+    """Number of laws for which the engine had to be asked again."""
+    num_lost_rows: int = 0
+    """Number of laws that the engine's first answer lacked although it should have had them."""
+
+
+class Backend(Protocol):
+    """An engine that answers questions. Use from one event loop; any number of questions may be asked at once."""
+
+    shape: BackendShape
+
+    async def ask(self, question: Question) -> Answer:
+        """Return the laws of a question.
+
+        Raises:
+            Unavailable: the engine cannot be reached or does not answer.
+            Internal: the engine answered something else than its contract says.
+        """
+        ...
+
+    def forget(self, session_ids: Sequence[str]) -> None:
+        """Free what the backend keeps for sessions. Unknown ids are allowed."""
+        ...
+
+    async def wait_changed(self) -> None:
+        """Return never while the model stays the same.
+
+        Raises:
+            Internal: the engine now serves another model, so the replica must not answer any more.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Free all resources. Idempotent."""
+        ...

@@ -1,0 +1,111 @@
+"""The law of a position whose likeliest K tokens alone are known, where they decide it.
+
+An engine's interface reports the logarithms of the probabilities of the top K tokens. With 1 <= top_k <= K the other
+tokens have probability 0 after the filters, and the normaliser cancels inside the top k, so the law is exact. With
+top_p or min_p alone the law is exact where all kept tokens are certainly among the K. That depends on the mass of the
+other tokens after the temperature, which is known within bounds: `_tail_bounds`.
+
+The order of the filters is that of docs/protocol.md section 2. Called by the backends `vllm` and `sglang`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.types import SamplingFilters
+from target_service.backends.contract import Law, TopTokens
+
+
+def num_wanted(filters: SamplingFilters, num_masked: int, largest: int) -> int:
+    """Return how many top tokens to ask for first: enough for the filters where that is certain.
+
+    Args:
+        filters: filters of the request.
+        num_masked: number of end tokens that are masked.
+        largest: largest number that the engine reports.
+    """
+    num = 1 if filters.is_greedy else filters.top_k or largest
+    return min(num + num_masked, largest)
+
+
+def may_decide(filters: SamplingFilters, num_top: int, vocabulary_size: int) -> bool:
+    """Return whether the top tokens may decide a law; without a filter every token keeps its probability."""
+    cuts = 0 < filters.top_k <= num_top or filters.top_p < 1.0 or filters.min_p > 0.0
+    return filters.is_greedy or cuts or num_top >= vocabulary_size
+
+
+def law_of(top: TopTokens, vocabulary_size: int, filters: SamplingFilters, masked: Collection[int] = ()) -> Law | None:
+    """Return the law that follows from the top tokens, or None where they do not decide it.
+
+    Args:
+        top: the likeliest tokens, with logarithms of probabilities as logits.
+        vocabulary_size: number of token ids.
+        filters: filters without bias and penalties.
+        masked: ids of end tokens that cannot be chosen here.
+    """
+    is_kept = (top.token_ids < vocabulary_size) & ~np.isin(top.token_ids, list(masked))
+    if not is_kept.any():
+        return None
+    ids, logits = top.token_ids[is_kept], top.logits[is_kept]
+    is_whole = len(top.token_ids) >= vocabulary_size
+    if filters.is_greedy:
+        best = ids[logits == logits[0]].min()
+        return Law(np.array([best], dtype=np.uint32), np.ones(1), top)
+    weights = np.exp((logits - logits[0]) / filters.temperature)  # [n], the first is 1
+    if 0 < filters.top_k <= len(ids):
+        return _law(ids, _filtered(weights[: filters.top_k], 0.0, filters), top)
+    bounds = (0.0, 0.0) if is_whole else _tail_bounds(top, logits[0], vocabulary_size, filters, masked)
+    kept = [_filtered(weights, tail, filters) for tail in bounds]
+    if not np.array_equal(kept[0] > 0.0, kept[1] > 0.0):
+        return None
+    if not is_whole and not _ends_inside(weights, bounds[1], filters):
+        return None
+    return _law(ids, kept[0], top)
+
+
+def _law(ids: NDArray[np.uint32], weights: NDArray[np.float64], top: TopTokens) -> Law:
+    """Return the law with these weights, float64 [n], for the first n ids."""
+    kept = np.flatnonzero(weights)
+    ascending = kept[np.argsort(ids[kept])]
+    return Law(ids[ascending], weights[ascending] / weights.sum(), top)
+
+
+def _filtered(weights: NDArray[np.float64], tail: float, filters: SamplingFilters) -> NDArray[np.float64]:
+    """Return descending weights with 0 for those that top-p and min-p remove; `tail` is the weight of all others."""
+    kept = weights.copy()
+    if filters.top_p < 1.0:
+        mass_before = np.cumsum(weights) - weights
+        mass_before[0] = 0.0
+        kept[mass_before >= filters.top_p * (weights.sum() + tail)] = 0.0
+    if filters.min_p > 0.0:
+        kept[kept < filters.min_p] = 0.0  # the top token's weight is exactly 1
+    return kept
+
+
+def _ends_inside(weights: NDArray[np.float64], tail: float, filters: SamplingFilters) -> bool:
+    """Return whether top-p or min-p certainly removes every token that is not known."""
+    is_nucleus_known = filters.top_p < 1.0 and weights.sum() >= filters.top_p * (weights.sum() + tail)
+    return bool(is_nucleus_known or weights[-1] < filters.min_p)
+
+
+def _tail_bounds(
+    top: TopTokens, largest: float, vocabulary_size: int, filters: SamplingFilters, masked: Collection[int]
+) -> tuple[float, float]:
+    """Return bounds of the weight of the other tokens that top-k keeps, as a multiple of the top token's weight.
+
+    With a = 1 / T the weight of the tail is the sum of p^a over n tokens of mass t, each at most the smallest top
+    probability s. For a >= 1 it is at most s^(a - 1) t, since p^a = p^(a - 1) p. For a < 1 that is a lower bound, and
+    n^(1 - a) t^a an upper one, since p^a is concave.
+    """
+    num_tail = max(1, vocabulary_size - len(top.token_ids))
+    mass = max(0.0, 1.0 - float(np.exp(top.logits).sum())) / np.exp(largest)
+    smallest, power = np.exp(top.logits[-1] - largest), 1.0 / filters.temperature
+    scaled = float(smallest ** (power - 1.0) * mass)
+    spread = float(num_tail ** (1.0 - power) * mass**power)
+    low, high = (spread, scaled) if power >= 1.0 else (scaled, spread)
+    is_cut = filters.top_k > 0
+    is_masked_outside = not np.isin(list(masked), top.token_ids).all()
+    return (0.0 if is_masked_outside or is_cut else low), high

@@ -1,0 +1,189 @@
+"""The backend `vllm`: the likeliest tokens of each position from vLLM's tokens-in, tokens-out endpoint.
+
+A round is one request whose prompt is the committed tokens and the draft tokens. `prompt_logprobs` states the top
+tokens at each draft position, and `logprobs` those after the last one. vLLM batches the requests of all sessions by
+itself and finds the KV of the committed tokens in its prefix cache.
+
+Rows of positions that came from the prefix cache are not computed: vLLM leaves what its memory held before. Which ones
+is known from the number of cached tokens, so the server must report it. They occur where a round is repeated or another
+session has the same text. Such rows, and those whose top tokens do not decide the law (`top_laws`), are asked for one
+by one: the top tokens after a prefix, or a token that vLLM samples there (`contract.sampled`).
+
+vLLM returns a row for every token of the prompt. With a long prompt each row is therefore a request of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specdec.errors import Internal
+from specdec.tenant import DEFAULT_TENANT
+from specdec.types import TokenIds
+from target_service.backends.connection import Connection, Refused
+from target_service.backends.contract import Answer, BackendShape, Law, Question, TopTokens, sampled
+from target_service.backends.remote_model import (
+    NUM_PROBED_TOKENS,
+    fingerprint_of,
+    read_model_files,
+    require_token_ids,
+)
+from target_service.backends.server import (
+    PENALTIES,
+    context_tokens,
+    listed_model,
+    sampling_options,
+    seed_at,
+)
+from target_service.backends.top_laws import law_of, may_decide, num_wanted
+from target_service.backends.vllm_checks import check_cache, check_laws, find_max_logprobs, require_endpoint
+from target_service.backends.vllm_wire import (
+    GENERATE,
+    cached_tokens,
+    choice_of,
+    generate_body,
+    top_of_output,
+    top_of_prompt_row,
+)
+
+#: Largest number of logprobs that a request may ask for.
+MAX_LOGPROBS = 20
+
+#: Largest number of logprobs in an answer's rows of the prompt; vLLM takes about 10 ms to write as many.
+_MAX_ENTRIES = 20_000
+
+
+class VllmBackend:
+    """Implements `contract.Backend`. Make one with `open_vllm`."""
+
+    def __init__(self, connection: Connection, model: str, shape: BackendShape, max_logprobs: int) -> None:
+        self.shape = shape
+        self._connection = connection
+        self._model = model
+        self._max_logprobs = max_logprobs
+
+    async def ask(self, question: Question) -> Answer:
+        """Return the laws of a question; see `Backend.ask`."""
+        num_masked = len(question.filters.end_token_ids) if question.masks_end(0) else 0
+        num_top = max(num_wanted(question.filters, num_masked, self._max_logprobs), question.num_logprobs or 0)
+        if not may_decide(question.filters, num_top, self.shape.vocabulary_size):
+            return await self._ask_samples(question)
+        tops, num_cached_tokens = await self._ask_tops(question, num_top)
+        lost = [row for row, top in enumerate(tops) if top is None]
+        await self._ask_lost(question, tops, lost, num_top)
+        laws = [self._law(question, row, top) for row, top in enumerate(tops)]
+        undecided = [row for row, law in enumerate(laws) if law is None]
+        samples = await asyncio.gather(*(self._sample(question, row) for row in undecided))
+        for row, (law, _) in zip(undecided, samples, strict=True):
+            laws[row] = law
+        return Answer(
+            [law for law in laws if law is not None],
+            num_cached_tokens=num_cached_tokens,
+            num_reasked_rows=len(lost) + len(undecided),
+            num_lost_rows=len(lost),
+        )
+
+    def forget(self, session_ids: Sequence[str]) -> None:
+        """Do nothing: vLLM finds cached prefixes by itself."""
+
+    async def wait_changed(self) -> None:
+        """Raise Internal once the server serves another model."""
+        await self._connection.wait_changed()
+
+    async def close(self) -> None:
+        """Close the connections. Idempotent."""
+        await self._connection.close()
+
+    async def _ask_tops(self, question: Question, num_top: int) -> tuple[list[TopTokens | None], int]:
+        """Return the top tokens of each row, None for rows that are lost, and the number of cached tokens."""
+        num_draft_tokens = question.num_rows - 1
+        if num_draft_tokens and len(question.token_ids) * (num_top + 1) > _MAX_ENTRIES:
+            return await self._ask_each(question, num_top)
+        options = {"logprobs": num_top, "temperature": 0.0}
+        if num_draft_tokens:
+            options["prompt_logprobs"] = num_top
+        answer = await self._generate(question, question.token_ids, options)
+        num_cached_tokens = cached_tokens(answer)
+        first = len(question.token_ids) - num_draft_tokens
+        rows: list[TopTokens | None] = [
+            # The row of a token is computed with the token before it.
+            top_of_prompt_row(answer, at, num_top) if at > num_cached_tokens else None
+            for at in range(first, len(question.token_ids))
+        ]
+        return [*rows, top_of_output(answer, num_top)], num_cached_tokens
+
+    async def _ask_each(self, question: Question, num_top: int) -> tuple[list[TopTokens | None], int]:
+        options = {"logprobs": num_top, "temperature": 0.0}
+        answers = await asyncio.gather(*(self._generate(question, prefix, options) for prefix in question.prefixes))
+        return [top_of_output(answer, num_top) for answer in answers], cached_tokens(answers[0])
+
+    async def _ask_lost(
+        self, question: Question, tops: list[TopTokens | None], lost: Sequence[int], num_top: int
+    ) -> None:
+        """Ask for lost rows, each after its prefix, and enter them into `tops`."""
+        options = {"logprobs": num_top, "temperature": 0.0}
+        answers = await asyncio.gather(*(self._generate(question, question.prefixes[row], options) for row in lost))
+        for row, answer in zip(lost, answers, strict=True):
+            tops[row] = top_of_output(answer, num_top)
+
+    def _law(self, question: Question, row: int, top: TopTokens | None) -> Law | None:
+        masked = question.filters.end_token_ids if question.masks_end(row) else ()
+        return None if top is None else law_of(top, self.shape.vocabulary_size, question.filters, masked)
+
+    async def _ask_samples(self, question: Question) -> Answer:
+        """Let vLLM sample every position: the filters keep more tokens than it states."""
+        samples = await asyncio.gather(*(self._sample(question, row) for row in range(question.num_rows)))
+        return Answer([law for law, _ in samples], num_cached_tokens=samples[0][1])
+
+    async def _sample(self, question: Question, row: int) -> tuple[Law, int]:
+        """Let vLLM sample the token of a row; return its law and the number of cached tokens."""
+        options = sampling_options(question.filters, masks_end=question.masks_end(row))
+        options["seed"] = seed_at(question, row)
+        if question.num_logprobs is not None:
+            options["logprobs"] = question.num_logprobs
+        answer = await self._generate(question, question.prefixes[row], options)
+        law = sampled(choice_of(answer)["token_ids"][0])
+        if question.num_logprobs is not None:
+            law = Law(law.token_ids, law.probabilities, top_of_output(answer, question.num_logprobs + 1))
+        return law, cached_tokens(answer)
+
+    async def _generate(self, question: Question, token_ids: TokenIds, options: Mapping[str, Any]) -> Any:
+        tenant = question.position.tenant
+        body = generate_body(self._model, token_ids.tolist(), options)
+        if tenant != DEFAULT_TENANT:  # a tenant must not find another one's text in the prefix cache
+            body["cache_salt"] = f"specdec tenant {tenant}"
+        try:
+            return await self._connection.ask_pinned(GENERATE, body)
+        except Refused as refusal:
+            raise Internal(f"{self._connection.url} refused a round: {refusal.message}") from refusal
+
+
+async def open_vllm(
+    connection: Connection, *, model: str, served_name: str, max_context_tokens: int | None
+) -> VllmBackend:
+    """Check a vLLM server and return its backend. The arguments and errors are those of `open_server`."""
+    files = read_model_files(model)
+    listed = await listed_model(connection, served_name)
+    name = str(listed["id"])
+    version = await require_endpoint(connection, name)
+
+    async def continue_greedily(prompt: Sequence[int]) -> Sequence[int]:
+        options = {"max_tokens": NUM_PROBED_TOKENS, "temperature": 0.0, "ignore_eos": True}
+        return list(choice_of(await connection.ask(GENERATE, generate_body(name, prompt, options)))["token_ids"])
+
+    require_token_ids(await continue_greedily([0]), files, connection.url)
+    max_logprobs = min(await find_max_logprobs(connection, name), files.vocabulary_size)
+    await check_cache(connection, name, files.vocabulary_size)
+    await check_laws(connection, name, files.vocabulary_size)
+    shape = BackendShape(
+        backend="vllm",
+        engine=f"vLLM {version} {connection.url}",
+        vocabulary_size=files.vocabulary_size,
+        vocabulary_fingerprint=files.vocabulary_fingerprint,
+        model_fingerprint=await connection.pin(lambda: fingerprint_of(files, name, continue_greedily)),
+        max_context_tokens=context_tokens(files, listed, max_context_tokens),
+        eos_token_ids=files.eos_token_ids,
+        unsupported_fields=PENALTIES if max_logprobs >= MAX_LOGPROBS else (*PENALTIES, "sampling.logprobs"),
+    )
+    return VllmBackend(connection, name, shape, max_logprobs)

@@ -1,0 +1,290 @@
+"""Targets whose model runs in an engine's server: the same text and the same distribution as from our own engine."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from specdec.core.reference import filtered_distribution
+from specdec.errors import Internal, InvalidSetting, Unavailable
+from specdec.tenant import session_on_replica
+from specdec.types import DrawRule, SamplingFilters, SessionPosition, VerifyRequest
+from specdec.v1 import coordinator_pb2 as pb
+from tests.support.backend_rig import BackendSystem, backend_system, start_backend, table_model, write_checkpoint
+from tests.support.chi_square import chi_square_p_value
+from tests.support.coordinator_rig import EOS, PROMPT, VOCABULARY, Rig, request
+from tests.support.engine_server import EngineOptions, EngineServer
+
+BACKENDS = ("server", "vllm")
+MODES = (pb.SPECULATION_MODE_REJECTION, pb.SPECULATION_MODE_BLOCK, pb.SPECULATION_MODE_COUPLED)
+
+
+@pytest.fixture(params=BACKENDS)
+async def system(request: pytest.FixtureRequest) -> AsyncIterator[BackendSystem]:
+    async with backend_system(request.param) as system:
+        yield system
+
+
+@pytest.fixture
+async def vllm() -> AsyncIterator[BackendSystem]:
+    async with backend_system("vllm") as system:
+        yield system
+
+
+async def own_token_ids(*requests: pb.GenerateRequest) -> list[list[int]]:
+    """Return the outputs of our own engine with the same model."""
+    async with Rig() as rig:
+        coordinator = await rig.coordinator()
+        return [(await coordinator.generate(each)).token_ids for each in requests]
+
+
+def row_count(system: BackendSystem, outcome: str) -> float:
+    labels = {"model_name": "table", "role": "target", "pool": "default", "outcome": outcome}
+    value = system.target.metrics.registry.get_sample_value("specdec:backend_rows_total", labels)
+    return value or 0.0
+
+
+def verify_request(
+    token_ids: Sequence[int], draft: Sequence[int], *, session_id: str = "s", epoch: int = 1, temperature: float = 0.0
+) -> VerifyRequest:
+    """Return a round of one whole session."""
+    filters = SamplingFilters(temperature=temperature, top_k=5)
+    position = SessionPosition(
+        session_on_replica("default", session_id), epoch, 0, 0, b"", np.array(token_ids, dtype=np.uint32), filters,
+        seed=3, turn=0, output_start=len(token_ids), draw_rule=DrawRule.DISTRIBUTION,
+    )  # fmt: skip
+    supports = [np.array([token_id], dtype=np.uint32) for token_id in draft] if temperature else []
+    return VerifyRequest(position, np.array(draft, dtype=np.uint32), supports)
+
+
+async def test_greedy_text_is_the_models_own_whatever_is_drafted(system: BackendSystem) -> None:
+    for prompt, gamma in itertools.product(([9], list(range(2, 22))), (0, 3, 8)):
+        output = await system.coordinator.generate(request(prompt, gamma=gamma))
+        assert output.token_ids == table_model().greedy_continuation(prompt, 24)
+    assert output.finished is not None
+    stats = output.finished.stats
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens  # both happened
+
+
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 5}, {"top_k": 20, "top_p": 0.9}, {"top_p": 0.7}, {"min_p": 0.3}], ids=str
+)
+async def test_coupled_text_is_that_of_our_own_engine_for_every_number_of_draft_tokens(
+    vllm: BackendSystem, filters: dict[str, float]
+) -> None:
+    asked = [
+        request(mode=pb.SPECULATION_MODE_COUPLED, gamma=gamma, temperature=0.9, seed=7, **filters)
+        for gamma in (0, 1, 3, 8)
+    ]
+    outputs = [(await vllm.coordinator.generate(each)).token_ids for each in asked]
+    assert outputs == await own_token_ids(*asked)
+    assert len(set(map(tuple, outputs))) == 1
+
+
+@pytest.mark.parametrize("mode", MODES[:2])
+async def test_sampled_text_is_that_of_our_own_engine_where_the_top_tokens_decide(
+    vllm: BackendSystem, mode: int
+) -> None:
+    """A law that is stated exactly gives the same draws as the whole distribution."""
+    asked = [request(mode=mode, gamma=3, temperature=0.9, top_k=8, seed=seed) for seed in range(8)]
+    outputs = [(await vllm.coordinator.generate(each)).token_ids for each in asked]
+    assert outputs == await own_token_ids(*asked)
+    assert row_count(vllm, "reasked") == row_count(vllm, "lost")  # only those that a text of another seed has cached
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_seed_gives_the_same_sampled_text_again(system: BackendSystem, mode: int) -> None:
+    """The engine samples each position here, with a seed that follows from the position."""
+    asked = request(mode=mode, gamma=3, temperature=1.0, seed=11)
+    first, second = [(await system.coordinator.generate(asked)).token_ids for _ in range(2)]
+    assert first == second
+
+
+async def test_three_tokens_follow_the_models_joint_law(system: BackendSystem) -> None:
+    """The test has 8 outcomes and 400 draws, and a false alarm in 1 of 10,000 runs."""
+    expected = joint_law(SamplingFilters(temperature=0.8, top_k=2))
+    counts = await count_outputs(system, expected, {"temperature": 0.8, "top_k": 2}, num_outputs=400)
+    observed = np.array([counts[outcome] for outcome in expected], dtype=float)
+    assert chi_square_p_value(observed, np.array(list(expected.values())) * observed.sum()) > 1e-4
+    other = joint_law(SamplingFilters(temperature=3.0, top_k=2))  # the negative control
+    assert chi_square_p_value(observed, np.array([other[outcome] for outcome in expected]) * observed.sum()) < 1e-4
+
+
+def joint_law(filters: SamplingFilters) -> dict[tuple[int, ...], float]:
+    """Return the probability of each three tokens after the prompt."""
+    laws: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for tokens, mass in laws.items():
+            prefix = [*PROMPT, *tokens]
+            law = filtered_distribution(table_model().logits_after(prefix), filters, prefix, len(PROMPT))
+            longer |= {(*tokens, int(token_id)): mass * law[token_id] for token_id in np.flatnonzero(law)}
+        laws = longer
+    return laws
+
+
+async def count_outputs(
+    system: BackendSystem, outcomes: dict[tuple[int, ...], float], sampling: dict[str, float], num_outputs: int
+) -> Counter[tuple[int, ...]]:
+    """Return how often each output of three tokens occurred."""
+    counts: Counter[tuple[int, ...]] = Counter()
+    seeds = iter(range(num_outputs))
+
+    async def draw() -> None:
+        for seed in seeds:
+            mode = MODES[seed % 2]
+            asked = request(mode=mode, gamma=2, seed=seed, max_new_tokens=3, **sampling)
+            output = tuple((await system.coordinator.generate(asked)).token_ids)
+            assert output in outcomes
+            counts[output] += 1
+
+    await asyncio.gather(*(draw() for _ in range(16)))
+    return counts
+
+
+async def test_end_tokens_are_masked_until_the_output_is_long_enough(system: BackendSystem) -> None:
+    """The prompt is one after which the model's third greedy token is its end token."""
+    model = table_model()
+    prompt = next(
+        [a, b] for a, b in itertools.product(range(2, VOCABULARY), repeat=2)
+        if EOS in model.greedy_continuation([a, b], 3)
+    )  # fmt: skip
+    asked = request(prompt, ignore_eos=False, min_new_tokens=6)
+    (expected,) = await own_token_ids(asked)
+    assert len(expected) >= 6
+    assert (await system.coordinator.generate(asked)).token_ids == expected
+
+
+async def test_a_repeated_round_asks_again_for_the_rows_that_came_from_the_cache(vllm: BackendSystem) -> None:
+    """The server's rows of cached positions hold those of another text of the same length."""
+    tokens, draft = [5, 6, 7, 8, 9, 10], [3, 4, 5, 6, 7]
+    first = await vllm.target.engine.verify(verify_request(tokens, draft, temperature=0.9))
+    assert row_count(vllm, "lost") == 0
+    await vllm.target.engine.verify(verify_request([9] * 6, draft, session_id="other", temperature=0.9))
+    second = await vllm.target.engine.verify(verify_request(tokens, draft, epoch=2, temperature=0.9))
+    assert row_count(vllm, "lost") > 0
+    for row, again in zip(first.rows, second.rows, strict=True):
+        np.testing.assert_array_equal(row.weights, again.weights)
+        assert row.tail_token_id == again.tail_token_id
+
+
+async def test_a_long_prompt_is_asked_for_row_by_row(vllm: BackendSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("target_service.backends.vllm._MAX_ENTRIES", 16)
+    prompt = list(range(2, 22))
+    output = await vllm.coordinator.generate(request(prompt))
+    assert output.token_ids == table_model().greedy_continuation(prompt, 24)
+    rounds = [each["sampling_params"] for each in vllm.server.asked.generations[-8:]]
+    assert not any("prompt_logprobs" in params for params in rounds)
+
+
+async def test_logprobs_are_those_of_our_own_engine(vllm: BackendSystem) -> None:
+    asked = request(logprobs=3, provenance=True)
+    async with Rig() as rig:
+        expected = await (await rig.coordinator()).generate(asked)
+    output = await vllm.coordinator.generate(asked)
+    for detail, own in zip(output.details, expected.details, strict=True):
+        assert detail.logprob == pytest.approx(own.logprob, abs=1e-4)
+        assert [top.token_id for top in detail.top_logprobs] == [top.token_id for top in own.top_logprobs]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("repetition_penalty", 1.2),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", 0.5),
+        ("logit_bias", {3: 1.0}),
+    ],
+)
+async def test_a_field_that_the_backend_cannot_serve_exactly_is_refused_by_name_at_once(
+    system: BackendSystem, field: str, value: object
+) -> None:
+    num_asked = len(system.server.asked.completions) + len(system.server.asked.generations)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await system.coordinator.generate(request(session_id="refused", **{field: value}))
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert f"sampling.{field} cannot be served exactly by a target with the backend" in (caught.value.details() or "")
+    assert len(system.server.asked.completions) + len(system.server.asked.generations) == num_asked
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await system.coordinator.stub.GetSession(pb.GetSessionRequest(session_id="refused"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_tenants_have_prefix_caches_of_their_own(vllm: BackendSystem) -> None:
+    for tenant in ("default", "acme", "umbrella"):
+        asked = verify_request([5, 6, 7], [3], session_id=tenant)
+        asked.position.tenant = tenant
+        await vllm.target.engine.verify(asked)
+    salts = [each.get("cache_salt") for each in vllm.server.asked.generations[-3:]]
+    assert salts == [None, "specdec tenant acme", "specdec tenant umbrella"]
+
+
+REFUSALS = [
+    ("server", EngineOptions(owner="specdec"), {}, "is a gateway of specdec"),
+    ("server", EngineOptions(returns_token_ids=False), {}, "returns no token ids"),
+    ("server", EngineOptions(), {"backend_model": "other"}, "backend_model: .* serves served, not 'other'"),
+    ("server", EngineOptions(key="right"), {"backend_key": "env:KEY"}, "backend_key: the environment variable KEY"),
+    ("vllm", EngineOptions(key="right"), {}, "backend_key: .* refuses the key"),
+    ("vllm", EngineOptions(has_scale_out=False), {}, "start vLLM with --enable-scale-out"),
+    ("vllm", EngineOptions(reports_cached_tokens=False), {}, "--enable-prompt-tokens-details"),
+    ("vllm", EngineOptions(caches_prefixes=False), {}, "start vLLM with --enable-prefix-caching"),
+    ("vllm", EngineOptions(speculates=True), {}, "start vLLM without --speculative-config"),
+    ("vllm", EngineOptions(max_logprobs=0), {}, "start vLLM with --max-logprobs 20"),
+]
+
+
+@pytest.mark.parametrize(("backend", "options", "settings", "message"), REFUSALS, ids=lambda value: str(value)[:40])
+async def test_a_server_that_cannot_be_a_target_is_refused_with_what_to_change(
+    tmp_path: Path, backend: str, options: EngineOptions, settings: dict[str, str], message: str
+) -> None:
+    write_checkpoint(tmp_path)
+    async with EngineServer(table_model(), options) as server:
+        with pytest.raises(InvalidSetting, match=message):
+            await start_backend(server.url, tmp_path, backend, **settings)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_an_address_without_a_server_is_refused_as_unavailable(tmp_path: Path, backend: str) -> None:
+    write_checkpoint(tmp_path)
+    with pytest.raises(Unavailable, match="cannot be reached"):
+        await start_backend("http://127.0.0.1:9", tmp_path, backend)
+
+
+async def test_after_a_restart_of_the_server_with_its_model_the_replica_goes_on(system: BackendSystem) -> None:
+    port, server = system.server.port, system.server
+    await server.stop()
+    with pytest.raises(Unavailable):
+        await system.target.engine.verify(verify_request([5, 6], [3]))
+    async with EngineServer(table_model(), port=port):
+        output = await system.coordinator.generate(request())
+        assert output.token_ids == table_model().greedy_continuation(PROMPT, 24)
+
+
+async def test_after_a_restart_of_the_server_with_another_model_no_token_of_it_is_taken(system: BackendSystem) -> None:
+    port = system.server.port
+    ended = asyncio.create_task(system.target.engine.wait_ended())
+    await system.server.stop()
+    async with EngineServer(table_model(salt=5), port=port):
+        with pytest.raises(Internal, match="serves another model now"):
+            await system.target.engine.verify(verify_request([5, 6], [3]))
+        with pytest.raises(Internal, match="serves another model now"):  # the process ends
+            await ended
+
+
+async def test_a_server_that_does_not_answer_fails_the_round_in_time(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    async with EngineServer(table_model()) as server:
+        target = await start_backend(server.url, tmp_path, "vllm", backend_timeout_s=0.5)
+        server.gate.clear()
+        with pytest.raises(Unavailable, match="did not answer in time"):
+            await target.engine.verify(verify_request([5, 6], [3]))
+        server.gate.set()
+        await target.engine.verify(verify_request([5, 6], [3]))
+        await target.kill()
