@@ -176,6 +176,7 @@ def test_three_tokens_follow_the_targets_joint_law(pair: tuple[Path, Path], plai
     check_law(plain, pair, "rejection", "plain", "as usual")
 
 
+@pytest.mark.full
 async def test_three_tokens_that_were_drafted_ahead_follow_the_targets_joint_law(
     pair: tuple[Path, Path], redis_url: str
 ) -> None:

@@ -93,6 +93,7 @@ async def texts_while(stack: Stack, broken: AbstractContextManager[None]) -> lis
     return [list(output.token_ids) for output in outputs]
 
 
+@pytest.mark.full
 async def test_requests_of_a_coordinator_without_its_store_continue_at_another(
     machines: Machines, stack: Stack, reference: list[int]
 ) -> None:

@@ -89,7 +89,11 @@ def verify_once(address: str, session_id: str) -> None:
 
 @pytest.mark.parametrize(
     ("rank", "number"),
-    [(1, signal.SIGKILL), (1, signal.SIGSTOP), pytest.param(0, signal.SIGSTOP, marks=pytest.mark.full)],
+    [
+        (1, signal.SIGKILL),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.full),
+        pytest.param(0, signal.SIGSTOP, marks=pytest.mark.full),
+    ],
 )
 def test_a_text_continues_after_the_loss_of_a_rank(stack: Stack, reference: list[int], rank: int, number: int) -> None:
     before = target_ranks(stack)

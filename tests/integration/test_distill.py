@@ -107,6 +107,7 @@ def test_training_on_little_data_stops_before_its_limits_and_keeps_the_best_para
     assert learned.after.kl_nats <= 1.05 * learned.before.kl_nats  # without the best ones it has overfitted by far
 
 
+@pytest.mark.full
 def test_the_command_says_how_much_more_to_log_when_the_draft_did_not_improve(folder: Path, tmp_path: Path) -> None:
     words = ["distill", "--log", str(folder / "log"), "--draft", str(folder / "draft"), "--out", str(tmp_path / "new"),
              "--max-steps", "3", "--learning-rate", "0.9", "--share", "1"]  # fmt: skip

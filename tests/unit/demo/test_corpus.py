@@ -93,6 +93,7 @@ def test_the_same_seed_gives_the_same_documents_and_another_seed_does_not(librar
     assert corpus.documents(library, 1) != corpus.documents(library, 2)
 
 
+@pytest.mark.full
 def test_a_small_share_of_the_real_library_is_held_out_and_gives_prompts() -> None:
     files = corpus.standard_library_files()
     share = sum(file.held_out for file in files) / len(files)
