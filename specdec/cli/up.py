@@ -11,7 +11,7 @@ import contextlib
 import json
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 
@@ -280,11 +280,12 @@ def _check_models(args: argparse.Namespace, served: Models, start: _Start) -> Mo
     drafts = {f"--draft {pool.name}" if several else "--draft": pool.model for pool in served.drafts}
     named = {"--target": served.target} | drafts
     models = {flag: model for flag, model in named.items() if not model.startswith(SIMULATED_PREFIX)}
+    elsewhere = () if args.settings.value("target", "backend") == "own" else ("--target",)
     outcome: Future[dict[str, str]] = Future()
 
     def check() -> None:
         try:
-            in_common = _tokens_in_common(models)
+            in_common = _tokens_in_common(models, elsewhere)
             for flag, model in models.items():
                 role = flag.split()[0].removeprefix("--")
                 if (ranks := up_flags.num_ranks(args, role)) > 1:
@@ -313,16 +314,16 @@ def _check_models(args: argparse.Namespace, served: Models, start: _Start) -> Mo
     return replace(served, drafts=tuple(pools))
 
 
-def _tokens_in_common(models: Mapping[str, str]) -> dict[str, str]:
+def _tokens_in_common(models: Mapping[str, str], elsewhere: Collection[str]) -> dict[str, str]:
     """Return, by flag, what each draft with another tokenizer has in common with the target's.
 
-    Raises as `require_servable_pair`.
+    Arguments and errors are those of `require_servable_pair`.
     """
     target = {flag: model for flag, model in models.items() if flag == "--target"}
     drafts = [{flag: model} for flag, model in models.items() if flag != "--target"]
-    shared = {next(iter(draft)): require_servable_pair(target | draft) for draft in drafts}
+    shared = {next(iter(draft)): require_servable_pair(target | draft, elsewhere=elsewhere) for draft in drafts}
     if not drafts:
-        require_servable_pair(target)
+        require_servable_pair(target, elsewhere=elsewhere)
     return {flag: words for flag, words in shared.items() if words}
 
 

@@ -58,6 +58,8 @@ def check(args: argparse.Namespace) -> None:
         except ValueError as error:
             raise Usage(f"{flag_of(name)} {error}") from None
     _check_tls(args)
+    if args.settings.value("target", "backend") != "own" and not args.target:
+        raise Usage("--backend needs --target with the checkpoint whose tokenizer the engine uses")
     if args.replicas_target < 1 or (args.replicas_draft or 0) < 0:
         raise Usage("--replicas-target must be at least 1 and --replicas-draft at least 0")
     if args.target and not args.draft and args.replicas_draft:

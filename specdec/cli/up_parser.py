@@ -72,6 +72,8 @@ _SERVICE_FLAGS = (
         help="Serve in plaintext at addresses that other machines can reach. Without it, such an address needs "
         "--tls-cert.",
     ),
+    _ServiceFlag("backend", ("target",)),
+    *(_ServiceFlag(f"backend_{name}", ("target",), prefix="Of --backend: ") for name in ("url", "key", "ca", "model")),
     _ServiceFlag("device", ROLES),
     _ServiceFlag("dtype", ROLES),
     _ServiceFlag("compile_backend", ROLES),

@@ -5,7 +5,7 @@ Reads configurations and tokenizers and imports no torch. Called by `specdec up`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json")
 
 
-def require_servable_pair(models: Mapping[str, str]) -> str:
+def require_servable_pair(models: Mapping[str, str], *, elsewhere: Collection[str] = ()) -> str:
     """Check that a target and a draft can be served, and that their vocabularies are equal or share tokens.
 
     Args:
         models: model names by the command-line flags that named them, the target first. A target alone is allowed.
+        elsewhere: flags of models that run in another engine; only their tokenizers are needed here.
 
     Returns:
         Text for messages on how many tokens the draft shares with the target; "" if the vocabularies are equal.
@@ -36,7 +37,8 @@ def require_servable_pair(models: Mapping[str, str]) -> str:
         VocabularyMismatch: the vocabularies share no token. The message has both fingerprints.
     """
     for flag, model in models.items():
-        require_servable(model, flag=flag)
+        if flag not in elsewhere:
+            require_servable(model, flag=flag)
     seen: dict[tuple[bytes, ...], PreTrainedTokenizerFast] = {}
     described: list[tuple[str, int]] = []
     for flag, model in models.items():

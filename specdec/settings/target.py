@@ -28,10 +28,11 @@ class TargetSettings(ReplicaSettings):
     listen: Address = "127.0.0.1:50071"
     """HOST:PORT to serve gRPC on. Port 0 takes a free one, which the log line "listening" names."""
 
-    backend: Literal["own", "server", "vllm"] = "own"
-    """Engine that runs the target model: own (in this process), or a server that runs already. vllm asks a vLLM server
-    for the likeliest tokens of each position. server lets any OpenAI-style server that takes and returns token ids
-    sample a token at each position. --model then names the checkpoint whose tokenizer the server uses."""
+    backend: Literal["own", "server", "vllm", "llama-cpp"] = "own"
+    """Engine that runs the target model: own, llama-cpp (llama.cpp in this process, with a GGUF file as --model), or a
+    server that runs already. vllm asks a vLLM server for the likeliest tokens of each position. server lets any
+    OpenAI-style server that takes and returns token ids sample a token at each position. --model then names the
+    checkpoint whose tokenizer the server uses."""
 
     backend_url: str = ""
     """Base URL of the server of --backend: http://HOST:PORT or https://HOST:PORT."""
@@ -79,11 +80,12 @@ class TargetSettings(ReplicaSettings):
 
     @model_validator(mode="after")
     def _check_backend(self) -> Self:
+        is_server = self.backend in ("server", "vllm")
+        if not is_server and self.backend_url:
+            raise ValueError("--backend-url needs --backend vllm or --backend server beside it")
         if self.backend == "own":
-            if self.backend_url:
-                raise ValueError("--backend-url needs --backend vllm or --backend server beside it")
             return self
-        if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.backend_url):
+        if is_server and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.backend_url):
             raise ValueError(f"--backend {self.backend} needs --backend-url http://HOST:PORT")
         for flag, is_set in {
             "--local-draft": bool(self.local_draft),
@@ -92,5 +94,5 @@ class TargetSettings(ReplicaSettings):
             "--kv-cache-bytes": self.kv_cache_bytes is not None,
         }.items():
             if is_set:
-                raise ValueError(f"{flag} does not go with --backend {self.backend}: the model runs in the server")
+                raise ValueError(f"{flag} does not go with --backend {self.backend}: its model runs in another engine")
         return self

@@ -15,6 +15,7 @@ from target_service.backends.engine import BackendTarget
 from target_service.backends.server import open_server
 from target_service.backends.vllm import open_vllm
 
+#: Backends that reach their engine over HTTP.
 _OPEN: Mapping[str, Callable[..., Awaitable[Backend]]] = {"server": open_server, "vllm": open_vllm}
 _ENVIRONMENT = "env:"
 
@@ -28,22 +29,7 @@ async def open_backend_target(
         InvalidRequest: a setting does not fit the engine; the message names the flag to change.
         Unavailable: the engine's server cannot be reached.
     """
-    connection = Connection(
-        settings.backend_url,
-        key=_read_key(settings.backend_key, environ),
-        ca=settings.backend_ca,
-        timeout_s=settings.backend_timeout_s,
-    )
-    try:
-        backend = await _OPEN[settings.backend](
-            connection,
-            model=settings.model,
-            served_name=settings.backend_model,
-            max_context_tokens=settings.max_context_tokens,
-        )
-    except BaseException:
-        await connection.close()
-        raise
+    backend = _open_llama(settings) if settings.backend == "llama-cpp" else await _open_remote(settings, environ)
     return BackendTarget(
         backend,
         replica_id=replica_id,
@@ -52,6 +38,33 @@ async def open_backend_target(
         max_gamma=settings.max_gamma,
         observer=metrics,
     )
+
+
+def _open_llama(settings: TargetSettings) -> Backend:
+    from target_service.backends.llama_cpp import open_llama
+
+    return open_llama(
+        model=settings.model, max_context_tokens=settings.max_context_tokens, num_threads=settings.num_threads
+    )
+
+
+async def _open_remote(settings: TargetSettings, environ: Mapping[str, str]) -> Backend:
+    connection = Connection(
+        settings.backend_url,
+        key=_read_key(settings.backend_key, environ),
+        ca=settings.backend_ca,
+        timeout_s=settings.backend_timeout_s,
+    )
+    try:
+        return await _OPEN[settings.backend](
+            connection,
+            model=settings.model,
+            served_name=settings.backend_model,
+            max_context_tokens=settings.max_context_tokens,
+        )
+    except BaseException:
+        await connection.close()
+        raise
 
 
 def _read_key(source: str, environ: Mapping[str, str]) -> str:
