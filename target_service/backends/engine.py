@@ -101,7 +101,7 @@ class BackendTarget:
         self._observer = observer
         self._limits = VerifyLimits(backend.shape.vocabulary_size, backend.shape.max_context_tokens, max_gamma)
         self._gate: EventLoopGate[_Job] = EventLoopGate(
-            _NUM_BLOCKS, make_job=_Job, begin=self._begin, may_abandon=self._may_abandon
+            _NUM_BLOCKS, make_job=_Job, begin=self._begin, may_abandon=lambda job: True, drop=_cancel
         )
         self._answers = ConcurrentRounds()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -213,11 +213,6 @@ class BackendTarget:
         """Check the session table's invariants. Raises RuntimeError if one is violated."""
         self._gate.sessions.check_integrity()
 
-    def _may_abandon(self, job: _Job) -> bool:
-        if job.task is not None:
-            job.task.cancel()
-        return True
-
     def _begin(self, job: _Job, now_s: float) -> None:
         job.task = task = asyncio.get_running_loop().create_task(self._run(job))
         self._tasks.add(task)
@@ -280,6 +275,11 @@ class BackendTarget:
         self._observer.observe_backend(
             num_rows=num_rows, num_reasked=answer.num_reasked_rows, num_lost=answer.num_lost_rows
         )
+
+
+def _cancel(job: _Job) -> None:
+    if job.task is not None:
+        job.task.cancel()
 
 
 def _logits(

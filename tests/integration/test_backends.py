@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from specdec.core.reference import filtered_distribution
-from specdec.errors import Internal, InvalidSetting, Unavailable
+from specdec.errors import Internal, InvalidSetting, StaleEpoch, Unavailable
 from specdec.tenant import session_on_replica
 from specdec.types import DrawRule, SamplingFilters, SessionPosition, VerifyRequest
 from specdec.v1 import coordinator_pb2 as pb
@@ -288,3 +288,36 @@ async def test_a_server_that_does_not_answer_fails_the_round_in_time(tmp_path: P
         server.gate.set()
         await target.engine.verify(verify_request([5, 6], [3]))
         await target.kill()
+
+
+async def test_a_round_goes_on_while_one_of_its_callers_remains_and_ends_with_the_last(vllm: BackendSystem) -> None:
+    engine, server = vllm.target.engine, vllm.server
+    server.gate.clear()
+    asked = verify_request([5, 6, 7], [3])
+    callers = [asyncio.create_task(engine.verify(asked)) for _ in range(2)]
+    await asyncio.sleep(0)
+    callers[0].cancel()
+    server.gate.set()
+    answer = await callers[1]
+    assert answer.choice_token_ids[0] == table_model().greedy_continuation([5, 6, 7], 1)[0]
+
+    server.gate.clear()
+    alone = asyncio.create_task(engine.verify(verify_request([5, 6], [3], session_id="alone")))
+    await asyncio.sleep(0)
+    alone.cancel()
+    await asyncio.gather(alone, return_exceptions=True)
+    assert engine.stats().num_running_calls == 0
+    server.gate.set()
+
+
+async def test_a_newer_round_takes_the_place_of_one_that_the_server_has_not_answered(vllm: BackendSystem) -> None:
+    engine, server = vllm.target.engine, vllm.server
+    server.gate.clear()
+    older = asyncio.create_task(engine.verify(verify_request([5, 6, 7], [3])))
+    await asyncio.sleep(0)
+    newer = asyncio.create_task(engine.verify(verify_request([5, 6, 8], [4], epoch=2)))
+    with pytest.raises(StaleEpoch):
+        await older
+    server.gate.set()
+    assert (await newer).choice_token_ids[0] == table_model().greedy_continuation([5, 6, 8], 1)[0]
+    engine.check_integrity()

@@ -30,6 +30,7 @@ class EventLoopGate(Generic[JobT]):
         make_job: Callable[[Call, Sequence, float], JobT],
         begin: Callable[[JobT, float], None],
         may_abandon: Callable[[JobT], bool],
+        drop: Callable[[JobT], None] = lambda job: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -38,6 +39,7 @@ class EventLoopGate(Generic[JobT]):
             make_job: makes the job of an admitted call from its sequence and the time of its arrival.
             begin: starts a job's steps, at a time. `finish` or `fail` ends the job.
             may_abandon: returns whether a job ends when all its callers have left.
+            drop: stops the steps of a job that has ended without an answer: superseded, released or abandoned.
             clock: measures when pins end.
         """
         self.blocks = BlockManager(num_kv_blocks)
@@ -47,6 +49,7 @@ class EventLoopGate(Generic[JobT]):
         self._make_job = make_job
         self._begin = begin
         self._may_abandon = may_abandon
+        self._drop = drop
         self._clock = clock
         self._pin_timer: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()  # set once it is closing and has no jobs
@@ -58,19 +61,23 @@ class EventLoopGate(Generic[JobT]):
             raise Unavailable("this replica is draining", reason="DRAINING")
         arrival_s = time.monotonic()
         waiter = asyncio.get_running_loop().create_future()
+        session_id = call.position.session_id
+        before = self.calls.jobs.get(session_id)
         try:
             sequence = self.calls.admit(call, waiter)
             if sequence is not None:
                 self.sessions.align(sequence, call.position, call.draft_token_ids)
                 self.calls.enter(self._make_job(call, sequence, arrival_s), waiter)
         finally:  # even if this call failed, it may have ended another one
+            self._drop_if_ended(before)
             self._start_waiting(arrival_s)
         try:
             return await waiter
         except asyncio.CancelledError:
-            job = self.calls.jobs.get(call.position.session_id)
+            job = self.calls.jobs.get(session_id)
             if job is not None and self._may_abandon(job):
-                self.calls.abandon(call.position.session_id, waiter)
+                self.calls.abandon(session_id, waiter)
+                self._drop_if_ended(job)
                 self._start_waiting(time.monotonic())
             raise
 
@@ -91,13 +98,17 @@ class EventLoopGate(Generic[JobT]):
     def release(self, session_ids: list[str]) -> None:
         """Free the KV of sessions; calls in flight on them miss. Idempotent."""
         for session_id in session_ids:
+            job = self.calls.jobs.get(session_id)
             self.calls.release(session_id)
+            self._drop_if_ended(job)
         self._start_waiting(time.monotonic())
 
     def end_turns(self, turns: list[EndedTurn]) -> None:
         """Abandon the calls of turns and give back the KV blocks reserved for them. Idempotent."""
         for turn in turns:
+            job = self.calls.jobs.get(turn.session_id)
             self.calls.end_turn(turn.session_id, turn.epoch)
+            self._drop_if_ended(job)
         self._start_waiting(time.monotonic())
 
     async def drain(self) -> None:
@@ -114,6 +125,10 @@ class EventLoopGate(Generic[JobT]):
     async def wait_ended(self) -> None:
         """Return once `end` was called."""
         await self._closed.wait()
+
+    def _drop_if_ended(self, job: JobT | None) -> None:
+        if job is not None and not self.is_current(job):
+            self._drop(job)
 
     def _start_waiting(self, now_s: float) -> None:
         """Begin the jobs that have their blocks, and schedule another call for the end of a pin that jobs wait for."""
