@@ -9,7 +9,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ class VllmServer:
     """vLLM's OpenAI-compatible server with the flags that a target in front of it needs."""
 
     model: Path
+    flags: tuple[str, ...] = ("--enable-scale-out", "--enable-prompt-tokens-details")
+    environ: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
 
@@ -46,11 +48,11 @@ class VllmServer:
         command = [str(VLLM), "-P", "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
         command += ["--port", str(self.port), "--model", str(model or self.model), "--served-model-name", "target"]
         command += ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16", "--enforce-eager"]
-        command += ["--enable-scale-out", "--enable-prompt-tokens-details"]
+        command += self.flags
         environ = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-0", "VLLM_NO_USAGE_STATS": "1"}
         environ |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "", "VLLM_SERVER_DEV_MODE": "1"}  # for reset_cache
         self.process = subprocess.Popen(
-            command, env=os.environ | environ, start_new_session=True, stdout=subprocess.DEVNULL,
+            command, env=os.environ | environ | self.environ, start_new_session=True, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )  # fmt: skip
         while not self._is_healthy():
