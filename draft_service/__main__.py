@@ -11,6 +11,7 @@ if __name__ == "__main__":  # loading what follows takes a second, and a model l
     end_on_sigterm()
 
 import logging
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -18,13 +19,14 @@ from typing import TYPE_CHECKING
 from draft_service.servicer import DraftServicer
 from specdec.checkpoints.vocabulary import load_tokenizer
 from specdec.engine.simulated.engines import SimulatedDraft
-from specdec.engine_api import DraftEngine
+from specdec.engine_api import DraftEngine, Engine
 from specdec.errors import SpecdecError
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.server import DRAFT_SERVICE
 from specdec.service.lifecycle import end_process
 from specdec.service.replica_main import ReplicaKind, run_service
 from specdec.settings.draft import DraftSettings
+from specdec.settings.engine_servers import OWN
 
 if TYPE_CHECKING:
     from specdec.cross_vocabulary.pair import TokenizerPair
@@ -75,6 +77,14 @@ def _load_pair(model: str, target: str) -> TokenizerPair | None:
         raise type(error)(f"--for-tokenizer: {error.message}", field=error.field) from error
 
 
+async def _open_server(settings: DraftSettings, replica_id: str, metrics: EngineMetrics) -> Engine | None:
+    if settings.backend == OWN:
+        return None
+    from draft_service.server_draft import open_server_draft
+
+    return await open_server_draft(settings, replica_id, metrics, os.environ)
+
+
 KIND = ReplicaKind(
     role="draft",
     service_name=DRAFT_SERVICE,
@@ -86,6 +96,7 @@ KIND = ReplicaKind(
     build_servicer=DraftServicer,
     check=_check,
     is_shadow=lambda settings: settings.shadow == "on",
+    open_backend=_open_server,
 )
 
 

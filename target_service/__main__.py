@@ -22,6 +22,7 @@ from specdec.rpc.server import TARGET_SERVICE
 from specdec.service.lifecycle import end_process
 from specdec.service.replica_main import ReplicaKind, run_service
 from specdec.settings.draft_specs import parse_local_drafts
+from specdec.settings.engine_servers import OWN
 from specdec.settings.target import TargetSettings
 from target_service.servicer import TargetServicer
 
@@ -47,7 +48,7 @@ def _build_verifier(
 
 
 async def _open_backend(settings: TargetSettings, replica_id: str, metrics: EngineMetrics) -> Engine | None:
-    if settings.backend == "own":
+    if settings.backend == OWN:
         return None
     from target_service.backends.opening import open_backend_target
 

@@ -7,17 +7,22 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from specdec.settings.base import Address, ReplicaSettings
+from specdec.settings.base import Address
+from specdec.settings.engine_servers import EngineServerSettings
 from specdec.types import MAX_SUPPORT, SIMULATED_PREFIX
 
 
-class DraftSettings(ReplicaSettings):
+class DraftSettings(EngineServerSettings):
     """The draft service: proposes candidate tokens, from a small model, for a target service to verify."""
 
     model_config = SettingsConfigDict(env_prefix="SPECDEC_DRAFT__")
 
     listen: Address = "127.0.0.1:50061"
     """HOST:PORT to serve gRPC on. Port 0 takes a free one, which the log line "listening" names."""
+
+    backend: Literal["own", "server"] = "own"
+    """Engine that runs the draft model: own (in this process), or an OpenAI-style server that takes and returns token
+    ids, whose greedy tokens are the draft. --model then names the checkpoint whose tokenizer the server uses."""
 
     shadow: Literal["on", "off"] = "off"
     """on: score what other pools draft while requests are routed. Requests use this pool only if they name it, or after
@@ -48,4 +53,10 @@ class DraftSettings(ReplicaSettings):
             raise ValueError("--for-tokenizer does not go with --predraft, which drafts in the model's own tokens")
         if self.for_tokenizer and self.model.startswith(SIMULATED_PREFIX):
             raise ValueError("--for-tokenizer: simulated models have no tokenizer")
+        return self
+
+    @model_validator(mode="after")
+    def _check_backend(self) -> Self:
+        own = {"--for-tokenizer": bool(self.for_tokenizer), "--predraft": self.predraft != "off"}
+        self._check_engine(self.backend, servers=("server",), own=own)
         return self

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from specdec.settings.base import DAY_S, Address, ReplicaSettings, split_commas
+from specdec.settings.base import DAY_S, Address, split_commas
 from specdec.settings.draft_specs import parse_local_drafts
+from specdec.settings.engine_servers import EngineServerSettings
 
 
 def _checked(texts: tuple[str, ...]) -> tuple[str, ...]:
@@ -20,7 +20,7 @@ def _checked(texts: tuple[str, ...]) -> tuple[str, ...]:
 InTargetDraftSource = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas), AfterValidator(_checked)]
 
 
-class TargetSettings(ReplicaSettings):
+class TargetSettings(EngineServerSettings):
     """The target service: verifies draft tokens with the model whose output is wanted, in one pass per round."""
 
     model_config = SettingsConfigDict(env_prefix="SPECDEC_TARGET__")
@@ -33,21 +33,6 @@ class TargetSettings(ReplicaSettings):
     server that runs already. vllm asks a vLLM server for the likeliest tokens of each position. server lets any
     OpenAI-style server that takes and returns token ids sample a token at each position. --model then names the
     checkpoint whose tokenizer the server uses."""
-
-    backend_url: str = ""
-    """Base URL of the server of --backend: http://HOST:PORT or https://HOST:PORT."""
-
-    backend_key: str = ""
-    """API key of the server of --backend: a file, or env:NAME for an environment variable. Unset: none."""
-
-    backend_ca: str = ""
-    """File with the certificates that sign the certificate of the server of --backend. Unset: those of the system."""
-
-    backend_model: str = ""
-    """Name by which the server of --backend knows the model. Unset: the first model that it lists."""
-
-    backend_timeout_s: float = Field(default=60.0, gt=0.0, le=DAY_S)
-    """Time after which a question to the server of --backend fails, in seconds; another replica is then asked."""
 
     local_draft: InTargetDraftSource = ()
     """In-target draft: this replica drafts in the call in which it verifies. early-exit:N (its first N layers with its
@@ -80,19 +65,5 @@ class TargetSettings(ReplicaSettings):
 
     @model_validator(mode="after")
     def _check_backend(self) -> Self:
-        is_server = self.backend in ("server", "vllm")
-        if not is_server and self.backend_url:
-            raise ValueError("--backend-url needs --backend vllm or --backend server beside it")
-        if self.backend == "own":
-            return self
-        if is_server and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.backend_url):
-            raise ValueError(f"--backend {self.backend} needs --backend-url http://HOST:PORT")
-        for flag, is_set in {
-            "--local-draft": bool(self.local_draft),
-            "--tensor-parallel": self.tensor_parallel > 1,
-            "--kv-tier-url": bool(self.kv_tier_url),
-            "--kv-cache-bytes": self.kv_cache_bytes is not None,
-        }.items():
-            if is_set:
-                raise ValueError(f"{flag} does not go with --backend {self.backend}: its model runs in another engine")
+        self._check_engine(self.backend, servers=("server", "vllm"), own={"--local-draft": bool(self.local_draft)})
         return self

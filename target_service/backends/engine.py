@@ -1,30 +1,23 @@
-"""A target replica in front of a backend: sessions and idempotency here, the model elsewhere.
+"""A target replica in front of a backend.
 
-A checked round passes the gate and the session table of the event loop (`specdec.engine.sessions.event_loop_gate`),
-which know the session's tokens. The backend is asked for the laws of the positions, and `laws` makes the answer of
-them. The engine behind the backend batches the questions of all sessions itself. Called by the target service's
+A checked round becomes a question to the backend about the laws of its positions, and `laws` makes the answer of them.
+`specdec.remote_engines.replica` has the part that drafts of other engines share. Called by the target service's
 servicer.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
-from collections.abc import Coroutine
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import numpy as np
 
 import specdec
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.concurrent_rounds import ConcurrentRounds
-from specdec.engine.sessions.event_loop_gate import EventLoopGate
 from specdec.engine.sessions.request_checks import digest_of
-from specdec.engine.sessions.sequence import Sequence
-from specdec.engine_api import EndedTurn, EngineStats
-from specdec.errors import Internal, SpecdecError, Unsupported
+from specdec.errors import Internal, Unsupported
+from specdec.remote_engines.replica import NUM_BLOCKS, RemoteJob, RemoteReplica
 from specdec.types import (
     BLOCK_TOKENS,
     DistributionRow,
@@ -40,12 +33,7 @@ from target_service.backends.contract import Answer, Backend, Question
 from target_service.backends.laws import choices, distribution_rows, logit_rows
 from target_service.request_checks import VerifyLimits, check_verify
 
-#: Number of blocks of tokens that sessions may have here: 1 million tokens, 4 bytes each.
-_NUM_BLOCKS = 65_536
-
 _NO_TOKENS: TokenIds = np.empty(0, dtype=np.uint32)
-
-_log = logging.getLogger(__name__)
 
 
 class BackendObserver(Protocol):
@@ -64,27 +52,8 @@ class BackendObserver(Protocol):
         ...
 
 
-@dataclass(eq=False, slots=True)
-class _Job:
-    """A call in progress."""
-
-    call: Call
-    sequence: Sequence
-    arrival_s: float
-    num_cached_tokens: int = 0
-    task: asyncio.Task[None] | None = None
-    """Asks the backend, once the call runs."""
-
-    @property
-    def request(self) -> VerifyRequest:
-        return cast(VerifyRequest, self.call.request)
-
-
-class BackendTarget:
+class BackendTarget(RemoteReplica[Verification]):
     """A `specdec.engine_api.TargetEngine` in front of a backend. Use from one event loop."""
-
-    is_stalled = False
-    """Always False: a question that is not answered in time fails by itself."""
 
     def __init__(
         self,
@@ -97,38 +66,35 @@ class BackendTarget:
         observer: BackendObserver | None = None,
     ) -> None:
         """See `specdec.engine.loop.replica.ReplicaOptions`; `observer` receives every answered question as a step."""
+        shape = backend.shape
+        super().__init__(
+            EngineInfo(
+                version=specdec.__version__,
+                role="target",
+                pool=pool,
+                replica_id=replica_id,
+                model=model,
+                model_fingerprint=shape.model_fingerprint,
+                vocabulary_fingerprint=shape.vocabulary_fingerprint,
+                vocabulary_size=shape.vocabulary_size,
+                max_context_tokens=shape.max_context_tokens,
+                eos_token_ids=shape.eos_token_ids,
+                max_gamma=max_gamma,
+                num_kv_blocks=NUM_BLOCKS,
+                kv_block_tokens=BLOCK_TOKENS,
+                kv_usage=0.0,
+                num_sessions=0,
+                draining=False,
+                dtype="engine",
+                device=shape.engine,
+                backend=shape.backend,
+                unsupported_fields=shape.unsupported_fields,
+            )
+        )
         self._backend = backend
         self._observer = observer
-        self._limits = VerifyLimits(backend.shape.vocabulary_size, backend.shape.max_context_tokens, max_gamma)
-        self._gate: EventLoopGate[_Job] = EventLoopGate(
-            _NUM_BLOCKS, make_job=_Job, begin=self._begin, may_abandon=lambda job: True, drop=_cancel
-        )
+        self._limits = VerifyLimits(shape.vocabulary_size, shape.max_context_tokens, max_gamma)
         self._answers = ConcurrentRounds()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._num_answers = 0
-        shape = backend.shape
-        self._info = EngineInfo(
-            version=specdec.__version__,
-            role="target",
-            pool=pool,
-            replica_id=replica_id,
-            model=model,
-            model_fingerprint=shape.model_fingerprint,
-            vocabulary_fingerprint=shape.vocabulary_fingerprint,
-            vocabulary_size=shape.vocabulary_size,
-            max_context_tokens=shape.max_context_tokens,
-            eos_token_ids=shape.eos_token_ids,
-            max_gamma=max_gamma,
-            num_kv_blocks=_NUM_BLOCKS,
-            kv_block_tokens=BLOCK_TOKENS,
-            kv_usage=0.0,
-            num_sessions=0,
-            draining=False,
-            dtype="engine",
-            device=shape.engine,
-            backend=shape.backend,
-            unsupported_fields=shape.unsupported_fields,
-        )
 
     async def verify(self, request: VerifyRequest) -> Verification:
         """Return p at every draft position and one beyond; see `TargetEngine.verify`.
@@ -151,97 +117,27 @@ class BackendTarget:
         """Raise Unsupported: the backend has no draft."""
         raise Unsupported(f"a target with the backend {self._info.backend} has no local drafts to score with")
 
-    async def warm_up(self) -> None:
-        """Do nothing: the engine has answered the questions of the backend's own checks."""
-
     async def release(self, session_ids: list[str]) -> None:
         """Forget sessions; their calls in flight miss. Idempotent."""
-        self._gate.release(session_ids)
+        await super().release(session_ids)
         self._backend.forget(session_ids)
 
-    async def end_turns(self, turns: list[EndedTurn]) -> None:
-        """Abandon the calls of turns. Idempotent."""
-        self._gate.end_turns(turns)
+    async def _wait_changed(self) -> None:
+        await self._backend.wait_changed()
 
-    def info(self) -> EngineInfo:
-        """Return the replica's description with its current load."""
-        sessions = self._gate.sessions
-        return replace(
-            self._info,
-            kv_usage=sessions.num_active_blocks / _NUM_BLOCKS,
-            num_sessions=sessions.num_with_kv,
-            num_running=sessions.num_running,
-            draining=self._gate.is_closing,
-            num_steps=self._num_answers,
-        )
-
-    def stats(self) -> EngineStats:
-        """Return the state and the counts; see `Engine.stats`."""
-        blocks, sessions = self._gate.blocks, self._gate.sessions
-        return EngineStats(
-            num_running_calls=len(self._gate.calls.jobs),
-            num_kv_blocks=blocks.num_blocks,
-            num_active_kv_blocks=sessions.num_active_blocks,
-            num_held_kv_blocks=blocks.num_held,
-            num_free_kv_blocks=blocks.num_free,
-        )
-
-    async def wait_ended(self) -> None:
-        """Return once the engine has been closed.
-
-        Raises:
-            Internal: the engine behind the backend serves another model now.
-        """
-        waits: list[Coroutine[Any, Any, None]] = [self._gate.wait_ended(), self._backend.wait_changed()]
-        tasks = [asyncio.ensure_future(wait) for wait in waits]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-        for task in done:
-            task.result()
-
-    async def close(self) -> None:
-        """Finish the calls in flight, then free everything. Idempotent."""
-        await self._gate.drain()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    async def _close_engine(self) -> None:
         await self._backend.close()
-        self._gate.end()
 
-    def check_integrity(self) -> None:
-        """Check the session table's invariants. Raises RuntimeError if one is violated."""
-        self._gate.sessions.check_integrity()
+    async def _ask(self, job: RemoteJob) -> Verification:
+        request, began_s = cast(VerifyRequest, job.call.request), time.monotonic()
+        token_ids = job.sequence.token_ids.copy()
+        answer = await self._backend.ask(
+            Question(request.position, token_ids, job.call.num_logit_rows, request.num_logprobs)
+        )
+        return self._verification(job, answer, time.monotonic() - began_s)
 
-    def _begin(self, job: _Job, now_s: float) -> None:
-        job.task = task = asyncio.get_running_loop().create_task(self._run(job))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _run(self, job: _Job) -> None:
-        request, began_s = job.request, time.monotonic()
-        try:
-            token_ids = job.sequence.token_ids.copy()
-            answer = await self._backend.ask(
-                Question(request.position, token_ids, job.call.num_logit_rows, request.num_logprobs)
-            )
-            outcome: Verification | SpecdecError = self._verification(job, answer, time.monotonic() - began_s)
-        except SpecdecError as error:
-            outcome = error
-        except Exception as error:
-            _log.exception("the backend failed: session=%s", request.position.session_id)
-            outcome = Internal(f"the backend {self._info.backend} failed: {type(error).__name__}")
-        if not self._gate.is_current(job):
-            return
-        if isinstance(outcome, SpecdecError):
-            self._gate.fail(job, outcome)
-            return
-        job.sequence.kv_len = len(job.sequence)
-        outcome.kv_len = job.sequence.kv_len
-        self._gate.finish(job, outcome)
-
-    def _verification(self, job: _Job, answer: Answer, answer_s: float) -> Verification:
-        request = job.request
+    def _verification(self, job: RemoteJob, answer: Answer, answer_s: float) -> Verification:
+        request = cast(VerifyRequest, job.call.request)
         if len(answer.laws) != job.call.num_logit_rows:
             raise Internal(f"the backend {self._info.backend} answered {len(answer.laws)} laws")
         self._note_answer(job, answer, answer_s)
@@ -265,8 +161,7 @@ class BackendTarget:
             num_other_rows=others.num_rows,
         )
 
-    def _note_answer(self, job: _Job, answer: Answer, answer_s: float) -> None:
-        self._num_answers += 1
+    def _note_answer(self, job: RemoteJob, answer: Answer, answer_s: float) -> None:
         if self._observer is None:
             return
         num_rows = job.call.num_logit_rows
@@ -275,11 +170,6 @@ class BackendTarget:
         self._observer.observe_backend(
             num_rows=num_rows, num_reasked=answer.num_reasked_rows, num_lost=answer.num_lost_rows
         )
-
-
-def _cancel(job: _Job) -> None:
-    if job.task is not None:
-        job.task.cancel()
 
 
 def _logits(

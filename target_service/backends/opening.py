@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 
-from specdec.access.watched_files import read_credentials
-from specdec.errors import InvalidSetting
 from specdec.observability.engine_metrics import EngineMetrics
+from specdec.remote_engines.connection import Connection
+from specdec.remote_engines.keys import read_key
 from specdec.settings.target import TargetSettings
-from target_service.backends.connection import Connection
 from target_service.backends.contract import Backend
 from target_service.backends.engine import BackendTarget
 from target_service.backends.server import open_server
@@ -17,7 +15,6 @@ from target_service.backends.vllm import open_vllm
 
 #: Backends that reach their engine over HTTP.
 _OPEN: Mapping[str, Callable[..., Awaitable[Backend]]] = {"server": open_server, "vllm": open_vllm}
-_ENVIRONMENT = "env:"
 
 
 async def open_backend_target(
@@ -51,7 +48,7 @@ def _open_llama(settings: TargetSettings) -> Backend:
 async def _open_remote(settings: TargetSettings, environ: Mapping[str, str]) -> Backend:
     connection = Connection(
         settings.backend_url,
-        key=_read_key(settings.backend_key, environ),
+        key=read_key(settings.backend_key, environ),
         ca=settings.backend_ca,
         timeout_s=settings.backend_timeout_s,
     )
@@ -65,16 +62,3 @@ async def _open_remote(settings: TargetSettings, environ: Mapping[str, str]) -> 
     except BaseException:
         await connection.close()
         raise
-
-
-def _read_key(source: str, environ: Mapping[str, str]) -> str:
-    """Return the key that a setting names: the first line of a file, or an environment variable for `env:NAME`."""
-    if not source:
-        return ""
-    if source.startswith(_ENVIRONMENT):
-        name = source.removeprefix(_ENVIRONMENT)
-        if not environ.get(name):
-            raise InvalidSetting(f"backend_key: the environment variable {name} is not set", field="backend_key")
-        return environ[name]
-    text, _ = read_credentials(Path(source), field="backend_key")
-    return text.split("\n", 1)[0].strip()

@@ -19,23 +19,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec.errors import Internal
-from specdec.tenant import DEFAULT_TENANT
-from specdec.types import TokenIds
-from target_service.backends.connection import Connection, Refused
-from target_service.backends.contract import Answer, BackendShape, Law, Question, TopTokens, sampled
-from target_service.backends.remote_model import (
+from specdec.remote_engines.completions import context_tokens, listed_model, sampling_options
+from specdec.remote_engines.connection import Connection, Refused
+from specdec.remote_engines.remote_model import (
     NUM_PROBED_TOKENS,
     fingerprint_of,
     read_model_files,
     require_token_ids,
 )
-from target_service.backends.server import (
-    PENALTIES,
-    context_tokens,
-    listed_model,
-    sampling_options,
-    seed_at,
-)
+from specdec.tenant import DEFAULT_TENANT
+from specdec.types import TokenIds
+from target_service.backends.contract import Answer, BackendShape, Law, Question, TopTokens, sampled
+from target_service.backends.server import PENALTIES, seed_at
 from target_service.backends.top_laws import law_of, may_decide, num_wanted
 from target_service.backends.vllm_checks import check_cache, check_laws, find_max_logprobs, require_endpoint
 from target_service.backends.vllm_wire import (

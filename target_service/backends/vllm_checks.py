@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from specdec.errors import Internal
-from target_service.backends.connection import Connection, Refused
-from target_service.backends.server import unsuited
+from specdec.remote_engines.completions import unsuited
+from specdec.remote_engines.connection import Connection, Refused
 from target_service.backends.vllm_wire import (
     FLAGS,
     GENERATE,
