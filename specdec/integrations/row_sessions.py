@@ -1,4 +1,4 @@
-"""Which session of the draft pool a row of an engine's batch belongs to.
+"""Match the rows of an engine's batch with sessions of the draft pool.
 
 Engines propose for rows of a batch, and a request may move to another row between two steps. A session is found again
 by its tokens: a row continues the session whose tokens it begins with. Called by `draft_pool`.
