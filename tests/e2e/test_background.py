@@ -14,7 +14,7 @@ import pytest
 
 from bench.simulated_system import write_tokenizer
 from specdec.cli import control
-from specdec.supervision.processes import free_ports
+from tests.support.stack import free_port
 from tests.support.tiny_models import build_tiny_model
 from tests.support.up_rig import ENVIRON, SPECDEC, specdec, wait_until_gone
 
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def endpoint() -> str:
-    return f"127.0.0.1:{free_ports(1)[0]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from specdec.client import Client
 from specdec.errors import InvalidRequest
 from specdec.rpc.client import TargetLink
 from specdec.rpc.transport_selector import LONE_CALLS
-from specdec.supervision.processes import free_ports
 from tests.support.process_rig import greedy, ranks_of
+from tests.support.stack import free_port
 from tests.support.tiny_models import build_tiny_model
 from tests.support.trace_collector import TraceCollector
 from tests.support.up_rig import child_running, children_of, complaints, specdec, start_up, wait_until_gone
@@ -172,7 +172,7 @@ def test_drafts_found_in_text_need_no_draft_model(model: Path) -> None:
 
 
 def test_metrics_threads_context_a_tier_and_log_level_reach_every_service(model: Path, tmp_path: Path) -> None:
-    first_port = free_ports(1)[0]
+    first_port = free_port()
     flags = ["--metrics", f"127.0.0.1:{first_port}", "--num-threads-target", "2", "--num-threads-draft", "1"]
     flags += ["--max-context-tokens", "48", "--log-level", "info", "--kv-tier-url", f"unix://{tmp_path}/nobody.sock"]
     with running("--target", str(model), "--draft", str(model), *flags) as (up, endpoint):

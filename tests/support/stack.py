@@ -42,9 +42,20 @@ _POLL_S = 0.02
 GATEWAY = "gateway"
 
 
+#: Ports that this process has given out: some of them are listened on only later.
+_GIVEN: set[int] = set()
+_NUM_SHARES = 8
+#: Test workers give out ports of different shares.
+_SHARE = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _NUM_SHARES
+
+
 def free_port() -> int:
-    """A loopback TCP port that was free a moment ago."""
-    return free_ports(1)[0]
+    """Return a free loopback TCP port that this test run has not given out before."""
+    while True:
+        (port,) = free_ports(1)
+        if port % _NUM_SHARES == _SHARE and port not in _GIVEN:
+            _GIVEN.add(port)
+            return port
 
 
 Dial = Callable[[str], grpc.Channel]
