@@ -28,11 +28,11 @@ class TargetSettings(EngineServerSettings):
     listen: Address = "127.0.0.1:50071"
     """HOST:PORT to serve gRPC on. Port 0 takes a free one, which the log line "listening" names."""
 
-    backend: Literal["own", "server", "vllm", "llama-cpp"] = "own"
+    backend: Literal["own", "server", "vllm", "sglang", "llama-cpp"] = "own"
     """Engine that runs the target model: own, llama-cpp (llama.cpp in this process, with a GGUF file as --model), or a
-    server that runs already. vllm asks a vLLM server for the likeliest tokens of each position. server lets any
-    OpenAI-style server that takes and returns token ids sample a token at each position. --model then names the
-    checkpoint whose tokenizer the server uses."""
+    server that runs already. vllm asks a vLLM server for the likeliest tokens of each position, and sglang an SGLang
+    server (not tried with a real one yet). server lets any OpenAI-style server that takes and returns token ids sample
+    a token at each position. --model then names the checkpoint whose tokenizer the server uses."""
 
     local_draft: InTargetDraftSource = ()
     """In-target draft: this replica drafts in the call in which it verifies. early-exit:N (its first N layers with its
@@ -65,5 +65,7 @@ class TargetSettings(EngineServerSettings):
 
     @model_validator(mode="after")
     def _check_backend(self) -> Self:
-        self._check_engine(self.backend, servers=("server", "vllm"), own={"--local-draft": bool(self.local_draft)})
+        self._check_engine(
+            self.backend, servers=("server", "vllm", "sglang"), own={"--local-draft": bool(self.local_draft)}
+        )
         return self

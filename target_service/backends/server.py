@@ -17,21 +17,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from specdec.core.random import DrawKey, Stream
 from specdec.remote_engines.completions import CompletionServer, open_completions, sampling_options
 from specdec.remote_engines.connection import Connection
 from target_service.backends.contract import Answer, BackendShape, Question, sampled
-
-#: Fields of a request that no sampler of a single next token can serve.
-PENALTIES = (
-    "sampling.repetition_penalty",
-    "sampling.presence_penalty",
-    "sampling.frequency_penalty",
-    "sampling.logit_bias",
-)
-
-#: Seeds of OpenAI-style servers are signed 32-bit integers at least.
-_NUM_SEEDS = 1 << 31
+from target_service.backends.top_backend import PENALTIES, seed_at
 
 
 class ServerBackend:
@@ -83,10 +72,3 @@ async def open_server(
     return ServerBackend(
         await open_completions(connection, model=model, served_name=served_name, max_context_tokens=max_context_tokens)
     )
-
-
-def seed_at(question: Question, row: int) -> int:
-    """Return the seed of a position: a function of the request's seed, the turn and the absolute position."""
-    position = question.position
-    at = len(question.token_ids) - question.num_rows + 1 + row
-    return DrawKey(position.seed, position.turn, at).below(_NUM_SEEDS, 0, Stream.TAIL)

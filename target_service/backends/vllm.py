@@ -29,9 +29,8 @@ from specdec.remote_engines.remote_model import (
 )
 from specdec.tenant import DEFAULT_TENANT
 from specdec.types import TokenIds
-from target_service.backends.contract import Answer, BackendShape, Law, Question, TopTokens, sampled
-from target_service.backends.server import PENALTIES, seed_at
-from target_service.backends.top_laws import law_of, may_decide, num_wanted
+from target_service.backends.contract import BackendShape, Law, Question, TopTokens, sampled
+from target_service.backends.top_backend import MAX_LOGPROBS, PENALTIES, TopBackend, seed_at
 from target_service.backends.vllm_checks import check_cache, check_laws, find_max_logprobs, require_endpoint
 from target_service.backends.vllm_wire import (
     GENERATE,
@@ -42,94 +41,38 @@ from target_service.backends.vllm_wire import (
     top_of_prompt_row,
 )
 
-#: Largest number of logprobs that a request may ask for.
-MAX_LOGPROBS = 20
-
 #: Largest number of logprobs in an answer's rows of the prompt; vLLM takes about 10 ms to write as many.
 _MAX_ENTRIES = 20_000
 
 
-class VllmBackend:
+class VllmBackend(TopBackend):
     """Implements `contract.Backend`. Make one with `open_vllm`."""
 
     def __init__(self, connection: Connection, model: str, shape: BackendShape, max_logprobs: int) -> None:
-        self.shape = shape
-        self._connection = connection
+        super().__init__(connection, shape, max_logprobs)
         self._model = model
-        self._max_logprobs = max_logprobs
-
-    async def ask(self, question: Question) -> Answer:
-        """Return the laws of a question; see `Backend.ask`."""
-        num_masked = len(question.filters.end_token_ids) if question.masks_end(0) else 0
-        num_top = max(num_wanted(question.filters, num_masked, self._max_logprobs), question.num_logprobs or 0)
-        if not may_decide(question.filters, num_top, self.shape.vocabulary_size):
-            return await self._ask_samples(question)
-        tops, num_cached_tokens = await self._ask_tops(question, num_top)
-        lost = [row for row, top in enumerate(tops) if top is None]
-        await self._ask_lost(question, tops, lost, num_top)
-        laws = [self._law(question, row, top) for row, top in enumerate(tops)]
-        undecided = [row for row, law in enumerate(laws) if law is None]
-        samples = await asyncio.gather(*(self._sample(question, row) for row in undecided))
-        for row, (law, _) in zip(undecided, samples, strict=True):
-            laws[row] = law
-        return Answer(
-            [law for law in laws if law is not None],
-            num_cached_tokens=num_cached_tokens,
-            num_reasked_rows=len(lost) + len(undecided),
-            num_lost_rows=len(lost),
-        )
-
-    def forget(self, session_ids: Sequence[str]) -> None:
-        """Do nothing: vLLM finds cached prefixes by itself."""
-
-    async def wait_changed(self) -> None:
-        """Raise Internal once the server serves another model."""
-        await self._connection.wait_changed()
-
-    async def close(self) -> None:
-        """Close the connections. Idempotent."""
-        await self._connection.close()
 
     async def _ask_tops(self, question: Question, num_top: int) -> tuple[list[TopTokens | None], int]:
-        """Return the top tokens of each row, None for rows that are lost, and the number of cached tokens."""
         num_draft_tokens = question.num_rows - 1
         if num_draft_tokens and len(question.token_ids) * (num_top + 1) > _MAX_ENTRIES:
-            return await self._ask_each(question, num_top)
+            rows = range(question.num_rows)
+            return list(await asyncio.gather(*(self._ask_row(question, row, num_top) for row in rows))), 0
         options = {"logprobs": num_top, "temperature": 0.0}
         if num_draft_tokens:
             options["prompt_logprobs"] = num_top
         answer = await self._generate(question, question.token_ids, options)
         num_cached_tokens = cached_tokens(answer)
         first = len(question.token_ids) - num_draft_tokens
-        rows: list[TopTokens | None] = [
+        tops: list[TopTokens | None] = [
             # The row of a token is computed with the token before it.
             top_of_prompt_row(answer, at, num_top) if at > num_cached_tokens else None
             for at in range(first, len(question.token_ids))
         ]
-        return [*rows, top_of_output(answer, num_top)], num_cached_tokens
+        return [*tops, top_of_output(answer, num_top)], num_cached_tokens
 
-    async def _ask_each(self, question: Question, num_top: int) -> tuple[list[TopTokens | None], int]:
+    async def _ask_row(self, question: Question, row: int, num_top: int) -> TopTokens:
         options = {"logprobs": num_top, "temperature": 0.0}
-        answers = await asyncio.gather(*(self._generate(question, prefix, options) for prefix in question.prefixes))
-        return [top_of_output(answer, num_top) for answer in answers], cached_tokens(answers[0])
-
-    async def _ask_lost(
-        self, question: Question, tops: list[TopTokens | None], lost: Sequence[int], num_top: int
-    ) -> None:
-        """Ask for lost rows, each after its prefix, and enter them into `tops`."""
-        options = {"logprobs": num_top, "temperature": 0.0}
-        answers = await asyncio.gather(*(self._generate(question, question.prefixes[row], options) for row in lost))
-        for row, answer in zip(lost, answers, strict=True):
-            tops[row] = top_of_output(answer, num_top)
-
-    def _law(self, question: Question, row: int, top: TopTokens | None) -> Law | None:
-        masked = question.filters.end_token_ids if question.masks_end(row) else ()
-        return None if top is None else law_of(top, self.shape.vocabulary_size, question.filters, masked)
-
-    async def _ask_samples(self, question: Question) -> Answer:
-        """Let vLLM sample every position: the filters keep more tokens than it states."""
-        samples = await asyncio.gather(*(self._sample(question, row) for row in range(question.num_rows)))
-        return Answer([law for law, _ in samples], num_cached_tokens=samples[0][1])
+        return top_of_output(await self._generate(question, question.prefixes[row], options), num_top)
 
     async def _sample(self, question: Question, row: int) -> tuple[Law, int]:
         """Let vLLM sample the token of a row; return its law and the number of cached tokens."""

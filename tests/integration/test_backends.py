@@ -22,7 +22,7 @@ from tests.support.chi_square import chi_square_p_value
 from tests.support.coordinator_rig import EOS, PROMPT, VOCABULARY, Rig, request
 from tests.support.engine_server import EngineOptions, EngineServer
 
-BACKENDS = ("server", "vllm")
+BACKENDS = ("server", "vllm", "sglang")
 MODES = (pb.SPECULATION_MODE_REJECTION, pb.SPECULATION_MODE_BLOCK, pb.SPECULATION_MODE_COUPLED)
 
 
@@ -35,6 +35,13 @@ async def system(request: pytest.FixtureRequest) -> AsyncIterator[BackendSystem]
 @pytest.fixture
 async def vllm() -> AsyncIterator[BackendSystem]:
     async with backend_system("vllm") as system:
+        yield system
+
+
+@pytest.fixture(params=BACKENDS[1:])
+async def top_system(request: pytest.FixtureRequest) -> AsyncIterator[BackendSystem]:
+    """A system whose target knows the likeliest tokens."""
+    async with backend_system(request.param) as system:
         yield system
 
 
@@ -77,26 +84,28 @@ async def test_greedy_text_is_the_models_own_whatever_is_drafted(system: Backend
     "filters", [{"top_k": 5}, {"top_k": 20, "top_p": 0.9}, {"top_p": 0.7}, {"min_p": 0.3}], ids=str
 )
 async def test_coupled_text_is_that_of_our_own_engine_for_every_number_of_draft_tokens(
-    vllm: BackendSystem, filters: dict[str, float]
+    top_system: BackendSystem, filters: dict[str, float]
 ) -> None:
     asked = [
         request(mode=pb.SPECULATION_MODE_COUPLED, gamma=gamma, temperature=0.9, seed=7, **filters)
         for gamma in (0, 1, 3, 8)
     ]
-    outputs = [(await vllm.coordinator.generate(each)).token_ids for each in asked]
+    outputs = [(await top_system.coordinator.generate(each)).token_ids for each in asked]
     assert outputs == await own_token_ids(*asked)
     assert len(set(map(tuple, outputs))) == 1
 
 
 @pytest.mark.parametrize("mode", MODES[:2])
 async def test_sampled_text_is_that_of_our_own_engine_where_the_top_tokens_decide(
-    vllm: BackendSystem, mode: int
+    top_system: BackendSystem, mode: int
 ) -> None:
     """A law that is stated exactly gives the same draws as the whole distribution."""
     asked = [request(mode=mode, gamma=3, temperature=0.9, top_k=8, seed=seed) for seed in range(8)]
-    outputs = [(await vllm.coordinator.generate(each)).token_ids for each in asked]
+    outputs = [(await top_system.coordinator.generate(each)).token_ids for each in asked]
     assert outputs == await own_token_ids(*asked)
-    assert row_count(vllm, "reasked") == row_count(vllm, "lost")  # only those that a text of another seed has cached
+    assert row_count(top_system, "reasked") == row_count(
+        top_system, "lost"
+    )  # only those that a text of another seed has cached
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -184,11 +193,11 @@ async def test_a_long_prompt_is_asked_for_row_by_row(vllm: BackendSystem, monkey
     assert not any("prompt_logprobs" in params for params in rounds)
 
 
-async def test_logprobs_are_those_of_our_own_engine(vllm: BackendSystem) -> None:
+async def test_logprobs_are_those_of_our_own_engine(top_system: BackendSystem) -> None:
     asked = request(logprobs=3, provenance=True)
     async with Rig() as rig:
         expected = await (await rig.coordinator()).generate(asked)
-    output = await vllm.coordinator.generate(asked)
+    output = await top_system.coordinator.generate(asked)
     for detail, own in zip(output.details, expected.details, strict=True):
         assert detail.logprob == pytest.approx(own.logprob, abs=1e-4)
         assert [top.token_id for top in detail.top_logprobs] == [top.token_id for top in own.top_logprobs]
@@ -237,6 +246,8 @@ REFUSALS = [
     ("vllm", EngineOptions(caches_prefixes=False), {}, "start vLLM with --enable-prefix-caching"),
     ("vllm", EngineOptions(speculates=True), {}, "start vLLM without --speculative-config"),
     ("vllm", EngineOptions(max_logprobs=0), {}, "start vLLM with --max-logprobs 20"),
+    ("sglang", EngineOptions(speculates=True), {}, "start SGLang without --speculative-algorithm"),
+    ("sglang", EngineOptions(caches_prefixes=False), {}, "start SGLang without --disable-radix-cache"),
 ]
 
 

@@ -1,7 +1,7 @@
-"""An engine's HTTP server over a table model: OpenAI's completions and vLLM's tokens-in, tokens-out endpoint.
+"""An engine's HTTP server over a table model: OpenAI's completions, and the native endpoints of vLLM and SGLang.
 
 It stands for servers that tests cannot start everywhere (`make test-engines` starts real ones). Requests, answers and
-refusals have the form of vLLM 0.32, and so do its traps: a prefix cache in blocks, and rows of cached positions that
+refusals have the form of vLLM 0.32 and SGLang 0.5, and so do the traps of vLLM: a prefix cache in blocks, and rows of cached positions that
 hold what an earlier request left there. Its sampler is its own: numpy's generator, seeded by the request.
 """
 
@@ -102,6 +102,8 @@ class EngineServer:
         app.get("/version")(lambda: {"version": "0.32.0"})
         app.get("/metrics")(self._metrics)
         app.post("/v1/completions")(self._completions)
+        app.get("/get_server_info")(self._server_info)
+        app.post("/generate")(self._generate_as_sglang)
         if self.options.has_scale_out:
             app.post("/inference/v1/generate")(self._generate)
         app.middleware("http")(self._check_key)
@@ -155,6 +157,37 @@ class EngineServer:
             usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
         rows = self._prompt_rows(prompt, num_cached, params.get("prompt_logprobs"))
         return {"choices": [choice], "usage": usage, "prompt_logprobs": rows}
+
+    async def _server_info(self) -> Any:
+        options = self.options
+        return {
+            "version": "0.5.23",
+            "speculative_algorithm": "EAGLE3" if options.speculates else None,
+            "disable_radix_cache": not options.caches_prefixes,
+        }
+
+    async def _generate_as_sglang(self, request: Request) -> Any:
+        body = await request.json()
+        self.asked.generations.append(body)
+        params, prompt = body["sampling_params"], body["input_ids"]
+        options = {
+            **params, "max_tokens": params["max_new_tokens"], "seed": params.get("sampling_seed"),
+            "min_tokens": params.get("min_new_tokens"),
+        }  # fmt: skip
+        token_ids = self._continue(prompt, options)
+        info: dict[str, Any] = {"cached_tokens": 0, "prompt_tokens": len(prompt)}
+        if body.get("return_logprob"):
+            start, num_top = body["logprob_start_len"], body["top_logprobs_num"]
+            rows = [self._sglang_row(prompt[:at], num_top) for at in range(start + 1, len(prompt))]
+            info["input_top_logprobs"] = [None, *rows]
+            info["output_top_logprobs"] = [self._sglang_row(prompt, num_top)]
+            own = float(self._logprobs(prompt)[token_ids[0]])
+            info["output_token_logprobs"] = [[own, token_ids[0], None]]
+        return {"text": "?", "output_ids": token_ids, "meta_info": info}
+
+    def _sglang_row(self, prefix: Sequence[int], num_top: int) -> list[Any]:
+        logprobs = self._logprobs(prefix)
+        return [[float(logprobs[each]), each, None] for each in np.argsort(-logprobs, kind="stable")[:num_top].tolist()]
 
     def _take_cached(self, salt: str, prompt: Sequence[int]) -> int:
         """Return how many tokens the prefix cache has, and enter the prompt's full blocks."""

@@ -1,0 +1,171 @@
+"""The backend `sglang`: the likeliest tokens of each position from SGLang's native endpoint.
+
+A round is one request whose prompt is the committed tokens and the draft tokens, with the logprobs of the prompt from
+the last committed token on. SGLang reuses KV up to that token, and computes every row that is asked for.
+
+The wire follows SGLang 0.5: `input_top_logprobs` has an entry for each token from `logprob_start_len` on, the first of
+which is empty. Contract tests speak it with a server of their own; the backend has not run with a real SGLang yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specdec.errors import Internal
+from specdec.remote_engines.completions import context_tokens, listed_model, unsuited
+from specdec.remote_engines.connection import Connection, Refused
+from specdec.remote_engines.remote_model import (
+    NUM_PROBED_TOKENS,
+    fingerprint_of,
+    read_model_files,
+    require_token_ids,
+)
+from specdec.tenant import DEFAULT_TENANT
+from specdec.types import SamplingFilters, TokenIds
+from target_service.backends.contract import BackendShape, Law, Question, TopTokens, sampled
+from target_service.backends.top_backend import PENALTIES, TopBackend, seed_at
+
+_GENERATE = "/generate"
+
+#: Largest number of top tokens that is asked for; SGLang itself has no limit.
+_MAX_LOGPROBS = 64
+
+
+class SglangBackend(TopBackend):
+    """Implements `contract.Backend`. Make one with `open_sglang`."""
+
+    async def _ask_tops(self, question: Question, num_top: int) -> tuple[list[TopTokens | None], int]:
+        num_draft_tokens = question.num_rows - 1
+        first = len(question.token_ids) - num_draft_tokens
+        answer = await self._generate(question, question.token_ids, {"temperature": 0.0}, num_top, first - 1)
+        info = answer["meta_info"]
+        rows = list(info.get("input_top_logprobs") or ())[1:] if num_draft_tokens else []
+        if len(rows) != num_draft_tokens:
+            raise Internal(f"SGLang returned {len(rows)} rows of logprobs for {num_draft_tokens} draft tokens")
+        tops: list[TopTokens | None] = [_top_tokens(row, num_top) for row in rows]
+        return [*tops, _top_of_output(info, num_top)], int(info.get("cached_tokens") or 0)
+
+    async def _ask_row(self, question: Question, row: int, num_top: int) -> TopTokens:
+        prefix = question.prefixes[row]
+        answer = await self._generate(question, prefix, {"temperature": 0.0}, num_top, len(prefix) - 1)
+        return _top_of_output(answer["meta_info"], num_top)
+
+    async def _sample(self, question: Question, row: int) -> tuple[Law, int]:
+        options = _sampling_options(question.filters, masks_end=question.masks_end(row))
+        options["sampling_seed"] = seed_at(question, row)
+        prefix, num_top = question.prefixes[row], question.num_logprobs
+        answer = await self._generate(question, prefix, options, num_top, len(prefix) - 1)
+        law = sampled(int(answer["output_ids"][0]))
+        if num_top is not None:
+            law = Law(law.token_ids, law.probabilities, _top_of_output(answer["meta_info"], num_top + 1))
+        return law, int(answer["meta_info"].get("cached_tokens") or 0)
+
+    async def _generate(
+        self,
+        question: Question,
+        token_ids: TokenIds,
+        options: Mapping[str, Any],
+        num_top: int | None,
+        logprob_start_len: int,
+    ) -> Any:
+        body = generate_body(token_ids.tolist(), options)
+        if num_top is not None:
+            body |= {"return_logprob": True, "top_logprobs_num": num_top, "logprob_start_len": logprob_start_len}
+        tenant = question.position.tenant
+        if tenant != DEFAULT_TENANT:  # a tenant must not find another one's text in the prefix cache
+            body["extra_key"] = f"specdec tenant {tenant}"
+        try:
+            return _checked(await self._connection.ask_pinned(_GENERATE, body))
+        except Refused as refusal:
+            raise Internal(f"{self._connection.url} refused a round: {refusal.message}") from refusal
+
+
+async def open_sglang(
+    connection: Connection, *, model: str, served_name: str, max_context_tokens: int | None
+) -> SglangBackend:
+    """Check an SGLang server and return its backend. The arguments and errors are those of `open_completions`."""
+    files = read_model_files(model)
+    listed = await listed_model(connection, served_name)
+    info = await _server_info(connection)
+
+    async def continue_greedily(prompt: Sequence[int]) -> Sequence[int]:
+        options = {"max_new_tokens": NUM_PROBED_TOKENS, "temperature": 0.0, "ignore_eos": True}
+        answer = _checked(await connection.ask(_GENERATE, generate_body(prompt, options)))
+        return [int(token_id) for token_id in answer["output_ids"]]
+
+    try:
+        require_token_ids(await continue_greedily([0]), files, connection.url)
+        fingerprint = await connection.pin(lambda: fingerprint_of(files, str(listed["id"]), continue_greedily))
+    except (Refused, Internal) as error:
+        raise unsuited(connection, f"does not generate from token ids: {error}") from error
+    shape = BackendShape(
+        backend="sglang",
+        engine=f"SGLang {info.get('version', '')} {connection.url}",
+        vocabulary_size=files.vocabulary_size,
+        vocabulary_fingerprint=files.vocabulary_fingerprint,
+        model_fingerprint=fingerprint,
+        max_context_tokens=context_tokens(files, listed, max_context_tokens),
+        eos_token_ids=files.eos_token_ids,
+        unsupported_fields=PENALTIES,
+    )
+    return SglangBackend(connection, shape, min(_MAX_LOGPROBS, files.vocabulary_size))
+
+
+async def _server_info(connection: Connection) -> Mapping[str, Any]:
+    """Return the server's description. Raises InvalidSetting where it is not suited."""
+    try:
+        info: Mapping[str, Any] = await connection.ask("/get_server_info")
+    except (Refused, Internal) as error:
+        raise unsuited(connection, "has no /get_server_info: is it SGLang 0.5 or newer?") from error
+    if info.get("speculative_algorithm"):
+        raise unsuited(connection, "speculates itself: start SGLang without --speculative-algorithm")
+    if info.get("disable_radix_cache"):
+        raise unsuited(connection, "keeps no KV between rounds: start SGLang without --disable-radix-cache")
+    return info
+
+
+def generate_body(token_ids: Sequence[int], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body of a request that generates one token, unless `options` say otherwise."""
+    return {"input_ids": list(token_ids), "sampling_params": {"max_new_tokens": 1, "ignore_eos": True, **options}}
+
+
+def _sampling_options(filters: SamplingFilters, *, masks_end: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {"temperature": filters.temperature}
+    if not filters.is_greedy:
+        options |= {"top_p": filters.top_p, "top_k": filters.top_k or -1, "min_p": filters.min_p}
+    if masks_end:
+        ends = list(filters.end_token_ids)
+        options |= {"min_new_tokens": 1, "stop_token_ids": ends, "ignore_eos": False}
+    return options
+
+
+def _checked(answer: Any) -> Any:
+    """Return an answer that has tokens and their description. Raises Internal for another one."""
+    if not isinstance(answer, dict) or not answer.get("output_ids") or not isinstance(answer.get("meta_info"), dict):
+        raise Internal("SGLang returned no token")
+    return answer
+
+
+def _top_of_output(info: Mapping[str, Any], num_top: int) -> TopTokens:
+    """Return the top tokens of the generated position, its own token included."""
+    try:
+        row = [*info["output_top_logprobs"][0], info["output_token_logprobs"][0]]
+    except (KeyError, IndexError, TypeError) as error:
+        raise Internal("SGLang returned no logprobs of its token") from error
+    return _top_tokens(row, num_top)
+
+
+def _top_tokens(row: Any, num_top: int) -> TopTokens:
+    """Return top tokens from entries of [logprob, token id, text]."""
+    try:
+        entries = {int(token_id): float(logprob) for logprob, token_id, *_ in row}
+    except (TypeError, ValueError) as error:
+        raise Internal("SGLang returned a row that is not a list of logprobs") from error
+    ordered = sorted(entries.items(), key=lambda entry: (-entry[1], entry[0]))[:num_top]
+    logits = np.array([logprob for _, logprob in ordered])
+    if not len(ordered) or not np.isfinite(logits[0]) or np.exp(logits).sum() > 1.001:
+        raise Internal("SGLang returned logprobs that do not form a distribution")
+    return TopTokens(np.array([token_id for token_id, _ in ordered], dtype=np.uint32), logits, 0.0)
