@@ -1,8 +1,9 @@
 """An engine's HTTP server over a table model: OpenAI's completions, and the native endpoints of vLLM and SGLang.
 
 It stands for servers that tests cannot start everywhere (`make test-engines` starts real ones). Requests, answers and
-refusals have the form of vLLM 0.32 and SGLang 0.5, and so do the traps of vLLM: a prefix cache in blocks, and rows of cached positions that
-hold what an earlier request left there. Its sampler is its own: numpy's generator, seeded by the request.
+refusals have the form of vLLM 0.32 and SGLang 0.5, and so do the traps of vLLM: a prefix cache in blocks, and rows of
+cached positions that hold what an earlier request left there. Its sampler is its own: numpy's generator, seeded by the
+request.
 """
 
 from __future__ import annotations
