@@ -22,6 +22,9 @@ from specdec.types import SamplingFilters
 
 _COMPLETIONS = "/v1/completions"
 
+#: A server may take other defaults from the checkpoint's generation_config.json.
+_NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
 
 @dataclass(frozen=True, slots=True)
 class CompletionServer:
@@ -50,9 +53,11 @@ class CompletionServer:
         """
         body = {"model": self.model, "prompt": [list(prompt) for prompt in prompts], "max_tokens": max_tokens}
         try:
-            answer = await self.connection.ask_pinned(_COMPLETIONS, body | {"return_token_ids": True, **options})
+            answer = await self.connection.ask_pinned(
+                _COMPLETIONS, body | {"return_token_ids": True, **_NO_PENALTIES, **options}
+            )
         except Refused as refusal:
-            raise Internal(f"{self.connection.url} refused a completion: {refusal.message}") from refusal
+            raise Internal(f"the engine refused a completion with status {refusal.status}") from refusal
         return completed_ids(answer, len(prompts))
 
 
@@ -77,11 +82,14 @@ async def open_completions(
 
     async def continue_greedily(prompt: Sequence[int]) -> Sequence[int]:
         body = {"model": name, "prompt": [list(prompt)], "max_tokens": NUM_PROBED_TOKENS, "temperature": 0}
-        answer = await connection.ask(_COMPLETIONS, {**body, "return_token_ids": True, "ignore_eos": True})
+        answer = await connection.ask(
+            _COMPLETIONS, {**body, **_NO_PENALTIES, "return_token_ids": True, "ignore_eos": True}
+        )
         return completed_ids(answer, 1)[0]
 
     try:
-        require_token_ids(await continue_greedily([0]), files, connection.url)
+        for token_id in (0, files.vocabulary_size - 1):
+            require_token_ids(await continue_greedily([token_id]), files, connection.url)
         fingerprint = await connection.pin(lambda: fingerprint_of(files, name, continue_greedily))
     except Refused as refusal:
         raise unsuited(connection, f"refuses completions of token ids: {refusal.message}") from refusal

@@ -2,7 +2,8 @@
 
 A server that restarts may serve another model afterwards. It breaks its connections when it ends, so every answer of
 the next process arrives over a new connection. The first answer over each connection is therefore kept back until the
-server has identified its model again (`Identify`). A load balancer between the two would hide a restart.
+server has identified its model again (`Identify`), by an identification that began after the answer had come. A load
+balancer between the two would hide a restart.
 
 Called by the backends that reach their engine over HTTP.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from weakref import WeakSet
@@ -25,6 +27,12 @@ _NUM_ATTEMPTS = 3
 
 #: Length of a server's error message in ours.
 _MAX_MESSAGE_CHARACTERS = 300
+
+#: Statuses that say nothing about the request: another replica, or a later call, may get an answer.
+_TRANSIENT = (401, 403, 408, 425, 429)
+
+#: Connections that are kept open, and time after which an idle one is closed.
+_NUM_KEPT, _IDLE_S = 256, 300.0
 
 Identify = Callable[[], Awaitable[str]]
 """Returns a fingerprint of the model that the server serves now, by calls of `Connection.ask`."""
@@ -53,21 +61,26 @@ class Connection:
             timeout_s: time after which a request without an answer fails.
 
         Raises:
-            InvalidSetting: the file of certificates cannot be read.
+            InvalidSetting: the file of certificates cannot be read, or the key has other characters than ASCII.
         """
-        self.url = url.rstrip("/")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._timeout_s = timeout_s
+        if not key.isascii():
+            raise InvalidSetting("backend_key: the key must be ASCII", field="backend_key")
         self._client = httpx2.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
             verify=_tls_context(ca) if ca else True,
             timeout=timeout_s,
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=_NUM_KEPT, keepalive_expiry=_IDLE_S),
             trust_env=False,
         )
         self._known: WeakSet[Any] = WeakSet()
         self._identify: Identify | None = None
         self._identity = ""
         self._identifying = asyncio.Lock()
+        self._identified_s = float("-inf")
+        """Time at which the last identification of the pinned model began."""
         self._changed: asyncio.Future[None] | None = None
 
     async def pin(self, identify: Identify) -> str:
@@ -101,12 +114,22 @@ class Connection:
         """Send a request as `ask` does; an answer of another model than the pinned one is refused.
 
         Raises:
-            Internal: the server serves another model now. The errors of `ask` as well.
+            Internal: the server serves another model now, or the answer is not JSON.
+            Refused: the server refuses this request, and serves the pinned model.
+            Unavailable: no answer, or a status that says nothing about the request.
         """
-        response = await self._send(path, body)
+        try:
+            response = await self._send(path, body)
+        except Refused as refusal:
+            _log.warning("the engine refused: url=%s status=%d message=%s", self.url, refusal.status, refusal.message)
+            if refusal.status in _TRANSIENT:
+                raise Unavailable(f"the engine's server answered with status {refusal.status}") from refusal
+            await self._require_same_model(time.monotonic())
+            raise
+        arrived_s = time.monotonic()
         stream = response.extensions.get("network_stream")
         if stream not in self._known:
-            await self._require_same_model()
+            await self._require_same_model(arrived_s)
             self._known.add(stream)
         return _json_of(response, self.url)
 
@@ -118,34 +141,47 @@ class Connection:
 
     async def _send(self, path: str, body: Mapping[str, Any] | None) -> httpx2.Response:
         try:
-            if body is None:
-                response = await self._client.get(path)
-            else:
-                response = await self._client.post(path, json=body)
-        except httpx2.TimeoutException as error:
+            async with asyncio.timeout(self._timeout_s):
+                if body is None:
+                    response = await self._client.get(path)
+                else:
+                    response = await self._client.post(path, json=body)
+        except (httpx2.TimeoutException, TimeoutError) as error:
             raise Unavailable(f"{self.url} did not answer in time") from error
         except httpx2.TransportError as error:
             raise Unavailable(f"{self.url} cannot be reached: {error or type(error).__name__}") from error
         if response.status_code >= 500:
-            raise Unavailable(f"{self.url} answered with status {response.status_code}: {_message_of(response)}")
+            _log.warning("the engine failed: status=%d message=%s", response.status_code, _message_of(response))
+            raise Unavailable(f"{self.url} answered with status {response.status_code}")
         if response.status_code >= 400:
             raise Refused(response.status_code, _message_of(response))
         return response
 
-    async def _require_same_model(self) -> None:
+    async def _require_same_model(self, since_s: float) -> None:
+        """Return once an identification that began after a time has found the pinned model; raise Internal else."""
         async with self._identifying:
             if self._changed is not None and self._changed.done():
                 self._changed.result()
-            if self._identify is None:
+            if self._identify is None or self._identified_s >= since_s:
                 return
             for _ in range(_NUM_ATTEMPTS):
-                if await self._identify() == self._identity:
+                began_s = time.monotonic()
+                if await _identified(self._identify) == self._identity:
+                    self._identified_s = began_s
                     return
             error = Internal(f"{self.url} serves another model now; restart this replica to serve it")
             _log.error("the engine's model has changed: url=%s", self.url)
             if self._changed is not None:
                 self._changed.set_exception(error)
             raise error
+
+
+async def _identified(identify: Identify) -> str:
+    """Return the fingerprint of the model that the server serves; "" where it does not know the pinned name."""
+    try:
+        return await identify()
+    except Refused:
+        return ""
 
 
 def _json_of(response: httpx2.Response, url: str) -> Any:

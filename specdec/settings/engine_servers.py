@@ -46,8 +46,8 @@ class EngineServerSettings(ReplicaSettings):
             raise ValueError(f"--backend-url needs --backend {' or '.join(servers)} beside it")
         if backend == OWN:
             return
-        if backend in servers and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.backend_url):
-            raise ValueError(f"--backend {backend} needs --backend-url http://HOST:PORT")
+        if backend in servers and not re.fullmatch(r"https?://[^/\s@?#]+(/[^\s@?#]*)?", self.backend_url):
+            raise ValueError(f"--backend {backend} needs --backend-url http://HOST:PORT without a user or a query")
         ours = {
             **own,
             "--tensor-parallel": self.tensor_parallel > 1,

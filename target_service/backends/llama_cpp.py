@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,8 @@ _DEFAULT_CONTEXT_TOKENS = 8192
 
 #: Tokens that must be common for a new session to begin with a copy of another one's.
 _MIN_COMMON_TOKENS = 16
+
+_log = logging.getLogger(__name__)
 
 #: Size and number of the samples that a file's fingerprint is made of.
 _SAMPLE_BYTES, _NUM_SAMPLES = 1 << 16, 64
@@ -82,6 +85,8 @@ class LlamaBackend:
         self._num_batches = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llama.cpp")
         self._running: asyncio.Task[None] | None = None
+        self._forgotten: list[str] = []
+        self._is_closed = False
 
     async def ask(self, question: Question) -> Answer:
         """Return the laws of a question; see `Backend.ask`.
@@ -96,10 +101,8 @@ class LlamaBackend:
         return await waiting.answered
 
     def forget(self, session_ids: Sequence[str]) -> None:
-        """Let the sequences of sessions be taken first."""
-        for held in self._held:
-            if held.session_id in session_ids:
-                held.used = 0
+        """Let the sequences of sessions be taken first, from the next batch on."""
+        self._forgotten += session_ids
 
     async def wait_changed(self) -> None:
         """Return never: the model is in this process."""
@@ -110,14 +113,17 @@ class LlamaBackend:
         if self._running is not None:
             await self._running
         self._thread.shutdown()
-        self._context.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self._context.close()
 
     async def _run_all(self) -> None:
         """Run the questions that wait, a batch of them at a time, until none is left."""
         loop = asyncio.get_running_loop()
         while batch := [waiting for waiting in self._waiting if not waiting.answered.done()]:
             self._waiting.clear()
-            outcomes = await loop.run_in_executor(self._thread, self._answer_all, batch)
+            forgotten, self._forgotten = self._forgotten, []
+            outcomes = await loop.run_in_executor(self._thread, self._answer_all, batch, forgotten)
             for waiting, outcome in zip(batch, outcomes, strict=True):
                 if waiting.answered.done():  # its caller has gone
                     continue
@@ -130,7 +136,10 @@ class LlamaBackend:
 
     # Everything below runs on the thread.
 
-    def _answer_all(self, batch: Sequence[_Waiting]) -> list[Answer | SpecdecError]:
+    def _answer_all(self, batch: Sequence[_Waiting], forgotten: Sequence[str]) -> list[Answer | SpecdecError]:
+        for held in self._held:
+            if held.session_id in forgotten:
+                held.used = 0
         outcomes: dict[int, Answer | SpecdecError] = {}
         left = list(batch)
         while left:
@@ -140,26 +149,42 @@ class LlamaBackend:
         return [outcomes[id(waiting)] for waiting in batch]
 
     def _answer_together(self, batch: Sequence[_Waiting]) -> dict[int, Answer | SpecdecError]:
-        runs = [self._begin(waiting) for waiting in batch]
+        """Answer questions in common batches; where these fail, in halves, down to single questions."""
         try:
+            runs: list[_Run] = []
+            for waiting in batch:
+                runs.append(self._begin(waiting, {run.sequence for run in runs}))
             for parts in _batches([self._part(run) for run in runs], self._context.options.batch_tokens):
                 self._decode(runs, parts)
             return {id(run.waiting): self._answer(run) for run in runs}
-        except ResourceExhausted as error:
-            if len(runs) == 1:
-                self._drop(runs[0].sequence)
-                return {id(runs[0].waiting): error}
-            middle = len(batch) // 2
-            return self._answer_together(batch[:middle]) | self._answer_together(batch[middle:])
-        except SpecdecError as error:
-            for sequence in range(len(self._held)):
-                self._drop(sequence)
-            return {id(run.waiting): error for run in runs}
+        except Exception as error:
+            if not isinstance(error, ResourceExhausted):  # the memory may be void
+                for sequence in range(len(self._held)):
+                    self._drop(sequence)
+            if len(batch) > 1:
+                middle = len(batch) // 2
+                return self._answer_together(batch[:middle]) | self._answer_together(batch[middle:])
+            return {id(batch[0]): self._failure(batch[0], error)}
 
-    def _begin(self, waiting: _Waiting) -> _Run:
-        """Choose the sequence of a question and roll it back to the tokens in common."""
+    def _failure(self, waiting: _Waiting, error: Exception) -> SpecdecError:
+        """Return the error of a question that failed alone, and forget its session."""
+        for sequence, held in enumerate(self._held):
+            if held.session_id == waiting.question.position.session_id:
+                self._drop(sequence)
+        if isinstance(error, SpecdecError):
+            return error
+        _log.error("llama.cpp failed", exc_info=error)
+        return Internal(f"llama.cpp failed: {type(error).__name__}")
+
+    def _begin(self, waiting: _Waiting, in_use: Set[int]) -> _Run:
+        """Choose the sequence of a question and roll it back to the tokens in common.
+
+        Args:
+            waiting: the question.
+            in_use: sequences of other questions of the batch.
+        """
         question = waiting.question
-        sequence = self._sequence_for(question)
+        sequence = self._sequence_for(question, in_use)
         held = self._held[sequence]
         # The logits after the last wanted prefixes are needed, so their tokens run again.
         keep = min(_num_common(held.token_ids, question.token_ids), len(question.token_ids) - question.num_rows)
@@ -169,12 +194,13 @@ class LlamaBackend:
         held.token_ids, held.used = question.token_ids[:keep], self._num_batches
         return _Run(waiting, sequence, keep)
 
-    def _sequence_for(self, question: Question) -> int:
+    def _sequence_for(self, question: Question, in_use: Set[int]) -> int:
         session_id, tenant = question.position.session_id, question.position.tenant
         for sequence, held in enumerate(self._held):
             if held.session_id == session_id:
                 return sequence
-        free = min(range(len(self._held)), key=lambda sequence: self._held[sequence].used)
+        others = (sequence for sequence in range(len(self._held)) if sequence not in in_use)
+        free = min(others, key=lambda sequence: self._held[sequence].used)
         source, common = -1, _MIN_COMMON_TOKENS
         for sequence, held in enumerate(self._held):
             num_common = _num_common(held.token_ids, question.token_ids)
@@ -212,7 +238,7 @@ class LlamaBackend:
 
     def _answer(self, run: _Run) -> Answer:
         logits = np.concatenate(run.logits)[:, : self.shape.vocabulary_size]
-        if not np.isfinite(logits.max(axis=-1)).all():
+        if np.isnan(logits).any() or not np.isfinite(logits.max(axis=-1)).all():
             raise Internal("llama.cpp returned logits that are not finite")
         return Answer(laws_of(logits, run.question), num_cached_tokens=run.start)
 

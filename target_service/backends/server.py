@@ -22,11 +22,15 @@ from specdec.remote_engines.connection import Connection
 from target_service.backends.contract import Answer, BackendShape, Question, sampled
 from target_service.backends.top_backend import PENALTIES, seed_at
 
+#: Number of tokens that are sampled to see whether a server applies a filter.
+_NUM_ATTEMPTS = 4
+
 
 class ServerBackend:
     """Implements `contract.Backend` with sampled tokens."""
 
-    def __init__(self, server: CompletionServer) -> None:
+    def __init__(self, server: CompletionServer, ignored: Sequence[str]) -> None:
+        """`ignored` names fields of requests that the server does not apply."""
         self._server = server
         self.shape = BackendShape(
             backend="server",
@@ -36,7 +40,7 @@ class ServerBackend:
             model_fingerprint=server.fingerprint,
             max_context_tokens=server.max_context_tokens,
             eos_token_ids=server.files.eos_token_ids,
-            unsupported_fields=(*PENALTIES, "sampling.logprobs"),
+            unsupported_fields=(*PENALTIES, "sampling.logprobs", *ignored),
         )
 
     async def ask(self, question: Question) -> Answer:
@@ -69,6 +73,26 @@ async def open_server(
     connection: Connection, *, model: str, served_name: str, max_context_tokens: int | None
 ) -> ServerBackend:
     """Check a server and return its backend; arguments and errors as `open_completions`."""
-    return ServerBackend(
-        await open_completions(connection, model=model, served_name=served_name, max_context_tokens=max_context_tokens)
+    server = await open_completions(
+        connection, model=model, served_name=served_name, max_context_tokens=max_context_tokens
     )
+    return ServerBackend(server, await _ignored_fields(server))
+
+
+async def _ignored_fields(server: CompletionServer) -> list[str]:
+    """Return the fields that the server ignores: with each of them one token alone can follow, or cannot.
+
+    At a high temperature a server that ignores a filter seldom samples the likeliest token in all attempts.
+    """
+    prompt = [server.files.vocabulary_size // 2]
+    ((likeliest,),) = await server.complete([prompt], {"temperature": 0.0, "ignore_eos": True})
+    ignored = []
+    for field, value in {"top_k": 1, "top_p": 1e-6, "min_p": 1.0}.items():
+        drawn = {"temperature": 20.0, "ignore_eos": True, field: value}
+        samples = [await server.complete([prompt], {**drawn, "seed": seed}) for seed in range(_NUM_ATTEMPTS)]
+        if any(sample != [[likeliest]] for sample in samples):
+            ignored.append(f"sampling.{field}")
+    masked = {"temperature": 0.0, "min_tokens": 1, "stop_token_ids": [likeliest], "ignore_eos": False}
+    if await server.complete([prompt], masked) == [[likeliest]]:
+        ignored.append("sampling.min_new_tokens")
+    return ignored

@@ -80,7 +80,7 @@ class SglangBackend(TopBackend):
         try:
             return _checked(await self._connection.ask_pinned(_GENERATE, body))
         except Refused as refusal:
-            raise Internal(f"{self._connection.url} refused a round: {refusal.message}") from refusal
+            raise Internal(f"the engine refused a round with status {refusal.status}") from refusal
 
 
 async def open_sglang(
@@ -166,6 +166,6 @@ def _top_tokens(row: Any, num_top: int) -> TopTokens:
         raise Internal("SGLang returned a row that is not a list of logprobs") from error
     ordered = sorted(entries.items(), key=lambda entry: (-entry[1], entry[0]))[:num_top]
     logits = np.array([logprob for _, logprob in ordered])
-    if not len(ordered) or not np.isfinite(logits[0]) or np.exp(logits).sum() > 1.001:
+    if not len(ordered) or np.isnan(logits).any() or not np.isfinite(logits[0]) or np.exp(logits).sum() > 1.001:
         raise Internal("SGLang returned logprobs that do not form a distribution")
     return TopTokens(np.array([token_id for token_id, _ in ordered], dtype=np.uint32), logits, 0.0)

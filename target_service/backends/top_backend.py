@@ -55,7 +55,10 @@ class TopBackend:
         """Return the laws of a question; see `Backend.ask`."""
         num_masked = len(question.filters.end_token_ids) if question.masks_end(0) else 0
         num_top = max(num_wanted(question.filters, num_masked, self._max_logprobs), question.num_logprobs or 0)
-        if not may_decide(question.filters, num_top, self.shape.vocabulary_size):
+        filters = question.filters
+        # Engines apply min-p before top-p, and the protocol after it: with both, the engine's own order decides.
+        has_both = not filters.is_greedy and filters.top_p < 1.0 and filters.min_p > 0.0
+        if has_both or not may_decide(filters, num_top, self.shape.vocabulary_size):
             samples = await asyncio.gather(*(self._sample(question, row) for row in range(question.num_rows)))
             return Answer([law for law, _ in samples], num_cached_tokens=samples[0][1])
         tops, num_cached_tokens = await self._ask_tops(question, num_top)

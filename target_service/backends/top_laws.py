@@ -18,16 +18,21 @@ from numpy.typing import NDArray
 from specdec.types import SamplingFilters
 from target_service.backends.contract import Law, TopTokens
 
+#: Error of a probability that an engine computed in 32 bits, with room: it states logarithms rounded to 2^-22.
+_ROUNDING = 2.0**-20
+
 
 def num_wanted(filters: SamplingFilters, num_masked: int, largest: int) -> int:
     """Return how many top tokens to ask for first: enough for the filters where that is certain.
+
+    With top-k this is one more, which shows whether tokens tie at the cut.
 
     Args:
         filters: filters of the request.
         num_masked: number of end tokens that are masked.
         largest: largest number that the engine reports.
     """
-    num = 1 if filters.is_greedy else filters.top_k or largest
+    num = 1 if filters.is_greedy else filters.top_k + 1 if filters.top_k else largest
     return min(num + num_masked, largest)
 
 
@@ -55,6 +60,8 @@ def law_of(top: TopTokens, vocabulary_size: int, filters: SamplingFilters, maske
         best = ids[logits == logits[0]].min()
         return Law(np.array([best], dtype=np.uint32), np.ones(1), top)
     weights = np.exp((logits - logits[0]) / filters.temperature)  # [n], the first is 1
+    if 0 < filters.top_k < len(ids) and not is_whole and logits[filters.top_k - 1] == logits[filters.top_k]:
+        return None  # engines differ in which of equal tokens they keep
     if 0 < filters.top_k <= len(ids):
         return _law(ids, _filtered(weights[: filters.top_k], 0.0, filters), top)
     bounds = (0.0, 0.0) if is_whole else _tail_bounds(top, logits[0], vocabulary_size, filters, masked)
@@ -101,11 +108,18 @@ def _tail_bounds(
     n^(1 - a) t^a an upper one, since p^a is concave.
     """
     num_tail = max(1, vocabulary_size - len(top.token_ids))
-    mass = max(0.0, 1.0 - float(np.exp(top.logits).sum())) / np.exp(largest)
+    mass = 1.0 - float(np.exp(top.logits).sum())
+    slack = (len(top.token_ids) + 1) * _ROUNDING
+    least, most = max(0.0, mass - slack) / np.exp(largest), (max(0.0, mass) + slack) / np.exp(largest)
     smallest, power = np.exp(top.logits[-1] - largest), 1.0 / filters.temperature
-    scaled = float(smallest ** (power - 1.0) * mass)
-    spread = float(num_tail ** (1.0 - power) * mass**power)
-    low, high = (spread, scaled) if power >= 1.0 else (scaled, spread)
+
+    def scaled(mass: float) -> float:
+        return float(smallest ** (power - 1.0) * mass)
+
+    def spread(mass: float) -> float:
+        return float(num_tail ** (1.0 - power) * mass**power)
+
+    low, high = (spread(least), scaled(most)) if power >= 1.0 else (scaled(least), spread(most))
     is_cut = filters.top_k > 0
     is_masked_outside = not np.isin(list(masked), top.token_ids).all()
     return (0.0 if is_masked_outside or is_cut else low), high

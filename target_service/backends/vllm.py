@@ -37,6 +37,7 @@ from target_service.backends.vllm_wire import (
     cached_tokens,
     choice_of,
     generate_body,
+    has_row_of,
     top_of_output,
     top_of_prompt_row,
 )
@@ -64,9 +65,11 @@ class VllmBackend(TopBackend):
         num_cached_tokens = cached_tokens(answer)
         first = len(question.token_ids) - num_draft_tokens
         tops: list[TopTokens | None] = [
-            # The row of a token is computed with the token before it.
-            top_of_prompt_row(answer, at, num_top) if at > num_cached_tokens else None
-            for at in range(first, len(question.token_ids))
+            # The row of a token is computed with the token before it, and states the token itself.
+            top_of_prompt_row(answer, at, num_top)
+            if at > num_cached_tokens and has_row_of(answer, at, token_id)
+            else None
+            for at, token_id in enumerate(question.token_ids.tolist()[first:], first)
         ]
         return [*tops, top_of_output(answer, num_top)], num_cached_tokens
 
@@ -94,7 +97,7 @@ class VllmBackend(TopBackend):
         try:
             return await self._connection.ask_pinned(GENERATE, body)
         except Refused as refusal:
-            raise Internal(f"{self._connection.url} refused a round: {refusal.message}") from refusal
+            raise Internal(f"the engine refused a round with status {refusal.status}") from refusal
 
 
 async def open_vllm(

@@ -22,8 +22,8 @@ from target_service.backends.vllm_wire import (
 #: Numbers of logprobs that are tried at the start, up to the first that the server refuses.
 _NUMS_LOGPROBS = (1, 5, 10, 20, 50, 64, 100, 128, 256, 512, 1024)
 
-#: Longer than a block of vLLM's prefix cache: 16 tokens on a GPU, 128 on a CPU.
-_CACHED_PROMPT_TOKENS = 260
+#: Longer than a block of vLLM's prefix cache: 16 tokens on a GPU, 128 on a CPU, several hundred for hybrid models.
+_CACHED_PROMPTS_TOKENS = (20, 260, 2100)
 
 #: Difference between the logprobs of one position, asked for in two ways, that is put down to rounding in 16 bits.
 _MAX_DIFFERENCE = 0.25
@@ -63,16 +63,23 @@ async def find_max_logprobs(connection: Connection, name: str) -> int:
 
 async def check_cache(connection: Connection, name: str, vocabulary_size: int) -> None:
     """Require that the server reports cached tokens and has a prefix cache."""
-    prompt = _prompt(_CACHED_PROMPT_TOKENS, vocabulary_size)
-    try:
-        answers = [await connection.ask(GENERATE, generate_body(name, prompt, {})) for _ in range(2)]
-        num_cached_tokens = cached_tokens(answers[-1])
-    except Internal as error:
-        raise unsuited(connection, error.message) from error
-    except Refused:  # its context is too short for the check
-        return
-    if not num_cached_tokens:
-        raise unsuited(connection, "keeps no KV between rounds: start vLLM with --enable-prefix-caching")
+    num_tried = 0
+    for num_tokens in _CACHED_PROMPTS_TOKENS:
+        prompt = _prompt(num_tokens, vocabulary_size)
+        try:
+            answers = [await connection.ask(GENERATE, generate_body(name, prompt, {})) for _ in range(2)]
+            if cached_tokens(answers[-1]):
+                return
+        except Internal as error:
+            raise unsuited(connection, error.message) from error
+        except Refused:  # its context is too short for a longer check
+            break
+        num_tried = num_tokens
+    raise unsuited(
+        connection,
+        f"keeps no KV of {num_tried} tokens between rounds: start vLLM with --enable-prefix-caching, and with a "
+        "--block-size below its context",
+    )
 
 
 async def check_laws(connection: Connection, name: str, vocabulary_size: int) -> None:

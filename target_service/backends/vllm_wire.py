@@ -30,6 +30,14 @@ def cached_tokens(answer: Any) -> int:
         raise Internal(f"vLLM does not report cached tokens: {FLAGS}") from error
 
 
+def has_row_of(answer: Any, at: int, token_id: int) -> bool:
+    """Return whether the row of prompt token `at` is that of this token."""
+    try:
+        return str(token_id) in answer["prompt_logprobs"][at]
+    except (KeyError, IndexError, TypeError) as error:
+        raise Internal(f"vLLM returned no logprobs of prompt token {at}") from error
+
+
 def top_of_prompt_row(answer: Any, at: int, num_top: int) -> TopTokens:
     """Return the top tokens of the position of prompt token `at`, from the answer's `prompt_logprobs`."""
     try:
@@ -37,6 +45,8 @@ def top_of_prompt_row(answer: Any, at: int, num_top: int) -> TopTokens:
         entries = [(int(token_id), float(entry["logprob"]), int(entry["rank"])) for token_id, entry in row.items()]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise Internal(f"vLLM returned no logprobs of prompt token {at}") from error
+    if min((rank for _, _, rank in entries), default=0) != 1:
+        raise Internal(f"vLLM returned logprobs of prompt token {at} without the likeliest token")
     return _top_tokens([(token_id, logprob) for token_id, logprob, rank in entries if rank <= num_top], num_top)
 
 
@@ -54,7 +64,8 @@ def _top_tokens(entries: Sequence[tuple[int, float]], num_top: int) -> TopTokens
     ordered = sorted(entries, key=lambda entry: (-entry[1], entry[0]))[:num_top]
     token_ids = np.array([token_id for token_id, _ in ordered], dtype=np.int64)
     logits = np.array([logprob for _, logprob in ordered])
-    if not len(ordered) or not np.isfinite(logits[0]) or token_ids.min() < 0 or np.exp(logits).sum() > 1.001:
+    is_valid = len(ordered) > 0 and np.isfinite(logits[0]) and not np.isnan(logits).any()
+    if not is_valid or token_ids.min() < 0 or token_ids.max() >= 1 << 32 or np.exp(logits).sum() > 1.001:
         raise Internal("vLLM returned logprobs that do not form a distribution")
     return TopTokens(token_ids.astype(np.uint32), logits, 0.0)
 

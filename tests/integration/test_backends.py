@@ -17,7 +17,14 @@ from specdec.errors import Internal, InvalidSetting, StaleEpoch, Unavailable
 from specdec.tenant import session_on_replica
 from specdec.types import DrawRule, SamplingFilters, SessionPosition, VerifyRequest
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.backend_rig import BackendSystem, backend_system, start_backend, table_model, write_checkpoint
+from tests.support.backend_rig import (
+    BackendSystem,
+    backend_system,
+    settings_of,
+    start_backend,
+    table_model,
+    write_checkpoint,
+)
 from tests.support.chi_square import chi_square_p_value
 from tests.support.coordinator_rig import EOS, PROMPT, VOCABULARY, Rig, request
 from tests.support.engine_server import EngineOptions, EngineServer
@@ -331,3 +338,59 @@ async def test_a_newer_round_takes_the_place_of_one_that_the_server_has_not_answ
     server.gate.set()
     assert (await newer).choice_token_ids[0] == table_model().greedy_continuation([5, 6, 8], 1)[0]
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("status", [401, 408, 429, 503])
+async def test_a_status_that_says_nothing_about_the_request_makes_the_replica_unavailable_for_it(
+    system: BackendSystem, status: int
+) -> None:
+    """The coordinator asks again, so the client sees the whole text and nothing of the server's message."""
+    await system.target.engine.verify(verify_request([5, 6], [3], session_id="first"))
+    system.server.refuse_next = status
+    with pytest.raises(Unavailable) as caught:
+        await system.target.engine.verify(verify_request([5, 6], [3]))
+    assert "sk-secret" not in caught.value.message
+    answer = await system.target.engine.verify(verify_request([5, 6], [3]))
+    assert answer.choice_token_ids[0] == table_model().greedy_continuation([5, 6], 1)[0]
+
+
+async def test_a_refused_round_names_no_detail_of_the_server(system: BackendSystem) -> None:
+    system.server.refuse_next = 400
+    with pytest.raises(Internal) as caught:
+        await system.target.engine.verify(verify_request([5, 6], [3]))
+    assert caught.value.message.startswith("the engine refused a ")
+    assert "sk-secret" not in caught.value.message
+
+
+@pytest.mark.parametrize("backend", ["server", "vllm"])  # requests to SGLang name no model
+async def test_a_server_that_knows_the_model_by_another_name_after_its_restart_ends_the_replica(backend: str) -> None:
+    async with backend_system(backend) as system:
+        port = system.server.port
+        await system.server.stop()
+        async with EngineServer(table_model(), EngineOptions(name="renamed"), port=port):
+            with pytest.raises(Internal, match="serves another model now"):
+                await system.target.engine.verify(verify_request([5, 6], [3]))
+
+
+async def test_one_identification_serves_all_rounds_that_arrived_before_it(vllm: BackendSystem) -> None:
+    rounds = [verify_request([5, 6, 7], [3], session_id=f"s{number}") for number in range(16)]
+    before = len(vllm.server.asked.generations)
+    await asyncio.gather(*(vllm.target.engine.verify(asked) for asked in rounds))
+    num_probes = len(vllm.server.asked.generations) - before - len(rounds)
+    assert num_probes <= 3 * 4  # of 4 prompts each; an identification for each connection would be 64
+
+
+@pytest.mark.parametrize(
+    ("ignored", "field"),
+    [("top_k", "sampling.top_k"), ("min_p", "sampling.min_p"), ("min_tokens", "sampling.min_new_tokens")],
+)
+async def test_a_field_that_the_server_ignores_is_refused(ignored: str, field: str) -> None:
+    asked = {"sampling.top_k": {"top_k": 3}, "sampling.min_p": {"min_p": 0.1}}.get(field, {"min_new_tokens": 6})
+    async with backend_system("server", EngineOptions(ignored=(ignored,))) as system:
+        with pytest.raises(grpc.aio.AioRpcError, match=f"{field} cannot be served exactly"):
+            await system.coordinator.generate(request(temperature=0.8, **asked))
+
+
+def test_a_url_with_a_password_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--backend vllm needs --backend-url"):
+        settings_of("http://user:secret@127.0.0.1:8000", tmp_path, "vllm")

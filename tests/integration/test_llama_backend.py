@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from coordinator.replicas.replica import DRAFT, TARGET
@@ -88,6 +89,23 @@ async def test_more_sessions_than_sequences_take_turns() -> None:
     assert [output.token_ids for output in outputs] == [
         table_model().greedy_continuation([5, 6, first], 24) for first in range(2, 10)
     ]
+
+
+async def test_a_question_that_fails_fails_alone_and_the_others_of_its_batch_are_answered() -> None:
+    async with llama_system() as (coordinator, context):
+        context.fail_on = 9
+        asked = [request([5, 6, first], session_id=f"s{first}") for first in (2, 3, 9, 4)]
+        outcomes = await asyncio.gather(*(coordinator.generate(each) for each in asked), return_exceptions=True)
+        assert isinstance(outcomes[2], grpc.aio.AioRpcError)
+        context.fail_on = None
+        for each, outcome in zip(asked, outcomes, strict=True):
+            prompt = list(each.prompt_token_ids.ids)
+            if prompt[-1] != 9:
+                assert not isinstance(outcome, BaseException)
+                # Texts that reach the token are cut off with it.
+                assert outcome.token_ids == table_model().greedy_continuation(prompt, 24)
+        again = await coordinator.generate(request([5, 6, 9]))
+        assert again.token_ids == table_model().greedy_continuation([5, 6, 9], 24)
 
 
 def test_a_model_that_is_no_gguf_file_is_refused(tmp_path: Path) -> None:

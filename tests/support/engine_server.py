@@ -39,6 +39,8 @@ class EngineOptions:
     caches_prefixes: bool = True
     speculates: bool = False
     returns_token_ids: bool = True
+    ignored: tuple[str, ...] = ()
+    """Fields of sampling parameters that the server does not apply."""
     owner: str = "vllm"
     max_model_len: int = 512
 
@@ -65,6 +67,8 @@ class EngineServer:
         self._server.config.load()
         self._socket = self._server.config.bind_socket()
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
+        self.refuse_next: int | None = None
+        """Status with which the next round is refused."""
         self.gate = threading.Event()
         """Cleared: requests wait for it before they are answered."""
         self.gate.set()
@@ -114,6 +118,9 @@ class EngineServer:
         if self.options.key and request.headers.get("authorization") != f"Bearer {self.options.key}":
             return _refusal("Unauthorized", 401)
         await asyncio.to_thread(self.gate.wait)
+        if self.refuse_next is not None and request.method == "POST":
+            status, self.refuse_next = self.refuse_next, None
+            return _refusal("Rate limited: upstream key sk-secret", status)
         return await call_next(request)
 
     async def _models(self) -> Any:
@@ -141,6 +148,8 @@ class EngineServer:
     async def _generate(self, request: Request) -> Any:
         body = await request.json()
         self.asked.generations.append(body)
+        if body["model"] != self.options.name:
+            return _refusal("The model does not exist", 404)
         params, prompt = body["sampling_params"], body["token_ids"]
         for name in ("logprobs", "prompt_logprobs"):
             if params.get(name) is not None and params[name] > self.options.max_logprobs:
@@ -200,6 +209,7 @@ class EngineServer:
         return max(known, default=0)
 
     def _continue(self, prompt: Sequence[int], params: dict[str, Any]) -> list[int]:
+        params = {name: value for name, value in params.items() if name not in self.options.ignored}
         tokens = list(prompt)
         generator = np.random.default_rng(params.get("seed"))
         for _ in range(params.get("max_tokens", 1)):

@@ -28,12 +28,16 @@ class TableContext:
         self.max_context_tokens = worker.shape.max_context_tokens
         self.batch_sizes: list[int] = []
         """Number of parts of each batch."""
+        self.fail_on: int | None = None
+        """A batch with a prompt of three tokens that ends with this token fails like a broken library."""
         self._worker = worker
         self._tokens: list[list[int]] = [[] for _ in range(options.num_sequences)]
 
     def decode(self, parts: Sequence[Part]) -> list[NDArray[np.float32]]:
         assert sum(len(part.token_ids) for part in parts) <= self.options.batch_tokens
         longer = {part.sequence: [*self._tokens[part.sequence], *part.token_ids] for part in parts}
+        if any(len(tokens) >= 3 and tokens[2] == self.fail_on for tokens in longer.values()):
+            raise OSError("NULL pointer access")
         for part in parts:
             assert part.start == len(self._tokens[part.sequence]), "a gap in a sequence"
         held = [longer.get(sequence, tokens) for sequence, tokens in enumerate(self._tokens)]
