@@ -31,6 +31,8 @@ _MAX_MESSAGE_CHARACTERS = 300
 #: Statuses that say nothing about the request: another replica, or a later call, may get an answer.
 _TRANSIENT = (401, 403, 408, 425, 429)
 
+_NOT_FOUND = 404
+
 #: Connections that are kept open, and time after which an idle one is closed.
 _NUM_KEPT, _IDLE_S = 256, 300.0
 
@@ -124,7 +126,8 @@ class Connection:
             _log.warning("the engine refused: url=%s status=%d message=%s", self.url, refusal.status, refusal.message)
             if refusal.status in _TRANSIENT:
                 raise Unavailable(f"the engine's server answered with status {refusal.status}") from refusal
-            await self._require_same_model(time.monotonic())
+            if refusal.status == _NOT_FOUND:  # the server may know the model by another name after a restart
+                await self._require_same_model(time.monotonic())
             raise
         arrived_s = time.monotonic()
         stream = response.extensions.get("network_stream")

@@ -7,14 +7,14 @@ itself and finds the KV of the committed tokens in its prefix cache.
 Rows of positions that came from the prefix cache are not computed: vLLM leaves what its memory held before. Which ones
 is known from the number of cached tokens, so the server must report it. They occur where a round is repeated or another
 session has the same text. Such rows, and those whose top tokens do not decide the law (`top_laws`), are asked for one
-by one: the top tokens after a prefix, or a token that vLLM samples there (`contract.sampled`).
+by one: the top tokens after a prefix, or a token that vLLM samples there (`contract.sampled`). Where the memory held
+numbers that JSON does not have, vLLM refuses the request, and all of its rows are asked for one by one.
 
 vLLM returns a row for every token of the prompt. With a long prompt each row is therefore a request of its own.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,7 +61,12 @@ class VllmBackend(TopBackend):
         options = {"logprobs": num_top, "temperature": 0.0}
         if num_draft_tokens:
             options["prompt_logprobs"] = num_top
-        answer = await self._generate(question, question.token_ids, options)
+        try:
+            answer = await self._send(question, question.token_ids, options)
+        except Refused as refusal:
+            if not num_draft_tokens:
+                raise _refused(refusal) from refusal
+            return [None] * question.num_rows, 0  # a row of a cached position may hold what JSON cannot
         num_cached_tokens = cached_tokens(answer)
         first = len(question.token_ids) - num_draft_tokens
         tops: list[TopTokens | None] = [
@@ -90,14 +95,21 @@ class VllmBackend(TopBackend):
         return law, cached_tokens(answer)
 
     async def _generate(self, question: Question, token_ids: TokenIds, options: Mapping[str, Any]) -> Any:
+        try:
+            return await self._send(question, token_ids, options)
+        except Refused as refusal:
+            raise _refused(refusal) from refusal
+
+    async def _send(self, question: Question, token_ids: TokenIds, options: Mapping[str, Any]) -> Any:
         tenant = question.position.tenant
         body = generate_body(self._model, token_ids.tolist(), options)
         if tenant != DEFAULT_TENANT:  # a tenant must not find another one's text in the prefix cache
             body["cache_salt"] = f"specdec tenant {tenant}"
-        try:
-            return await self._connection.ask_pinned(GENERATE, body)
-        except Refused as refusal:
-            raise Internal(f"the engine refused a round with status {refusal.status}") from refusal
+        return await self._connection.ask_pinned(GENERATE, body)
+
+
+def _refused(refusal: Refused) -> Internal:
+    return Internal(f"the engine refused a round with status {refusal.status}")
 
 
 async def open_vllm(

@@ -90,7 +90,7 @@ async def check_laws(connection: Connection, name: str, vocabulary_size: int) ->
             GENERATE, generate_body(name, prompt, {**options, "skip_reading_prefix_cache": True})
         )
         for at in (8, 16, 23):
-            part = await connection.ask(GENERATE, generate_body(name, prompt[:at], {**options, "logprobs": 1}))
+            part = await connection.ask(GENERATE, generate_body(name, prompt[:at], {"logprobs": 1, "temperature": 0.0}))
             alone, beside = top_of_output(part, 1), top_of_prompt_row(whole, at, 1)
             is_equal = np.abs(alone.logits - beside.logits).max() <= _MAX_DIFFERENCE
             if not is_equal:

@@ -162,8 +162,8 @@ def test_streams_go_on_with_the_same_tokens_after_a_fault_of_the_server(
     outputs: list[list[int]] = [[] for _ in prompts]
 
     def read(place: int) -> None:
-        stream = vllm_client.stream(
-            prompt_token_ids=prompts[place], temperature=0.0, max_new_tokens=200, ignore_eos=True
+        stream = vllm_client.generate(
+            prompt_token_ids=prompts[place], temperature=0.0, max_new_tokens=200, ignore_eos=True, stream=True
         )
         for chunk in stream:
             outputs[place] += chunk.token_ids

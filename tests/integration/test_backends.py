@@ -357,7 +357,7 @@ async def test_a_status_that_says_nothing_about_the_request_makes_the_replica_un
 async def test_a_refused_round_names_no_detail_of_the_server(system: BackendSystem) -> None:
     system.server.refuse_next = 400
     with pytest.raises(Internal) as caught:
-        await system.target.engine.verify(verify_request([5, 6], [3]))
+        await system.target.engine.verify(verify_request([5, 6], []))
     assert caught.value.message.startswith("the engine refused a ")
     assert "sk-secret" not in caught.value.message
 
@@ -394,3 +394,12 @@ async def test_a_field_that_the_server_ignores_is_refused(ignored: str, field: s
 def test_a_url_with_a_password_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--backend vllm needs --backend-url"):
         settings_of("http://user:secret@127.0.0.1:8000", tmp_path, "vllm")
+
+
+async def test_a_round_whose_cached_rows_json_cannot_state_is_asked_for_row_by_row() -> None:
+    async with backend_system("vllm", EngineOptions(has_nan_in_memory=True)) as system:
+        prompt = list(range(2, 22))
+        for _ in range(2):
+            output = await system.coordinator.generate(request(prompt))
+            assert output.token_ids == table_model().greedy_continuation(prompt, 24)
+        assert row_count(system, "reasked") > 0

@@ -39,6 +39,8 @@ class EngineOptions:
     caches_prefixes: bool = True
     speculates: bool = False
     returns_token_ids: bool = True
+    has_nan_in_memory: bool = False
+    """Rows of cached positions hold numbers that JSON does not have, and such a request is refused."""
     ignored: tuple[str, ...] = ()
     """Fields of sampling parameters that the server does not apply."""
     owner: str = "vllm"
@@ -166,6 +168,8 @@ class EngineServer:
         if self.options.reports_cached_tokens:
             usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
         rows = self._prompt_rows(prompt, num_cached, params.get("prompt_logprobs"))
+        if rows is not None and num_cached and self.options.has_nan_in_memory:
+            return _refusal("Out of range float values are not JSON compliant", 400)
         return {"choices": [choice], "usage": usage, "prompt_logprobs": rows}
 
     async def _server_info(self) -> Any:
