@@ -15,6 +15,7 @@ vLLM returns a row for every token of the prompt. With a long prompt each row is
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
