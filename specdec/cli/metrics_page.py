@@ -11,7 +11,7 @@ from specdec.settings.addresses import split_address
 
 PREFIX = "specdec:"
 
-_TIMEOUT_S = 1.0
+_TIMEOUT_S = 3.0
 _MAX_PAGE_BYTES = 1 << 24
 _LINE = re.compile(rf"{PREFIX}(\w+)(?:\{{(.*)\}})? (\S+).*")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
