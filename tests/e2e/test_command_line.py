@@ -146,7 +146,7 @@ def test_up_ends_when_its_coordinator_refuses_a_replica(
 ) -> None:
     # A draft that got another tokenizer after the look at the files: the look is left out here.
     before = own_children()
-    monkeypatch.setattr(up, "require_servable_pair", lambda models: None)
+    monkeypatch.setattr(up, "require_servable_pair", lambda models, elsewhere: None)
     args = ["up", "--listen", "127.0.0.1:0", "--target", str(misfits[0]), "--draft", str(misfits[1])]
     with pytest.raises(VocabularyMismatch) as caught:
         up.run(build_parser(ENVIRON).parse_args(args), args, ENVIRON, threading.Event())
