@@ -19,8 +19,7 @@ from specdec.engine.sessions.request_checks import check_round, digest_of
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.remote_engines.completions import CompletionServer, open_completions
-from specdec.remote_engines.connection import Connection
-from specdec.remote_engines.keys import read_key
+from specdec.remote_engines.opening import open_remote
 from specdec.remote_engines.replica import NUM_BLOCKS, RemoteJob, RemoteReplica
 from specdec.settings.draft import DraftSettings
 from specdec.types import (
@@ -140,20 +139,5 @@ async def open_server_draft(
         InvalidRequest: a setting does not fit the server; the message names the flag to change.
         Unavailable: the server cannot be reached.
     """
-    connection = Connection(
-        settings.backend_url,
-        key=read_key(settings.backend_key, environ),
-        ca=settings.backend_ca,
-        timeout_s=settings.backend_timeout_s,
-    )
-    try:
-        server = await open_completions(
-            connection,
-            model=settings.model,
-            served_name=settings.backend_model,
-            max_context_tokens=settings.max_context_tokens,
-        )
-    except BaseException:
-        await connection.close()
-        raise
+    server = await open_remote(settings, environ, open_completions)
     return ServerDraft(server, settings, replica_id, metrics)

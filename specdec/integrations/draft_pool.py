@@ -104,7 +104,7 @@ class DraftPool:
         asked = {
             row: asyncio.ensure_future(self._propose(session, gamma))
             for row, session in sessions.items()
-            if self._is_prompt(session)
+            if self._answers_in_time(session)
         }
         if not asked:
             return {}
@@ -135,7 +135,7 @@ class DraftPool:
         tokens: list[int] = proposal.draft_token_ids.tolist()
         return tokens
 
-    def _is_prompt(self, session: RowSession) -> bool:
+    def _answers_in_time(self, session: RowSession) -> bool:
         """Return whether a session's replica answers in time; a session of a late one moves to another."""
         if session.endpoint not in self._late:
             return True

@@ -123,7 +123,7 @@ class Connection:
         try:
             response = await self._send(path, body)
         except Refused as refusal:
-            _log.warning("the engine refused: url=%s status=%d message=%s", self.url, refusal.status, refusal.message)
+            _log.info("the engine refused: url=%s status=%d message=%s", self.url, refusal.status, refusal.message)
             if refusal.status in _TRANSIENT:
                 raise Unavailable(f"the engine's server answered with status {refusal.status}") from refusal
             if refusal.status == _NOT_FOUND:  # the server may know the model by another name after a restart
@@ -139,8 +139,6 @@ class Connection:
     async def close(self) -> None:
         """Close all connections. Idempotent."""
         await self._client.aclose()
-        if self._changed is not None:
-            self._changed.cancel()
 
     async def _send(self, path: str, body: Mapping[str, Any] | None) -> httpx2.Response:
         try:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 
 from specdec.observability.engine_metrics import EngineMetrics
-from specdec.remote_engines.connection import Connection
-from specdec.remote_engines.keys import read_key
+from specdec.remote_engines.opening import open_remote
 from specdec.settings.target import TargetSettings
 from target_service.backends.contract import Backend
 from target_service.backends.engine import BackendTarget
@@ -31,7 +30,10 @@ async def open_backend_target(
         InvalidRequest: a setting does not fit the engine; the message names the flag to change.
         Unavailable: the engine's server cannot be reached.
     """
-    backend = _open_llama(settings) if settings.backend == "llama-cpp" else await _open_remote(settings, environ)
+    if settings.backend == "llama-cpp":
+        backend = _open_llama(settings)
+    else:
+        backend = await open_remote(settings, environ, _OPEN[settings.backend])
     return BackendTarget(
         backend,
         replica_id=replica_id,
@@ -48,22 +50,3 @@ def _open_llama(settings: TargetSettings) -> Backend:
     return open_llama(
         model=settings.model, max_context_tokens=settings.max_context_tokens, num_threads=settings.num_threads
     )
-
-
-async def _open_remote(settings: TargetSettings, environ: Mapping[str, str]) -> Backend:
-    connection = Connection(
-        settings.backend_url,
-        key=read_key(settings.backend_key, environ),
-        ca=settings.backend_ca,
-        timeout_s=settings.backend_timeout_s,
-    )
-    try:
-        return await _OPEN[settings.backend](
-            connection,
-            model=settings.model,
-            served_name=settings.backend_model,
-            max_context_tokens=settings.max_context_tokens,
-        )
-    except BaseException:
-        await connection.close()
-        raise
