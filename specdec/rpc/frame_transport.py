@@ -8,18 +8,18 @@ asks the stream for the next frame to send; calls, timeouts and decoding stay in
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any, Protocol
 
 import grpc
 
 from specdec.rpc import status
 
-#: gRPC's message of a call on which a write has failed, until the status that the replica has sent is read.
-_PROVISIONAL_MESSAGE = "Internal error from Core"
+#: gRPC's message of a call on which a write has failed.
+_FAILED_WRITE_MESSAGE = "Internal error from Core"
 
-#: Time between two readings of such a call's status, and limit on the readings.
-_STATUS_POLL_S = 0.005
-_STATUS_POLLS = 400
+#: Longest wait for the replica's status after a write has failed.
+_STATUS_WAIT_S = 2.0
 
 
 class FrameExchange(Protocol):
@@ -68,6 +68,45 @@ class FrameTransport(Protocol):
         ...
 
 
+class _ReplicaStatus:
+    """The status with which the replica ended a call.
+
+    A write fails if the replica has ended the call. gRPC then sets a status of its own, without a reason, sometimes
+    before the replica's status arrives and sometimes over it. A done callback runs at each of them.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._error: asyncio.Future[grpc.aio.AioRpcError] = asyncio.get_running_loop().create_future()
+        call.add_done_callback(self._take)
+
+    async def wait(self, default: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
+        """Return the status as an error; `default` if it does not arrive in time."""
+        await asyncio.wait([self._error], timeout=_STATUS_WAIT_S)
+        return self._error.result() if self._error.done() else default
+
+    def _take(self, call: Any) -> None:
+        details = _result_of_finished(call.details())
+        if self._error.done() or details == _FAILED_WRITE_MESSAGE:
+            return
+        self._error.set_result(
+            grpc.aio.AioRpcError(
+                _result_of_finished(call.code()),
+                _result_of_finished(call.initial_metadata()),
+                _result_of_finished(call.trailing_metadata()),
+                details,
+            )
+        )
+
+
+def _result_of_finished(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Return the result of a coroutine that does not wait, as a call's coroutines do once it has a status."""
+    try:
+        coroutine.send(None)
+    except StopIteration as finished:
+        return finished.value
+    raise RuntimeError("the call has no status yet")
+
+
 class GrpcTransport:
     """Frames over one bidirectional gRPC call."""
 
@@ -80,6 +119,7 @@ class GrpcTransport:
             address: HOST:PORT of the replica, for messages.
         """
         self._call = call
+        self._status = _ReplicaStatus(call)
         self._address = address
         self._wake = asyncio.Event()
 
@@ -105,28 +145,10 @@ class GrpcTransport:
                     has_shaken_hands = True
                 exchange.receive(frame)
         except grpc.aio.AioRpcError as error:
-            failure = await self._final_failure(error)
-            if failure is not None:
-                return status.from_rpc_error(failure, peer=self._address).message
+            ended = await self._status.wait(default=error)
+            if ended.code() is not grpc.StatusCode.OK:
+                return status.from_rpc_error(ended, peer=self._address).message
         return f"{self._address}: the replica closed the stream"
-
-    async def _final_failure(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError | None:
-        """Return the error with the status that the replica has sent; None if it closed the stream without an error.
-
-        A write fails if the replica has ended the call. gRPC then sets a status of its own, without a reason, and
-        replaces it once it has read the replica's.
-        """
-        for _ in range(_STATUS_POLLS):
-            if error.details() != _PROVISIONAL_MESSAGE:
-                break
-            await asyncio.sleep(_STATUS_POLL_S)
-            try:
-                await self._call.read()
-            except grpc.aio.AioRpcError as newer:
-                error = newer
-            else:
-                return None
-        return error
 
     async def _write(self, exchange: FrameExchange) -> None:
         try:

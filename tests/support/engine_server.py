@@ -65,7 +65,7 @@ class EngineServer:
         self.asked = Asked()
         self._cached: set[tuple[str, tuple[int, ...]]] = set()
         self._stale_rows: dict[int, dict[str, Any]] = {}
-        self._server = uvicorn.Server(uvicorn.Config(self._app(), port=port, log_level="error", lifespan="off"))
+        self._server = uvicorn.Server(uvicorn.Config(self._app(), port=port, log_config=None, lifespan="off"))
         self._server.config.load()
         self._socket = self._server.config.bind_socket()
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
