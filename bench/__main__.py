@@ -27,13 +27,14 @@ from bench import (
     wire,
 )
 from bench.autoscaling import suite as autoscaling
+from bench.engines import suite as engines
 from bench.report import print_table, write_plots
 from bench.rows import write_json
 from bench.servers import suite as peers
 
 _MODULES = (
     latency, throughput, orchestration, wire, drafts, elastic, faults, gateway, observability, autoscaling, gpu, real,
-    peers,
+    peers, engines,
 )  # fmt: skip
 SUITES = {suite.SUITE: suite for suite in _MODULES}
 

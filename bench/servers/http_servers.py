@@ -9,7 +9,7 @@ import json
 import socket
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,27 +70,44 @@ class VllmServer(HttpServer):
 
     _path = "/v1/completions"
 
-    def __init__(self, name: str, python: Path, target: Path, draft: Path | None, dtype: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        python: Path,
+        target: Path,
+        dtype: str,
+        *,
+        speculation: Mapping[str, object] | None = None,
+        flags: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
         """Describe the server.
 
         Args:
             name: Name of the system in the rows.
             python: Interpreter of the environment in which vLLM is installed.
             target: A checkpoint directory.
-            draft: Likewise; None serves the target alone.
             dtype: As vLLM's `--dtype` takes it.
+            speculation: As vLLM's `--speculative-config` takes it, without the number of draft tokens; None serves the
+                target alone.
+            flags: Further flags.
+            environ: Variables set beside those that vLLM needs on a CPU.
         """
         command = [str(python), "-P", "-m", "vllm.entrypoints.openai.api_server", *self._listen_on(free_port())]
         command += ["--model", str(target), "--served-model-name", "target", "--dtype", dtype]
-        command += ["--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", str(MAX_STREAMS)]
-        if draft:
-            speculation = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": GAMMA}
-            command += ["--speculative-config", json.dumps(speculation)]
-        environ = {
+        command += ["--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", str(MAX_STREAMS), *flags]
+        if speculation:
+            command += ["--speculative-config", json.dumps({**speculation, "num_speculative_tokens": GAMMA})]
+        own_environ = {
             "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": f"0-{NUM_THREADS - 1}",
             "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": "",
         }  # fmt: skip
-        super().__init__(name, command, environ)
+        super().__init__(name, command, own_environ | dict(environ or {}))
+
+    @property
+    def url(self) -> str:
+        """Base URL of the server."""
+        return f"http://127.0.0.1:{self.port}"
 
     def _request(self, prompt: list[int], num_tokens: int) -> dict[str, Any]:
         return {

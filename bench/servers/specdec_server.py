@@ -16,7 +16,7 @@ _READY = "ready grpc="
 class SpecdecServer(PeerServer):
     """The whole system: a target, a coordinator and, where there is a draft model, a draft service."""
 
-    def __init__(self, name: str, target: Path, draft: Path | None, dtype: str) -> None:
+    def __init__(self, name: str, target: Path, draft: Path | None, dtype: str, flags: Sequence[str] = ()) -> None:
         """Describe the system; gamma and threads are what `specdec up` chooses by itself.
 
         Args:
@@ -24,10 +24,11 @@ class SpecdecServer(PeerServer):
             target: A checkpoint directory or a GGUF file.
             draft: Likewise; None serves the target alone.
             dtype: As `specdec up --dtype` takes it.
+            flags: Further flags of `specdec up`.
         """
         draft_flags = ["--draft", str(draft)] if draft else ["--replicas-draft", "0"]
         command = [sys.executable, "-m", "specdec.cli", "up", "--target", str(target), *draft_flags]
-        super().__init__(name, [*command, "--listen", "127.0.0.1:0", "--device", "cpu", "--dtype", dtype])
+        super().__init__(name, [*command, "--listen", "127.0.0.1:0", "--device", "cpu", "--dtype", dtype, *flags])
         self._mode = {} if draft else {"mode": "off"}
         self._sessions: list[str] = []
 

@@ -35,7 +35,7 @@ def make_server(system: System, pair: ServedPair, peers: Path) -> PeerServer:
         ServerFailure: `make peers` has not prepared it in the folder `peers`.
     """
     models = (pair.target, pair.draft if system.drafts else None)
-    checkpoints = [model and model.checkpoint for model in models]
+    checkpoints = (pair.target.checkpoint, pair.draft.checkpoint if system.drafts else None)
     if system.kind in (SPECDEC, SPECDEC_INT8):
         dtype = "int8" if system.kind == SPECDEC_INT8 else pair.dtype
         return SpecdecServer(system.name, *(model and model.served for model in models), dtype)
@@ -45,5 +45,11 @@ def make_server(system: System, pair: ServedPair, peers: Path) -> PeerServer:
     if not program.is_file():
         raise ServerFailure(f"{program} does not exist: run make peers")
     if system.kind == VLLM:
-        return VllmServer(system.name, program, *checkpoints, pair.dtype)
+        target, draft = checkpoints
+        return VllmServer(system.name, program, target, pair.dtype, speculation=own_draft_model(draft))
     return LlamaServer(system.name, program, *(model and model.gguf for model in models), pair.kv_type)
+
+
+def own_draft_model(draft: Path | None) -> dict[str, object] | None:
+    """Return vLLM's setting for a draft model in its own process; None without a draft."""
+    return {"method": "draft_model", "model": str(draft)} if draft else None

@@ -12,6 +12,7 @@ import pytest
 from bench.servers.http_servers import LlamaServer, VllmServer
 from bench.servers.http_stream import HttpFailure, get_status
 from bench.servers.process import ServerFailure
+from bench.servers.systems import own_draft_model
 from tests.support import canned_server
 
 PROMPT = [1, 300, 301]
@@ -47,7 +48,7 @@ def program(tmp_path: Path) -> Callable[[list[str]], Path]:
 
 async def test_vllms_stream_gives_the_tokens_of_each_round_in_one_chunk(program: Callable[[list[str]], Path]) -> None:
     events = [*map(json.dumps, VLLM_EVENTS), "[DONE]"]
-    server = VllmServer("vllm", program(events), Path("target"), Path("draft"), "float32")
+    server = VllmServer("vllm", program(events), Path("target"), "float32", speculation=own_draft_model(Path("draft")))
     await server.start()
     try:
         first, second = await server.answer([PROMPT, PROMPT], 3)
@@ -90,7 +91,7 @@ async def test_a_server_that_ends_instead_of_serving_is_reported_with_its_last_w
     path.write_text("#!/bin/sh\necho 'operator torchvision::nms does not exist' >&2\nexit 3\n")
     path.chmod(0o755)
     with pytest.raises(ServerFailure, match="exit code 3: operator torchvision::nms does not exist"):
-        await VllmServer("vllm", path, Path("target"), None, "float32").start()
+        await VllmServer("vllm", path, Path("target"), "float32").start()
 
 
 async def test_a_program_that_cannot_be_run_is_reported_by_its_path(tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""Part `llama-cpp` of the suite `engines`: a real pair through llama.cpp in the target, beside llama.cpp's server."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from bench.engines.turns import Run, measure_turns, num_equal_texts, ratio_row, start_all, stop_all
+from bench.engines.vllm_front import prompts_of
+from bench.real_models import QWEN_DRAFT, QWEN_TARGET
+from bench.rows import Row
+from bench.servers.figures import batch_rows, server_rows
+from bench.servers.http_servers import LlamaServer
+from bench.servers.process import PeerServer, ServerFailure
+from bench.servers.specdec_server import SpecdecServer
+from specdec.checkpoints.locate import locate_checkpoint
+
+_BACKEND, _INT8 = "specdec_llama.cpp_drafted", "specdec_int8_drafted"
+_DRAFTED, _ALONE = "llama.cpp_drafted", "llama.cpp_alone"
+_NUM_TOKENS = 64
+
+
+def llama_rows(make_row: Callable[..., Row], run: Run, peers: Path, folder: Path, quick: bool) -> list[Row]:
+    """Return tokens a second of the Qwen pair, its memory and its texts beside llama.cpp's.
+
+    Raises:
+        ServerFailure: a server did not start, or `make peers` has not prepared llama.cpp in the folder `peers`.
+        FileNotFoundError: the Qwen pair is not installed.
+    """
+    program = peers / "llama.cpp/llama-server"
+    if not program.is_file():
+        raise ServerFailure(f"{program} does not exist: run make peers")
+    target, draft = QWEN_TARGET.path(), QWEN_DRAFT.path()
+    servers: list[PeerServer] = [
+        SpecdecServer(_BACKEND, target, draft, "int8", ("--backend", "llama-cpp")),
+        SpecdecServer(_INT8, target, draft, "int8"),
+        LlamaServer(_DRAFTED, program, target, draft, "f16"),
+        LlamaServer(_ALONE, program, target, None, "f16"),
+    ]
+    make_row = partial(make_row, case="Qwen2.5-Coder 1.5B with 0.5B, one stream")
+    start_all(run, servers)
+    try:
+        batches = measure_turns(run, servers, prompts_of(locate_checkpoint(target)), _NUM_TOKENS, quick)
+        memory = [
+            row for server in servers for row in server_rows(make_row, server.name, server.start_s, server.pss_bytes())
+        ]
+    finally:
+        stop_all(run, servers)
+    num_equal, num_texts = num_equal_texts(batches, _BACKEND, _ALONE)
+    return [
+        ratio_row(make_row, batches, _BACKEND, _DRAFTED, required=1.0),
+        ratio_row(make_row, batches, _BACKEND, _ALONE, required=1.2),
+        ratio_row(make_row, batches, _BACKEND, _INT8),
+        make_row(system=_BACKEND, metric="texts_equal", value=num_equal, unit=f"of {num_texts}", ratio_to=_ALONE),
+        *batch_rows(make_row, batches),
+        *memory,
+    ]

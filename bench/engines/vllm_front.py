@@ -1,0 +1,99 @@
+"""Part `vllm` of the suite `engines`: one vLLM server, asked directly and through targets of the backend `vllm`."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from bench.engines.turns import Run, measure_turns, num_equal_texts, ratio_row, start_all, stop_all
+from bench.models import DEMO
+from bench.pairs import median_difference
+from bench.real_models import SMOLLM2
+from bench.rows import Row
+from bench.servers.figures import Batch, batch_rows
+from bench.servers.http_servers import VllmServer
+from bench.servers.process import PeerServer, ServerFailure
+from bench.servers.specdec_server import SpecdecServer
+from bench.workload import prompt_texts
+from specdec.checkpoints.locate import locate_checkpoint
+from specdec.checkpoints.vocabulary import load_tokenizer
+
+_DIRECT, _ALONE, _DRAFTED = "vllm_alone", "specdec_vllm_alone", "specdec_vllm_drafted"
+_PROMPT_TOKENS, _NUM_TOKENS = 48, 64
+_FLAGS = ("--enable-scale-out", "--enable-prompt-tokens-details")
+
+
+def front_rows(make_row: Callable[..., Row], run: Run, peers: Path, folder: Path, quick: bool) -> list[Row]:
+    """Return what a round costs above vLLM's pass, for the demo target and SmolLM2 in float32.
+
+    Raises:
+        ServerFailure: a server did not start, or `make peers` has not prepared vLLM in the folder `peers`.
+        FileNotFoundError: SmolLM2 is not installed.
+    """
+    python = vllm_python(peers)
+    rows = _model_rows(
+        partial(make_row, case="demo pair through vllm, one stream"),
+        run,
+        python,
+        DEMO / "target",
+        DEMO / "draft",
+        quick,
+    )
+    smollm2 = locate_checkpoint(SMOLLM2.path())
+    return rows + _model_rows(
+        partial(make_row, case="SmolLM2 through vllm, one stream"), run, python, smollm2, None, quick
+    )
+
+
+def vllm_python(peers: Path) -> Path:
+    """Return the interpreter of vLLM's environment. Raises ServerFailure if `make peers` has not prepared it."""
+    python = peers / "vllm/bin/python"
+    if not python.is_file():
+        raise ServerFailure(f"{python} does not exist: run make peers")
+    return python
+
+
+def prompts_of(checkpoint: Path) -> list[list[int]]:
+    """Return the prompts as token ids, all of one length."""
+    texts = [load_tokenizer(checkpoint).encode(text) for text in prompt_texts()]
+    length = min(_PROMPT_TOKENS, *map(len, texts))
+    return [ids[:1] + ids[1:][-(length - 1) :] for ids in texts]
+
+
+def _model_rows(
+    make_row: Callable[..., Row], run: Run, python: Path, target: Path, draft: Path | None, quick: bool
+) -> list[Row]:
+    vllm = VllmServer(_DIRECT, python, target, "float32", flags=_FLAGS)
+    flags = ("--backend", "vllm", "--backend-url", vllm.url)
+    servers: list[PeerServer] = [vllm, SpecdecServer(_ALONE, target, None, "float32", flags)]
+    if draft is not None:
+        servers.append(SpecdecServer(_DRAFTED, target, draft, "float32", flags))
+    start_all(run, servers)
+    try:
+        batches = measure_turns(run, servers, prompts_of(target), _NUM_TOKENS, quick)
+    finally:
+        stop_all(run, servers)
+    rows = [_above_pass(make_row, batches[_ALONE], batches[_DIRECT])]
+    for server in servers[1:]:
+        num_equal, num_texts = num_equal_texts(batches, server.name, _DIRECT)
+        rows += [
+            ratio_row(make_row, batches, server.name, _DIRECT),
+            make_row(
+                system=server.name, metric="texts_equal", value=num_equal, unit=f"of {num_texts}", ratio_to=_DIRECT
+            ),
+        ]
+    return rows + batch_rows(make_row, batches)
+
+
+def _above_pass(make_row: Callable[..., Row], ours: Sequence[Batch], direct: Sequence[Batch]) -> Row:
+    """Return the time of a round without drafts above one token of vLLM asked directly."""
+    above = median_difference(*([_tpot_ms(batch) for batch in batches] for batches in (ours, direct)))
+    return make_row(
+        system=_ALONE, metric="round_above_pass_ms", value=above.median, unit="ms", ratio_to=_DIRECT, low=above.low,
+        high=above.high, num_pairs=above.num_pairs,
+    )  # fmt: skip
+
+
+def _tpot_ms(batch: Batch) -> float:
+    return float(np.mean([answer.tpot_s for answer in batch.answers])) * 1e3
