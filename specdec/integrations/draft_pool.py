@@ -1,10 +1,10 @@
 """A draft pool for an engine's thread: draft tokens for the rows of a batch, within a deadline, or none.
 
 The engine waits for its drafter in every step, so a call never takes longer than the deadline. A replica that misses it
-is late: it is left out until it has answered again. Draft tokens are greedy, so an engine that
-verifies them by rejection sampling treats them as a distribution with one token, which is exact for every sampler.
+is late: it is left out until it has answered again. Draft tokens are greedy, so an engine that verifies them by
+rejection sampling treats them as a distribution with one token, which is exact for every sampler.
 
-Links and their event loop run on a thread of their own. Called by `vllm`.
+Links and their event loop run on a thread of their own. Opened by `settings` for `vllm` and `sglang`.
 """
 
 from __future__ import annotations

@@ -3,39 +3,21 @@
     vllm serve MODEL --speculative-config '{"method": "custom_class", "num_speculative_tokens": 4,
         "model": "specdec.integrations.vllm.DraftPoolProposer"}'
 
-with the environment variables of `_Settings`. vLLM keeps its API, its sampler and its KV; the draft model runs in a
-draft service of its own, and vLLM goes on without drafts while that service does not answer. vLLM calls its proposer
-experimental; this one is for vLLM 0.32 and its V1 model runner.
+with the environment variables of `settings.DraftSettings`. vLLM keeps its API, its sampler and its KV; the draft model
+runs in a draft service of its own, and vLLM goes on without drafts while that service does not answer. vLLM calls its
+proposer experimental; this one is for vLLM 0.32 and its V1 model runner.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_fingerprint
-from specdec.errors import InvalidSetting, Unsupported
-from specdec.integrations.draft_pool import DraftPool
-from specdec.tls import Tls
-
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """Settings from the environment."""
-
-    endpoints: tuple[str, ...]
-    """SPECDEC_DRAFT_ENDPOINT: HOST:PORT of draft replicas, separated by commas."""
-    deadline_s: float
-    """SPECDEC_DRAFT_DEADLINE_MS: longest time that a step waits for draft tokens, 50 by default."""
-    service_key: str
-    """SPECDEC_SERVICE_KEY: key that the draft replicas want; unset: none."""
-    tls: Tls | None
-    """SPECDEC_TLS_CA, SPECDEC_TLS_CERT, SPECDEC_TLS_KEY: files of the connection; unset: plaintext."""
+from specdec.errors import Unsupported
+from specdec.integrations.settings import open_draft_pool, read_settings
 
 
 class DraftPoolProposer:
@@ -53,17 +35,9 @@ class DraftPoolProposer:
         """
         if vllm_config.parallel_config.world_size > 1:
             raise Unsupported("specdec's proposer runs on one rank: start vLLM with --tensor-parallel-size 1")
-        settings = _read_settings(os.environ)
-        tokenizer = vllm_config.model_config.tokenizer
         self._gamma = int(vllm_config.speculative_config.num_speculative_tokens)
         self._max_tokens = int(vllm_config.model_config.max_model_len)
-        self._pool = DraftPool(
-            settings.endpoints,
-            vocabulary_fingerprint=vocabulary_fingerprint(load_vocabulary(tokenizer)),
-            deadline_s=settings.deadline_s,
-            metadata=(("authorization", f"Bearer {settings.service_key}"),) if settings.service_key else (),
-            tls=settings.tls,
-        )
+        self._pool = open_draft_pool(read_settings(), vllm_config.model_config.tokenizer)
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """Do nothing: the draft model runs in the draft service."""
@@ -89,19 +63,3 @@ class DraftPoolProposer:
         }
         drafts = self._pool.propose(rows, self._gamma) if rows else {}
         return [drafts.get(row, []) for row in range(len(sampled_token_ids))]
-
-
-def _read_settings(environ: Mapping[str, str]) -> _Settings:
-    endpoints = tuple(each.strip() for each in environ.get("SPECDEC_DRAFT_ENDPOINT", "").split(",") if each.strip())
-    if not endpoints:
-        raise InvalidSetting("SPECDEC_DRAFT_ENDPOINT is not set: name draft replicas, HOST:PORT")
-    text = environ.get("SPECDEC_DRAFT_DEADLINE_MS", "50")
-    try:
-        deadline_ms = float(text)
-    except ValueError:
-        deadline_ms = 0.0
-    if not 0.0 < deadline_ms <= 60_000.0:
-        raise InvalidSetting(f"SPECDEC_DRAFT_DEADLINE_MS must be above 0 and at most 60000, got {text!r}")
-    ca, cert, key = (environ.get(f"SPECDEC_TLS_{name}", "") for name in ("CA", "CERT", "KEY"))
-    tls = Tls(ca=ca, cert=cert, key=key) if ca else None
-    return _Settings(endpoints, deadline_ms / 1e3, environ.get("SPECDEC_SERVICE_KEY", ""), tls)
