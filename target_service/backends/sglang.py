@@ -3,13 +3,17 @@
 A round is one request whose prompt is the committed tokens and the draft tokens, with the logprobs of the prompt from
 the last committed token on. SGLang reuses KV up to that token, and computes every row that is asked for.
 
-The wire follows SGLang 0.5: `input_top_logprobs` has an entry for each token from `logprob_start_len` on, the first of
-which is empty. Contract tests speak it with a server of their own; the backend has not run with a real SGLang yet.
+The wire follows the sources of SGLang 0.5.23: `input_top_logprobs` has an entry for each token from
+`logprob_start_len` on, the first of which is empty. The logprobs of a token that SGLang sampled have the temperature
+and masked tokens in them, so raw ones are asked for greedily. Contract tests compare requests and answers with the
+fields of these sources; the backend has not run with a real SGLang yet.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -30,6 +34,8 @@ from target_service.backends.top_backend import PENALTIES, TopBackend, seed_at
 
 _GENERATE = "/generate"
 
+_GREEDY = MappingProxyType({"temperature": 0.0})
+
 #: Largest number of top tokens that is asked for; SGLang itself has no limit.
 _MAX_LOGPROBS = 64
 
@@ -40,7 +46,7 @@ class SglangBackend(TopBackend):
     async def _ask_tops(self, question: Question, num_top: int) -> tuple[list[TopTokens | None], int]:
         num_draft_tokens = question.num_rows - 1
         first = len(question.token_ids) - num_draft_tokens
-        answer = await self._generate(question, question.token_ids, {"temperature": 0.0}, num_top, first - 1)
+        answer = await self._generate(question, question.token_ids, _GREEDY, _logprobs(num_top, first - 1))
         info = answer["meta_info"]
         rows = list(info.get("input_top_logprobs") or ())[1:] if num_draft_tokens else []
         if len(rows) != num_draft_tokens:
@@ -50,30 +56,33 @@ class SglangBackend(TopBackend):
 
     async def _ask_row(self, question: Question, row: int, num_top: int) -> TopTokens:
         prefix = question.prefixes[row]
-        answer = await self._generate(question, prefix, {"temperature": 0.0}, num_top, len(prefix) - 1)
+        answer = await self._generate(question, prefix, _GREEDY, _logprobs(num_top, len(prefix) - 1))
         return _top_of_output(answer["meta_info"], num_top)
 
     async def _sample(self, question: Question, row: int) -> tuple[Law, int]:
         options = _sampling_options(question.filters, masks_end=question.masks_end(row))
         options["sampling_seed"] = seed_at(question, row)
-        prefix, num_top = question.prefixes[row], question.num_logprobs
-        answer = await self._generate(question, prefix, options, num_top, len(prefix) - 1)
+        answer = await self._generate(question, question.prefixes[row], options)
         law = sampled(int(answer["output_ids"][0]))
-        if num_top is not None:
-            law = Law(law.token_ids, law.probabilities, _top_of_output(answer["meta_info"], num_top + 1))
+        if question.num_logprobs is not None:
+            law = dataclasses.replace(law, top=await self._ask_raw(question, row, int(law.token_ids[0])))
         return law, int(answer["meta_info"].get("cached_tokens") or 0)
+
+    async def _ask_raw(self, question: Question, row: int, token_id: int) -> TopTokens:
+        """Return the top tokens of a row for logprobs, and a token that SGLang sampled there."""
+        prefix, num_top = question.prefixes[row], question.num_logprobs or 1
+        fields = _logprobs(num_top, len(prefix) - 1) | {"token_ids_logprob": [token_id]}
+        answer = await self._generate(question, prefix, _GREEDY, fields)
+        return _top_of_output(answer["meta_info"], num_top + 1)
 
     async def _generate(
         self,
         question: Question,
         token_ids: TokenIds,
         options: Mapping[str, Any],
-        num_top: int | None,
-        logprob_start_len: int,
+        fields: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
-        body = generate_body(token_ids.tolist(), options)
-        if num_top is not None:
-            body |= {"return_logprob": True, "top_logprobs_num": num_top, "logprob_start_len": logprob_start_len}
+        body = {**generate_body(token_ids.tolist(), options), **fields}
         tenant = question.position.tenant
         if tenant != DEFAULT_TENANT:  # a tenant must not find another one's text in the prefix cache
             body["extra_key"] = f"specdec tenant {tenant}"
@@ -107,7 +116,7 @@ async def open_sglang(
         vocabulary_size=files.vocabulary_size,
         vocabulary_fingerprint=files.vocabulary_fingerprint,
         model_fingerprint=fingerprint,
-        max_context_tokens=context_tokens(files, listed, max_context_tokens),
+        max_context_tokens=min(context_tokens(files, listed, max_context_tokens), int(info["max_req_input_len"])),
         eos_token_ids=files.eos_token_ids,
         unsupported_fields=PENALTIES,
     )
@@ -115,21 +124,34 @@ async def open_sglang(
 
 
 async def _server_info(connection: Connection) -> Mapping[str, Any]:
-    """Return the server's description. Raises InvalidSetting where it is not suited."""
+    """Return the server's description: its settings, and `max_req_input_len`, which a prompt must stay below.
+
+    Raises:
+        InvalidSetting: the server is not suited.
+    """
     try:
-        info: Mapping[str, Any] = await connection.ask("/get_server_info")
+        info: Mapping[str, Any] = await connection.ask("/server_info")
     except (Refused, Internal) as error:
-        raise unsuited(connection, "has no /get_server_info: is it SGLang 0.5 or newer?") from error
+        raise unsuited(connection, "has no /server_info: is it SGLang 0.5.23 or newer?") from error
+    if not isinstance(info, dict) or not isinstance(info.get("max_req_input_len"), int):
+        raise unsuited(connection, "states no max_req_input_len in /server_info: is it SGLang 0.5.23 or newer?")
     if info.get("speculative_algorithm"):
         raise unsuited(connection, "speculates itself: start SGLang without --speculative-algorithm")
     if info.get("disable_radix_cache"):
         raise unsuited(connection, "keeps no KV between rounds: start SGLang without --disable-radix-cache")
+    if info.get("skip_tokenizer_init"):
+        raise unsuited(connection, "cannot mask end tokens: start SGLang without --skip-tokenizer-init")
     return info
 
 
 def generate_body(token_ids: Sequence[int], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the body of a request that generates one token, unless `options` say otherwise."""
     return {"input_ids": list(token_ids), "sampling_params": {"max_new_tokens": 1, "ignore_eos": True, **options}}
+
+
+def _logprobs(num_top: int, start: int) -> dict[str, Any]:
+    """Return the fields that ask for the `num_top` likeliest tokens of each position from prompt token `start` on."""
+    return {"return_logprob": True, "top_logprobs_num": num_top, "logprob_start_len": start}
 
 
 def _sampling_options(filters: SamplingFilters, *, masks_end: bool) -> dict[str, Any]:
@@ -150,10 +172,11 @@ def _checked(answer: Any) -> Any:
 
 
 def _top_of_output(info: Mapping[str, Any], num_top: int) -> TopTokens:
-    """Return the top tokens of the generated position, its own token included."""
+    """Return the top tokens of the generated position, its own token and those asked for by id included."""
     try:
-        row = [*info["output_top_logprobs"][0], info["output_token_logprobs"][0]]
-    except (KeyError, IndexError, TypeError) as error:
+        (by_id,) = info.get("output_token_ids_logprobs") or [()]
+        row = [*info["output_top_logprobs"][0], info["output_token_logprobs"][0], *by_id]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise Internal("SGLang returned no logprobs of its token") from error
     return _top_tokens(row, num_top)
 

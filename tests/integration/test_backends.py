@@ -254,6 +254,7 @@ REFUSALS = [
     ("vllm", EngineOptions(max_logprobs=0), {}, "start vLLM with --max-logprobs 20"),
     ("sglang", EngineOptions(speculates=True), {}, "start SGLang without --speculative-algorithm"),
     ("sglang", EngineOptions(caches_prefixes=False), {}, "start SGLang without --disable-radix-cache"),
+    ("sglang", EngineOptions(skips_tokenizer=True), {}, "start SGLang without --skip-tokenizer-init"),
 ]
 
 

@@ -130,7 +130,7 @@ class ScheduleBatch:
         return self.has_grammar
 
 
-class NGRAMWorker(ABC):
+class NGRAMWorker(ABC):  # noqa: B024 - as SGLang's, which has a metaclass
     """Verifies with the table model what `_prepare_draft_tokens` returns."""
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
