@@ -15,7 +15,9 @@ from specdec.remote_engines.remote_model import (
     NUM_PROBED_TOKENS,
     ModelFiles,
     fingerprint_of,
+    probes,
     read_model_files,
+    require_same_texts,
     require_token_ids,
 )
 from specdec.types import SamplingFilters
@@ -91,12 +93,29 @@ async def open_completions(
         for token_id in (0, files.vocabulary_size - 1):
             require_token_ids(await continue_greedily([token_id]), files, connection.url)
         fingerprint = await connection.pin(lambda: fingerprint_of(files, name, continue_greedily))
+        await require_tokenizer_of(connection, model, name, files.vocabulary_size)
     except Refused as refusal:
         raise unsuited(connection, f"refuses completions of token ids: {refusal.message}") from refusal
     except Internal as error:
         raise unsuited(connection, error.message) from error
     limit = context_tokens(files, listed, max_context_tokens)
     return CompletionServer(connection, name, files, fingerprint, limit)
+
+
+async def require_tokenizer_of(connection: Connection, model: str, name: str, vocabulary_size: int) -> None:
+    """Compare texts of a server's completions with the tokenizer of --model, as `require_same_texts`.
+
+    Raises:
+        InvalidSetting: see there.
+        Refused, Unavailable, Internal: as `Connection.ask`.
+    """
+    prompts = probes(vocabulary_size)
+    body = {"model": name, "prompt": prompts, "max_tokens": NUM_PROBED_TOKENS, "temperature": 0}
+    answer = await connection.ask(_COMPLETIONS, {**body, **_NO_PENALTIES, "return_token_ids": True})
+    chosen = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+    texts = [str(choice.get("text") or "") for choice in chosen]
+    written = list(zip(completed_ids(answer, len(prompts)), texts, strict=True))
+    require_same_texts(model, written, connection.url)
 
 
 async def listed_model(connection: Connection, served_name: str) -> Mapping[str, Any]:

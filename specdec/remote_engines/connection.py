@@ -28,10 +28,16 @@ _NUM_ATTEMPTS = 3
 #: Length of a server's error message in ours.
 _MAX_MESSAGE_CHARACTERS = 300
 
+#: Attempts to send a request over connections that the server closes meanwhile.
+_NUM_SENDINGS = 3
+
 #: Statuses that say nothing about the request: another replica, or a later call, may get an answer.
 _TRANSIENT = (401, 403, 408, 425, 429)
 
 _NOT_FOUND = 404
+
+#: Longest answer that is read. The rows of a long prompt take a few megabytes.
+_MAX_ANSWER_BYTES = 64 << 20
 
 #: Connections that are kept open, and time after which an idle one is closed.
 _NUM_KEPT, _IDLE_S = 256, 300.0
@@ -143,10 +149,7 @@ class Connection:
     async def _send(self, path: str, body: Mapping[str, Any] | None) -> httpx2.Response:
         try:
             async with asyncio.timeout(self._timeout_s):
-                if body is None:
-                    response = await self._client.get(path)
-                else:
-                    response = await self._client.post(path, json=body)
+                response = await self._exchange(path, body)
         except (httpx2.TimeoutException, TimeoutError) as error:
             raise Unavailable(f"{self.url} did not answer in time") from error
         except httpx2.TransportError as error:
@@ -157,6 +160,21 @@ class Connection:
         if response.status_code >= 400:
             raise Refused(response.status_code, _message_of(response))
         return response
+
+    async def _exchange(self, path: str, body: Mapping[str, Any] | None) -> httpx2.Response:
+        """Send a request and read its answer.
+
+        A server closes connections that were idle for some seconds, and may do so while a request is on its way. Such a
+        request is repeated: no request changes what another one is answered.
+        """
+        for num_left in reversed(range(_NUM_SENDINGS)):
+            try:
+                async with self._client.stream("GET" if body is None else "POST", path, json=body) as streamed:
+                    return await _read(streamed, self.url)
+            except (httpx2.NetworkError, httpx2.RemoteProtocolError) as error:
+                if not num_left or isinstance(error, httpx2.ConnectError):
+                    raise
+        raise AssertionError("the last attempt returns or raises")
 
     async def _require_same_model(self, since_s: float) -> None:
         """Return once an identification that began after a time has found the pinned model; raise Internal else."""
@@ -175,6 +193,16 @@ class Connection:
             if self._changed is not None:
                 self._changed.set_exception(error)
             raise error
+
+
+async def _read(streamed: httpx2.Response, url: str) -> httpx2.Response:
+    """Return a response with its whole content. Raises Internal if it is longer than an answer may be."""
+    content = bytearray()
+    async for block in streamed.aiter_bytes():
+        content += block
+        if len(content) > _MAX_ANSWER_BYTES:
+            raise Internal(f"{url} answered more than {_MAX_ANSWER_BYTES >> 20} MiB")
+    return httpx2.Response(streamed.status_code, content=bytes(content), extensions=streamed.extensions)
 
 
 async def _identified(identify: Identify) -> str:

@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.checkpoints.locate import locate_checkpoint
-from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_fingerprint, vocabulary_size
+from specdec.checkpoints.vocabulary import load_tokenizer, load_vocabulary, vocabulary_fingerprint, vocabulary_size
 from specdec.errors import InvalidSetting
 
 #: Number and length of the prompts that identify a model, and number of tokens of each continuation.
 _NUM_PROBES, _PROBE_TOKENS, NUM_PROBED_TOKENS = 4, 16, 12
+
+#: Stands for bytes that are no character.
+_NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 Continue = Callable[[Sequence[int]], Awaitable[Sequence[int]]]
 """Returns the `NUM_PROBED_TOKENS` greedy tokens after a prompt."""
@@ -64,7 +67,7 @@ async def fingerprint_of(files: ModelFiles, served_name: str, continue_greedily:
     the vocabulary, the name under which the server knows the model, and continuations of fixed prompts.
     """
     digest = hashlib.blake2b(f"{files.vocabulary_fingerprint} {served_name}".encode(), digest_size=16)
-    for probe in _probes(files.vocabulary_size):
+    for probe in probes(files.vocabulary_size):
         digest.update(json.dumps(list(await continue_greedily(probe))).encode())
     return digest.hexdigest()
 
@@ -80,7 +83,33 @@ def require_token_ids(token_ids: Sequence[int], files: ModelFiles, url: str) -> 
         )
 
 
-def _probes(size: int) -> list[list[int]]:
+def require_same_texts(model: str, written: Sequence[tuple[Sequence[int], str]], url: str) -> None:
+    """Require that the tokenizer of --model writes the token ids of a server as the server does.
+
+    Servers differ in the spaces at the ends of a text, and in bytes that are no character yet, so a server passes with
+    one equal text. One without texts passes, too.
+
+    Args:
+        model: checkpoint of the tokenizer.
+        written: token ids, and the text that the server states for them.
+        url: address of the server.
+
+    Raises:
+        InvalidSetting: all texts differ, as those of another tokenizer with as many tokens.
+    """
+    tokenizer = load_tokenizer(model)
+    texts = [(text, str(tokenizer.decode(list(token_ids), skip_special_tokens=True))) for token_ids, text in written]
+    whole = [pair for pair in texts if all(text.strip() and _NO_CHARACTER not in text for text in pair)]
+    if whole and not any(theirs.split() == ours.split() for theirs, ours in whole):
+        theirs, ours = whole[0]
+        raise InvalidSetting(
+            f"model: {url} writes {theirs[:40]!r} where the tokenizer of --model writes {ours[:40]!r}; name the "
+            "checkpoint that the server serves",
+            field="model",
+        )
+
+
+def probes(size: int) -> list[list[int]]:
     """Return fixed prompts whose ids are spread over the vocabulary."""
     return [
         [(7919 * (_PROBE_TOKENS * probe + place) + 104_729) % size for place in range(_PROBE_TOKENS)]

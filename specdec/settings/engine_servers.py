@@ -20,7 +20,7 @@ class EngineServerSettings(ReplicaSettings):
     """Base URL of the server of --backend: http://HOST:PORT or https://HOST:PORT."""
 
     backend_key: str = ""
-    """API key of the server of --backend: a file, or env:NAME for an environment variable. Unset: none."""
+    """Key of the API of the server of --backend: a file, or env:NAME for an environment variable. Unset: none."""
 
     backend_ca: str = ""
     """File with the certificates that sign the certificate of the server of --backend. Unset: those of the system."""

@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.errors import Internal
 from specdec.types import SamplingFilters, SessionPosition, TokenIds
 
 
@@ -63,7 +64,9 @@ class Law:
 
 
 def sampled(token_id: int) -> Law:
-    """Return the law of a token that the engine itself sampled."""
+    """Return the law of a token that the engine itself sampled. Raises Internal for a number that is no token id."""
+    if not 0 <= token_id < 1 << 32:
+        raise Internal(f"the engine sampled {token_id}, which is no token id")
     return Law(np.array([token_id], dtype=np.uint32), np.ones(1))
 
 

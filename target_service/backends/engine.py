@@ -140,6 +140,8 @@ class BackendTarget(RemoteReplica[Verification]):
         request = cast(VerifyRequest, job.call.request)
         if len(answer.laws) != job.call.num_logit_rows:
             raise Internal(f"the backend {self._info.backend} answered {len(answer.laws)} laws")
+        if any(law.token_ids[-1] >= self._info.vocabulary_size for law in answer.laws):
+            raise Internal(f"the backend {self._info.backend} answered a token that the vocabulary does not have")
         self._note_answer(job, answer, answer_s)
         others = self._answers.note(job.sequence, job.call.num_logit_rows)
         rows: tuple[DistributionRow, ...] = ()

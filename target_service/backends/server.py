@@ -15,12 +15,16 @@ The other backends are tested against this one, and `vllm` asks such questions w
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 from specdec.remote_engines.completions import CompletionServer, open_completions, sampling_options
 from specdec.remote_engines.connection import Connection
+from specdec.remote_engines.remote_model import NUM_PROBED_TOKENS
 from target_service.backends.contract import Answer, BackendShape, Question, sampled
 from target_service.backends.top_backend import PENALTIES, seed_at
+
+_log = logging.getLogger(__name__)
 
 #: Number of tokens that are sampled to see whether a server applies a filter.
 _NUM_ATTEMPTS = 4
@@ -76,7 +80,17 @@ async def open_server(
     server = await open_completions(
         connection, model=model, served_name=served_name, max_context_tokens=max_context_tokens
     )
+    if not await _heeds_seeds(server):
+        _log.warning("%s ignores seeds: a repeated request may give another text", connection.url)
     return ServerBackend(server, await _ignored_fields(server))
+
+
+async def _heeds_seeds(server: CompletionServer) -> bool:
+    """Return whether equal seeds give equal samples."""
+    prompt = [server.files.vocabulary_size // 2]
+    options = {"temperature": 1.0, "ignore_eos": True, "seed": 1}
+    first, second = [await server.complete([prompt], options, NUM_PROBED_TOKENS) for _ in range(2)]
+    return first == second
 
 
 async def _ignored_fields(server: CompletionServer) -> list[str]:

@@ -20,7 +20,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec.errors import Internal
-from specdec.remote_engines.completions import context_tokens, listed_model, sampling_options
+from specdec.remote_engines.completions import (
+    context_tokens,
+    listed_model,
+    require_tokenizer_of,
+    sampling_options,
+    unsuited,
+)
 from specdec.remote_engines.connection import Connection, Refused
 from specdec.remote_engines.remote_model import (
     NUM_PROBED_TOKENS,
@@ -127,6 +133,10 @@ async def open_vllm(
         return list(choice_of(await connection.ask(GENERATE, generate_body(name, prompt, options)))["token_ids"])
 
     require_token_ids(await continue_greedily([0]), files, connection.url)
+    try:
+        await require_tokenizer_of(connection, model, name, files.vocabulary_size)
+    except (Refused, Internal) as error:
+        raise unsuited(connection, f"does not complete token ids at /v1/completions: {error}") from error
     max_logprobs = min(await find_max_logprobs(connection, name), files.vocabulary_size)
     await check_cache(connection, name, files.vocabulary_size)
     await check_laws(connection, name, files.vocabulary_size)

@@ -17,61 +17,39 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.real_models import SMOLLM2
 from specdec import Client
-from specdec.checkpoints.vocabulary import load_tokenizer
+from specdec.checkpoints.locate import locate_checkpoint
 from specdec.client import Budgets
 from specdec.core.reference import filtered_distribution
+from specdec.errors import SpecdecError
 from specdec.types import SamplingFilters
 from tests.engines.conftest import DEMO, VllmServer
-from tests.support.chi_square import chi_square_p_value
-from tests.support.up_rig import start_up
+from tests.engines.rig import (
+    NUM_TOKENS,
+    PROMPTS,
+    first_difference,
+    generate,
+    installed,
+    p_value,
+    system,
+    token_ids_of,
+)
 
-PROMPTS = (
-    "Once upon a time", "def add(a, b):", "In 1969 the first", "import os\nimport", "The quick brown fox",
-    "class Node:", "for i in range(10):", "To be or not", "A list of colours: red,", "Return the sum of",
-    "if x is None:", "The end of", "try:\n    value =", "It was the best of", "Raises:\n    ValueError:",
-    "1, 2, 3, 4,", "with open(path) as f:", "Hello, my name", '"""Return the', "while True:",
-)  # fmt: skip
-NUM_TOKENS = 64
+TARGET = DEMO / "target"
 TIE = 1e-4
 
 
 @pytest.fixture(scope="module", params=["vllm", "server"])
 def client(vllm: VllmServer, request: pytest.FixtureRequest) -> Iterator[Client]:
-    with system(vllm, request.param) as client:
+    with system(TARGET, DEMO / "draft", request.param, vllm.url) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def vllm_client(vllm: VllmServer) -> Iterator[Client]:
-    with system(vllm, "vllm") as client:
+    with system(TARGET, DEMO / "draft", "vllm", vllm.url) as client:
         yield client
-
-
-class system:  # noqa: N801 - used as a function
-    """Run `specdec up` with the demo draft and a target in front of a server."""
-
-    def __init__(self, server: VllmServer, backend: str) -> None:
-        flags = ["--target", str(DEMO / "target"), "--draft", str(DEMO / "draft"), "--backend", backend]
-        self._up, endpoint = start_up(*flags, "--backend-url", server.url)
-        self._client = Client(endpoint, budgets=Budgets(connect_s=60.0, target_s=300.0, resume_s=300.0))
-
-    def __enter__(self) -> Client:
-        return self._client
-
-    def __exit__(self, *_: object) -> None:
-        self._client.close()
-        self._up.send_signal(signal.SIGINT)
-        self._up.communicate()
-
-
-def token_ids_of(text: str) -> list[int]:
-    return list(map(int, load_tokenizer(DEMO / "target")(text)["input_ids"]))
-
-
-def generate(client: Client, prompt: list[int], **options: Any) -> list[int]:
-    sampling = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, **options}
-    return list(client.generate(prompt_token_ids=prompt, **sampling).token_ids)
 
 
 def logprobs_after(server: VllmServer, token_ids: list[int]) -> dict[int, float]:
@@ -84,18 +62,44 @@ def logprobs_after(server: VllmServer, token_ids: list[int]) -> dict[int, float]
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_greedy_text_is_the_servers_own(client: Client, vllm: VllmServer, prompt: str) -> None:
-    """Texts may part where the server's two likeliest tokens are tied; the test says where they do."""
-    tokens = token_ids_of(prompt)
-    ours, own = generate(client, tokens, temperature=0.0), vllm.greedy_continuation(tokens, NUM_TOKENS)
+    require_own_text(client, vllm, token_ids_of(TARGET, prompt))
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Iterator[VllmServer]:
+    """A server of SmolLM2."""
+    server = VllmServer(locate_checkpoint(installed(SMOLLM2)))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module", params=["vllm", "server"])
+def smollm2_client(smollm2: VllmServer, request: pytest.FixtureRequest) -> Iterator[Client]:
+    """A system in front of it, with the same model as its own draft."""
+    with system(smollm2.model, installed(SMOLLM2), request.param, smollm2.url) as client:
+        yield client
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_text_of_a_real_model_is_the_servers_own(
+    smollm2_client: Client, smollm2: VllmServer, prompt: str
+) -> None:
+    require_own_text(smollm2_client, smollm2, token_ids_of(smollm2.model, prompt))
+
+
+def require_own_text(client: Client, server: VllmServer, tokens: list[int]) -> None:
+    """Compare greedy texts, which may part where the server's two likeliest tokens are tied; say where they do."""
+    ours, own = generate(client, tokens, temperature=0.0), server.greedy_continuation(tokens, NUM_TOKENS)
     if ours != own:
-        at = next(place for place, pair in enumerate(zip(ours, own, strict=True)) if pair[0] != pair[1])
-        first, second = sorted(logprobs_after(vllm, tokens + own[:at]).values(), reverse=True)[:2]
+        at = first_difference(ours, own)
+        first, second = sorted(logprobs_after(server, tokens + own[:at]).values(), reverse=True)[:2]
         print(f"parted at token {at}: the two likeliest differ by {first - second:.1e}")
         assert first - second < TIE
 
 
 def test_coupled_text_is_the_same_for_every_number_of_draft_tokens(vllm_client: Client) -> None:
-    prompt = token_ids_of(PROMPTS[0])
+    prompt = token_ids_of(TARGET, PROMPTS[0])
     options: dict[str, Any] = {"mode": "coupled", "temperature": 0.8, "top_k": 20, "seed": 5}
     texts = {gamma: generate(vllm_client, prompt, gamma=gamma, **options) for gamma in range(9)}
     assert all(text == texts[0] for text in texts.values())
@@ -109,7 +113,7 @@ def test_coupled_text_is_the_same_for_every_number_of_draft_tokens(vllm_client: 
 )
 def test_three_tokens_follow_the_servers_joint_law(client: Client, vllm: VllmServer, filters: SamplingFilters) -> None:
     """Rare outcomes are pooled. A false alarm comes in 1 of 10,000 runs; the law at another temperature is rejected."""
-    prompt, num_outputs = token_ids_of("def add(a, b):\n    return a"), 1000
+    prompt, num_outputs = token_ids_of(TARGET, "def add(a, b):\n    return a"), 1000
 
     def draw(seed: int) -> tuple[int, ...]:
         options = {"temperature": filters.temperature, "top_k": filters.top_k, "top_p": filters.top_p}
@@ -142,22 +146,11 @@ def probability_of(server: VllmServer, prefix: list[int], token_id: int, filters
     return float(law[token_id])
 
 
-def p_value(counts: Counter[tuple[int, ...]], laws: dict[tuple[int, ...], float]) -> float:
-    """Return the chi-square test's p over the frequent outcomes and one pool of all others."""
-    num_outputs = sum(counts.values())
-    frequent = [outcome for outcome, law in laws.items() if law * num_outputs >= 8]
-    observed = [counts[outcome] for outcome in frequent]
-    expected = [laws[outcome] * num_outputs for outcome in frequent]
-    return chi_square_p_value(
-        [*observed, num_outputs - sum(observed)], [*expected, max(num_outputs - sum(expected), 1e-9)]
-    )
-
-
 @pytest.mark.parametrize("fault", ["killed", "stopped", "cache reset"])
 def test_streams_go_on_with_the_same_tokens_after_a_fault_of_the_server(
     vllm_client: Client, vllm: VllmServer, fault: str
 ) -> None:
-    prompts = [token_ids_of(prompt) for prompt in PROMPTS[:8]]
+    prompts = [token_ids_of(TARGET, prompt) for prompt in PROMPTS[:8]]
     expected = [vllm.greedy_continuation(prompt, 200) for prompt in prompts]
     outputs: list[list[int]] = [[] for _ in prompts]
 
@@ -185,3 +178,37 @@ def test_streams_go_on_with_the_same_tokens_after_a_fault_of_the_server(
     for reader in readers:
         reader.join()
     assert outputs == expected
+
+
+def test_streams_end_with_an_error_once_the_server_has_another_model(vllm: VllmServer) -> None:
+    """No token of the other model is taken: what arrived is the beginning of the text."""
+    prompts = [token_ids_of(TARGET, prompt) for prompt in PROMPTS[:8]]
+    expected = [vllm.greedy_continuation(prompt, 200) for prompt in prompts]
+    outputs: list[list[int]] = [[] for _ in prompts]
+    errors: list[SpecdecError] = []
+
+    def read(client: Client, place: int) -> None:
+        stream = client.generate(
+            prompt_token_ids=prompts[place], temperature=0.0, max_new_tokens=200, ignore_eos=True, stream=True
+        )
+        try:
+            for chunk in stream:
+                outputs[place] += chunk.token_ids
+        except SpecdecError as error:
+            errors.append(error)
+
+    with system(TARGET, DEMO / "draft", "vllm", vllm.url, budgets=Budgets(target_s=5.0, resume_s=5.0)) as client:
+        readers = [threading.Thread(target=read, args=(client, place)) for place in range(8)]
+        for reader in readers:
+            reader.start()
+        while not all(len(output) > 5 for output in outputs):
+            time.sleep(0.05)
+        vllm.kill()
+        vllm.start(DEMO / "draft")
+        for reader in readers:
+            reader.join()
+    assert len(errors) == 8
+    assert all(output == own[: len(output)] for output, own in zip(outputs, expected, strict=True))
+    assert all(len(output) < 200 for output in outputs)
+    vllm.kill()
+    vllm.start()

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.engines.conftest import DEMO, ROOT, VllmServer
-from tests.engines.test_vllm import PROMPTS, token_ids_of
+from tests.engines.rig import PROMPTS, token_ids_of
 from tests.support.stack import free_port
 
 NUM_TOKENS = 64
@@ -75,7 +75,7 @@ def num_accepted(server: VllmServer) -> float:
 def test_greedy_text_with_our_drafts_is_that_without_speculation(
     speculating: VllmServer, vllm: VllmServer, prompt: str
 ) -> None:
-    tokens, before = token_ids_of(prompt), num_accepted(speculating)
+    tokens, before = token_ids_of(DEMO / "target", prompt), num_accepted(speculating)
     assert speculating.greedy_continuation(tokens, NUM_TOKENS) == vllm.greedy_continuation(tokens, NUM_TOKENS)
     assert num_accepted(speculating) > before
 
@@ -83,7 +83,7 @@ def test_greedy_text_with_our_drafts_is_that_without_speculation(
 def test_while_the_draft_service_hangs_the_text_goes_on_and_its_drafts_are_used_again_afterwards(
     speculating: VllmServer, vllm: VllmServer, draft: DraftProcess
 ) -> None:
-    tokens = token_ids_of(PROMPTS[0])
+    tokens = token_ids_of(DEMO / "target", PROMPTS[0])
     expected = vllm.greedy_continuation(tokens, 200)
     draft.process.send_signal(signal.SIGSTOP)
     try:

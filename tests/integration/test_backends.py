@@ -244,6 +244,8 @@ async def test_tenants_have_prefix_caches_of_their_own(vllm: BackendSystem) -> N
 REFUSALS = [
     ("server", EngineOptions(owner="specdec"), {}, "is a gateway of specdec"),
     ("server", EngineOptions(returns_token_ids=False), {}, "returns no token ids"),
+    ("server", EngineOptions(text="other words"), {}, "model: .* writes 'other words' where the tokenizer of --model"),
+    ("vllm", EngineOptions(text="other words"), {}, "model: .* writes 'other words' where the tokenizer of --model"),
     ("server", EngineOptions(), {"backend_model": "other"}, "backend_model: .* serves served, not 'other'"),
     ("server", EngineOptions(key="right"), {"backend_key": "env:KEY"}, "backend_key: the environment variable KEY"),
     ("vllm", EngineOptions(key="right"), {}, "backend_key: .* refuses the key"),
@@ -390,6 +392,22 @@ async def test_a_field_that_the_server_ignores_is_refused(ignored: str, field: s
     async with backend_system("server", EngineOptions(ignored=(ignored,))) as system:
         with pytest.raises(grpc.aio.AioRpcError, match=f"{field} cannot be served exactly"):
             await system.coordinator.generate(request(temperature=0.8, **asked))
+
+
+async def test_a_server_that_ignores_seeds_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with backend_system("server", EngineOptions(ignored=("seed",))):
+        assert "ignores seeds: a repeated request may give another text" in caplog.text
+    caplog.clear()
+    async with backend_system("server"):
+        assert "ignores seeds" not in caplog.text
+
+
+async def test_an_endless_answer_is_given_up(tmp_path: Path) -> None:
+    """Nothing of such an answer is kept; the replica does not fill its memory."""
+    write_checkpoint(tmp_path)
+    async with EngineServer(table_model(), EngineOptions(text="x" * (65 << 20))) as server:
+        with pytest.raises(InvalidSetting, match="answered more than 64 MiB"):
+            await start_backend(server.url, tmp_path, "server")
 
 
 def test_a_url_with_a_password_is_refused(tmp_path: Path) -> None:

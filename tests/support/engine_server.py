@@ -45,6 +45,8 @@ class EngineOptions:
     ignored: tuple[str, ...] = ()
     """Fields of sampling parameters that the server does not apply."""
     skips_tokenizer: bool = False
+    text: str = ""
+    """Text of every completion."""
     owner: str = "vllm"
     max_model_len: int = 512
 
@@ -144,7 +146,9 @@ class EngineServer:
         choices = []
         for index, prompt in enumerate(body["prompt"]):
             token_ids = self._continue(prompt, body)
-            choices.append({"index": index, "text": "?", "token_ids": token_ids, "finish_reason": "length"})
+            choices.append(
+                {"index": index, "text": self.options.text, "token_ids": token_ids, "finish_reason": "length"}
+            )
             if not self.options.returns_token_ids:
                 del choices[-1]["token_ids"]
         return {"choices": choices[::-1], "model": self.options.name}  # the order is not promised

@@ -1,0 +1,135 @@
+"""Targets with llama.cpp in their process, on GGUF files of real models: `make test-engines`.
+
+The oracle of greedy text is llama.cpp's own, one token at a time, and that of the law are its own logits. Left out,
+with the reason, where llama-cpp-python or a model is not installed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.gguf_writing import write_gguf
+from bench.real_models import QWEN_DRAFT, QWEN_TARGET, SMOLLM2
+from specdec import Client
+from specdec.checkpoints.locate import locate_checkpoint
+from specdec.core.reference import filtered_distribution
+from specdec.types import SamplingFilters
+from tests.engines.conftest import DEMO
+from tests.engines.rig import NUM_TOKENS, PROMPTS, first_difference, generate, installed, p_value, system, token_ids_of
+
+pytest.importorskip("llama_cpp", reason="needs llama-cpp-python: pip install 'specdec[llama-cpp]'")
+
+
+class Llama:
+    """llama.cpp without specdec."""
+
+    def __init__(self, path: Path) -> None:
+        import llama_cpp
+
+        self._model = llama_cpp.Llama(str(path), n_ctx=512, n_threads=2, n_threads_batch=2, verbose=False)
+
+    def greedy_continuation(self, prompt: list[int], num_tokens: int) -> list[int]:
+        tokens = self._model.generate(prompt, top_k=1, temp=0.0, repeat_penalty=1.0)
+        return [int(token_id) for token_id in islice(tokens, num_tokens)]
+
+    def logits_after(self, token_ids: list[int], *, one_by_one: bool = False) -> np.ndarray:
+        """float32 [vocabulary]."""
+        self._model.reset()
+        for tokens in [[token_id] for token_id in token_ids] if one_by_one else [token_ids]:
+            self._model.eval(tokens)
+        row = self._model._ctx.get_logits_ith(-1)
+        return np.array(np.ctypeslib.as_array(row, shape=(self._model.n_vocab(),)))
+
+    def disagreement_after(self, token_ids: list[int]) -> float:
+        """Return by how much the logits depend on whether the tokens ran together or one by one."""
+        together, apart = (self.logits_after(token_ids, one_by_one=one_by_one) for one_by_one in (False, True))
+        return float(np.abs(together - apart).max())
+
+
+@pytest.fixture(scope="module", params=["SmolLM2", "Qwen2.5-Coder"])
+def real(request: pytest.FixtureRequest) -> Iterator[tuple[Client, Llama, Path]]:
+    """A system with a target by llama.cpp, llama.cpp alone, and the folder of the tokenizer."""
+    target, draft = {"SmolLM2": (SMOLLM2, SMOLLM2), "Qwen2.5-Coder": (QWEN_TARGET, QWEN_DRAFT)}[request.param]
+    path = installed(target)
+    with system(path, installed(draft), "llama-cpp") as client:
+        yield client, Llama(path), locate_checkpoint(path)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_text_is_llama_cpps_own(real: tuple[Client, Llama, Path], prompt: str) -> None:
+    """llama.cpp computes with 8-bit activations, and other ones where rows are batched. Texts may part where that
+    decides between the two likeliest tokens; the test says where they do.
+    """
+    client, llama, tokenizer = real
+    tokens = token_ids_of(tokenizer, prompt)
+    ours, own = generate(client, tokens, temperature=0.0), llama.greedy_continuation(tokens, NUM_TOKENS)
+    if ours != own:
+        at = first_difference(ours, own)
+        first, second = np.sort(llama.logits_after(tokens + own[:at]))[-2:][::-1]
+        own_disagreement = max(llama.disagreement_after(tokens + own[:place]) for place in (at, NUM_TOKENS))
+        print(f"parted at token {at}: logits {first - second:.1e} apart, llama.cpp with itself {own_disagreement:.1e}")
+        assert first - second < 2 * own_disagreement
+
+
+def test_coupled_text_is_the_same_for_every_number_of_draft_tokens(real: tuple[Client, Llama, Path]) -> None:
+    client, _, tokenizer = real
+    prompt = token_ids_of(tokenizer, PROMPTS[0])
+    options: dict[str, Any] = {"mode": "coupled", "temperature": 0.8, "top_k": 20, "seed": 5}
+    texts = {gamma: generate(client, prompt, gamma=gamma, **options) for gamma in range(9)}
+    assert all(text == texts[0] for text in texts.values())
+    assert generate(client, prompt, **{**options, "seed": 6}) != texts[0]  # the control
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, Llama]]:
+    """The demo pair, the target by llama.cpp in float32."""
+    path = write_gguf(DEMO / "target", tmp_path_factory.mktemp("gguf") / "target.gguf", "F32")
+    with system(path, DEMO / "draft", "llama-cpp") as client:
+        yield client, Llama(path)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_text_of_a_float32_file_is_llama_cpps_own(tiny: tuple[Client, Llama], prompt: str) -> None:
+    client, llama = tiny
+    tokens = token_ids_of(DEMO / "target", prompt)
+    assert generate(client, tokens, temperature=0.0) == llama.greedy_continuation(tokens, NUM_TOKENS)
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [SamplingFilters(temperature=0.8, top_k=20), SamplingFilters(temperature=1.0, top_p=0.9)],
+    ids=["top-k 20", "top-p 0.9"],
+)
+def test_three_tokens_follow_the_joint_law(tiny: tuple[Client, Llama], filters: SamplingFilters) -> None:
+    """Rare outcomes are pooled. A false alarm comes in 1 of 10,000 runs; the law at another temperature is rejected."""
+    client, llama = tiny
+    prompt, num_outputs = token_ids_of(DEMO / "target", "def add(a, b):\n    return a"), 1000
+
+    def draw(seed: int) -> tuple[int, ...]:
+        options = {"temperature": filters.temperature, "top_k": filters.top_k, "top_p": filters.top_p}
+        return tuple(generate(client, prompt, max_new_tokens=3, gamma=2, seed=seed, **options))
+
+    @cache
+    def law_after(prefix: tuple[int, ...]) -> np.ndarray:
+        tokens = [*prompt, *prefix]
+        return filtered_distribution(llama.logits_after(tokens), filters, tokens, len(tokens))
+
+    with ThreadPoolExecutor(8) as pool:
+        counts = Counter(pool.map(draw, range(num_outputs)))
+    laws = {
+        outcome: float(np.prod([law_after(outcome[:place])[outcome[place]] for place in range(3)]))
+        for outcome in counts
+    }
+    assert p_value(counts, laws) > 1e-4
+    flattened = {outcome: law**0.5 for outcome, law in laws.items()}
+    total = sum(flattened.values()) / sum(laws.values())
+    assert p_value(counts, {outcome: law / total for outcome, law in flattened.items()}) < 1e-4  # the control
