@@ -24,35 +24,35 @@ from specdec.checkpoints.locate import locate_checkpoint
 from specdec.core.reference import filtered_distribution
 from specdec.types import SamplingFilters
 from tests.engines.conftest import DEMO
-from tests.engines.rig import NUM_TOKENS, PROMPTS, first_difference, generate, installed, p_value, system, token_ids_of
+from tests.engines.rig import NUM_TOKENS, PROMPTS, generate, installed, p_value, system, token_ids_of
 
 pytest.importorskip("llama_cpp", reason="needs llama-cpp-python: pip install 'specdec[llama-cpp]'")
 
 
 class Llama:
-    """llama.cpp without specdec."""
+    """llama.cpp without specdec, with the attention that it chooses by itself where it may.
+
+    Its logits then have the same bits whatever runs beside a token. The package's default is another attention, with
+    which the logits of SmolLM2 differ by up to 1.2, and by up to 0.8 between a token alone and a token in a batch.
+    """
 
     def __init__(self, path: Path) -> None:
         import llama_cpp
 
-        self._model = llama_cpp.Llama(str(path), n_ctx=512, n_threads=2, n_threads_batch=2, verbose=False)
+        self._model = llama_cpp.Llama(
+            str(path), n_ctx=512, n_threads=2, n_threads_batch=2, flash_attn=True, verbose=False
+        )
 
     def greedy_continuation(self, prompt: list[int], num_tokens: int) -> list[int]:
         tokens = self._model.generate(prompt, top_k=1, temp=0.0, repeat_penalty=1.0)
         return [int(token_id) for token_id in islice(tokens, num_tokens)]
 
-    def logits_after(self, token_ids: list[int], *, one_by_one: bool = False) -> np.ndarray:
+    def logits_after(self, token_ids: list[int]) -> np.ndarray:
         """float32 [vocabulary]."""
         self._model.reset()
-        for tokens in [[token_id] for token_id in token_ids] if one_by_one else [token_ids]:
-            self._model.eval(tokens)
+        self._model.eval(token_ids)
         row = self._model._ctx.get_logits_ith(-1)
         return np.array(np.ctypeslib.as_array(row, shape=(self._model.n_vocab(),)))
-
-    def disagreement_after(self, token_ids: list[int]) -> float:
-        """Return by how much the logits depend on whether the tokens ran together or one by one."""
-        together, apart = (self.logits_after(token_ids, one_by_one=one_by_one) for one_by_one in (False, True))
-        return float(np.abs(together - apart).max())
 
 
 @pytest.fixture(scope="module", params=["SmolLM2", "Qwen2.5-Coder"])
@@ -66,18 +66,9 @@ def real(request: pytest.FixtureRequest) -> Iterator[tuple[Client, Llama, Path]]
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_greedy_text_is_llama_cpps_own(real: tuple[Client, Llama, Path], prompt: str) -> None:
-    """llama.cpp computes with 8-bit activations, and other ones where rows are batched. Texts may part where that
-    decides between the two likeliest tokens; the test says where they do.
-    """
     client, llama, tokenizer = real
     tokens = token_ids_of(tokenizer, prompt)
-    ours, own = generate(client, tokens, temperature=0.0), llama.greedy_continuation(tokens, NUM_TOKENS)
-    if ours != own:
-        at = first_difference(ours, own)
-        first, second = np.sort(llama.logits_after(tokens + own[:at]))[-2:][::-1]
-        own_disagreement = max(llama.disagreement_after(tokens + own[:place]) for place in (at, NUM_TOKENS))
-        print(f"parted at token {at}: logits {first - second:.1e} apart, llama.cpp with itself {own_disagreement:.1e}")
-        assert first - second < 2 * own_disagreement
+    assert generate(client, tokens, temperature=0.0) == llama.greedy_continuation(tokens, NUM_TOKENS)
 
 
 def test_coupled_text_is_the_same_for_every_number_of_draft_tokens(real: tuple[Client, Llama, Path]) -> None:
