@@ -1,9 +1,9 @@
-"""The cache of machine-code files that outlive a process, with checks of their owner and integrity.
+"""The cache of files that outlive a process, with checks of their owner and, for machine code, integrity.
 
 A user who can write such a file can run code as the user who loads it. A file is therefore used only if only root and
 this user can have written it, in a folder in which no other user can replace it. Each file ends with a digest of its
 content, because damaged machine code would be run too. Called by `specdec.engine.kernels.library` and
-`specdec.engine.kernels.prebuilt`; `specdec.checkpoints.gguf` uses the same folder.
+`specdec.engine.kernels.prebuilt`; `specdec.checkpoints.gguf` and `specdec.engine.native.kept_layout` use its folder.
 """
 
 from __future__ import annotations
@@ -32,16 +32,21 @@ def cache_directory(environ: Mapping[str, str]) -> Path:
 def is_usable(path: Path) -> bool:
     """Return whether `path` is an undamaged file of `keep` that only root and this user can have written."""
     try:
-        status = path.stat()
-        is_ours = status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        content_bytes = status.st_size - _SEAL_BYTES
-        if not is_ours or content_bytes < 0 or not _is_guarded(path.parent):
+        content_bytes = path.stat().st_size - _SEAL_BYTES
+        if content_bytes < 0 or not is_own(path):
             return False
         with path.open("rb") as file:
             file.seek(content_bytes)
             return file.read() == _seal(path, content_bytes)
     except OSError:
         return False
+
+
+def is_own(path: Path) -> bool:
+    """Return whether only root and this user can have written the file `path`. Raises OSError: there is none."""
+    status = path.stat()
+    is_ours = status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return is_ours and _is_guarded(path.parent)
 
 
 def keep(built: Path, path: Path) -> None:

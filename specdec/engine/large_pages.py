@@ -43,8 +43,12 @@ class LargePages:
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a contiguous copy that starts at a cache line."""
-        taken = -(-tensor.nbytes // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
+        return self.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Return uint8 [num_bytes] zeros that start at a cache line."""
+        taken = -(-num_bytes // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
         if taken > len(self._rest):
             self._rest = zeros(-(-max(taken, _CHUNK_BYTES) // _PAGE_BYTES) * _PAGE_BYTES)
-        piece, self._rest = self._rest[: tensor.nbytes], self._rest[taken:]
-        return piece.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        piece, self._rest = self._rest[:num_bytes], self._rest[taken:]
+        return piece

@@ -34,10 +34,9 @@ from specdec.engine.model.checkpoint_model import (
     model_context,
     model_shape,
     pick_dtype,
-    pool_blocks,
     telling_progress,
 )
-from specdec.engine.model.kv_cache import KvCache, LayerShape, block_bytes
+from specdec.engine.model.kv_cache import KvCache, LayerShape, block_bytes, pool_blocks
 from specdec.engine.model.layer_probe import ProbedLayer, probe_layers, refusing_failures, register_probe
 from specdec.engine.model.model_runner import ForwardPass, GraphSource, ModelRunner, tapped_layers
 from specdec.engine.model.self_check import Arithmetic, Reference, require_same, take_reference
@@ -125,6 +124,10 @@ class ModelPart(Protocol):
         """Take `model` apart. `taps`: whether the layers' outputs are needed too."""
         ...
 
+    def keep(self, worker: Worker, request: LoadRequest, directory: Path, reference: Reference) -> None:
+        """Keep a worker that passed the self-check for later starts, if this kind of part can be kept."""
+        return
+
     def lead(self, own: Worker) -> Worker:
         """Wait for the other processes; return the worker that runs steps on all of them, or `own` where it follows."""
         return own
@@ -185,6 +188,8 @@ class _Load:
         worker = part.lead(own)
         if part.is_first:
             self._require_right(worker, reference, config)
+            if reference is not None:
+                part.keep(worker, request, directory, reference)
         return worker
 
     def _require_settings(self) -> None:

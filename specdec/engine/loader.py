@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specdec.engine.base import ModelShape, Worker
+from specdec.engine.kept_worker import keep_worker
 from specdec.engine.kernels.library import load_library
 from specdec.engine.linear.choice import projection_kinds
 from specdec.engine.linear.int8 import Int8Projection, hold_in_int8
@@ -25,13 +26,21 @@ from specdec.engine.linear.projection import relayout_linears
 from specdec.engine.linear.row_products import RowProjection
 from specdec.engine.load_pipeline import ModelPart, build_worker
 from specdec.engine.local_drafting import LocalDrafting
-from specdec.engine.model.checkpoint_model import first_line, pick_device, quietly, require_all_weights
+from specdec.engine.model.checkpoint_model import (
+    first_line,
+    model_context,
+    pick_device,
+    quietly,
+    require_all_weights,
+)
 from specdec.engine.model.early_exit import decoder_layers
 from specdec.engine.model.layer_probe import PROBE_NAME, refusing_failures
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass, GraphSource, TransformersForward
-from specdec.engine.model.self_check import Arithmetic
+from specdec.engine.model.self_check import Arithmetic, Reference
 from specdec.engine.model.thread_tuning import settle_threads
+from specdec.engine.native.model_layout import ModelLayout, fits, round_weight
+from specdec.engine.native.packing import Packing
 from specdec.engine.native.runner import NativeRunner
 from specdec.engine.options import AUTO, NATIVE, CompileOptions, LoadRequest
 from specdec.errors import InvalidRequest, Unsupported
@@ -82,7 +91,7 @@ class WholeModel(ModelPart):
         if not rounds_weights:
             return Arithmetic(torch.finfo(self.model.dtype).eps)
         if self.is_native:  # activations have 16 bits, scaled so that a row's largest uses all of them
-            return Arithmetic(torch.finfo(torch.float16).eps, NativeRunner.round_weight)
+            return Arithmetic(torch.finfo(torch.float16).eps, round_weight)
         return Arithmetic(torch.finfo(torch.bfloat16).eps, Int8Projection.round_weight)
 
     def native_runner(
@@ -90,12 +99,24 @@ class WholeModel(ModelPart):
     ) -> Worker | None:
         if self._library is None:
             return None
-        runner = NativeRunner(
-            self._library, self.model, source.cache, list(source.layer_kinds), shape, drafting.exits,
-            drafting.paged_heads(source.cache), is_int8=request.is_int8, is_compact=request.dtype != "float32",
-        )  # fmt: skip
+        # The shortest format that holds a weight exactly gives the same bits; float32 asks for weights as they are.
+        packing = Packing(self._library, is_compact=request.dtype != "float32")
+        layout = ModelLayout(
+            packing, self.model, source.cache, source.layer_kinds, shape.max_context_tokens, is_int8=request.is_int8
+        )
+        exits = {name: layout.early_exit(exit_, self.model.lm_head) for name, exit_ in drafting.exits.items()}
+        heads = drafting.paged_heads(source.cache)
+        runner = NativeRunner(self._library, layout.packed, source.cache, shape, exits, heads)
         _log.info("native kernels read %.0f MB of weights a step", runner.weight_bytes / 1e6)
         return runner
+
+    def keep(self, worker: Worker, request: LoadRequest, directory: Path, reference: Reference) -> None:
+        if isinstance(worker, NativeRunner) and self._library is not None:
+            config = self.model.config
+            keep_worker(
+                worker, request, directory, self._library, reference,
+                architecture=config.model_type, context=model_context(config),
+            )  # fmt: skip
 
     def forward_pass(self, request: LoadRequest, *, taps: bool) -> ForwardPass:
         kinds = projection_kinds(self.model, request.is_int8, request.compiling)
@@ -116,7 +137,7 @@ class WholeModel(ModelPart):
                 raise
             _log.warning("native kernels are not available; steps are slower: %s", error.message)
             return None
-        if NativeRunner.fits(library, self.model):
+        if fits(library, self.model):
             return library
         if options.backend == NATIVE:
             raise self._not_native()

@@ -113,6 +113,8 @@ class LoadRequest:
     """Compare the worker's logits with the model's own forward pass, and refuse a model whose logits differ."""
     local_drafts: tuple[LocalDraftSpec, ...] = ()
     """Drafts that the worker computes itself, under different names; for a whole model only."""
+    kept_in: Path | None = None
+    """Directory in which packed weights are kept for later starts; None keeps none. See `engine.kept_worker`."""
     note_loaded: Callable[[float], None] = field(default=lambda share: None, compare=False)
     """Called with the share of the weights that are loaded, 0..1, each time that it has risen."""
 

@@ -311,6 +311,7 @@ def load_request(
         compiling=compiling,
         self_check=settings.self_check == "on",
         local_drafts=local_drafts,
+        kept_in=cache_directory(os.environ) / "packed",
         note_loaded=note_loaded,
     )
 
@@ -324,7 +325,7 @@ def _load_worker(
     with memory.collector_at_rest():
         import torch
 
-        from specdec.engine.loader import load_worker
+        from specdec.engine.kept_worker import load_kept_worker
         from specdec.engine.options import AUTO, EAGER, NATIVE
 
     # Steps of `torch.compile` are compiled for a fixed number of threads, and a number that the user gave is kept.
@@ -337,4 +338,9 @@ def _load_worker(
         # Torch counts the cores of the machine. More threads than a container has processors' time only wait.
         torch.set_num_threads(min(torch.get_num_threads(), num_processors()))
     request = load_request(settings, num_decode_rows, note_loaded, local_drafts)
+    if kept := load_kept_worker(request, measures_threads=measures_threads):
+        return kept
+    with memory.collector_at_rest():  # with it come the modules of transformers
+        from specdec.engine.loader import load_worker
+
     return load_worker(request, measures_threads=measures_threads)

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.functional import linear
-from transformers import PreTrainedModel
 
 from specdec.engine.cuda_device import release_freed
 from specdec.engine.linear.protocol import AnyProjection
+
+if TYPE_CHECKING:  # its modules take 100 MB, and kept layouts are loaded without it
+    from transformers import PreTrainedModel
 
 #: Largest magnitude of an integer; the range is symmetric.
 LARGEST_INT8 = 127

@@ -1,7 +1,7 @@
 """Read a checkpoint's configuration and derive what is known before its weights are loaded.
 
-That is the checked configuration, device and dtype, the longest sequence, the size of the KV pool, and the description
-of the model for the layers above the worker. Called by `engine.load_pipeline` and its users.
+That is the checked configuration, device and dtype, the longest sequence, and the description of the model for the
+layers above the worker. Called by `engine.load_pipeline` and its users.
 """
 
 from __future__ import annotations
@@ -30,11 +30,6 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 #: Title of the progress bar that transformers moves once for each loaded weight.
 _WEIGHTS_BAR = "Loading weights"
-
-# By default a CPU pool holds this many sessions of this many tokens, within this many bytes.
-_CPU_SESSIONS = 64
-_CPU_SESSION_TOKENS = 2048
-_CPU_POOL_BYTES = 1 << 30
 
 
 def load_config(model: str, directory: Path) -> PreTrainedConfig:
@@ -195,29 +190,6 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     if ids is None:
         return ()
     return (ids,) if isinstance(ids, int) else tuple(ids)
-
-
-def pool_blocks(bytes_per_block: int, context: int, kv_cache_bytes: int | None, num_kv_blocks: int | None) -> int:
-    """Return the blocks of the KV pool: the requested number or bytes, or else the default of a CPU.
-
-    Raises:
-        InvalidRequest: there is no room for one block.
-    """
-    if num_kv_blocks is not None:
-        blocks = num_kv_blocks
-    elif kv_cache_bytes is not None:
-        blocks = kv_cache_bytes // bytes_per_block
-    else:
-        wanted = _CPU_SESSIONS * -(-min(context, _CPU_SESSION_TOKENS) // BLOCK_TOKENS)
-        # If a wide model's context does not fit into the limit, the pool holds one context nevertheless.
-        blocks = max(
-            min(wanted, _CPU_POOL_BYTES // bytes_per_block), -(-min(context, _CPU_SESSION_TOKENS) // BLOCK_TOKENS)
-        )
-    if blocks < 1:
-        raise InvalidRequest(
-            f"the KV pool has no room for one block of {bytes_per_block} bytes", field="kv_cache_bytes"
-        )
-    return blocks
 
 
 @contextmanager

@@ -11,15 +11,17 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import PreTrainedModel
 
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.settings.draft_specs import LocalDraftSpec
+
+if TYPE_CHECKING:  # its modules take 100 MB, and kept layouts are loaded without it
+    from transformers import PreTrainedModel
 
 _ADAPTER_FILE = "adapter.safetensors"
 

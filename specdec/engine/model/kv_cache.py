@@ -1,4 +1,4 @@
-"""Paged KV cache: one pool of blocks per layer, how a step reads and writes it, and copies of whole blocks.
+"""Paged KV cache: one pool of blocks per layer and its size, how a step accesses it, and copies of whole blocks.
 
 `engine.sessions.block_manager` decides which sequence owns which block; block ids are only addresses here. What a layer
 reads goes back to `engine.model.attention`. Built by `engine.load_pipeline`.
@@ -14,7 +14,13 @@ import torch
 from numpy.typing import NDArray
 
 from specdec.engine import large_pages
+from specdec.errors import InvalidRequest
 from specdec.types import BLOCK_TOKENS
+
+# By default a CPU pool holds this many sessions of this many tokens, within this many bytes.
+_CPU_SESSIONS = 64
+_CPU_SESSION_TOKENS = 2048
+_CPU_POOL_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +164,29 @@ class BlockCopies:
 def block_bytes(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
     """Return the bytes of one block over all layers."""
     return sum(shape.row_width for shape in shapes) * BLOCK_TOKENS * dtype.itemsize
+
+
+def pool_blocks(bytes_per_block: int, context: int, kv_cache_bytes: int | None, num_kv_blocks: int | None) -> int:
+    """Return the blocks of the KV pool: the requested number or bytes, or else the default of a CPU.
+
+    Raises:
+        InvalidRequest: there is no room for one block.
+    """
+    if num_kv_blocks is not None:
+        blocks = num_kv_blocks
+    elif kv_cache_bytes is not None:
+        blocks = kv_cache_bytes // bytes_per_block
+    else:
+        wanted = _CPU_SESSIONS * -(-min(context, _CPU_SESSION_TOKENS) // BLOCK_TOKENS)
+        # If a wide model's context does not fit into the limit, the pool holds one context nevertheless.
+        blocks = max(
+            min(wanted, _CPU_POOL_BYTES // bytes_per_block), -(-min(context, _CPU_SESSION_TOKENS) // BLOCK_TOKENS)
+        )
+    if blocks < 1:
+        raise InvalidRequest(
+            f"the KV pool has no room for one block of {bytes_per_block} bytes", field="kv_cache_bytes"
+        )
+    return blocks
 
 
 def _zeros(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

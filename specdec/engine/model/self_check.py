@@ -12,15 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from specdec.engine.base import ModelShape, SequenceSlice, StepPlan, Worker
 from specdec.engine.model.batch import AttentionKind
 from specdec.errors import Unsupported
 from specdec.types import BLOCK_TOKENS
+
+if TYPE_CHECKING:  # its modules take 100 MB, and kept layouts are loaded without it
+    from transformers import PreTrainedModel
 
 # Tokens of the longer sequence, unless a window needs more, and by how many tokens the other one is shorter.
 _TOKENS = 56

@@ -1,22 +1,41 @@
 """The kernels' structures of a whole model, and of its early exits.
 
-The weights are packed by `packing`. Called by `runner`.
+The weights are packed by `packing`. Called by `engine.loader`.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec.engine.linear.int8 import round_to_int8
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.early_exit import EarlyExit
 from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_shape import LlamaLayer, has_qk_norm
-from specdec.engine.native.packing import Packing
+from specdec.engine.model.llama_stack import LlamaStack
+from specdec.engine.native.packing import MOST_INT8_INPUTS, PackedModel, Packing
 from specdec.engine.native.structures import Layer, Model, Product
+
+
+def fits(library: ctypes.CDLL, model: PreTrainedModel) -> bool:
+    """Return whether the kernels support this model."""
+    if not LlamaStack.fits(model) or model.device.type != "cpu" or model.dtype != torch.float32:
+        return False
+    attention = model.model.layers[0].self_attn
+    fits = library.specdec_fits(attention.q_proj.in_features, attention.head_dim)
+    widest = max(attention.q_proj.in_features, attention.q_proj.out_features, model.config.intermediate_size)
+    return bool(fits) and widest <= MOST_INT8_INPUTS and model.config.hidden_act in ("silu", "swish")
+
+
+def round_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight [out, in] with the rounding of int8 weights."""
+    return round_to_int8(weight).rounded()
 
 
 class ModelLayout:
@@ -36,7 +55,7 @@ class ModelLayout:
 
         Args:
             packing: packs and keeps the weights.
-            model: a model that `NativeRunner.fits`.
+            model: a model that `fits`.
             cache: the KV pool.
             kinds: attention kind of each layer.
             max_context_tokens: number of positions in the rotary tables.
@@ -54,7 +73,7 @@ class ModelLayout:
             cosines, sines = inner.rotary_emb(torch.empty(0), positions)
         qk_norm = getattr(first, "q_norm", inner.norm)
         embeddings, embedding_format = packing.embedding(inner.embed_tokens.weight)
-        self.model = Model(
+        model_structure = Model(
             layers=self._layers,
             num_layers=len(self._layers),
             hidden=first.q_proj.in_features,
@@ -73,10 +92,12 @@ class ModelLayout:
             qk_epsilon=qk_norm.variance_epsilon,
             scaling=first.scaling,
         )
+        num_embeddings = len(cast(nn.Embedding, model.get_input_embeddings()).weight)
+        self.packed = PackedModel(packing, model_structure, num_embeddings)
 
     def early_exit(self, early_exit: EarlyExit, head: nn.Linear) -> Model:
         """Return the model with fewer layers, its adapter multiplied into the output head."""
-        short = Model.from_buffer_copy(self.model)
+        short = Model.from_buffer_copy(self.packed.model)
         short.num_layers = early_exit.num_layers
         short.num_tapped = short.num_draft_heads = 0
         if early_exit.adapter is not None:

@@ -1,18 +1,21 @@
 """Packing of weights into the layout that the kernels read (`layout.h`), and the memory that holds them.
 
-Number formats are in `weight_formats`. Called by `runner`, `model_layout` and `draft_head`.
+Number formats are in `weight_formats`. Called by `model_layout`, `draft_head` and `kept_layout`.
 """
 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from specdec.engine.large_pages import LargePages
 from specdec.engine.linear.int8 import LARGEST_INT8, round_to_int8
-from specdec.engine.native.structures import Product
+from specdec.engine.native.structures import Model, Product
 from specdec.engine.native.weight_formats import FORMAT_OF, Format, halved, pack, pack_shortest
 
 #: Byte that stands for 0 in a row of integers: the kernels read unsigned bytes (`ZERO` in `layout.h`).
@@ -30,12 +33,28 @@ class Packing:
         self._panel: int = library.specdec_panel()
         self._is_compact = is_compact
         self._pages = LargePages()
-        self._kept: list[torch.Tensor] = []  # the structures point to these
+        self._kept: list[torch.Tensor | NDArray[np.uint8]] = []  # the structures point to these
 
     @property
     def num_bytes(self) -> int:
-        """Total size of the kept tensors."""
-        return sum(tensor.nbytes for tensor in self._kept)
+        """Total size of what is kept."""
+        return sum(kept.nbytes for kept in self._kept)
+
+    def pieces(self) -> dict[int, NDArray[np.uint8]]:
+        """Return the bytes of everything that is kept, by its address."""
+        arrays = [kept.view(torch.uint8).numpy() if isinstance(kept, torch.Tensor) else kept for kept in self._kept]
+        return {array.ctypes.data: array.reshape(-1) for array in arrays}
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return room that is kept, in large pages, to be filled with bytes that were packed before."""
+        room: NDArray[np.uint8] = self._pages.take(num_bytes).numpy()  # keeps the pages alive
+        self._kept.append(room)
+        return room
+
+    def hold(self, piece: NDArray[np.uint8]) -> int:
+        """Keep bytes that were packed before, such as a part of a mapped file, and return their address."""
+        self._kept.append(piece)
+        return piece.ctypes.data
 
     def padded(self, outputs: int) -> int:
         """Return the number of outputs rounded up to whole panels."""
@@ -43,8 +62,9 @@ class Packing:
 
     def keep(self, tensor: torch.Tensor) -> int:
         """Keep a contiguous tensor and return its address."""
-        self._kept.append(tensor.detach().contiguous())
-        return self._kept[-1].data_ptr()
+        kept = tensor.detach().contiguous()
+        self._kept.append(kept)
+        return kept.data_ptr()
 
     def embedding(self, table: torch.Tensor) -> tuple[int, Format]:
         """Keep a table [rows, H] and return its address and format."""
@@ -81,3 +101,14 @@ class Packing:
         """Append zeros to [outputs, ...] up to whole panels."""
         padding = self.padded(len(rows)) - len(rows)
         return torch.cat((rows, rows.new_zeros(padding, *rows.shape[1:]))) if padding else rows
+
+
+@dataclass(frozen=True, slots=True)
+class PackedModel:
+    """A model in the layout that the kernels read."""
+
+    packing: Packing
+    """Holds the memory that `model` points to."""
+    model: Model
+    num_embeddings: int
+    """Rows of the embedding table."""

@@ -1,8 +1,8 @@
 """A worker whose steps are one call into the compiled kernels.
 
-It supports Llama-shaped models that compute in float32 on a CPU (`NativeRunner.fits`). Weights are laid out by
-`model_layout` and `draft_head`, and a plan becomes the arrays of `engine/kernels/layout.h`; `step.cpp` beside it
-computes the step. Called by `engine.loader`.
+It supports Llama-shaped models that compute in float32 on a CPU (`model_layout.fits`). Weights are laid out by
+`model_layout` and `draft_head`, or were kept by `kept_layout`; a plan becomes the arrays of `engine/kernels/layout.h`,
+and `step.cpp` beside it computes the step. Called by `engine.loader` and `engine.kept_worker`.
 """
 
 from __future__ import annotations
@@ -14,26 +14,21 @@ from ctypes import POINTER, c_int
 from dataclasses import replace
 from itertools import accumulate, chain
 from types import MappingProxyType
-from typing import cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
-from transformers import PreTrainedModel
 
 from specdec.engine.base import ModelShape, MultiStepDrafts, SequenceSlice, StepPlan, Worker
-from specdec.engine.linear.int8 import round_to_int8
-from specdec.engine.model.batch import AttentionKind
-from specdec.engine.model.early_exit import EarlyExit
-from specdec.engine.model.kv_cache import KvCache
-from specdec.engine.model.llama_stack import LlamaStack
-from specdec.engine.model.model_runner import LocalHead
+from specdec.engine.model.kv_cache import KvCache, LayerShape
 from specdec.engine.native.draft_head import NativeHead
-from specdec.engine.native.model_layout import ModelLayout
-from specdec.engine.native.packing import MOST_INT8_INPUTS, Packing
+from specdec.engine.native.packing import PackedModel
 from specdec.engine.native.structures import Batch, DraftHead, Model, MultiStep
 from specdec.types import BLOCK_TOKENS
+
+if TYPE_CHECKING:  # with it come the modules of transformers, which kept layouts are loaded without
+    from specdec.engine.model.model_runner import LocalHead
 
 
 def _require_range(values: Sequence[int], size: int, name: str) -> None:
@@ -57,29 +52,20 @@ class NativeRunner(Worker):
     def __init__(
         self,
         library: ctypes.CDLL,
-        model: PreTrainedModel,
+        packed: PackedModel,
         cache: KvCache,
-        kinds: list[AttentionKind],
         shape: ModelShape,
-        exits: Mapping[str, EarlyExit] = MappingProxyType({}),
+        exits: Mapping[str, Model] = MappingProxyType({}),
         heads: Mapping[str, LocalHead] = MappingProxyType({}),
-        *,
-        is_int8: bool,
-        is_compact: bool,
     ) -> None:
-        """Take the weights of `model` over layer by layer; the model cannot run afterwards.
-
+        """
         Args:
             library: the compiled kernels.
-            model: a model that `fits`.
+            packed: the model, whose layers write into `cache`.
             cache: the KV pool.
-            kinds: the attention kind of each layer.
             shape: the worker's shape.
-            exits: early exits, by the name of the local draft.
+            exits: early exits of the model, by the name of the local draft.
             heads: draft heads, by the name of the local draft.
-            is_int8: whether to round the layers' weights to integers.
-            is_compact: whether to keep weights in the shortest format that holds them exactly; the logits have the same
-                bits.
         """
         self.shape = shape
         self._library = library
@@ -87,12 +73,13 @@ class NativeRunner(Worker):
         library.specdec_multi_step.argtypes = [POINTER(Model), POINTER(Batch), POINTER(MultiStep), c_int]
         library.specdec_draft.argtypes = [POINTER(DraftHead), POINTER(Batch), c_int]
         self._cache = cache
-        self._packing = Packing(library, is_compact=is_compact)
+        self.packed = packed
+        """The model; what it holds lives as long as it."""
+        self._packing = packed.packing
         self._max_queries: int = library.specdec_max_queries()
-        self._num_embeddings = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
-        self._layout = ModelLayout(self._packing, model, cache, kinds, shape.max_context_tokens, is_int8=is_int8)
-        self._model = self._layout.model
-        self._drafts = {name: self._layout.early_exit(exit_, model.lm_head) for name, exit_ in exits.items()}
+        self._num_embeddings = packed.num_embeddings
+        self._model = packed.model
+        self._drafts = exits
         self._tapped = tuple(sorted({layer for head in heads.values() for layer in head.feature_layers}))
         self._model.num_tapped = len(self._tapped)
         self._model.tapped = self._packing.keep(torch.tensor(self._tapped, dtype=torch.int64))
@@ -111,20 +98,10 @@ class NativeRunner(Worker):
         self._placed = (0, 0, 0)
         """Numbers of tokens, score columns and threads that the working memory of `_batch` is laid out for."""
 
-    @staticmethod
-    def fits(library: ctypes.CDLL, model: PreTrainedModel) -> bool:
-        """Return whether the kernels support this model."""
-        if not LlamaStack.fits(model) or model.device.type != "cpu" or model.dtype != torch.float32:
-            return False
-        attention = model.model.layers[0].self_attn
-        fits = library.specdec_fits(attention.q_proj.in_features, attention.head_dim)
-        widest = max(attention.q_proj.in_features, attention.q_proj.out_features, model.config.intermediate_size)
-        return bool(fits) and widest <= MOST_INT8_INPUTS and model.config.hidden_act in ("silu", "swish")
-
-    @staticmethod
-    def round_weight(weight: torch.Tensor) -> torch.Tensor:
-        """Return a weight [out, in] with the rounding of int8 weights."""
-        return round_to_int8(weight).rounded()
+    @property
+    def layer_shapes(self) -> list[LayerShape]:
+        """What each layer caches."""
+        return [layer.shape for layer in self._cache.layers]
 
     @property
     def weight_bytes(self) -> int:

@@ -1,0 +1,214 @@
+"""Workers of packed models that an earlier start kept, for starts without transformers and without packing again.
+
+A model that native kernels run whole, without local drafts, is kept once it has passed the self-check, with the logits
+that the checkpoint's own forward pass gave. A later start reads it and compares its worker with these logits again. The
+file's name says what it depends on: the checkpoint's files, the kernels, and how weights are rounded and packed.
+Called by `specdec.service.replica_main`; `engine.loader` keeps models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+from specdec.checkpoints.locate import checkpoint_fingerprint, locate_checkpoint
+from specdec.engine.base import KvLayout, ModelShape, Worker
+from specdec.engine.kernels.library import load_library
+from specdec.engine.model.batch_invariance import require_batch_invariance
+from specdec.engine.model.kv_cache import KvCache, LayerShape, block_bytes, pool_blocks
+from specdec.engine.model.self_check import Reference, require_same
+from specdec.engine.model.thread_tuning import settle_threads
+from specdec.engine.native.kept_layout import KeptLayout, Unreadable, keep, open_kept
+from specdec.engine.native.runner import NativeRunner
+from specdec.engine.options import AUTO, NATIVE, LoadRequest
+from specdec.errors import Unsupported
+from specdec.settings.devices import likely_device
+from specdec.types import BLOCK_TOKENS
+
+_log = logging.getLogger(__name__)
+
+_KEPT_DTYPES = ("auto", "float32", "int8")
+#: Lines that tell how much of a model has been written.
+_NUM_LINES = 4
+
+
+def load_kept_worker(request: LoadRequest, *, measures_threads: bool = False) -> Worker | None:
+    """Load a model that was kept, or return None if it has to be loaded from its checkpoint.
+
+    Args:
+        request: what to load.
+        measures_threads: as `engine.loader.load_worker`.
+
+    Raises:
+        InvalidRequest: the KV pool has no room for one block, or the model does not exist.
+        Unsupported: the worker does not keep the promise of `--deterministic`.
+    """
+    if not _may_be_kept(request):
+        return None
+    directory = locate_checkpoint(request.model)
+    try:
+        library = load_library(request.compiling.directory)
+        path = _path(request, directory, library)
+        if path is None:
+            return None
+        kept = open_kept(path)
+    except (Unsupported, Unreadable):
+        return None
+    if request.num_threads is not None:
+        torch.set_num_threads(request.num_threads)
+    try:
+        worker = _load(kept, request, library)
+    except (Unreadable, Unsupported) as error:
+        _log.warning("loading the checkpoint, because its packed weights cannot be used: %s: %s", path, error)
+        return None
+    if worker is not None:
+        if request.compiling.is_deterministic:
+            require_batch_invariance(worker)
+        if measures_threads:
+            settle_threads(worker)
+    return worker
+
+
+def keep_worker(
+    worker: NativeRunner,
+    request: LoadRequest,
+    directory: Path,
+    library: ctypes.CDLL,
+    reference: Reference,
+    *,
+    architecture: str,
+    context: int,
+) -> None:
+    """Keep the model of a worker that passed the self-check, if it can be kept; a full disk is only reported.
+
+    Args:
+        worker: a worker of `request`.
+        request: what was loaded.
+        directory: the checkpoint's.
+        library: the worker's kernels.
+        reference: what the worker was compared with.
+        architecture: type of the model.
+        context: most tokens that the model supports, whatever was requested.
+    """
+    path = _path(request, directory, library) if _may_be_kept(request) else None
+    if path is None:
+        return
+    shape = worker.shape
+    facts = {
+        "architecture": architecture,
+        "context": context,
+        "positions": shape.max_context_tokens,
+        "layers": [(layer.num_kv_heads, layer.key_dim, layer.value_dim) for layer in worker.layer_shapes],
+        "sequences": reference.sequences,
+        "spread": reference.spread,
+        "noise": reference.noise,
+        "vocabulary_size": shape.vocabulary_size,
+        "eos_token_ids": shape.eos_token_ids,
+        "model_fingerprint": shape.model_fingerprint,
+        "vocabulary_fingerprint": shape.vocabulary_fingerprint,
+        "dtype": shape.dtype,
+    }
+    began_s = time.monotonic()
+    try:
+        keep(path, worker.packed, facts, [rows.numpy() for rows in reference.logits], _Progress().note)
+    except OSError as error:
+        _log.warning("packed weights are not kept, so later starts pack them again: %s: %s", path, error)
+        return
+    _log.info("kept packed weights in %.1f s: %s", time.monotonic() - began_s, path)
+
+
+def _may_be_kept(request: LoadRequest) -> bool:
+    options = request.compiling
+    return (
+        request.kept_in is not None
+        and not request.local_drafts
+        and request.dtype in _KEPT_DTYPES
+        and options.backend in (AUTO, NATIVE)
+        and options.capture is None
+        and likely_device(request.device) == "cpu"
+    )
+
+
+def _path(request: LoadRequest, directory: Path, library: ctypes.CDLL) -> Path | None:
+    """Return the file of a model; None if the kernels' own file is gone, which tells them from others."""
+    try:
+        kernels = Path(library._name).read_bytes()
+    except OSError:
+        return None
+    digest = hashlib.blake2b(kernels, digest_size=16)
+    for path in sorted(directory.glob("*.json")):  # the vocabulary and the tokens that end a text are in these
+        digest.update(f"{path.name}:{path.stat().st_size}".encode() + path.read_bytes())
+    digest.update(checkpoint_fingerprint(directory, request.dtype).encode())
+    assert request.kept_in is not None  # otherwise nothing is kept
+    return request.kept_in / f"{digest.hexdigest()}.packed"
+
+
+def _load(kept: KeptLayout, request: LoadRequest, library: ctypes.CDLL) -> Worker | None:
+    """Return the worker, or None if it would have other limits than the file allows.
+
+    Raises:
+        Unreadable: the file is damaged.
+        Unsupported: the worker's logits are not those that were kept.
+    """
+    began_s = time.monotonic()
+    facts = kept.facts
+    layers = [LayerShape(*sizes) for sizes in facts["layers"]]
+    context = min(facts["context"], request.max_context_tokens or facts["context"])
+    one_block = block_bytes(layers, torch.float32)
+    num_blocks = pool_blocks(one_block, context, request.kv_cache_bytes, request.num_kv_blocks)
+    context = min(context, num_blocks * BLOCK_TOKENS)
+    lengths = list(map(len, facts["sequences"]))
+    blocks_of_check = sum(-(-length // BLOCK_TOKENS) for length in lengths)
+    if not max(lengths) <= context <= facts["positions"] or num_blocks < blocks_of_check:
+        return None
+    _log.info("reading packed weights of %s", request.model)
+    cache = KvCache(layers, num_blocks=num_blocks, dtype=torch.float32, device=torch.device("cpu"))
+    packed = kept.load(library, [layer.rows.data_ptr() for layer in cache.layers], request.note_loaded)
+    layout = KvLayout("float32", tuple(block_bytes([layer], torch.float32) for layer in layers))
+    shape = ModelShape(
+        vocabulary_size=facts["vocabulary_size"],
+        max_context_tokens=context,
+        eos_token_ids=tuple(facts["eos_token_ids"]),
+        model_fingerprint=facts["model_fingerprint"],
+        vocabulary_fingerprint=facts["vocabulary_fingerprint"],
+        num_kv_blocks=num_blocks,
+        dtype=facts["dtype"],
+        device="cpu",
+        kv_layout=layout,
+    )
+    worker = NativeRunner(library, packed, cache, shape)
+    _log.info("read packed weights in %.1f s", time.monotonic() - began_s)
+    if request.self_check:
+        began_s = time.monotonic()
+        require_same(worker, _reference(kept), facts["architecture"])
+        _log.info("self-check passed in %.1f s", time.monotonic() - began_s)
+    return worker
+
+
+def _reference(kept: KeptLayout) -> Reference:
+    """Return what the checkpoint's own forward pass gave. Raises Unreadable."""
+    facts = kept.facts
+    return Reference(
+        tuple(map(tuple, facts["sequences"])),
+        tuple(map(torch.from_numpy, kept.arrays())),
+        facts["spread"],
+        facts["noise"],
+    )
+
+
+class _Progress:
+    """Log lines that tell how much of a file has been written."""
+
+    def __init__(self) -> None:
+        self._num_told = 0
+
+    def note(self, share: float) -> None:
+        """Tell that this share is written, 0..1, if a line is due."""
+        if int(share * _NUM_LINES) > self._num_told:
+            self._num_told = int(share * _NUM_LINES)
+            _log.info("keeping packed weights for later starts: %.0f %%", share * 100, extra={"progress": "keeping"})
