@@ -88,6 +88,30 @@ def test_compact_weights_give_the_bits_of_float32_in_about_half_the_memory(
     assert compact.shape == whole.shape
 
 
+def round_as_q6_k(directory: Path) -> None:
+    """Round a checkpoint's matrices to numbers that Q6_K can have, for which the package has no quantiser.
+
+    Sixteen numbers share a scale, a binary16 number times an integer of 8 bits; the numbers are 6 bits wide.
+    """
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    for name, tensor in weights.items():
+        if tensor.ndim == 2:
+            groups = tensor.float().view(len(tensor), -1, 16)
+            outer = (groups.abs().amax() / 4000).half().float()
+            scale = outer * (groups.abs().amax(-1, keepdim=True) / 31 / outer).round().clamp(1, 127)
+            weights[name] = ((groups / scale).round().clamp(-32, 31) * scale).flatten(1)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def test_numbers_of_q6_k_keep_their_bits_in_a_fraction_of_the_memory(tmp_path: Path) -> None:
+    directory = build_tiny_model("llama", tmp_path / "model", vocabulary_size=96, context=64, config_overrides=WIDE)
+    round_as_q6_k(directory)
+    compact, whole = load(directory, "auto"), load(directory, "float32")
+    assert all(map(torch.equal, logits_of(compact), logits_of(whole)))
+    assert compact.weight_bytes < 0.45 * whole.weight_bytes
+
+
 @pytest.mark.parametrize(("kind", "share"), [(GGMLQuantizationType.Q4_1, 0.25), (GGMLQuantizationType.Q8_0, 0.38)])
 def test_quantised_weights_keep_their_bits_in_a_fraction_of_the_memory(
     kind: GGMLQuantizationType, share: float, tmp_path: Path
@@ -146,12 +170,14 @@ def test_compact_weights_give_the_bits_of_float32_on_processors_with_narrower_ve
     dtype: torch.dtype, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_with(flags, tmp_path, monkeypatch)
-    for rounded in (None, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0):
+    for rounded in (None, "Q6_K", GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0):
         directory = build_tiny_model(
             "llama", tmp_path / str(rounded), vocabulary_size=96, context=64, config_overrides=WIDE
         )
         if rounded is None:
             store_as(directory, dtype, odd=True)
+        elif isinstance(rounded, str):
+            round_as_q6_k(directory)
         else:
             round_as(directory, rounded)
         compact, whole = (load(directory, name, tmp_path / "kept") for name in ("auto", "float32"))

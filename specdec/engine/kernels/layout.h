@@ -12,14 +12,16 @@ constexpr int PANEL_VECTORS = 2;
 constexpr int PANEL = LANES * PANEL_VECTORS;  // outputs side by side in a panel
 constexpr int GROUP = 4;                      // inputs of int8 weights that are multiplied and summed at once
 constexpr int SHARED = 32;                    // inputs of scaled weights that share a scale
+constexpr int FINE = 16;                      // inputs of fine weights that share a scale
 constexpr int ZERO = 128;                     // byte that stands for 0 in a row of integers
 constexpr int KEYS = 16;                      // tokens of a KV block
 constexpr int MAX_QUERIES = 4;                // queries that share a key while it is in registers
 constexpr int CACHE_LINE = 64;                // bytes
 
 // Number format of a weight matrix. A weight in SCALED4 or SCALED8 is scale * integer + offset, computed in float32 and
-// rounded once; SHARED consecutive inputs of an output share a scale and an offset.
-enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, SCALED4 = 4, SCALED8 = 5 };
+// rounded once; SHARED consecutive inputs of an output share a scale and an offset. A weight in FINE8 is scale * integer,
+// rounded once; FINE consecutive inputs of an output share a scale in float32.
+enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, SCALED4 = 4, SCALED8 = 5, FINE8 = 6 };
 
 int64_t padded(int64_t outputs) { return (outputs + PANEL - 1) / PANEL * PANEL; }
 
@@ -33,6 +35,7 @@ int64_t grouped(int64_t inputs) { return (inputs + GROUP - 1) / GROUP * GROUP; }
 // - int8: [ceil(outputs / PANEL)][ceil(inputs / GROUP)][PANEL][GROUP].
 // - scaled: [ceil(outputs / PANEL)][inputs / SHARED], each with PANEL scales and PANEL offsets in binary16, then SHARED
 //   times PANEL integers: signed bytes, or unsigned half bytes whose low halves are the panel's first outputs.
+// - fine: [ceil(outputs / PANEL)][inputs / FINE], each with PANEL scales in float32, then FINE times PANEL signed bytes.
 struct Product {
     const void* weights;
     int64_t format;          // `Format` of `weights`

@@ -83,6 +83,36 @@ private:
     Vector scale_[PANEL_VECTORS], offset_[PANEL_VECTORS];
 };
 
+// Reads weights of 8 bits with fine scales (`Format`); rounds once, as the conversion to float32 did.
+class Fine8 {
+public:
+    static constexpr int ROWS_TO_ASK = ROWS_TO_ASK_FOR_SHORT;
+
+    Fine8(const Product& product, int64_t panel)
+        : from_(static_cast<const int8_t*>(product.weights) + panel * (product.inputs / FINE) * BYTES) {}
+
+    template <bool AHEAD>
+    void next(Vector* weights) {
+        if (left_ == 0) {
+            if constexpr (AHEAD) ask_ahead<BYTES>(from_);
+            load_panel(reinterpret_cast<const float*>(from_), scale_);
+            from_ += PANEL * sizeof(float);
+            left_ = FINE;
+        }
+        for (int part = 0; part < PANEL_VECTORS; ++part)
+            weights[part] = load_signed(from_ + part * LANES) * scale_[part];
+        from_ += PANEL;
+        --left_;
+    }
+
+private:
+    static constexpr int64_t BYTES = PANEL * sizeof(float) + FINE * PANEL;
+
+    const int8_t* from_;
+    int64_t left_ = 0;
+    Vector scale_[PANEL_VECTORS];
+};
+
 // ROWS rows of x times one panel. Weights are read once and stay in registers for all rows.
 template <int ROWS, class Reader>
 void multiply_rows(const Product& product, int64_t panel, const float* x, int64_t x_stride, float* y, int64_t y_stride,
@@ -139,6 +169,7 @@ void apply(const Product& product, const Batch& batch, const float* x, int64_t x
                               : product.format == FLOAT16 ? multiply_panel<Plain<Float16>>
                               : product.format == SCALED4 ? multiply_panel<Scaled<4>>
                               : product.format == SCALED8 ? multiply_panel<Scaled<8>>
+                              : product.format == FINE8   ? multiply_panel<Fine8>
                                                           : multiply_panel<Plain<float>>;
 #pragma omp for schedule(static)
         for (int64_t panel = 0; panel < panels; ++panel) multiply(product, panel, x, x_stride, rows, y, y_stride, into);

@@ -1,8 +1,9 @@
 """The shortest format that holds a weight matrix exactly, and packing into panels in that format.
 
 The format is found by conversion and comparison, not from the checkpoint's metadata. Weights that were stored in 16
-bits or in llama.cpp's Q4_1 or Q8_0 and then converted to float32 go back to their stored format, and the kernels
-restore the same float32 numbers. `layout.h` describes the formats (`Format` and `Product`). Called by `packing`.
+bits or in llama.cpp's Q4_1 or Q8_0 and then converted to float32 go back to their stored format; those of Q6_K and of
+other types without offsets become bytes with the same scales. The kernels restore the same float32 numbers. `layout.h`
+describes the formats (`Format` and `Product`). Called by `packing`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,19 @@ class Format(IntEnum):
     INT8 = 3
     SCALED4 = 4
     SCALED8 = 5
+    FINE8 = 6
 
 
 FORMAT_OF = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16, torch.float16: Format.FLOAT16}
 
 #: Number of consecutive inputs of an output that share a scale and an offset; `SHARED` in `layout.h`.
 SHARED = 32
+#: The same for fine scales, without offsets; `FINE` in `layout.h`.
+FINE = 16
+#: Largest magnitudes of a group's integers, those of Q6_K and Q5_0 first.
+_FINE_STEPS = (*range(32, 0, -1), *range(33, 128))
+#: Number of rows whose fine scales are sought at a time: it takes several copies of them.
+_FINE_AT_ONCE = 4096
 
 #: Number of rows that are tried first: if a format does not fit, these rows mostly show it.
 _FIRST_ROWS = 4
@@ -69,7 +77,10 @@ def pack_shortest(weight: torch.Tensor, panel: int) -> tuple[Format, torch.Tenso
         for format_, scale in ((Format.SCALED4, _scale4), (Format.SCALED8, _scale8)):
             if all(torch.equal(scale(part).weight, part) for part in _from_small(weight)):
                 return format_, _pack_scaled(scale(weight), panel, format_)
-    return pack(halved(weight), panel)
+    shorter = halved(weight)
+    if shorter.dtype == torch.float32 and (fine := _fine8(weight)) is not None:
+        return Format.FINE8, _pack_fine(*fine, panel)
+    return pack(shorter, panel)
 
 
 def pack(weight: torch.Tensor, panel: int) -> tuple[Format, torch.Tensor]:
@@ -106,6 +117,55 @@ def _rounded(
     steps = (groups - offsets.float().unsqueeze(-1)) / scales.float().unsqueeze(-1)
     # A scale of 0 gives NaN: all numbers of the group then equal the offset.
     return Scaled(steps.nan_to_num_(0.0).round_().clamp_(least, most).to(dtype), scales, offsets)
+
+
+def _fine8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the weight as integers with fine scales, or None unless that is exact.
+
+    Args:
+        weight: float32 [outputs, inputs].
+
+    Returns:
+        int8 [outputs, inputs / FINE, FINE] and float32 [outputs, inputs / FINE].
+    """
+    if weight.shape[1] % FINE or _fine_rows(weight[:_FIRST_ROWS]) is None:
+        return None
+    parts = []
+    for rows in weight.split(_FINE_AT_ONCE):
+        if (part := _fine_rows(rows)) is None:
+            return None
+        parts.append(part)
+    integers, scales = map(torch.cat, zip(*parts, strict=True))
+    return integers, scales
+
+
+def _fine_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return what `_fine8` does, for a few rows.
+
+    A group's largest number is its scale times an integer that is not known, so every integer is tried.
+    """
+    groups = weight.reshape(-1, FINE)
+    integers = torch.zeros(groups.shape, dtype=torch.int8)
+    scales = torch.zeros(len(groups))
+    left = torch.arange(len(groups))
+    for largest in _FINE_STEPS:
+        tried = groups[left]
+        scale = tried.abs().amax(-1) / largest
+        steps = (tried / scale.unsqueeze(-1)).nan_to_num_(0.0).round_()  # a group of zeros has the scale 0
+        fits = (steps * scale.unsqueeze(-1) == tried).all(-1)
+        integers[left[fits]], scales[left[fits]] = steps[fits].to(torch.int8), scale[fits]
+        left = left[~fits]
+        if not len(left):
+            return integers.view(len(weight), -1, FINE), scales.view(len(weight), -1)
+    return None
+
+
+def _pack_fine(integers: torch.Tensor, scales: torch.Tensor, panel: int) -> torch.Tensor:
+    """Return the packed bytes, uint8 [panels, groups, bytes of a group]; see `layout.h`."""
+    outputs, groups, _ = integers.shape
+    shared = scales.view(-1, panel, groups).transpose(1, 2).contiguous().view(torch.uint8)
+    rows = integers.view(-1, panel, groups, FINE).permute(0, 2, 3, 1).contiguous().view(torch.uint8)
+    return torch.cat((shared, rows.view(outputs // panel, groups, -1)), dim=-1)
 
 
 def _pack_scaled(scaled: Scaled, panel: int, format_: Format) -> torch.Tensor:
