@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import AsyncExitStack
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -343,4 +343,15 @@ def _load_worker(
     with memory.collector_at_rest():  # with it come the modules of transformers
         from specdec.engine.loader import load_worker
 
-    return load_worker(request, measures_threads=measures_threads)
+    return _read_back(request, load_worker(request, measures_threads=measures_threads))
+
+
+def _read_back(request: LoadRequest, loaded: Worker) -> Worker:
+    """Return a worker of what has just been kept, or `loaded` itself.
+
+    Tables of a worker that was packed here lie in the checkpoint's weights and hold all of them. It is a parameter, and
+    no variable of the caller, because transformers keeps an error of its imports and with it the caller's variables.
+    """
+    from specdec.engine.kept_worker import load_kept_worker
+
+    return load_kept_worker(replace(request, self_check=False, note_loaded=lambda share: None)) or loaded
