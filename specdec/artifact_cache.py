@@ -8,17 +8,20 @@ content, because damaged machine code would be run too. Called by `specdec.engin
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 _SEAL_BYTES = 16
 _READ_BYTES = 1 << 20
+_UNUSED_S = 30 * 24 * 3600.0
 
 
 def cache_directory(environ: Mapping[str, str]) -> Path:
@@ -86,6 +89,26 @@ def make_folder(directory: Path) -> None:
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from error
     if not _is_guarded(directory):
         raise PermissionError(errno.EPERM, "other users could replace files in this folder", str(directory))
+
+
+def make_room(folder: Path, num_bytes: int) -> None:
+    """Remove files of a folder that no process has used for 30 days, and require room for a new one.
+
+    Raises:
+        OSError: less than twice `num_bytes` is free.
+    """
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):  # another process may have removed it
+            if path.stat().st_mtime < time.time() - _UNUSED_S:
+                path.unlink()
+    if shutil.disk_usage(folder).free < 2 * num_bytes:
+        raise OSError(errno.ENOSPC, f"{num_bytes >> 20} MB would take more than half of the free disk", str(folder))
+
+
+def note_use(path: Path) -> None:
+    """Note that a file of `make_room` was used now, where this process may."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
 
 
 def _is_guarded(directory: Path) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,3 +166,27 @@ def test_a_folder_that_cannot_be_written_is_only_told(
     (tmp_path / "a file").touch()
     load_worker(request_for(kept_in=tmp_path / "a file" / "packed"))
     assert "packed weights are not kept" in caplog.text
+
+
+def test_files_that_no_start_used_for_a_month_make_room_for_others(request_for: Callable[..., LoadRequest]) -> None:
+    request = request_for()
+    load_worker(request)
+    assert request.kept_in is not None
+    unused, used = request.kept_in / "unused.packed", kept_file(request)
+    unused.touch()
+    for path in (unused, used):
+        os.utime(path, (0, 0))
+    assert load_kept_worker(request) is not None
+    load_worker(request_for("float32"))
+    assert used.exists()
+    assert not unused.exists()
+
+
+def test_a_disk_without_room_is_only_told(
+    request_for: Callable[..., LoadRequest], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 10))
+    request = request_for()
+    load_worker(request)
+    assert "more than half of the free disk" in caplog.text
+    assert load_kept_worker(request) is None

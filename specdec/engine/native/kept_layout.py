@@ -119,6 +119,7 @@ def open_kept(path: Path) -> KeptLayout:
         header = json.loads(file.read(int.from_bytes(file.read(_LENGTH_BYTES), "little")))
         if path.stat().st_size != header["num_bytes"]:
             raise Unreadable("its end is missing")
+        artifact_cache.note_use(path)
         return KeptLayout(path, header)
 
 
@@ -147,6 +148,7 @@ def keep(
     header["num_bytes"] = total = sum(places[-1])
     encoded = json.dumps(header).encode()
     artifact_cache.make_folder(path.parent)
+    artifact_cache.make_room(path.parent, total)
     unfinished = path.with_name(f"{path.name}.unfinished")
     tables = {described[name] for name in _MAPPED}
     with unfinished.open("ab", buffering=0) as file:
