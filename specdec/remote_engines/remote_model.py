@@ -20,7 +20,7 @@ from specdec.errors import InvalidSetting
 #: Number and length of the prompts that identify a model, and number of tokens of each continuation.
 _NUM_PROBES, _PROBE_TOKENS, NUM_PROBED_TOKENS = 4, 16, 12
 
-#: Stands for bytes that are no character.
+#: Stands for bytes that do not form a character.
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 Continue = Callable[[Sequence[int]], Awaitable[Sequence[int]]]
@@ -86,7 +86,7 @@ def require_token_ids(token_ids: Sequence[int], files: ModelFiles, url: str) -> 
 def require_same_texts(model: str, written: Sequence[tuple[Sequence[int], str]], url: str) -> None:
     """Require that the tokenizer of --model writes the token ids of a server as the server does.
 
-    Servers differ in the spaces at the ends of a text, and in bytes that are no character yet, so a server passes with
+    Servers differ in the spaces at the ends of a text, and in bytes of an unfinished character, so a server passes with
     one equal text. One without texts passes, too.
 
     Args:

@@ -64,9 +64,9 @@ class Law:
 
 
 def sampled(token_id: int) -> Law:
-    """Return the law of a token that the engine itself sampled. Raises Internal for a number that is no token id."""
+    """Return the law of a token that the engine itself sampled. Raises Internal where it cannot be a token id."""
     if not 0 <= token_id < 1 << 32:
-        raise Internal(f"the engine sampled {token_id}, which is no token id")
+        raise Internal(f"the engine sampled {token_id}, which cannot be a token id")
     return Law(np.array([token_id], dtype=np.uint32), np.ones(1))
 
 

@@ -27,7 +27,10 @@ from target_service.backends.top_backend import PENALTIES, seed_at
 _log = logging.getLogger(__name__)
 
 #: Number of tokens that are sampled to see whether a server applies a filter.
-_NUM_ATTEMPTS = 4
+_NUM_ATTEMPTS = 8
+
+#: Largest temperature that vLLM takes.
+_MAX_TEMPERATURE = 2.0
 
 
 class ServerBackend:
@@ -102,8 +105,10 @@ async def _ignored_fields(server: CompletionServer) -> list[str]:
     ((likeliest,),) = await server.complete([prompt], {"temperature": 0.0, "ignore_eos": True})
     ignored = []
     for field, value in {"top_k": 1, "top_p": 1e-6, "min_p": 1.0}.items():
-        drawn = {"temperature": 20.0, "ignore_eos": True, field: value}
-        samples = [await server.complete([prompt], {**drawn, "seed": seed}) for seed in range(_NUM_ATTEMPTS)]
+        drawn = {"temperature": _MAX_TEMPERATURE, "ignore_eos": True, field: value}
+        samples = await asyncio.gather(
+            *(server.complete([prompt], {**drawn, "seed": seed}) for seed in range(_NUM_ATTEMPTS))
+        )
         if any(sample != [[likeliest]] for sample in samples):
             ignored.append(f"sampling.{field}")
     masked = {"temperature": 0.0, "min_tokens": 1, "stop_token_ids": [likeliest], "ignore_eos": False}

@@ -1,4 +1,4 @@
-"""What the tests of other engines share: prompts, a system in front of an engine, and the test of a law."""
+"""Parts that the tests of other engines share: prompts, a system in front of an engine, and the test of a law."""
 
 from __future__ import annotations
 

@@ -24,6 +24,9 @@ from specdec.core.reference import filtered_distribution
 from specdec.types import SamplingFilters
 from tests.support.table_worker import TableWorker
 
+#: Limit of vLLM.
+_MAX_TEMPERATURE = 2.0
+
 #: Tokens of a block of the prefix cache.
 CACHE_BLOCK_TOKENS = 4
 
@@ -143,6 +146,8 @@ class EngineServer:
         self.asked.completions.append(body)
         if body["model"] != self.options.name:
             return _refusal("The model does not exist", 404)
+        if body["temperature"] > _MAX_TEMPERATURE:
+            return _refusal(f"temperature must be in [0, 2], got {body['temperature']}", 400)
         choices = []
         for index, prompt in enumerate(body["prompt"]):
             token_ids = self._continue(prompt, body)

@@ -56,7 +56,7 @@ class KeptLayout:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What was passed to `keep`."""
+        """Return the facts that were passed to `keep`."""
         facts: Mapping[str, Any] = self.header["facts"]
         return facts
 

@@ -100,7 +100,7 @@ class NativeRunner(Worker):
 
     @property
     def layer_shapes(self) -> list[LayerShape]:
-        """What each layer caches."""
+        """Return the sizes of what each layer caches."""
         return [layer.shape for layer in self._cache.layers]
 
     @property
