@@ -33,8 +33,8 @@ from specdec.types import BLOCK_TOKENS
 _log = logging.getLogger(__name__)
 
 _KEPT_DTYPES = ("auto", "float32", "int8")
-#: Lines that tell how much of a model has been written.
-_NUM_LINES = 4
+#: Time between two lines that tell how much of a model has been written.
+_LINE_S = 5.0
 
 
 def load_kept_worker(request: LoadRequest, *, measures_threads: bool = False) -> Worker | None:
@@ -166,7 +166,6 @@ def _load(kept: KeptLayout, request: LoadRequest, library: ctypes.CDLL) -> Worke
     blocks_of_check = sum(-(-length // BLOCK_TOKENS) for length in lengths)
     if not max(lengths) <= context <= facts["positions"] or num_blocks < blocks_of_check:
         return None
-    _log.info("reading packed weights of %s", request.model)
     cache = KvCache(layers, num_blocks=num_blocks, dtype=torch.float32, device=torch.device("cpu"))
     packed = kept.load(library, [layer.rows.data_ptr() for layer in cache.layers], request.note_loaded)
     layout = KvLayout("float32", tuple(block_bytes([layer], torch.float32) for layer in layers))
@@ -205,10 +204,10 @@ class _Progress:
     """Log lines that tell how much of a file has been written."""
 
     def __init__(self) -> None:
-        self._num_told = 0
+        self._told_s = time.monotonic()
 
     def note(self, share: float) -> None:
         """Tell that this share is written, 0..1, if a line is due."""
-        if int(share * _NUM_LINES) > self._num_told:
-            self._num_told = int(share * _NUM_LINES)
+        if time.monotonic() > self._told_s + _LINE_S:
+            self._told_s = time.monotonic()
             _log.info("keeping packed weights for later starts: %.0f %%", share * 100, extra={"progress": "keeping"})

@@ -22,7 +22,7 @@ _TEMPLATE = "specdec.supervision.process_template"
 _START_LINES = (
     r"starting \(\d+ s\): .*",
     r"\[\w+-\d+\] (loading |loaded weights |KV cache |self-check|threads: |warming up).*",
-    r"\[\w+-\d+\] (compiling native |native kernels read ).*",
+    r"\[\w+-\d+\] (compiling native |native kernels read |(keeping|kept|read) packed weights ).*",
     r"\[[\w-]+\] listening",
     r"stopping|stopped",
     r"\[coordinator\] (draft|target) replica \S+ at \S+ connected, .*",
