@@ -157,5 +157,13 @@ def _values(signal: Signal, scrapes: Sequence[Scrape], since: Scrape) -> Iterato
             yield later.value(signal) - since.value(signal)
         elif signal.reading is Reading.RATE:
             yield (later.value(signal) - earlier.value(signal)) / (later.time_s - earlier.time_s)
-        elif count := later.value(signal, "_count") - earlier.value(signal, "_count"):
-            yield (later.value(signal, "_sum") - earlier.value(signal, "_sum")) / count
+        else:
+            yield from _means(signal, earlier, later)
+    if signal.reading is Reading.MEAN:  # a scrape that falls between two events on a busy machine sees none
+        yield from _means(signal, since, scrapes[-1])
+
+
+def _means(signal: Signal, earlier: Scrape, later: Scrape) -> Iterator[float]:
+    """Yield the mean of what a histogram observed between two scrapes, if there was anything."""
+    if count := later.value(signal, "_count") - earlier.value(signal, "_count"):
+        yield (later.value(signal, "_sum") - earlier.value(signal, "_sum")) / count
