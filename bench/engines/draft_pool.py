@@ -120,7 +120,7 @@ def _pauses_ms(run: Run, server: VllmServer, draft: _DraftService, num_stops: in
         for place in range(num_stops):
             (before,) = run(server.answer([prompts[place]], _NUM_TOKENS))
             (answer,) = run(_answer_with_stop(server, draft, prompts[place], before.chunk_s[-1] / 3))
-            pauses_ms.append(_longest_pause_ms(answer.chunk_s))
+            pauses_ms.append(longest_pause_ms(answer.chunk_s))
             advance()
     return pauses_ms
 
@@ -139,7 +139,8 @@ async def _answer_with_stop(
         await asyncio.sleep(_RETURN_S)
 
 
-def _longest_pause_ms(chunk_s: Sequence[float]) -> float:
+def longest_pause_ms(chunk_s: Sequence[float]) -> float:
+    """Return by how much the longest step of a stream exceeds the median of the steps after it."""
     steps_ms = np.diff(chunk_s) * 1e3
     longest = int(np.argmax(steps_ms))
     return float(steps_ms[longest] - np.median(steps_ms[longest + 1 :]))

@@ -74,7 +74,7 @@ def _model_rows(
         batches = measure_turns(run, servers, prompts_of(target), _NUM_TOKENS, quick)
     finally:
         stop_all(run, servers)
-    rows = [_above_pass(make_row, batches[_ALONE], batches[_DIRECT])]
+    rows = [above_pass_row(make_row, batches[_ALONE], batches[_DIRECT])]
     for server in servers[1:]:
         num_equal, num_texts = num_equal_texts(batches, server.name, _DIRECT)
         rows += [
@@ -86,7 +86,7 @@ def _model_rows(
     return rows + batch_rows(make_row, batches)
 
 
-def _above_pass(make_row: Callable[..., Row], ours: Sequence[Batch], direct: Sequence[Batch]) -> Row:
+def above_pass_row(make_row: Callable[..., Row], ours: Sequence[Batch], direct: Sequence[Batch]) -> Row:
     """Return the time of a round without drafts above one token of vLLM asked directly."""
     above = median_difference(*([_tpot_ms(batch) for batch in batches] for batches in (ours, direct)))
     return make_row(
