@@ -14,12 +14,13 @@ import contextlib
 import importlib
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from specdec.engine import loader
+from specdec.engine import kept_worker, loader
 from specdec.engine.base import StepPlan, Worker
 from specdec.service.lifecycle import end_process
 
@@ -56,12 +57,15 @@ class InjuredWorker(Worker):
 
 
 def _main(module: str, directory: str, *arguments: str) -> int:
-    load_worker = loader.load_worker
+    def injuring(load: Callable[..., Worker | None]) -> Callable[..., Any]:
+        def load_injured(*args: Any, **options: Any) -> Worker | None:
+            worker = load(*args, **options)
+            return worker and InjuredWorker(worker, Path(directory))
 
-    def load_injured_worker(*args: Any, **options: Any) -> Worker:
-        return InjuredWorker(load_worker(*args, **options), Path(directory))
+        return load_injured
 
-    loader.load_worker = load_injured_worker
+    loader.load_worker = injuring(loader.load_worker)
+    kept_worker.load_kept_worker = injuring(kept_worker.load_kept_worker)
     exit_code: int = importlib.import_module(f"{module}.__main__").main(arguments)
     return exit_code
 
