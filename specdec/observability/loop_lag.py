@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-#: Interval of the measurements. Every service makes them, also when nothing runs.
-INTERVAL_S = 1.0
+#: Interval of the measurements.
+INTERVAL_S = 0.25
 
 
 async def watch_loop_lag(observe: Callable[[float], None]) -> None:
