@@ -32,11 +32,6 @@ def cache_directory(environ: Mapping[str, str]) -> Path:
         return Path("/var/cache/specdec")
 
 
-def packed_directory(environ: Mapping[str, str]) -> Path:
-    """Return the folder of packed weights; see `specdec.engine.kept_worker`."""
-    return cache_directory(environ) / "packed"
-
-
 def is_usable(path: Path) -> bool:
     """Return whether `path` is an undamaged file of `keep` that only root and this user can have written."""
     try:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from specdec.access.callers import Callers
 from specdec.access.guards import replica_guard
 from specdec.access.service_key import read_service_key
-from specdec.artifact_cache import cache_directory, packed_directory
+from specdec.artifact_cache import cache_directory
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.preflight import require_servable
 from specdec.engine.schedule.scheduler import Scheduler
@@ -311,7 +311,7 @@ def load_request(
         compiling=compiling,
         self_check=settings.self_check == "on",
         local_drafts=local_drafts,
-        kept_in=packed_directory(os.environ),
+        kept_in=cache_directory(os.environ) / "packed",
         note_loaded=note_loaded,
     )
 
