@@ -11,17 +11,17 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.engines.turns import Run, measure_turns, num_equal_texts, ratio_row, start_all, stop_all
-from bench.engines.vllm_front import prompts_of, vllm_python
+from bench.engines.turns import Run, measure_turns, num_equal_texts, start_all, stop_all
 from bench.models import DEMO
 from bench.pairs import MIN_PAIRS
 from bench.report import progress
 from bench.rows import Row
 from bench.servers.answers import Answer
-from bench.servers.figures import batch_rows
+from bench.servers.figures import batch_rows, ratio_row
 from bench.servers.http_servers import VllmServer, free_port
 from bench.servers.process import ServerProcess
-from bench.servers.systems import own_draft_model
+from bench.servers.served_pairs import prompts_of
+from bench.servers.systems import VLLM, own_draft_model, peer_program
 
 _POOL, _OWN = "vllm_with_pool", "vllm_with_draft_model"
 _DEADLINE_MS = 50
@@ -51,13 +51,13 @@ class _DraftService(ServerProcess):
         os.kill(self.pid, number)
 
 
-def pool_rows(make_row: Callable[..., Row], run: Run, peers: Path, folder: Path, quick: bool) -> list[Row]:
+def pool_rows(make_row: Callable[..., Row], run: Run, peers: Path, quick: bool) -> list[Row]:
     """Return acceptance, tokens a second and the pause of a stopped draft service.
 
     Raises:
         ServerFailure: a server did not start, or `make peers` has not prepared vLLM in the folder `peers`.
     """
-    python = vllm_python(peers)
+    python = peer_program(VLLM, peers)
     draft = _DraftService()
     run(draft.start())
     environ = {

@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 
 from bench.engines.turns import Run, start_all, stop_all
-from bench.engines.vllm_front import prompts_of
 from bench.real_models import QWEN_DRAFT, QWEN_TARGET, SMOLLM2
 from bench.report import waiting
 from bench.rows import Row
 from bench.servers.process import PeerServer
+from bench.servers.served_pairs import prompts_of
 from bench.servers.specdec_server import SpecdecServer
 from specdec.checkpoints.locate import locate_checkpoint
 
@@ -18,7 +18,7 @@ _IDLE_S, _QUICK_IDLE_S = 60.0, 5.0
 _SETTLE_S = 5.0
 
 
-def footprint_rows(make_row: Callable[..., Row], run: Run, peers: Path, folder: Path, quick: bool) -> list[Row]:
+def footprint_rows(make_row: Callable[..., Row], run: Run, peers: Path, quick: bool) -> list[Row]:
     """Return memory after a stream, processor time of an idle system, and the time of a second start.
 
     Raises:

@@ -4,14 +4,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from bench.engines.turns import Run, measure_turns, num_equal_texts, ratio_row, start_all, stop_all
-from bench.engines.vllm_front import prompts_of
+from bench.engines.turns import Run, measure_turns, num_equal_texts, start_all, stop_all
 from bench.real_models import QWEN_DRAFT, QWEN_TARGET
 from bench.rows import Row
-from bench.servers.figures import batch_rows, server_rows
+from bench.servers.figures import batch_rows, ratio_row, server_rows
 from bench.servers.http_servers import LlamaServer
-from bench.servers.process import PeerServer, ServerFailure
+from bench.servers.process import PeerServer
+from bench.servers.served_pairs import prompts_of
 from bench.servers.specdec_server import SpecdecServer
+from bench.servers.systems import LLAMA, peer_program
 from specdec.checkpoints.locate import locate_checkpoint
 
 _BACKEND, _INT8 = "specdec_llama.cpp_drafted", "specdec_int8_drafted"
@@ -19,16 +20,14 @@ _DRAFTED, _ALONE = "llama.cpp_drafted", "llama.cpp_alone"
 _NUM_TOKENS = 64
 
 
-def llama_rows(make_row: Callable[..., Row], run: Run, peers: Path, folder: Path, quick: bool) -> list[Row]:
+def llama_rows(make_row: Callable[..., Row], run: Run, peers: Path, quick: bool) -> list[Row]:
     """Return tokens a second of the Qwen pair, its memory and its texts beside llama.cpp's.
 
     Raises:
         ServerFailure: a server did not start, or `make peers` has not prepared llama.cpp in the folder `peers`.
         FileNotFoundError: the Qwen pair is not installed.
     """
-    program = peers / "llama.cpp/llama-server"
-    if not program.is_file():
-        raise ServerFailure(f"{program} does not exist: run make peers")
+    program = peer_program(LLAMA, peers)
     target, draft = QWEN_TARGET.path(), QWEN_DRAFT.path()
     servers: list[PeerServer] = [
         SpecdecServer(_BACKEND, target, draft, "int8", ("--backend", "llama-cpp")),

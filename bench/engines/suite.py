@@ -16,7 +16,6 @@ models are missing is left out with its reason.
 import argparse
 import asyncio
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -53,10 +52,10 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure and return the rows; print nothing but progress."""
     make_row = partial(Row, suite=SUITE, row=None, origin=Origin(), quick=arguments.quick)
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder, asyncio.Runner() as runner:
+    with asyncio.Runner() as runner:
         for part in arguments.part or _PARTS:
             try:
-                rows += _PARTS[part](make_row, runner.run, arguments.peers_folder, Path(folder), arguments.quick)
+                rows += _PARTS[part](make_row, runner.run, arguments.peers_folder, arguments.quick)
             except (FileNotFoundError, ServerFailure) as error:
                 print(f"{part} is left out: {error}", file=sys.stderr)
     return rows

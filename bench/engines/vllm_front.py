@@ -6,32 +6,32 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.engines.turns import Run, measure_turns, num_equal_texts, ratio_row, start_all, stop_all
+from bench.engines.turns import Run, measure_turns, num_equal_texts, start_all, stop_all
 from bench.models import DEMO
 from bench.pairs import median_difference
 from bench.real_models import SMOLLM2
 from bench.rows import Row
-from bench.servers.figures import Batch, batch_rows
+from bench.servers.figures import Batch, batch_rows, ratio_row
 from bench.servers.http_servers import VllmServer
-from bench.servers.process import PeerServer, ServerFailure
+from bench.servers.process import PeerServer
+from bench.servers.served_pairs import prompts_of
 from bench.servers.specdec_server import SpecdecServer
-from bench.workload import prompt_texts
+from bench.servers.systems import VLLM, peer_program
 from specdec.checkpoints.locate import locate_checkpoint
-from specdec.checkpoints.vocabulary import load_tokenizer
 
 _DIRECT, _ALONE, _DRAFTED = "vllm_alone", "specdec_vllm_alone", "specdec_vllm_drafted"
-_PROMPT_TOKENS, _NUM_TOKENS = 48, 64
+_NUM_TOKENS = 64
 _FLAGS = ("--enable-scale-out", "--enable-prompt-tokens-details")
 
 
-def front_rows(make_row: Callable[..., Row], run: Run, peers: Path, folder: Path, quick: bool) -> list[Row]:
+def front_rows(make_row: Callable[..., Row], run: Run, peers: Path, quick: bool) -> list[Row]:
     """Return what a round costs above vLLM's pass, for the demo target and SmolLM2 in float32.
 
     Raises:
         ServerFailure: a server did not start, or `make peers` has not prepared vLLM in the folder `peers`.
         FileNotFoundError: SmolLM2 is not installed.
     """
-    python = vllm_python(peers)
+    python = peer_program(VLLM, peers)
     rows = _model_rows(
         partial(make_row, case="demo pair through vllm, one stream"),
         run,
@@ -44,21 +44,6 @@ def front_rows(make_row: Callable[..., Row], run: Run, peers: Path, folder: Path
     return rows + _model_rows(
         partial(make_row, case="SmolLM2 through vllm, one stream"), run, python, smollm2, None, quick
     )
-
-
-def vllm_python(peers: Path) -> Path:
-    """Return the interpreter of vLLM's environment. Raises ServerFailure if `make peers` has not prepared it."""
-    python = peers / "vllm/bin/python"
-    if not python.is_file():
-        raise ServerFailure(f"{python} does not exist: run make peers")
-    return python
-
-
-def prompts_of(checkpoint: Path) -> list[list[int]]:
-    """Return the prompts as token ids, all of one length."""
-    texts = [load_tokenizer(checkpoint).encode(text) for text in prompt_texts()]
-    length = min(_PROMPT_TOKENS, *map(len, texts))
-    return [ids[:1] + ids[1:][-(length - 1) :] for ids in texts]
 
 
 def _model_rows(

@@ -40,7 +40,7 @@ class Batch:
 
 def batch_rows(row: MakeRow, batches: Mapping[str, Sequence[Batch]]) -> list[Row]:
     """Return ratios, rates, times and processor time of the systems that took turns in one case."""
-    rows = [_ratio_row(row, batches, system, other) for system, other in _compared(list(batches))]
+    rows = [ratio_row(row, batches, system, other) for system, other in _compared(list(batches))]
     for name, done in batches.items():
         ttft_ms = [answer.ttft_s * 1e3 for batch in done for answer in batch.answers]
         tpot_ms = [answer.tpot_s * 1e3 for batch in done for answer in batch.answers]
@@ -105,9 +105,12 @@ def _compared(names: Sequence[str]) -> list[tuple[str, str]]:
     return pairs + [pair for pair in both if pair[1] in ours]
 
 
-def _ratio_row(row: MakeRow, batches: Mapping[str, Sequence[Batch]], system: str, other: str) -> Row:
+def ratio_row(
+    row: MakeRow, batches: Mapping[str, Sequence[Batch]], system: str, other: str, required: float | None = None
+) -> Row:
+    """Return a system's tokens a second over another one's."""
     ratio = median_ratio(*([batch.tokens_per_s for batch in batches[name]] for name in (system, other)))
     return row(
         system=system, metric="tokens_per_s_ratio", value=ratio.median, unit="x", ratio_to=other, low=ratio.low,
-        high=ratio.high, num_pairs=ratio.num_pairs,
+        high=ratio.high, num_pairs=ratio.num_pairs, required=required,
     )  # fmt: skip

@@ -5,10 +5,11 @@ Called by `bench.servers.suite`.
 
 import argparse
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 from bench.pairs import interleave
 from bench.report import progress
@@ -27,6 +28,17 @@ NUM_BATCHES, NUM_QUICK_BATCHES = 9, 1
 NUM_QUICK_TOKENS = 16
 
 _REFERENCES = (TRANSFORMERS + ALONE, TRANSFORMERS + DRAFTED)
+
+
+def answer_batch(
+    run: Callable[[Coroutine[Any, Any, Any]], Any], server: PeerServer, prompts: list[list[int]], num_tokens: int
+) -> Batch:
+    """Have a server answer a batch, and release what the batch left in it; `run` runs a coroutine to its end."""
+    before_s = server.cpu_s()
+    answers = run(server.answer(prompts, num_tokens))
+    batch = Batch(prompts, answers, server.cpu_s() - before_s)
+    run(server.settle())
+    return batch
 
 
 class PairRun:
@@ -94,18 +106,13 @@ class PairRun:
         self, servers: Sequence[PeerServer], prompts: OwnPrompts, num_streams: int, beside: str
     ) -> dict[str, list[Batch]]:
         num_batches = NUM_QUICK_BATCHES if self._quick else NUM_BATCHES
-        systems = {server.name: partial(self._batch, server) for server in servers}
+        systems = {
+            server.name: partial(answer_batch, self._run, server, num_tokens=self._num_tokens) for server in servers
+        }
         label = f"{self._pair.name}{beside}: {num_streams} streams"
         with progress(label, (1 + num_batches) * len(systems)) as advance:
             interleave([prompts.batch(num_streams)], systems, advance)
             return interleave([prompts.batch(num_streams) for _ in range(num_batches)], systems, advance)
-
-    def _batch(self, server: PeerServer, prompts: list[list[int]]) -> Batch:
-        before_s = server.cpu_s()
-        answers = self._run(server.answer(prompts, self._num_tokens))
-        batch = Batch(prompts, answers, server.cpu_s() - before_s)
-        self._run(server.settle())
-        return batch
 
     def _text_rows(self) -> list[Row]:
         """Compare every system's texts with Transformers'; the prompts of all groups are the same."""

@@ -44,10 +44,15 @@ class ServedPair:
 
     def prompts(self) -> list[list[int]]:
         """Return the prompts as token ids, all of one length."""
-        tokenizer = load_tokenizer(self.target.checkpoint)
-        texts = [tokenizer.encode(text) for text in prompt_texts()]
-        length = min(PROMPT_TOKENS, *map(len, texts))
-        return [ids[:1] + ids[1:][-(length - 1) :] for ids in texts]
+        return prompts_of(self.target.checkpoint)
+
+
+def prompts_of(checkpoint: Path) -> list[list[int]]:
+    """Return the prompts as token ids of a checkpoint's tokenizer, all of one length."""
+    tokenizer = load_tokenizer(checkpoint)
+    texts = [tokenizer.encode(text) for text in prompt_texts()]
+    length = min(PROMPT_TOKENS, *map(len, texts))
+    return [ids[:1] + ids[1:][-(length - 1) :] for ids in texts]
 
 
 def demo_pair(folder: Path) -> ServedPair:

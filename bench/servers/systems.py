@@ -41,13 +41,23 @@ def make_server(system: System, pair: ServedPair, peers: Path) -> PeerServer:
         return SpecdecServer(system.name, *(model and model.served for model in models), dtype)
     if system.kind == TRANSFORMERS:
         return TransformersServer(system.name, *checkpoints, pair.dtype)
-    program = peers / ("vllm/bin/python" if system.kind == VLLM else "llama.cpp/llama-server")
-    if not program.is_file():
-        raise ServerFailure(f"{program} does not exist: run make peers")
+    program = peer_program(system.kind, peers)
     if system.kind == VLLM:
         target, draft = checkpoints
         return VllmServer(system.name, program, target, pair.dtype, speculation=own_draft_model(draft))
     return LlamaServer(system.name, program, *(model and model.gguf for model in models), pair.kv_type)
+
+
+def peer_program(kind: str, peers: Path) -> Path:
+    """Return vLLM's interpreter or `llama-server` in the folder `peers`.
+
+    Raises:
+        ServerFailure: `make peers` has not prepared it.
+    """
+    program = peers / ("vllm/bin/python" if kind == VLLM else "llama.cpp/llama-server")
+    if not program.is_file():
+        raise ServerFailure(f"{program} does not exist: run make peers")
+    return program
 
 
 def own_draft_model(draft: Path | None) -> dict[str, object] | None:

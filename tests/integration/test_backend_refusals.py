@@ -1,0 +1,80 @@
+"""Servers that cannot be a target, or only for some requests: each refusal names what to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import pytest
+
+from specdec.errors import InvalidSetting, Unavailable
+from tests.support.backend_rig import backend_system, settings_of, start_backend, table_model, write_checkpoint
+from tests.support.coordinator_rig import request
+from tests.support.engine_server import EngineOptions, EngineServer
+
+REFUSALS = [
+    ("server", EngineOptions(owner="specdec"), {}, "is a gateway of specdec"),
+    ("server", EngineOptions(returns_token_ids=False), {}, "returns no token ids"),
+    ("server", EngineOptions(text="other words"), {}, "model: .* writes 'other words' where the tokenizer of --model"),
+    ("vllm", EngineOptions(text="other words"), {}, "model: .* writes 'other words' where the tokenizer of --model"),
+    ("server", EngineOptions(), {"backend_model": "other"}, "backend_model: .* serves served, not 'other'"),
+    ("server", EngineOptions(key="right"), {"backend_key": "env:KEY"}, "backend_key: the environment variable KEY"),
+    ("vllm", EngineOptions(key="right"), {}, "backend_key: .* refuses the key"),
+    ("vllm", EngineOptions(has_scale_out=False), {}, "start vLLM with --enable-scale-out"),
+    ("vllm", EngineOptions(reports_cached_tokens=False), {}, "--enable-prompt-tokens-details"),
+    ("vllm", EngineOptions(caches_prefixes=False), {}, "start vLLM with --enable-prefix-caching"),
+    ("vllm", EngineOptions(speculates=True), {}, "start vLLM without --speculative-config"),
+    ("vllm", EngineOptions(max_logprobs=0), {}, "start vLLM with --max-logprobs 20"),
+    ("sglang", EngineOptions(speculates=True), {}, "start SGLang without --speculative-algorithm"),
+    ("sglang", EngineOptions(caches_prefixes=False), {}, "start SGLang without --disable-radix-cache"),
+    ("sglang", EngineOptions(skips_tokenizer=True), {}, "start SGLang without --skip-tokenizer-init"),
+]
+
+
+@pytest.mark.parametrize(("backend", "options", "settings", "message"), REFUSALS, ids=lambda value: str(value)[:40])
+async def test_a_server_that_cannot_be_a_target_is_refused_with_what_to_change(
+    tmp_path: Path, backend: str, options: EngineOptions, settings: dict[str, str], message: str
+) -> None:
+    write_checkpoint(tmp_path)
+    async with EngineServer(table_model(), options) as server:
+        with pytest.raises(InvalidSetting, match=message):
+            await start_backend(server.url, tmp_path, backend, **settings)
+
+
+@pytest.mark.parametrize("backend", ["server", "vllm", "sglang"])
+async def test_an_address_without_a_server_is_refused_as_unavailable(tmp_path: Path, backend: str) -> None:
+    write_checkpoint(tmp_path)
+    with pytest.raises(Unavailable, match="cannot be reached"):
+        await start_backend("http://127.0.0.1:9", tmp_path, backend)
+
+
+@pytest.mark.parametrize(
+    ("ignored", "field"),
+    [("top_k", "sampling.top_k"), ("min_p", "sampling.min_p"), ("min_tokens", "sampling.min_new_tokens")],
+)
+async def test_a_field_that_the_server_ignores_is_refused(ignored: str, field: str) -> None:
+    asked = {"sampling.top_k": {"top_k": 3}, "sampling.min_p": {"min_p": 0.1}}.get(field, {"min_new_tokens": 6})
+    async with backend_system("server", EngineOptions(ignored=(ignored,))) as system:
+        with pytest.raises(grpc.aio.AioRpcError, match=f"{field} cannot be served exactly"):
+            await system.coordinator.generate(request(temperature=0.8, **asked))
+
+
+async def test_a_server_that_ignores_seeds_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with backend_system("server", EngineOptions(ignored=("seed",))):
+        assert "ignores seeds: a repeated request may give another text" in caplog.text
+    caplog.clear()
+    async with backend_system("server"):
+        assert "ignores seeds" not in caplog.text
+
+
+async def test_an_endless_answer_is_given_up(tmp_path: Path) -> None:
+    """Nothing of such an answer is kept; the replica does not fill its memory."""
+    write_checkpoint(tmp_path)
+    async with EngineServer(table_model(), EngineOptions(text="x" * (65 << 20))) as server:
+        with pytest.raises(InvalidSetting, match="answered more than 64 MiB"):
+            await start_backend(server.url, tmp_path, "server")
+
+
+def test_a_url_with_a_password_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--backend vllm needs --backend-url"):
+        settings_of("http://user:secret@127.0.0.1:8000", tmp_path, "vllm")
