@@ -62,7 +62,7 @@ def convert_gguf(path: Path, *, tokenizer_only: bool) -> Path:
     """
     kind = "tokenizer" if tokenizer_only else "model"
     try:
-        folder = artifact_cache.cache_directory(os.environ) / "gguf" / _digest(path)
+        folder = _folder(path)
         whole = [folder / "model"] + [folder / "tokenizer"] * tokenizer_only
         if found := next(filter(Path.is_dir, whole), None):
             return found
@@ -77,6 +77,16 @@ def convert_gguf(path: Path, *, tokenizer_only: bool) -> Path:
             "folder that XDG_CACHE_HOME names",
             field="model",
         ) from error
+
+
+def converted_gguf(path: Path) -> Path | None:
+    """Return the directory of the checkpoint that a GGUF file was converted to; None if it was not converted before."""
+    directory = _folder(path) / "model"
+    return directory if directory.is_dir() else None
+
+
+def _folder(path: Path) -> Path:
+    return artifact_cache.cache_directory(os.environ) / "gguf" / _digest(path)
 
 
 def _digest(path: Path) -> str:

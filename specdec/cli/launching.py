@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
+from specdec.checkpoints.packed_names import is_packed
 from specdec.cli.draft_pools import joining_pool
 from specdec.cli.listening import (
     SERVICE_KEY_VARIABLE,
@@ -181,7 +182,8 @@ class Launcher:
         """
         if self._shares_imports():
             environ = self._replica_environ("target", num_replicas(self._args, "target"))
-            self._template = ProcessTemplate(["specdec.service.preloaded"], environment_of(environ))
+            imports = "specdec.service.preloaded_kernels" if self._are_packed() else "specdec.service.preloaded"
+            self._template = ProcessTemplate([imports], environment_of(environ))
 
     def has_imported(self) -> bool:
         """Return whether replicas start at once: their packages are imported, or each imports them by itself."""
@@ -198,6 +200,15 @@ class Launcher:
         models = [self._served.target, *(pool.model for pool in self._served.drafts)]
         devices = {likely_device(self._settings.value(role, "device")) for role in ROLES}
         return devices == {"cpu"} and not any(model.startswith(SIMULATED_PREFIX) for model in models)
+
+    def _are_packed(self) -> bool:
+        """Return whether the replicas will probably read packed weights, and need no transformers."""
+        models = [("target", self._served.target), *(("draft", pool.model) for pool in self._served.drafts)]
+        return not self._served.local_drafts and all(
+            self._settings.value(role, "compile_backend") in ("auto", "native")
+            and is_packed(model, self._settings.value(role, "dtype"))
+            for role, model in models
+        )
 
     def _placed_replica(self, name: str, role: str) -> Service:
         """Start the process that keeps a replica on a node of the cluster, with resources of its own."""

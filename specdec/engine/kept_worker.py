@@ -9,14 +9,14 @@ Called by `specdec.service.replica_main`; `engine.loader` keeps models.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import time
 from pathlib import Path
 
 import torch
 
-from specdec.checkpoints.locate import checkpoint_fingerprint, locate_checkpoint
+from specdec.checkpoints.locate import locate_checkpoint
+from specdec.checkpoints.packed_names import packed_name
 from specdec.engine.base import KvLayout, ModelShape, Worker
 from specdec.engine.kernels.library import load_library
 from specdec.engine.model.batch_invariance import require_batch_invariance
@@ -140,12 +140,8 @@ def _path(request: LoadRequest, directory: Path, library: ctypes.CDLL) -> Path |
         kernels = Path(library._name).read_bytes()
     except OSError:
         return None
-    digest = hashlib.blake2b(kernels, digest_size=16)
-    for path in sorted(directory.glob("*.json")):  # the vocabulary and the tokens that end a text are in these
-        digest.update(f"{path.name}:{path.stat().st_size}".encode() + path.read_bytes())
-    digest.update(checkpoint_fingerprint(directory, request.dtype).encode())
     assert request.kept_in is not None  # otherwise nothing is kept
-    return request.kept_in / f"{digest.hexdigest()}.packed"
+    return request.kept_in / packed_name(directory, request.dtype, kernels)
 
 
 def _load(kept: KeptLayout, request: LoadRequest, library: ctypes.CDLL) -> Worker | None:

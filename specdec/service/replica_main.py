@@ -26,6 +26,7 @@ from specdec.access.guards import replica_guard
 from specdec.access.service_key import read_service_key
 from specdec.artifact_cache import cache_directory
 from specdec.checkpoints.locate import locate_checkpoint
+from specdec.checkpoints.packed_names import packed_folder
 from specdec.checkpoints.preflight import require_servable
 from specdec.engine.schedule.scheduler import Scheduler
 from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
@@ -311,7 +312,7 @@ def load_request(
         compiling=compiling,
         self_check=settings.self_check == "on",
         local_drafts=local_drafts,
-        kept_in=cache_directory(os.environ) / "packed",
+        kept_in=packed_folder(os.environ),
         note_loaded=note_loaded,
     )
 

@@ -245,6 +245,18 @@ def demo() -> Iterator[tuple[subprocess.Popen[str], str]]:
         yield demo
 
 
+def test_replicas_of_models_that_were_packed_before_share_no_import_of_transformers(
+    demo: tuple[subprocess.Popen[str], str],
+) -> None:
+    """The fixture's start has packed the pair, if no earlier one has."""
+    with running() as (up, endpoint):
+        (template,) = Path(f"/proc/{up.pid}/task").glob(f"{up.pid}/children")
+        commands = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in template.read_text().split()]
+        (imported,) = [command[-3:] for command in commands if "specdec.supervision.process_template" in command]
+        assert "specdec.service.preloaded_kernels" in imported
+        assert specdec("generate", "Once", "--max-new-tokens", "4", "--endpoint", endpoint).returncode == 0
+
+
 def scraped(port: int) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
         page: bytes = response.read()

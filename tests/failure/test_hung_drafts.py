@@ -132,7 +132,7 @@ async def test_a_draft_whose_device_hangs_is_left_for_a_healthy_one_until_it_ans
         assert max(output.finished.stats.draft_s for output in outputs) < 2.5
         record = next(r for r in coordinator.pools.drafts("default") if r.address == rig.of_role(DRAFT)[0].address)
         while not record.takes_sessions or record.health.is_marked:
-            await coordinator.pools.poll()  # its watchdog may have failed its calls; it describes itself as draining then
+            await coordinator.pools.poll()  # while its watchdog fails its calls, it describes itself as draining
             await drafted(coordinator, 1)
         healthy.gate.clear()
         try:

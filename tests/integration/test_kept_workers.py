@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specdec.checkpoints.packed_names import is_packed, packed_folder
 from specdec.engine.base import Worker
 from specdec.engine.kept_worker import load_kept_worker
 from specdec.engine.loader import load_worker
@@ -190,3 +191,18 @@ def test_a_disk_without_room_is_only_told(
     load_worker(request)
     assert "more than half of the free disk" in caplog.text
     assert load_kept_worker(request) is None
+
+
+def test_a_start_finds_whether_a_model_was_packed_before(
+    request_for: Callable[..., LoadRequest], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    request = request_for(kept_in=packed_folder(os.environ))
+    assert not is_packed(request.model, "auto")
+    load_worker(request)
+    assert is_packed(request.model, "auto")
+    assert not is_packed(request.model, "int8")
+    assert not is_packed(str(tmp_path / "other"), "auto")
+    assert not is_packed("example/hub-id", "auto")
+    (Path(request.model) / "generation_config.json").write_text('{"eos_token_id": 3}')
+    assert not is_packed(request.model, "auto")
