@@ -165,7 +165,10 @@ def test_a_weight_that_does_not_fit_into_16_bits_stays_in_float32(tmp_path: Path
         pytest.param("-march=x86-64", marks=[needs_x86(), pytest.mark.full], id="SSE2"),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.bfloat16, id="bfloat16"), pytest.param(torch.float16, marks=pytest.mark.full, id="float16")],
+)
 def test_compact_weights_give_the_bits_of_float32_on_processors_with_narrower_vectors(
     dtype: torch.dtype, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,7 +73,7 @@ def compiling(request: pytest.FixtureRequest) -> Iterator[CompileOptions]:
 @pytest.mark.parametrize(
     ("compiling", "is_adapted"),
     [("native", False), ("native", True), ("eager", False), ("eager", True), ("cuda-graphs", False),
-     ("cuda-graphs, paged", True)],
+     pytest.param("cuda-graphs, paged", True, marks=pytest.mark.full)],
     indirect=["compiling"],
 )  # fmt: skip
 def test_a_draft_step_equals_the_forward_pass_of_the_first_layers(

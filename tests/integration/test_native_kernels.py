@@ -139,7 +139,9 @@ def test_a_row_has_the_same_bits_among_any_rows_on_processors_with_narrower_vect
 
 
 @needs_x86()
-@pytest.mark.parametrize("flags", ["-mno-avx512vnni", "-mno-avx512vnni -DSPECDEC_AS_BYTES"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param("-mno-avx512vnni", marks=pytest.mark.full), "-mno-avx512vnni -DSPECDEC_AS_BYTES"]
+)
 def test_int8_steps_have_the_same_bits_with_any_instructions(
     tmp_path: Path, flags: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

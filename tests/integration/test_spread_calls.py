@@ -19,6 +19,8 @@ from tests.support.scraping import Endpoint
 from tests.support.stack import free_port, is_serving
 
 NUM_REQUESTS = 200
+#: Of a stream that lasts longer than a connection.
+NUM_LONG_TOKENS = 1000
 #: Connections to the coordinators live this long, give or take a tenth.
 AGE_S = 3.0
 
@@ -87,7 +89,9 @@ async def test_a_client_loads_all_coordinators_and_those_that_join(coordinators:
         async with AsyncClient(names.target(coordinators.port)) as client:
             two = await gained(coordinators, client, NUM_REQUESTS)
             long = asyncio.create_task(
-                client.generate(prompt_token_ids=[1, 2, 3], max_new_tokens=2000, ignore_eos=True, temperature=0.0)
+                client.generate(
+                    prompt_token_ids=[1, 2, 3], max_new_tokens=NUM_LONG_TOKENS, ignore_eos=True, temperature=0.0
+                )
             )
             await asyncio.to_thread(coordinators.start, "127.0.0.4")
             names.addresses = [*names.addresses, "127.0.0.4"]
@@ -101,7 +105,7 @@ async def test_a_client_loads_all_coordinators_and_those_that_join(coordinators:
     assert sum(two) == NUM_REQUESTS
     assert min(two) >= 0.4 * NUM_REQUESTS
     assert three[2] >= 0.2 * NUM_REQUESTS
-    assert len(output.token_ids) == 2000  # connections that are too old keep their streams
+    assert len(output.token_ids) == NUM_LONG_TOKENS  # connections that are too old keep their streams
 
 
 async def test_calls_that_begin_together_are_spread_from_the_first_one(

@@ -112,7 +112,7 @@ def check_steps_of_one_sequence(pair: Pair) -> None:
         ("llama", {}),
         pytest.param("qwen2", {}, marks=pytest.mark.full),
         pytest.param("mistral", {}, marks=pytest.mark.full),
-        ("qwen3", MIXED_LAYERS),
+        pytest.param("qwen3", MIXED_LAYERS, marks=pytest.mark.full),
     ],
 )
 def test_steps_of_one_sequence_equal_eager_ones(architecture: str, overrides: dict, tmp_path: Path) -> None:
