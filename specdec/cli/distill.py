@@ -1,6 +1,6 @@
 """`specdec distill`: trains a new version of a draft on the learning log of one tenant.
 
-It runs beside serving, in this process alone and at the lowest priority. The coordinator writes the log
+It runs beside serving, in this process alone and by default at the lowest priority. The coordinator writes the log
 (`--learning-log`), and `specdec.learning` trains.
 """
 
@@ -61,7 +61,8 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     parser.add_argument("--max-steps", type=int, metavar="N", help="limit on the steps; default: none")
     parser.add_argument(
         "--share", type=float, default=0.4, metavar="SHARE",
-        help="share of the time in which to compute, to leave the machine to serving; default 0.4",
+        help="share of the time in which to compute, to leave the machine to serving; default 0.4; 1 also keeps the "
+        "priority of the process, for a machine that never rests",
     )  # fmt: skip
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="default 1")
     parser.add_argument(
@@ -87,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
         SpecdecError: log, draft or output directory are missing or do not fit each other.
     """
     _check(args)
-    _lower_priority()
+    if args.share < 1.0:
+        _lower_priority()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # before torch is imported, which reads it once
     with Waiting(what="distilling") as waiting:
         waiting.show("reading the log")
