@@ -27,7 +27,7 @@ def footprint_rows(make_row: Callable[..., Row], run: Run, peers: Path, quick: b
     """
     smollm2, target, draft = SMOLLM2.path(), QWEN_TARGET.path(), QWEN_DRAFT.path()
     cases = [
-        ("SmolLM2 bfloat16, target only", SpecdecServer("specdec", smollm2, None, "bfloat16"), smollm2, 700.0, None),
+        ("SmolLM2 bfloat16, target only", SpecdecServer("specdec", smollm2, None, "auto"), smollm2, 700.0, None),
         ("Qwen2.5-Coder 1.5B with 0.5B, int8", SpecdecServer("specdec", target, draft, "int8"), target, 3072.0, 15.0),
     ]
     rows = []

@@ -28,6 +28,10 @@ _PEER_NAMES = {"specdec_int8": "int8", "specdec": "float32", "vllm": "vLLM", "ll
                "transformers": "Transformers"}  # fmt: skip
 
 
+#: Columns of the table of what a system takes, by the metrics of the suite `engines`.
+_FOOTPRINT = {"memory_mib": "memory, MiB (PSS)", "idle_cpu": "idle, % of a core", "second_start_s": "second start, s"}
+
+
 class Comparison(NamedTuple):
     """A ratio of one run: which record it is, and how the table names the two sides."""
 
@@ -124,6 +128,26 @@ TABLES: dict[str, Sequence[Comparison]] = {
         for pair, what in (("deep(18, 0.02)", "deep pair"), ("demo pair", "demo pair"))
         for streams in ("1 stream", "16 streams")
     ),
+    "engines": (
+        *(
+            Comparison("engines", f"{model} through vllm", f"specdec_vllm_{drafts}", "vllm_alone",
+                       f"{model}, one stream", f"vLLM as the target, {what}", "vLLM")
+            for model, drafts, what in (
+                ("demo pair", "alone", "no draft"), ("demo pair", "drafted", "draft model"),
+                ("SmolLM2", "alone", "no draft"),
+            )
+        ),
+        Comparison("engines", "demo pair inside vllm", "vllm_with_pool", "vllm_with_draft_model",
+                   "demo pair, one stream", "draft pool inside vLLM", "vLLM's own draft model"),
+        *(
+            Comparison("engines", _QWEN_PAIR, "specdec_llama.cpp_drafted", other,
+                       f"{_QWEN_PAIR}, one stream", "llama.cpp inside, draft", what)
+            for other, what in (
+                ("llama.cpp_drafted", "llama.cpp, draft"), ("llama.cpp_alone", "llama.cpp, no draft"),
+                ("specdec_int8_drafted", "specdec, int8, draft"),
+            )
+        ),
+    ),
     "gpu": tuple(
         Comparison("gpu", _8B, ours, other, _ONE_STREAM, what, against)
         for ours, other, what, against in (
@@ -157,11 +181,27 @@ def table(name: str) -> str:
     Raises:
         LookupError: no table has the name, or a record is missing from bench/results.
     """
+    if name == "footprint":
+        return footprint()
     rows = peer_rows() if name == "peers" else TABLES[name]
     found = [(row, record(row)) for row in rows]
     lines = ["| Case | specdec with | compared with | times as fast (95 % interval) |", "|---|---|---|---|"]
     lines += [f"| {row.what} | {row.ours} | {row.other} | {_ratio(each)} |" for row, each in found]
     return "\n".join([*lines, "", sources([each for _, each in found])]) + "\n"
+
+
+def footprint() -> str:
+    """Return the table of what a system takes, from the newest records of the suite `engines`."""
+    newest = {
+        (each["case"], each["metric"]): each
+        for each in sorted(records("engines"), key=lambda each: str(each["date"]))
+        if each["metric"] in _FOOTPRINT
+    }
+    lines = [f"| System | {' | '.join(_FOOTPRINT.values())} |", f"|---|{'---|' * len(_FOOTPRINT)}"]
+    for case in dict.fromkeys(case for case, metric in newest if metric == "idle_cpu"):
+        values = " | ".join(f"{newest[case, metric]['value']:.4g}" for metric in _FOOTPRINT)
+        lines.append(f"| {case} | {values} |")
+    return "\n".join([*lines, "", sources(list(newest.values()))]) + "\n"
 
 
 def sources(shown: Sequence[Record]) -> str:
