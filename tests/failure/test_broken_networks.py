@@ -17,7 +17,7 @@ from specdec.client import AsyncClient, Client
 from tests.support.machines import HERE, Machines, unable
 from tests.support.process_rig import NUM_TOKENS, PROMPT, models, reference
 from tests.support.redis_fixture import RedisServer
-from tests.support.stack import Stack, is_serving, num_connected
+from tests.support.stack import START_TIMEOUT_S, Stack, is_serving, num_connected
 
 __all__ = ["models", "reference"]
 
@@ -103,7 +103,7 @@ async def test_requests_of_a_coordinator_without_its_store_continue_at_another(
     until(lambda: is_serving(first.address))
     texts = await texts_while(stack, machines.parted("coordinator", "redis"))
     assert texts == [reference] * 5
-    assert is_serving(stack.parts["coordinator2"].address)
+    assert is_serving(stack.parts["coordinator2"].address, timeout_s=START_TIMEOUT_S)
     # The readers were informed before it tried to give the leases back, for which it waited as long again.
     before, told, _ = first.log.partition("request failed")
     assert told

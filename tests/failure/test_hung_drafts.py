@@ -17,7 +17,7 @@ import pytest
 from bench.simulated_system import write_tokenizer
 from coordinator.replicas.replica import DRAFT
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, eventually, request
 from tests.support.freezing import frozen_part
 from tests.support.process_rig import stub_of
 from tests.support.stack import Stack
@@ -116,6 +116,7 @@ async def test_a_draft_whose_device_hangs_is_left_for_a_healthy_one_until_it_ans
     async with Rig(drafts=2, draft_salt=0) as rig:
         coordinator = await rig.coordinator(draft_timeout_s=5.0)
         await drafted(coordinator, 4)
+        first = rig.draft
         hung, healthy = (draft.worker for draft in rig.of_role(DRAFT))
         hung.gate.clear()
         try:
@@ -130,9 +131,12 @@ async def test_a_draft_whose_device_hangs_is_left_for_a_healthy_one_until_it_ans
         # Each request ends with a round that leaves no room for a draft; few waited for the hung one.
         assert num_without_draft <= 10 + num_rounds / 10
         assert max(output.finished.stats.draft_s for output in outputs) < 2.5
-        record = next(r for r in coordinator.pools.drafts("default") if r.address == rig.of_role(DRAFT)[0].address)
+        # It fails all calls and describes itself as draining until its watchdog sees that the stalled step has ended.
+        await eventually(lambda: not first.engine.info().draining)
+        await coordinator.pools.poll()
+        record = next(r for r in coordinator.pools.drafts("default") if r.address == first.address)
         while not record.takes_sessions or record.health.is_marked:
-            await coordinator.pools.poll()  # while its watchdog fails its calls, it describes itself as draining
+            await coordinator.pools.poll()
             await drafted(coordinator, 1)
         healthy.gate.clear()
         try:

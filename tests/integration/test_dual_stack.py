@@ -12,7 +12,7 @@ import pytest
 
 from specdec.supervision.processes import free_ports
 from tests.support.process_template import ENVIRON
-from tests.support.stack import is_serving
+from tests.support.stack import START_TIMEOUT_S, is_serving
 
 GRPC, HEALTH, METRICS = "grpc", "health", "metrics"
 START_S = 120.0
@@ -36,7 +36,7 @@ def ports() -> Iterator[dict[str, int]]:
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 @pytest.mark.parametrize("port", [GRPC, HEALTH])
 def test_health_answers_over_both_families(ports: dict[str, int], port: str, host: str) -> None:
-    assert is_serving(f"{host}:{ports[port]}")
+    assert is_serving(f"{host}:{ports[port]}", timeout_s=START_TIMEOUT_S)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.machines import Machines, unable
 from tests.support.process_template import ENVIRON
-from tests.support.stack import free_port, is_serving
+from tests.support.stack import START_TIMEOUT_S, free_port, is_serving
 from tests.support.tiny_models import build_tiny_model
 
 STORE_PORT, GRPC_PORT = 29500, 50071
@@ -57,7 +57,7 @@ def test_two_machines_serve_one_model_and_the_first_rank_ends_with_the_second(tm
             ranks.append(start_rank(ending, rank, host, STORE_PORT, [*flags, *listen], prefix))
         second, first = ranks
         assert lines_until(first.stdout, "serving") == [f"store {STORE_PORT}", "serving"]
-        assert is_serving(f"{host}:{GRPC_PORT}")
+        assert is_serving(f"{host}:{GRPC_PORT}", timeout_s=START_TIMEOUT_S)
         second.kill()
         assert first.wait(PATIENCE_S) == 1
 

@@ -62,11 +62,14 @@ Dial = Callable[[str], grpc.Channel]
 """Returns a channel to an address."""
 
 
-def is_serving(address: str, dial: Dial = grpc.insecure_channel) -> bool:
-    """Whether `grpc.health.v1` at `address` says SERVING."""
+def is_serving(address: str, dial: Dial = grpc.insecure_channel, timeout_s: float = 1.0) -> bool:
+    """Return whether `grpc.health.v1` at `address` says SERVING within `timeout_s`.
+
+    The default suits a caller that asks again. One that asks once allows for a busy machine: `START_TIMEOUT_S`.
+    """
     with dial(address) as channel:
         try:
-            reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+            reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError:
             return False
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
