@@ -72,6 +72,12 @@ class Tls:
         if self.cert:
             _require_valid_now(self.cert, self.server_context())
 
+    @staticmethod
+    def with_flag(error: InvalidRequest) -> str:
+        """Return the message of an error of `check` with the flag in place of the field."""
+        words = error.message.removeprefix(f"{error.field}: ")
+        return f"--{error.field.replace('_', '-')}: {words}"
+
     def read(self) -> Pem:
         """Return the contents of the files, which belong together. Raises InvalidRequest as `check`."""
         for _ in range(_READ_ATTEMPTS):

@@ -11,7 +11,6 @@ from specdec.client import Budgets, Client, GenerateOptions, Tls
 from specdec.client.endpoints import DEFAULT_ENDPOINT, ENDPOINT_VARIABLE, check_endpoint
 from specdec.client.transport import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, SERVER_NAME_VARIABLE, exposes_key, tls_of
 from specdec.errors import InvalidRequest
-from specdec.settings.transport import with_flag
 from specdec.types import Mode
 
 #: Variable that holds the API key of client commands.
@@ -67,7 +66,7 @@ def tls_of_flags(args: argparse.Namespace) -> Tls | None:
         if tls is not None:
             tls.check()
     except InvalidRequest as error:
-        raise Usage(with_flag(error)) from None
+        raise Usage(Tls.with_flag(error)) from None
     return tls
 
 

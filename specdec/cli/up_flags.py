@@ -19,7 +19,6 @@ from specdec.client import Tls
 from specdec.errors import InvalidRequest
 from specdec.settings.draft_specs import EARLY_EXIT, parse_local_drafts
 from specdec.settings.reading import checked_value, flag_of
-from specdec.settings.transport import with_flag
 from specdec.types import SIMULATED_PREFIX
 
 ROLES = ("target", "draft")
@@ -101,7 +100,7 @@ def check_certificate_files(args: argparse.Namespace) -> None:
     try:
         _tls(args).check()
     except InvalidRequest as error:
-        raise Usage(with_flag(error)) from None
+        raise Usage(Tls.with_flag(error)) from None
 
 
 def _tls(args: argparse.Namespace) -> Tls:

@@ -58,7 +58,7 @@ class TransportSettings(BaseModel):
         try:
             self._tls.check()
         except InvalidRequest as error:
-            raise ValueError(with_flag(error)) from None
+            raise ValueError(Tls.with_flag(error)) from None
         return self
 
     @model_validator(mode="after")
@@ -69,9 +69,3 @@ class TransportSettings(BaseModel):
                 "to serve there in plaintext"
             )
         return self
-
-
-def with_flag(error: InvalidRequest) -> str:
-    """Return the message of `Tls.check` with the flag in place of the field."""
-    words = error.message.removeprefix(f"{error.field}: ")
-    return f"--{error.field.replace('_', '-')}: {words}"

@@ -49,6 +49,19 @@ def test_a_module_that_needs_a_hidden_dependency_fails_in_this_check() -> None:
     assert "numpy" in imported.stderr
 
 
+@pytest.mark.parametrize("command", ["chat", "doctor", "generate", "health", "promote", "status", "top"])
+def test_a_command_that_calls_a_system_runs_with_the_clients_packages_alone(command: str) -> None:
+    call = f"from specdec.cli.__main__ import main\nsys.argv = ['specdec', {command!r}, '--help']\nsys.exit(main())"
+    shown = run_without(not_installed_with(), call)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith(f"usage: specdec {command} ")
+
+
+def test_a_command_that_needs_the_services_fails_in_this_check() -> None:
+    call = "from specdec.cli.__main__ import main\nsys.argv = ['specdec', 'up', '--help']\nsys.exit(main())"
+    assert 'run pip install "specdec[serve]"' in run_without(not_installed_with(), call).stderr
+
+
 def test_the_gateway_imports_with_the_packages_of_its_image_alone() -> None:
     imported = run_without(not_installed_with("gateway", "otel"), "import gateway.__main__")
     assert imported.returncode == 0, imported.stderr
