@@ -1,13 +1,15 @@
 """Part `llama-cpp` of the suite `engines`: a real pair through llama.cpp in the target, beside llama.cpp's server."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from bench.engines.turns import Run, measure_turns, num_equal_texts, start_all, stop_all
 from bench.real_models import QWEN_DRAFT, QWEN_TARGET
 from bench.rows import Row
-from bench.servers.figures import batch_rows, ratio_row, server_rows
+from bench.servers.figures import Batch, batch_rows, ratio_row, server_rows
 from bench.servers.http_servers import LlamaServer
 from bench.servers.process import PeerServer
 from bench.servers.served_pairs import prompts_of
@@ -44,12 +46,47 @@ def llama_rows(make_row: Callable[..., Row], run: Run, peers: Path, quick: bool)
         ]
     finally:
         stop_all(run, servers)
-    num_equal, num_texts = num_equal_texts(batches, _BACKEND, _ALONE)
+    equal_texts = [
+        make_row(system=system, metric="texts_equal", value=num_equal, unit=f"of {num_texts}", ratio_to=_ALONE)
+        for system in (_BACKEND, _DRAFTED)
+        for num_equal, num_texts in [num_equal_texts(batches, system, _ALONE)]
+    ]
     return [
         ratio_row(make_row, batches, _BACKEND, _DRAFTED, required=1.0),
         ratio_row(make_row, batches, _BACKEND, _ALONE, required=1.2),
         ratio_row(make_row, batches, _BACKEND, _INT8),
-        make_row(system=_BACKEND, metric="texts_equal", value=num_equal, unit=f"of {num_texts}", ratio_to=_ALONE),
+        *equal_texts,
+        make_row(
+            system=_BACKEND,
+            metric="logit_gap_max",
+            value=_largest_gap(target, batches[_BACKEND], batches[_ALONE]),
+            unit="logits",
+            ratio_to=_ALONE,
+            note="The gap is that of llama.cpp's own logits between the two tokens with which unequal texts part.",
+        ),
         *batch_rows(make_row, batches),
         *memory,
     ]
+
+
+def _largest_gap(model: Path, batches: Sequence[Batch], other: Sequence[Batch]) -> float:
+    """Return the largest gap between the logits of two tokens with which the texts of two systems part; 0.0 if none do.
+
+    Two builds of llama.cpp round differently, so that near ties between tokens may end either way.
+    """
+    import llama_cpp
+
+    llama = llama_cpp.Llama(str(model), n_ctx=2048, n_threads=2, n_threads_batch=2, flash_attn=True, verbose=False)
+    gaps = [0.0]
+    for batch, other_batch in zip(batches, other, strict=True):
+        for prompt, answer, other_answer in zip(batch.prompts, batch.answers, other_batch.answers, strict=True):
+            pairs = enumerate(zip(answer.token_ids, other_answer.token_ids, strict=True))
+            parting = next(((place, pair) for place, pair in pairs if pair[0] != pair[1]), None)
+            if parting is None:
+                continue
+            place, (token_id, other_id) = parting
+            llama.reset()
+            llama.eval([*prompt, *answer.token_ids[:place]])
+            logits = np.ctypeslib.as_array(llama._ctx.get_logits_ith(-1), shape=(llama.n_vocab(),))
+            gaps.append(abs(float(logits[token_id] - logits[other_id])))
+    return max(gaps)

@@ -68,6 +68,8 @@ def _model_rows(
                 system=server.name, metric="texts_equal", value=num_equal, unit=f"of {num_texts}", ratio_to=_DIRECT
             ),
         ]
+    if draft is not None:
+        rows.append(ratio_row(make_row, batches, _DRAFTED, _ALONE))
     return rows + batch_rows(make_row, batches)
 
 

@@ -38,9 +38,14 @@ class Batch:
         return sum(len(answer.token_ids) for answer in self.answers)
 
 
+def comparison_rows(row: MakeRow, batches: Mapping[str, Sequence[Batch]]) -> list[Row]:
+    """Return the ratios of specdec's systems to their peers, and of drafted to alone, in one case."""
+    return [ratio_row(row, batches, system, other) for system, other in _compared(list(batches))]
+
+
 def batch_rows(row: MakeRow, batches: Mapping[str, Sequence[Batch]]) -> list[Row]:
-    """Return ratios, rates, times and processor time of the systems that took turns in one case."""
-    rows = [ratio_row(row, batches, system, other) for system, other in _compared(list(batches))]
+    """Return rates, times and processor time of the systems that took turns in one case."""
+    rows = []
     for name, done in batches.items():
         ttft_ms = [answer.ttft_s * 1e3 for batch in done for answer in batch.answers]
         tpot_ms = [answer.tpot_s * 1e3 for batch in done for answer in batch.answers]

@@ -14,7 +14,7 @@ from typing import Any
 from bench.pairs import interleave
 from bench.report import progress
 from bench.rows import Origin, Row
-from bench.servers.figures import ALONE, DRAFTED, Batch, batch_rows, server_rows, text_rows
+from bench.servers.figures import ALONE, DRAFTED, Batch, batch_rows, comparison_rows, server_rows, text_rows
 from bench.servers.http_servers import MAX_STREAMS
 from bench.servers.process import PeerServer, ServerFailure
 from bench.servers.served_pairs import ServedPair
@@ -80,7 +80,8 @@ class PairRun:
             for num_streams in NUM_STREAMS:
                 batches = self._measure(servers, prompts, num_streams, beside)
                 case = f"{self._pair.name}, {num_streams} stream{'s' * (num_streams > 1)}{beside}"
-                rows += batch_rows(partial(self._row, case=case), batches)
+                make_row = partial(self._row, case=case)
+                rows += comparison_rows(make_row, batches) + batch_rows(make_row, batches)
                 for name, measured in batches.items():
                     done[name] += measured
             for server in servers:

@@ -8,7 +8,7 @@ import pytest
 
 from bench.rows import Origin, Row
 from bench.servers.answers import Answer, AnswerClock, tokens_per_s
-from bench.servers.figures import Batch, batch_rows, server_rows, text_rows
+from bench.servers.figures import Batch, batch_rows, comparison_rows, server_rows, text_rows
 from bench.servers.texts import Match, compare, count_matches
 
 ORIGIN = Origin(hardware="2 cores, a processor", commit="abc123", date="2026-01-02T03:04:05Z")
@@ -44,12 +44,12 @@ def test_specdec_is_compared_with_each_peer_of_the_same_decoding_and_with_itself
         "specdec_drafted": [batch(1.0)] * 3, "vllm_drafted": [batch(2.0)] * 3, "specdec_alone": [batch(4.0)] * 3,
         "transformers_alone": [batch(2.0, cpu_s=3.0)] * 3,
     }  # fmt: skip
-    rows = batch_rows(ROW, batches)
-    assert {(row.system, row.ratio_to): row.value for row in rows if row.ratio_to} == {
+    assert {(row.system, row.ratio_to): row.value for row in comparison_rows(ROW, batches)} == {
         ("specdec_drafted", "vllm_drafted"): pytest.approx(2.0),
         ("specdec_alone", "transformers_alone"): pytest.approx(0.5),
         ("specdec_drafted", "specdec_alone"): pytest.approx(4.0),
     }
+    rows = batch_rows(ROW, batches)
     figures = {row.metric: row.value for row in rows if row.system == "transformers_alone"}
     assert figures == {
         "tokens_per_s": 1.0, "ttft_ms_p50": 1000.0, "tpot_ms_p50": 1000.0, "tpot_ms_p99": 1000.0,
@@ -58,7 +58,7 @@ def test_specdec_is_compared_with_each_peer_of_the_same_decoding_and_with_itself
 
 
 def test_without_specdec_no_ratio_is_drawn() -> None:
-    assert not [row for row in batch_rows(ROW, {"vllm_alone": [batch(1.0)]}) if row.ratio_to]
+    assert not comparison_rows(ROW, {"vllm_alone": [batch(1.0)]})
 
 
 def test_start_and_memory_of_a_server_are_rows() -> None:
