@@ -1,4 +1,5 @@
-"""Suite `faults`: what clients feel when parts are killed or stopped, and when more is asked than can be served.
+"""Suite `faults`: what clients feel when parts are killed or stopped, when more is asked than can be served, and what
+keys and encryption cost.
 
 Real processes, the demo pair and a real Redis. Outcomes (nothing lost, nothing doubled) are asserted by
 `make test-failure`; this suite has the times and ratios. Run it on an idle machine.
@@ -13,6 +14,7 @@ from bench.fault_drafts import measure_drafts_gone
 from bench.fault_outages import measure_outages
 from bench.overload import measure_overload
 from bench.rows import Origin, Row
+from bench.secured_systems import measure_security
 
 SUITE = "faults"
 
@@ -22,6 +24,7 @@ MEASUREMENTS: dict[str, Callable[[Callable[..., Row], bool], list[Row]]] = {
     "drafts": measure_drafts_gone,
     "overload": measure_overload,
     "fairness": measure_fairness,
+    "security": measure_security,
 }
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from specdec.client import AsyncClient
+from specdec.client import AsyncClient, Tls
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,18 @@ def tokens_per_s(runs: Sequence[StreamRun]) -> float:
 class StreamProcess:
     """A client in a child process. Use it by `with`; it is connected once entered."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._endpoint = endpoint
+    def __init__(self, endpoint: str, *, api_key: str = "", tls_ca: str = "") -> None:
+        """
+        Args:
+            endpoint: HOST:PORT of a coordinator.
+            api_key: key that the client sends; "": none.
+            tls_ca: PEM file of the authority of the coordinator's certificate; "": plaintext.
+        """
+        self._flags = ["--endpoint", endpoint, "--api-key", api_key, "--tls-ca", tls_ca]
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.streams", "--endpoint", self._endpoint],
+            [sys.executable, "-m", "bench.streams", *self._flags],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -131,8 +137,9 @@ async def _run_batch(client: AsyncClient, requests: Sequence[StreamRequest]) -> 
     return [run for run, _ in done]
 
 
-async def _serve(endpoint: str) -> None:
-    async with AsyncClient(endpoint) as client:
+async def _serve(endpoint: str, api_key: str, tls_ca: str) -> None:
+    tls = Tls(ca=tls_ca) if tls_ca else None
+    async with AsyncClient(endpoint, api_key=api_key or None, tls=tls) as client:
         await client.info()
         print("{}", flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
@@ -144,7 +151,10 @@ def main() -> None:
     """Run one batch a line until the input ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--endpoint", required=True)
-    asyncio.run(_serve(parser.parse_args().endpoint))
+    parser.add_argument("--api-key", default="")
+    parser.add_argument("--tls-ca", default="")
+    arguments = parser.parse_args()
+    asyncio.run(_serve(arguments.endpoint, arguments.api_key, arguments.tls_ca))
 
 
 if __name__ == "__main__":
