@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -105,7 +106,7 @@ def test_a_stopped_distillation_does_not_affect_serving_and_continues_with_the_r
     with subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           text=True) as distilling:  # fmt: skip
         assert distilling.stderr is not None
-        while "step" not in (line := distilling.stderr.readline()):  # it trains
+        while not (training := re.search(r"step (\d+)", line := distilling.stderr.readline())):
             assert line, "it has ended"
         with frozen(distilling.pid):
             system.log(4, 100)
@@ -116,7 +117,8 @@ def test_a_stopped_distillation_does_not_affect_serving_and_continues_with_the_r
         said, complaint = distilling.communicate()
     assert distilling.returncode == 0, complaint
     assert said.startswith(f"{made}: KL ")
-    assert json.loads((made / "distilled.json").read_text())["num_steps"] == 60
+    # Held-out text may end it before its last step.
+    assert int(training[1]) < json.loads((made / "distilled.json").read_text())["num_steps"] <= 60
 
 
 def test_a_stopped_shadow_affects_no_stream_and_is_scored_again_when_it_continues(system: System) -> None:
