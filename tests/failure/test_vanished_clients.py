@@ -14,6 +14,7 @@ from specdec.types import VerifyRequest
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import Coordinator, Rig, request
 from tests.support.round_driver import make_round
+from tests.support.table_worker import TableWorker
 
 NO_TOKENS = np.empty(0, dtype=np.uint32)
 NUM_OUTPUT = 400
@@ -35,7 +36,9 @@ async def test_kv_is_free_soon_after_the_last_of_many_clients_vanished(num_clien
         # Many streams of a model in Python, on one event loop: drafts would only slow them down.
         mode = pb.SPECULATION_MODE_OFF if num_clients > 100 else pb.SPECULATION_MODE_REJECTION
         clients = [asyncio.create_task(_read(coordinator, index, event, mode)) for index, event in enumerate(begun)]
-        await asyncio.gather(*(event.wait() for event in begun))
+        pacing = asyncio.create_task(_pace_steps(rig.target.worker))
+        await _all_begun(clients, begun)
+        pacing.cancel()
         assert sum(not client.done() for client in clients) > num_clients // 2
         assert rig.target.engine.stats().num_active_kv_blocks >= num_clients // 2 * STREAM_BLOCKS
         for client in clients:
@@ -69,6 +72,32 @@ async def _leave_idle_sessions(rig: Rig, count: int) -> None:
         await asyncio.gather(*(engine.verify(VerifyRequest(position, NO_TOKENS, ())) for position in positions))
         await engine.end_turns([EndedTurn(position.session_id, position.epoch) for position in positions])
     assert engine.stats().num_active_kv_blocks == 0
+
+
+async def _pace_steps(worker: TableWorker) -> None:
+    """Let a step end every half second, until cancelled.
+
+    Streams that have begun would otherwise keep the event loop so busy that gRPC, which gives up a call that was not
+    accepted within 30 seconds, ends the last of 500 calls.
+    """
+    worker.gate.clear()
+    try:
+        while True:
+            await asyncio.sleep(0.5)
+            worker.gate.set()
+            worker.gate.clear()
+    finally:
+        worker.gate.set()
+
+
+async def _all_begun(clients: list[asyncio.Task[None]], begun: list[asyncio.Event]) -> None:
+    """Wait until every stream has a token; raise the error of one that ends before."""
+    for client, event in zip(clients, begun, strict=True):
+        waiting = asyncio.create_task(event.wait())
+        await asyncio.wait({client, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if not event.is_set():
+            client.result()
+            raise AssertionError("a stream ended without a token")
 
 
 async def _read(coordinator: Coordinator, index: int, begun: asyncio.Event, mode: int) -> None:
