@@ -30,9 +30,9 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 
 .PHONY: help setup demo real demo-real demo-pair peers test test-full test-real model-list reference docs docs-serve \
-	wheel-check test-gpu test-clients test-engines test-failure \
+	wheel-check test-gpu test-clients test-engines test-pods test-failure \
 	test-loaded mutants sbom audit bench lint type proto proto-check k8s-tools k8s-validate images up down ci clean redis browser \
-	prometheus dashboards environments programs
+	prometheus dashboards environments programs container-programs
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -142,16 +142,27 @@ prometheus:
 		|| { echo "error: the tests of the alert rules need prometheus and promtool on the PATH" >&2; exit 1; }
 
 test: setup redis  ## all tests against real gRPC and a real Redis (18 minutes on two cores)
-	$(PYTEST) --hypothesis-profile=ci -m "not full and not gpu and not real and not engines"
+	$(PYTEST) --hypothesis-profile=ci -m "not full and not gpu and not real and not engines and not pods"
 
 test-full: setup redis  ## the long products as well; properties are tried on new examples, not on the same ones
-	$(PYTEST) -m "not gpu and not real and not engines" --timeout 3600
+	$(PYTEST) -m "not gpu and not real and not engines and not pods" --timeout 3600
 
 test-real: $(REAL)  ## SmolLM2 and Gemma 3 against Transformers: chat, turns, vocabulary, sliding window (20 minutes)
 	$(BIN)/python -m pytest tests/real --timeout 3600
 
 test-engines: setup redis  ## targets in front of a real vLLM on a CPU: texts, laws, faults (`make peers` first; 20 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engines --timeout 1200 -s
+
+# Of the pods' tests, which are left out, with the reason, where the programs are missing.
+POD_PROGRAMS := buildah podman runc netavark aardvark-dns catatonit debootstrap
+container-programs: setup
+	@$(BIN)/python -c 'from tests.support.pods.programs import missing; raise SystemExit(bool(missing()))' || { command -v apt-get >/dev/null \
+		&& { s=""; [ "$$(id -u)" = 0 ] || s=sudo; $$s apt-get update -qq && $$s apt-get install -y -qq --no-install-recommends $(POD_PROGRAMS) >/dev/null; }; } \
+		|| { echo "error: the tests of pods need Debian's packages $(POD_PROGRAMS)" >&2; exit 1; }
+
+# Images, containers and networks are root's, in .pods.
+test-pods: setup k8s-tools container-programs  ## the overlay cpu as real containers: probes, a rolling update, a hung process (root; 15 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/pods --timeout 900 -s
 
 model-list: setup  ## write docs/reference/models.md: which architectures of transformers are served (minutes)
 	$(BIN)/python -m tests.support.model_list
@@ -208,7 +219,7 @@ test-failure: setup redis  ## what happens when parts die, the long tests includ
 # Busy processes beside two workers keep the load of two cores at ten. A test may take five times its usual limit.
 test-loaded: setup redis  ## failure and end-to-end tests on a machine with five times the load (long)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.loaded 10 $(BIN)/python -m pytest -n 2 --dist loadfile \
-		--durations 15 --timeout 1500 -m "not full and not gpu and not real and not engines" tests/failure tests/e2e tests/integration/test_ray_replicas.py
+		--durations 15 --timeout 1500 -m "not full and not gpu and not real and not engines and not pods" tests/failure tests/e2e tests/integration/test_ray_replicas.py
 
 mutants: setup redis  ## which faults put into the code no test notices (long; ONLY='specdec.core.*' for a part, ONLY=--lua)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt $(EDITABLE) -e '.[mutants]'
@@ -297,4 +308,4 @@ ci:  ## what CI runs
 	@$(MAKE) --no-print-directory lint type proto-check docs k8s-validate test
 
 clean:  ## forget environments and caches
-	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(SUPPLY_VENV) $(K8S_VENV) $(PEERS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants sbom.json *.egg-info
+	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(SUPPLY_VENV) $(K8S_VENV) $(PEERS) .pods site .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants sbom.json *.egg-info

@@ -1,0 +1,124 @@
+"""One pod: a container of podman with the network, the user, the limits and the volumes of its manifest.
+
+A thread asks the probes and restarts the container as a kubelet does, from `start` until the pod is ended. Enforced by
+the kernel: user, capabilities, seccomp, a read-only root, the limit of memory, the pod's network. Not enforced:
+network policies, requests of processor time, and `fsGroup`, which podman 4.3 leaves out: a volume has the owner of the
+image's folder.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+from .probes import Probe, probe_of
+from .programs import ProgramFailed, podman
+from .workloads import Workload
+
+#: Pause between two looks at the probes that are due.
+_LOOK_S = 0.2
+
+
+class Pod:
+    """A pod with one container."""
+
+    def __init__(self, workload: Workload, name: str, address: str) -> None:
+        self.workload, self.name, self.address = workload, name, address
+        self.is_ready = False
+        self.num_restarts = 0
+        self.exit_status: int | None = None
+        """Status that the process ended with when the pod was ended; None before."""
+        self._ending = threading.Event()
+        self._watch = threading.Thread(target=self._keep, name=f"kubelet of {name}", daemon=True)
+
+    @property
+    def container(self) -> str:
+        """Name of the container in podman."""
+        return f"{self.name}-{self.workload.container['name']}"
+
+    @property
+    def pid(self) -> int:
+        """Number of the container's first process on this machine."""
+        return int(self.inspect("{{.State.Pid}}"))
+
+    def start(self, network: str) -> None:
+        """Start the container on a network, where the names of its Services lead to it, and the watch over it."""
+        names = "".join(f",alias={name}" for name in self.workload.service_names)
+        manifest = json.dumps(self.workload.manifest(self.name, self.address))
+        podman("kube", "play", "--network", f"{network}:ip={self.address}{names}", "-", text=manifest)
+        self._watch.start()
+
+    def end(self) -> None:
+        """End the pod as a cluster does: the hook's sleep, SIGTERM, and SIGKILL once the grace has passed."""
+        self._stop_watching()
+        time.sleep(self.workload.pre_stop_s)
+        podman("stop", "--time", str(int(self.workload.grace_s - self.workload.pre_stop_s)), self.container)
+        self.exit_status = int(self.inspect("{{.State.ExitCode}}"))
+        podman("pod", "rm", "--force", self.name)
+
+    def kill(self) -> None:
+        """Remove the pod at once, whatever it does."""
+        self._stop_watching()
+        podman("pod", "rm", "--force", "--time", "0", self.name)
+
+    def execute(self, command: list[str], timeout_s: float = 60.0) -> str:
+        """Return what a command in the container prints. Raises ProgramFailed."""
+        return podman("exec", self.container, *command, timeout_s=timeout_s)
+
+    def inspect(self, template: str) -> str:
+        """Return what podman knows about the container, in a template of its own."""
+        return podman("inspect", "--type", "container", "--format", template, self.container).strip()
+
+    def changed_paths(self) -> list[str]:
+        """Return the paths of the root filesystem that differ from the image's."""
+        changes = json.loads(podman("diff", "--format", "json", self.container))
+        return sorted(path for paths in changes.values() for path in paths)
+
+    def logs(self) -> str:
+        return podman("logs", "--tail", "40", self.container)
+
+    def _stop_watching(self) -> None:
+        self.is_ready = False
+        self._ending.set()
+        if self._watch.is_alive():
+            self._watch.join()
+
+    def _keep(self) -> None:
+        while not self._ending.is_set():
+            self._watch_one_life()
+            if not self._ending.is_set():
+                self._restart()
+
+    def _watch_one_life(self) -> None:
+        """Ask the probes until one of them wants a restart, or the pod ends."""
+        startup, readiness, liveness = (self._probe(f"{kind}Probe") for kind in ("startup", "readiness", "liveness"))
+        while not self._ending.wait(_LOOK_S):
+            if startup is not None:
+                passed = startup.poll()
+                if passed is False:
+                    return
+                startup = None if passed else startup
+                continue
+            if readiness is not None and (passed := readiness.poll()) is not None:
+                self.is_ready = passed and not self._ending.is_set()
+            if liveness is not None and liveness.poll() is False:
+                return
+
+    def _restart(self) -> None:
+        """Start the container again. The pod keeps its network and its volumes."""
+        self.is_ready = False
+        podman("restart", "--time", str(int(self.workload.grace_s)), self.container)
+        self.num_restarts += 1
+
+    def _probe(self, field: str) -> Probe | None:
+        return probe_of(self.workload.container.get(field), self.address, self.execute)
+
+
+def remove_all() -> None:
+    """Remove the pods and volumes that a run which was cut off has left."""
+    try:
+        podman("pod", "rm", "--all", "--force", "--time", "0")
+        podman("volume", "prune", "--force")
+    except ProgramFailed as error:
+        raise ProgramFailed(f"pods of an earlier run are still there: {error}") from error
