@@ -153,7 +153,6 @@ test-real: $(REAL)  ## SmolLM2 and Gemma 3 against Transformers: chat, turns, vo
 test-engines: setup redis  ## targets in front of a real vLLM on a CPU: texts, laws, faults (`make peers` first; 20 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engines --timeout 1200 -s
 
-# Of the pods' tests, which are left out, with the reason, where the programs are missing.
 POD_PROGRAMS := buildah podman runc netavark aardvark-dns catatonit debootstrap
 container-programs: setup
 	@$(BIN)/python -c 'from tests.support.pods.programs import missing; raise SystemExit(bool(missing()))' || { command -v apt-get >/dev/null \
@@ -162,7 +161,7 @@ container-programs: setup
 
 # Images, containers and networks are root's, in .pods.
 test-pods: setup k8s-tools container-programs  ## the overlay cpu as real containers: probes, a rolling update, a hung process (root; 15 minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/pods --timeout 900 -s
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/pods -s
 
 model-list: setup  ## write docs/reference/models.md: which architectures of transformers are served (minutes)
 	$(BIN)/python -m tests.support.model_list
@@ -285,7 +284,7 @@ k8s-validate: setup k8s-tools  ## render every overlay and check it against sche
 	@$(BIN)/python -m k8s.validate
 
 images:  ## build the four service images
-	@build="docker build --build-arg PIP_INDEX_URL --build-arg PIP_EXTRA_INDEX_URL"; \
+	@build="docker build --build-arg PYTHON_IMAGE --build-arg PIP_INDEX_URL --build-arg PIP_EXTRA_INDEX_URL"; \
 		$$build -f specdec/service/Dockerfile --target draft -t specdec/draft-service:latest . \
 		&& $$build -f specdec/service/Dockerfile --target target -t specdec/target-service:latest . \
 		&& $$build -f coordinator/Dockerfile -t specdec/coordinator:latest . \

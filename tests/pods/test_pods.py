@@ -16,7 +16,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from specdec.client import AsyncClient, Budgets
-from tests.support.pods.cluster import NETWORK
+from tests.support.name_server import NameServer
+from tests.support.pods.cluster import NETWORK, Cluster
 from tests.support.pods.images import size_mb
 from tests.support.pods.pod import Pod
 from tests.support.pods.programs import ProgramFailed, podman
@@ -27,15 +28,16 @@ from .conftest import Deployed
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"
 NUM_PROMPTS, NUM_PROMPT_TOKENS, NUM_TOKENS, NUM_STREAMS = 4, 24, 128, 6
-USER = 10001
-#: What the target may need to be found hung, ended by force and started again.
+USER, PORT = 10001, 50051
+#: Time in which a draft is found hung, ended by force and started again: 85 s as rendered, and a start.
 RESTART_S = 300.0
 #: Points at which podman mounts files of its own.
 _MADE_BY_PODMAN = {"/etc", "/etc/mtab", "/run", "/run/.containerenv"}
 #: Of a client. No test waits for it where nothing is wrong.
 _PATIENCE_S = 120.0
 
-pytestmark = pytest.mark.timeout(900)
+# The images are built in the first test's time.
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +50,29 @@ def references() -> dict[tuple[int, ...], list[int]]:
     return {prompt: oracle.greedy(prompt, NUM_TOKENS) for prompt in prompts}
 
 
+@contextlib.asynccontextmanager
+async def coordinators(cluster: Cluster, budgets: Budgets | None = None) -> AsyncIterator[AsyncClient]:
+    """Yield a client of the coordinators' Service, whose name leads to the pods that are ready at the time."""
+
+    async def resolve(server: NameServer) -> None:
+        while True:
+            server.addresses = cluster.addresses("coordinator")
+            await asyncio.sleep(0.1)
+
+    with NameServer(cluster.addresses("coordinator")) as server:
+        resolving = asyncio.create_task(resolve(server))
+        try:
+            async with AsyncClient(server.target(PORT), budgets=budgets) as client:
+                yield client
+        finally:
+            resolving.cancel()
+
+
 @dataclass
 class Streams:
     """Generations that follow each other without a pause, several at once."""
 
-    endpoint: str
+    cluster: Cluster
     references: dict[tuple[int, ...], list[int]]
     num_completed: int = 0
     differing: list[str] = field(default_factory=list)
@@ -62,7 +82,7 @@ class Streams:
         """Run the streams meanwhile; one that fails ends the block with its error."""
         ending = asyncio.Event()
         budgets = Budgets(resume_s=_PATIENCE_S, connect_s=_PATIENCE_S)
-        async with AsyncClient(self.endpoint, budgets=budgets) as client, asyncio.TaskGroup() as tasks:
+        async with coordinators(self.cluster, budgets) as client, asyncio.TaskGroup() as tasks:
             for _ in range(NUM_STREAMS):
                 tasks.create_task(self._follow(client, ending))
             try:
@@ -72,7 +92,7 @@ class Streams:
                 ending.set()
 
     async def grow(self) -> None:
-        """Return once each stream has completed a generation more, as seen from now."""
+        """Return once as many generations as two for each stream have ended since the call."""
         goal = self.num_completed + 2 * NUM_STREAMS
         while self.num_completed < goal:  # noqa: ASYNC110  services need the processors
             await asyncio.sleep(0.1)
@@ -98,7 +118,7 @@ async def test_ready_pods_give_what_greedy_decoding_gives(
     counts = {name: len(deployed.cluster.pods_of(name)) for name in deployed.cluster.workloads}
     assert counts == {"redis": 1, "draft": 1, "target": 2, "coordinator": 2}
     assert [pod.num_restarts for pod in deployed.cluster.pods] == [0] * len(deployed.cluster.pods)
-    async with AsyncClient(deployed.cluster.endpoints("coordinator")) as client:
+    async with coordinators(deployed.cluster) as client:
         for prompt, expected in references.items():
             output = await client.generate(prompt_token_ids=prompt, max_new_tokens=NUM_TOKENS, temperature=0.0)
             assert list(output.token_ids) == expected
@@ -108,7 +128,7 @@ async def test_ready_pods_give_what_greedy_decoding_gives(
 def test_a_client_in_another_pod_finds_the_coordinators_by_the_name_of_their_service(deployed: Deployed) -> None:
     image = deployed.cluster.workloads["coordinator"].image
     command = ("specdec", "generate", "import os\n", "--json", "--temperature", "0", "--max-new-tokens", "16")
-    output = podman("run", "--rm", "--network", NETWORK, image, *command, "--endpoint", "coordinator:50051")
+    output = podman("run", "--rm", "--network", NETWORK, image, *command, "--endpoint", f"coordinator:{PORT}")
     assert json.loads(output)["usage"]["num_output_tokens"] == 16
 
 
@@ -144,17 +164,18 @@ def test_a_container_writes_to_its_volumes_and_nowhere_else(deployed: Deployed) 
         assert set(pod.changed_paths()) - _MADE_BY_PODMAN - volumes == set(), pod.name
 
 
-async def test_no_stream_fails_or_differs_while_the_targets_are_rolled(
-    deployed: Deployed, references: dict[tuple[int, ...], list[int]]
+@pytest.mark.parametrize("name", ["target", "coordinator"])
+async def test_no_stream_fails_or_differs_while_a_deployment_is_rolled(
+    name: str, deployed: Deployed, references: dict[tuple[int, ...], list[int]]
 ) -> None:
-    streams = Streams(deployed.cluster.endpoints("coordinator"), references)
+    streams = Streams(deployed.cluster, references)
     async with streams.running():
-        ended = await asyncio.to_thread(deployed.cluster.roll, "target")
+        ended = await asyncio.to_thread(deployed.cluster.roll, name)
         await streams.grow()
-    print(f"{streams.num_completed} generations while {len(ended)} targets were replaced")
+    print(f"{streams.num_completed} generations while {len(ended)} pods of {name} were replaced")
     assert streams.differing == []
     assert [pod.exit_status for pod in ended] == [0] * len(ended)
-    assert len(deployed.cluster.pods_of("target")) == len(ended)
+    assert len(deployed.cluster.pods_of(name)) == len(ended)
 
 
 async def test_a_draft_that_hangs_is_restarted_by_its_probe_while_streams_go_on(
@@ -162,7 +183,7 @@ async def test_a_draft_that_hangs_is_restarted_by_its_probe_while_streams_go_on(
 ) -> None:
     (pod,) = deployed.cluster.pods_of("draft")
     hung = pod.pid
-    streams = Streams(deployed.cluster.endpoints("coordinator"), references)
+    streams = Streams(deployed.cluster, references)
     async with streams.running():
         os.kill(hung, signal.SIGSTOP)
         await streams.grow()

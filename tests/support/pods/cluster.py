@@ -4,7 +4,8 @@
         cluster.wait_until_ready(300.0)
         cluster.roll("target")
 
-A Service's name leads to all of its pods, ready or not; `endpoints` gives those that are ready.
+Within the pods, a Service's name leads to each of its pods that runs, one that is not ready or that ends as well, which
+a real Service leaves out. Only Redis is found by such a name.
 """
 
 from __future__ import annotations
@@ -58,10 +59,9 @@ class Cluster:
         """Return the pods of a workload that are not ending, the oldest one first."""
         return [pod for pod in self.pods if pod.workload.name == name]
 
-    def endpoints(self, name: str) -> str:
-        """Return HOST:PORT of each ready pod of a workload, with commas between them, for its first port."""
-        port = self.workloads[name].container["ports"][0]["containerPort"]
-        return ",".join(f"{pod.address}:{port}" for pod in self.pods_of(name) if pod.is_ready)
+    def addresses(self, name: str) -> list[str]:
+        """Return the addresses of a workload's ready pods: what the name of its headless Service resolves to."""
+        return [pod.address for pod in self.pods_of(name) if pod.is_ready]
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Return once all pods are ready. Raises TimeoutError with the logs of those that are not."""

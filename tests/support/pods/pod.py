@@ -1,9 +1,9 @@
 """One pod: a container of podman with the network, the user, the limits and the volumes of its manifest.
 
-A thread asks the probes and restarts the container as a kubelet does, from `start` until the pod is ended. Enforced by
-the kernel: user, capabilities, seccomp, a read-only root, the limit of memory, the pod's network. Not enforced:
-network policies, requests of processor time, and `fsGroup`, which podman 4.3 leaves out: a volume has the owner of the
-image's folder.
+A thread asks the probes and restarts the container as a kubelet does, from `start` until the pod is ended; it does not
+wait longer where a process ends again and again. Enforced by the kernel: user, capabilities, seccomp, a read-only root,
+the limit of memory, the pod's network. Not enforced: network policies, requests of processor time, and `fsGroup`, which
+podman 4.3 leaves out: a volume has the owner of the image's folder.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from pathlib import Path
 
 from .probes import Probe, probe_of
 from .programs import ProgramFailed, podman
@@ -76,7 +77,8 @@ class Pod:
         return sorted(path for paths in changes.values() for path in paths)
 
     def logs(self) -> str:
-        return podman("logs", "--tail", "40", self.container)
+        """Return the last lines that the process wrote."""
+        return podman("logs", "--tail", "40", self.container, with_errors=True)
 
     def _stop_watching(self) -> None:
         self.is_ready = False
@@ -86,29 +88,31 @@ class Pod:
 
     def _keep(self) -> None:
         while not self._ending.is_set():
-            self._watch_one_life()
+            grace_s = self._watch_one_life()
             if not self._ending.is_set():
-                self._restart()
+                self._restart(grace_s)
 
-    def _watch_one_life(self) -> None:
-        """Ask the probes until one of them wants a restart, or the pod ends."""
+    def _watch_one_life(self) -> float:
+        """Ask the probes until one wants a restart, or the process or the pod ends. Return the grace of a restart."""
+        process = Path(f"/proc/{self.pid}")
         startup, readiness, liveness = (self._probe(f"{kind}Probe") for kind in ("startup", "readiness", "liveness"))
-        while not self._ending.wait(_LOOK_S):
+        while not self._ending.wait(_LOOK_S) and process.exists():
             if startup is not None:
                 passed = startup.poll()
                 if passed is False:
-                    return
+                    return self.workload.restart_grace_s("startupProbe")
                 startup = None if passed else startup
                 continue
             if readiness is not None and (passed := readiness.poll()) is not None:
                 self.is_ready = passed and not self._ending.is_set()
             if liveness is not None and liveness.poll() is False:
-                return
+                return self.workload.restart_grace_s("livenessProbe")
+        return self.workload.grace_s
 
-    def _restart(self) -> None:
-        """Start the container again. The pod keeps its network and its volumes."""
+    def _restart(self, grace_s: float) -> None:
+        """Start the container again. The pod keeps its address and its volumes."""
         self.is_ready = False
-        podman("restart", "--time", str(int(self.workload.grace_s)), self.container)
+        podman("restart", "--time", str(int(grace_s)), self.container)
         self.num_restarts += 1
 
     def _probe(self, field: str) -> Probe | None:

@@ -41,8 +41,10 @@ def missing() -> list[str]:
     return absent + [name for name in _NETWORKING if not any(Path(folder, name).exists() for folder in _FOLDERS)]
 
 
-def run(*command: str | Path, text: str | None = None, timeout_s: float | None = None) -> str:
-    """Return what a command prints. Raises ProgramFailed with the end of its errors."""
+def run(
+    *command: str | Path, text: str | None = None, timeout_s: float | None = None, with_errors: bool = False
+) -> str:
+    """Return what a command prints, on the stream of errors too if asked. Raises ProgramFailed with the end of it."""
     words = [str(word) for word in command]
     try:
         done = subprocess.run(
@@ -52,13 +54,16 @@ def run(*command: str | Path, text: str | None = None, timeout_s: float | None =
         raise ProgramFailed(f"{' '.join(words)}: no end within {timeout_s} s") from error
     if done.returncode:
         raise ProgramFailed(f"{' '.join(words)}: status {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
-    return done.stdout
+    return done.stdout + (done.stderr if with_errors else "")
 
 
-def podman(*arguments: str | Path, text: str | None = None, timeout_s: float | None = None) -> str:
+def podman(
+    *arguments: str | Path, text: str | None = None, timeout_s: float | None = None, with_errors: bool = False
+) -> str:
     """Return what a podman command prints."""
     networks = ("--network-config-dir", STORE / "networks", "--tmpdir", _RUN / "libpod")
-    return run("podman", *_store(), *networks, *arguments, text=text, timeout_s=timeout_s)
+    command = ("podman", *_store(), *networks, *arguments)
+    return run(*command, text=text, timeout_s=timeout_s, with_errors=with_errors)
 
 
 def buildah(*arguments: str | Path) -> str:

@@ -59,6 +59,10 @@ class Workload:
         """Length of the sleep before SIGTERM."""
         return float(at(self.container, "lifecycle", "preStop", "sleep", "seconds") or 0)
 
+    def restart_grace_s(self, probe: str) -> float:
+        """Return the time between SIGTERM and SIGKILL where a probe wants a restart."""
+        return float(self.container[probe].get("terminationGracePeriodSeconds", self.grace_s))
+
     def rolling(self, name: str) -> int:
         """Return `maxSurge` or `maxUnavailable`."""
         return int(at(self.document.spec, "strategy", "rollingUpdate", name))
@@ -74,6 +78,7 @@ class Workload:
         claims = [claim["metadata"]["name"] for claim in self.document.spec.get("volumeClaimTemplates") or ()]
         volumes = [{"name": name, "persistentVolumeClaim": {"claimName": f"{name}-{pod}"}} for name in claims]
         spec["volumes"] = [*(spec.get("volumes") or ()), *volumes]
+        spec["restartPolicy"] = "Never"  # by podman: `pod` restarts the container and counts it
         metadata = {"name": pod, "labels": template["metadata"]["labels"]}
         return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
