@@ -160,7 +160,7 @@ container-programs: setup
 		|| { echo "error: the tests of pods need Debian's packages $(POD_PROGRAMS)" >&2; exit 1; }
 
 # Images, containers and networks are root's, in .pods.
-test-pods: setup k8s-tools container-programs  ## the overlay cpu as real containers: probes, a rolling update, a hung process (root; 15 minutes)
+test-pods: setup k8s-tools container-programs  ## the overlay cpu as real containers: probes, a rolling update, a hung process (root; 10 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/pods -s
 
 model-list: setup  ## write docs/reference/models.md: which architectures of transformers are served (minutes)
@@ -307,4 +307,6 @@ ci:  ## what CI runs
 	@$(MAKE) --no-print-directory lint type proto-check docs k8s-validate test
 
 clean:  ## forget environments and caches
-	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(SUPPLY_VENV) $(K8S_VENV) $(PEERS) .pods site .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants sbom.json *.egg-info
+	@! mountpoint -q .pods/storage/overlay 2>/dev/null || umount --recursive .pods/storage/overlay
+	rm -rf .pods /run/specdec-pods
+	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(SUPPLY_VENV) $(K8S_VENV) $(PEERS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants sbom.json *.egg-info
