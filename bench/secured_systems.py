@@ -59,10 +59,11 @@ def measure_security(row: Callable[..., Row], quick: bool) -> list[Row]:
         total = 3 * (sum(num_runs.values()) + len(num_runs))
         with _running(target, Path(folder)) as systems, progress("keys and encryption", total) as advance:
             for num_streams, number in num_runs.items():
-                runs = {name: partial(_batch, system, num_streams, prompts) for name, system in systems.items()}
-                interleave(range(1), runs, advance)  # warms caches
+                runs = {name: partial(_batch, system) for name, system in systems.items()}
+                interleave([prompts.batch(num_streams)], runs, advance)  # warms caches
+                batches = [prompts.batch(num_streams) for _ in range(number)]
                 case = f"deep(18, 0.02), {num_streams} stream{'s' * (num_streams > 1)}, greedy"
-                rows += _rows(partial(row, case=case), interleave(range(number), runs, advance))
+                rows += _rows(partial(row, case=case), interleave(batches, runs, advance))
     return rows
 
 
@@ -97,9 +98,9 @@ def _write_certificate(cert: Path, key: Path) -> None:
     key.chmod(0o600)
 
 
-def _batch(system: _System, num_streams: int, prompts: OwnPrompts, _index: int) -> _Batch:
-    options = {"max_new_tokens": _NUM_TOKENS[num_streams], "temperature": 0.0, "ignore_eos": True, "gamma": GAMMA}
-    asked = [StreamRequest(prompt, options) for prompt in prompts.batch(num_streams)]
+def _batch(system: _System, prompts: list[list[int]]) -> _Batch:
+    options = {"max_new_tokens": _NUM_TOKENS[len(prompts)], "temperature": 0.0, "ignore_eos": True, "gamma": GAMMA}
+    asked = [StreamRequest(prompt, options) for prompt in prompts]
     before_s = cpu_s(system.up.pid)
     runs = system.clients.run(asked)
     used_s = cpu_s(system.up.pid) - before_s
