@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import shlex
 import subprocess
@@ -119,6 +120,43 @@ async def test_a_full_store_refuses_in_words_and_writes_nothing(server: TcpRedis
     server.command("CONFIG", "SET", "maxmemory", 0)
     await store.commit(lease, a_round(0, 3, 4))
     assert await held_tokens(store, "s") == [1, 2, 3, 4]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB, for root alone."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=True)
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone may mount a small file system")
+async def test_a_store_whose_disk_is_full_refuses_writes_and_loses_none_that_it_took(small_disk: Path) -> None:
+    with tcp_redis(small_disk, "--appendonly", "yes", "--appendfsync", "everysec") as server:
+        store = open_store(f"redis://{server.address}")
+        await wait_for_store(f"redis://{server.address}", 60.0)
+        lease = await begin(store)
+        held, rest = [1, 2, 3], small_disk / "rest"
+        rest.write_bytes(bytes(os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize))
+        # The page of the log that is begun has room for some.
+        while (refused := await store.commit_all([(lease, a_round(len(held) - 3, len(held), 9))])) == [None]:
+            held.append(9)
+        assert isinstance(refused[0], Unavailable)
+        assert "No space left on device" in refused[0].message
+        assert await held_tokens(store, "s") == held
+        rest.unlink()
+        async with asyncio.timeout(60):
+            while await store.commit_all([(lease, a_round(len(held) - 3, len(held), 8))]) != [None]:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        assert await held_tokens(store, "s") == [*held, 8]
+        server.kill()
+        server.start()
+        await wait_for_store(f"redis://{server.address}", 60.0)
+        assert await held_tokens(store, "s") == [*held, 8]
+        await store.close()
 
 
 async def test_a_commit_behind_a_slow_command_is_written_once(
