@@ -29,6 +29,9 @@ export PYTHONDONTWRITEBYTECODE :=
 # the others.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 
+# Tests that need a GPU, real models, other engines or root have targets of their own.
+NO_EXTRAS := not gpu and not real and not engines and not pods
+
 .PHONY: help setup demo real demo-real demo-pair peers test test-full test-real model-list reference docs docs-serve \
 	wheel-check test-gpu test-clients test-engines test-pods test-failure \
 	test-loaded mutants sbom audit bench lint type proto proto-check k8s-tools k8s-validate images up down ci clean redis browser \
@@ -142,10 +145,10 @@ prometheus:
 		|| { echo "error: the tests of the alert rules need prometheus and promtool on the PATH" >&2; exit 1; }
 
 test: setup redis  ## all tests against real gRPC and a real Redis (18 minutes on two cores)
-	$(PYTEST) --hypothesis-profile=ci -m "not full and not gpu and not real and not engines and not pods"
+	$(PYTEST) --hypothesis-profile=ci -m "not full and $(NO_EXTRAS)"
 
 test-full: setup redis  ## the long products as well; properties are tried on new examples, not on the same ones
-	$(PYTEST) -m "not gpu and not real and not engines and not pods" --timeout 3600
+	$(PYTEST) -m "$(NO_EXTRAS)" --timeout 3600
 
 test-real: $(REAL)  ## SmolLM2 and Gemma 3 against Transformers: chat, turns, vocabulary, sliding window (20 minutes)
 	$(BIN)/python -m pytest tests/real --timeout 3600
@@ -218,7 +221,7 @@ test-failure: setup redis  ## what happens when parts die, the long tests includ
 # Busy processes beside two workers keep the load of two cores at ten. A test may take five times its usual limit.
 test-loaded: setup redis  ## failure and end-to-end tests on a machine with five times the load (long)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.loaded 10 $(BIN)/python -m pytest -n 2 --dist loadfile \
-		--durations 15 --timeout 1500 -m "not full and not gpu and not real and not engines and not pods" tests/failure tests/e2e tests/integration/test_ray_replicas.py
+		--durations 15 --timeout 1500 -m "not full and $(NO_EXTRAS)" tests/failure tests/e2e tests/integration/test_ray_replicas.py
 
 mutants: setup redis  ## which faults put into the code no test notices (long; ONLY='specdec.core.*' for a part, ONLY=--lua)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt $(EDITABLE) -e '.[mutants]'

@@ -1,4 +1,4 @@
-"""The pair of models and the streams that all measurements of the suite `observability` share."""
+"""The models and the streams of the suite `observability`. `secured_systems` has streams of the same lengths."""
 
 import os
 from collections.abc import Sequence

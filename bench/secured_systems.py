@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.models import DEMO, deep
+from bench.observed_streams import NUM_TOKENS, PROMPT_TOKENS, case_of
 from bench.pairs import interleave, median_ratio
 from bench.process_tree import cpu_s
 from bench.report import progress
@@ -30,8 +31,6 @@ OPEN, LOCKED, ENCRYPTED = "open", "keys and limits", "keys, limits and mutual TL
 LEAST_RATIOS = {LOCKED: 0.97, ENCRYPTED: 0.92}
 #: Interleaved batches by the number of streams.
 NUM_RUNS, NUM_QUICK_RUNS = {1: 15, 16: 11}, 2
-_NUM_TOKENS = {1: 128, 16: 64}
-_PROMPT_TOKENS = 48
 _KEY = "benchmark-key"
 _LIMITS = "concurrent=1000,rpm=1000000,tpm=1000000000,sessions=100000,prompt_tokens=100000,reserved_tokens=1000000"
 
@@ -55,15 +54,15 @@ def measure_security(row: Callable[..., Row], quick: bool) -> list[Row]:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
         target = deep(DEMO / "target", Path(folder) / "target", num_layers=18, eps=0.02)
-        prompts = OwnPrompts(prompt_token_ids(target, _PROMPT_TOKENS))
+        prompts = OwnPrompts(prompt_token_ids(target, PROMPT_TOKENS))
         total = 3 * (sum(num_runs.values()) + len(num_runs))
         with _running(target, Path(folder)) as systems, progress("keys and encryption", total) as advance:
             for num_streams, number in num_runs.items():
                 runs = {name: partial(_batch, system) for name, system in systems.items()}
                 interleave([prompts.batch(num_streams)], runs, advance)  # warms caches
                 batches = [prompts.batch(num_streams) for _ in range(number)]
-                case = f"deep(18, 0.02), {num_streams} stream{'s' * (num_streams > 1)}, greedy"
-                rows += _rows(partial(row, case=case), interleave(batches, runs, advance))
+                make_row = partial(row, case=case_of("deep(18, 0.02)", num_streams))
+                rows += _rows(make_row, interleave(batches, runs, advance))
     return rows
 
 
@@ -99,7 +98,7 @@ def _write_certificate(cert: Path, key: Path) -> None:
 
 
 def _batch(system: _System, prompts: list[list[int]]) -> _Batch:
-    options = {"max_new_tokens": _NUM_TOKENS[len(prompts)], "temperature": 0.0, "ignore_eos": True, "gamma": GAMMA}
+    options = {"max_new_tokens": NUM_TOKENS[len(prompts)], "temperature": 0.0, "ignore_eos": True, "gamma": GAMMA}
     asked = [StreamRequest(prompt, options) for prompt in prompts]
     before_s = cpu_s(system.up.pid)
     runs = system.clients.run(asked)

@@ -15,6 +15,7 @@ from bench.servers.process import PeerServer
 from bench.servers.served_pairs import prompts_of
 from bench.servers.specdec_server import SpecdecServer
 from bench.servers.systems import LLAMA, peer_program
+from bench.servers.texts import first_difference
 from specdec.checkpoints.locate import locate_checkpoint
 
 _BACKEND, _INT8 = "specdec_llama.cpp_drafted", "specdec_int8_drafted"
@@ -62,7 +63,7 @@ def llama_rows(make_row: Callable[..., Row], run: Run, peers: Path, quick: bool)
             value=_largest_gap(target, batches[_BACKEND], batches[_ALONE]),
             unit="logits",
             ratio_to=_ALONE,
-            note="The gap is that of llama.cpp's own logits between the two tokens with which unequal texts part.",
+            note="The gap is between llama.cpp's own logits of the two tokens at which unequal texts first differ.",
         ),
         *batch_rows(make_row, batches),
         *memory,
@@ -70,9 +71,9 @@ def llama_rows(make_row: Callable[..., Row], run: Run, peers: Path, quick: bool)
 
 
 def _largest_gap(model: Path, batches: Sequence[Batch], other: Sequence[Batch]) -> float:
-    """Return the largest gap between the logits of two tokens with which the texts of two systems part; 0.0 if none do.
+    """Return the largest gap between the logits of the two tokens at which texts first differ; 0.0 if all are equal.
 
-    Two builds of llama.cpp round differently, so that near ties between tokens may end either way.
+    The logits are llama.cpp's own. Two builds of it round differently, so either token may win a near tie.
     """
     import llama_cpp
 
@@ -80,13 +81,11 @@ def _largest_gap(model: Path, batches: Sequence[Batch], other: Sequence[Batch]) 
     gaps = [0.0]
     for batch, other_batch in zip(batches, other, strict=True):
         for prompt, answer, other_answer in zip(batch.prompts, batch.answers, other_batch.answers, strict=True):
-            pairs = enumerate(zip(answer.token_ids, other_answer.token_ids, strict=True))
-            parting = next(((place, pair) for place, pair in pairs if pair[0] != pair[1]), None)
-            if parting is None:
+            place = first_difference(answer.token_ids, other_answer.token_ids)
+            if place is None:
                 continue
-            place, (token_id, other_id) = parting
             llama.reset()
             llama.eval([*prompt, *answer.token_ids[:place]])
             logits = np.ctypeslib.as_array(llama._ctx.get_logits_ith(-1), shape=(llama.n_vocab(),))
-            gaps.append(abs(float(logits[token_id] - logits[other_id])))
+            gaps.append(abs(float(logits[answer.token_ids[place]] - logits[other_answer.token_ids[place]])))
     return max(gaps)

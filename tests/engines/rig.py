@@ -69,11 +69,6 @@ def generate(client: Client, prompt: list[int], **options: Any) -> list[int]:
     return list(client.generate(prompt_token_ids=prompt, **sampling).token_ids)
 
 
-def first_difference(ours: list[int], own: list[int]) -> int:
-    """Return the place of the first token in which two texts of one length differ."""
-    return next(place for place, (first, second) in enumerate(zip(ours, own, strict=True)) if first != second)
-
-
 def p_value(counts: Counter[tuple[int, ...]], laws: dict[tuple[int, ...], float]) -> float:
     """Return the chi-square test's p over the frequent outcomes and one pool of all others."""
     num_outputs = sum(counts.values())

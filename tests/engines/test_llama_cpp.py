@@ -19,12 +19,13 @@ import pytest
 
 from bench.gguf_writing import write_gguf
 from bench.real_models import QWEN_DRAFT, QWEN_TARGET, SMOLLM2
+from bench.servers.texts import first_difference
 from specdec import Client
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.core.reference import filtered_distribution
 from specdec.types import SamplingFilters
 from tests.engines.conftest import DEMO
-from tests.engines.rig import NUM_TOKENS, PROMPTS, first_difference, generate, installed, p_value, system, token_ids_of
+from tests.engines.rig import NUM_TOKENS, PROMPTS, generate, installed, p_value, system, token_ids_of
 
 pytest.importorskip("llama_cpp", reason="needs llama-cpp-python: pip install 'specdec[llama-cpp]'")
 
@@ -32,8 +33,8 @@ pytest.importorskip("llama_cpp", reason="needs llama-cpp-python: pip install 'sp
 class Llama:
     """llama.cpp without specdec, with the attention that it chooses by itself where it may.
 
-    Its logits then have the same bits whatever runs beside a token. The package's default is another attention, with
-    which the logits of SmolLM2 differ by up to 1.2, and by up to 0.8 between a token alone and a token in a batch.
+    The logits of SmolLM2 then have the same bits for a token alone and in a batch. The package's default is another
+    attention, with which they differ by up to 1.2, and by up to 0.8 between a token alone and a token in a batch.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +55,7 @@ class Llama:
     def gaps(self, token_ids: list[int], first: int, second: int) -> list[float]:
         """Return the logit of one token above that of another, once for each number of last tokens run together.
 
-        llama.cpp computes several rows of a quantised model with other kernels than one, and they round differently.
+        For some quantised models, llama.cpp's logits of a token depend on the number of tokens that it runs with it.
         """
         together = [*range(1, min(10, len(token_ids))), len(token_ids)]
         rows = [self._logits_after(token_ids, number) for number in together]
@@ -102,6 +103,7 @@ def _assert_greedy(llama: Llama, prompt: list[int], ours: list[int]) -> None:
         rest := ours[num_compared:]
     ):
         difference = first_difference(rest, own)
+        assert difference is not None
         place = num_compared + difference
         gaps = llama.gaps(prompt + ours[:place], own[difference], rest[difference])
         told = f"token {place}: gaps of llama.cpp's own logits {min(gaps):.3f} to {max(gaps):.3f}"
@@ -111,7 +113,7 @@ def _assert_greedy(llama: Llama, prompt: list[int], ours: list[int]) -> None:
 
 
 def test_coupled_text_is_the_same_for_every_number_of_draft_tokens(real: tuple[Client, Llama, Path]) -> None:
-    """Where llama.cpp rounds a row alone otherwise than in a batch, only for the same number of draft tokens."""
+    """A model whose logits depend on how many rows llama.cpp computes at once gives one text for each number."""
     client, llama, tokenizer = real
     prompt = token_ids_of(tokenizer, PROMPTS[0])
     options: dict[str, Any] = {"mode": "coupled", "temperature": 0.8, "top_k": 20, "seed": 5}

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from bench.real_models import SMOLLM2
+from bench.servers.texts import first_difference
 from specdec import Client
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.client import Budgets
@@ -28,7 +29,6 @@ from tests.engines.conftest import DEMO, VllmServer
 from tests.engines.rig import (
     NUM_TOKENS,
     PROMPTS,
-    first_difference,
     generate,
     installed,
     p_value,
@@ -93,6 +93,7 @@ def require_own_text(client: Client, server: VllmServer, tokens: list[int]) -> N
     ours, own = generate(client, tokens, temperature=0.0), server.greedy_continuation(tokens, NUM_TOKENS)
     if ours != own:
         at = first_difference(ours, own)
+        assert at is not None
         first, second = sorted(logprobs_after(server, tokens + own[:at]).values(), reverse=True)[:2]
         print(f"parted at token {at}: the two likeliest differ by {first - second:.1e}")
         assert first - second < TIE

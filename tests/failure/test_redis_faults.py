@@ -124,7 +124,7 @@ async def test_a_full_store_refuses_in_words_and_writes_nothing(server: TcpRedis
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MB, for root alone."""
+    """Mount a file system of 1 MB, which root alone may do."""
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=True)
@@ -134,14 +134,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.full
 @pytest.mark.skipif(os.geteuid() != 0, reason="root alone may mount a small file system")
-async def test_a_store_whose_disk_is_full_refuses_writes_and_loses_none_that_it_took(small_disk: Path) -> None:
+async def test_a_store_whose_disk_is_full_refuses_writes_and_keeps_all_that_it_accepted(small_disk: Path) -> None:
     with tcp_redis(small_disk, "--appendonly", "yes", "--appendfsync", "everysec") as server:
         store = open_store(f"redis://{server.address}")
         await wait_for_store(f"redis://{server.address}", 60.0)
         lease = await begin(store)
         held, rest = [1, 2, 3], small_disk / "rest"
         rest.write_bytes(bytes(os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize))
-        # The page of the log that is begun has room for some.
+        # The last page of the log still has room for some commits.
         while (refused := await store.commit_all([(lease, a_round(len(held) - 3, len(held), 9))])) == [None]:
             held.append(9)
         assert isinstance(refused[0], Unavailable)

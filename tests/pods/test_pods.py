@@ -33,7 +33,7 @@ USER, PORT = 10001, 50051
 RESTART_S = 300.0
 #: Points at which podman mounts files of its own.
 _MADE_BY_PODMAN = {"/etc", "/etc/mtab", "/run", "/run/.containerenv"}
-#: Of a client. No test waits for it where nothing is wrong.
+#: Limit of a client on connecting and resuming. No test waits that long unless something is wrong.
 _PATIENCE_S = 120.0
 
 # The images are built in the first test's time.
@@ -92,7 +92,7 @@ class Streams:
                 ending.set()
 
     async def grow(self) -> None:
-        """Return once as many generations as two for each stream have ended since the call."""
+        """Return once two generations for each stream have ended since the call."""
         goal = self.num_completed + 2 * NUM_STREAMS
         while self.num_completed < goal:  # noqa: ASYNC110  services need the processors
             await asyncio.sleep(0.1)

@@ -168,7 +168,7 @@ async def more_streams(system: System) -> AsyncIterator[None]:
         await asyncio.gather(*(reader.until_events(2) for reader in readers))
         await asyncio.to_thread(wait_for_refusal, system.stack.endpoint)
         yield
-    # Rounds that the clients have left behind end meanwhile, and so do their long waits.
+    # The rounds of the clients that have left end within this time; their tokens came slowly.
     await system.stream.until_events(4)
 
 

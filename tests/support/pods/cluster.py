@@ -4,8 +4,8 @@
         cluster.wait_until_ready(300.0)
         cluster.roll("target")
 
-Within the pods, a Service's name leads to each of its pods that runs, one that is not ready or that ends as well, which
-a real Service leaves out. Only Redis is found by such a name.
+Within the pods, a Service's name resolves to all of its running pods. A real Service leaves out pods that are not ready
+or that are ending. Only Redis is found by such a name.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ SOURCES = {
 def build(names: list[str]) -> str:
     """Build the images that manifests name, each with its tag. Return the name of the base."""
     base = _base()
-    # The same paths every time: a layer is made anew where what is mounted has another path.
+    # The mounted paths are the same in every build, because buildah makes a layer anew when one changes.
     _FILES.mkdir(exist_ok=True)
     (_FILES / "redis").write_text(_REDIS)
     pip_mounts = mounts(_FILES)
@@ -66,7 +66,7 @@ def size_mb(name: str) -> float:
 def _build_one(name: str, source: Source, base: str, pip_mounts: list[str]) -> None:
     volumes = [word for mount in pip_mounts for word in ("--volume", mount)]
     stage = ["--target", source.stage] if source.stage else []
-    # Without a container: a build needs neither a network nor cgroups of its own.
+    # A chroot is enough, because a build needs neither a network nor cgroups of its own.
     buildah(
         "build", "--isolation", "chroot", "--layers", *volumes, *stage, "--build-arg", f"PYTHON_IMAGE={base}",
         "--file", source.dockerfile, "--tag", name, ROOT,

@@ -1,7 +1,7 @@
 """Run podman and buildah with a store, a configuration and networks of their own, apart from the machine's others.
 
 The programs are Debian's. `runc` runs the containers, because crun refuses a machine that has both kinds of cgroups.
-Called by whatever builds images and runs pods for `tests/pods`.
+Called by `images`, `cluster` and `pod`.
 """
 
 from __future__ import annotations
