@@ -1,4 +1,4 @@
-"""Generations on a whole system while its parts are killed and stopped: all end, and nothing is lost or doubled.
+"""Generations on a whole system under kills, stops and stepped clocks: all end, and nothing is lost or doubled.
 
 The full run has 1,000 of them (`make test-failure`); the short one is a slice of it. `SPECDEC_FAULT_SEED` repeats a
 run.
@@ -23,7 +23,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultSystem]:
 
 
 @pytest.mark.timeout(900)
-async def test_a_few_generations_end_whole_while_parts_are_killed_and_stopped(system: FaultSystem) -> None:
+async def test_a_few_generations_end_whole_under_kills_stops_and_stepped_clocks(system: FaultSystem) -> None:
     seed = fault_seed()
     report = await run_with_faults(system, seed, num_generations=16, num_kinds=16, most_tokens=128, pause_s=(0.5, 1.5))
     assert not report.problems, f"SPECDEC_FAULT_SEED={seed}: {report.problems}"
@@ -32,11 +32,11 @@ async def test_a_few_generations_end_whole_while_parts_are_killed_and_stopped(sy
 
 @pytest.mark.full
 @pytest.mark.timeout(2700)
-async def test_a_thousand_generations_end_whole_while_parts_are_killed_and_stopped(system: FaultSystem) -> None:
+async def test_a_thousand_generations_end_whole_under_kills_stops_and_stepped_clocks(system: FaultSystem) -> None:
     seed = fault_seed()
     report = await run_with_faults(
         system, seed, num_generations=1000, num_kinds=64, most_tokens=256, pause_s=(1.0, 3.0)
     )
-    print(f"{report.num_kills} kills, {report.num_stops} stops")
+    print(f"{report.num_kills} kills, {report.num_stops} stops, {report.num_clock_steps} steps of clocks")
     assert not report.problems, f"SPECDEC_FAULT_SEED={seed}: {report.problems[:20]}"
     assert report.num_ended == 1000

@@ -2,19 +2,30 @@
 
 The store writes each change of a session there before it answers (`appendfsync always`), in the order in which it made
 them, with the time in whole seconds (`aof-timestamp-enabled yes`). The log outlives a killed Redis.
+
+`step_clock` steps the clock of a Redis and writes there by how much, so that the times of events stay right.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import redis
+
 from specdec.state.keys import TOKEN_BYTES
 from tests.support.history import Event
+from tests.support.stepped_clocks import SteppedClock
 
 #: What a Redis needs so that its log is a history.
 ARGUMENTS = ("--aof-timestamp-enabled", "yes", "--auto-aof-rewrite-percentage", "0", "--aof-use-rdb-preamble", "no")
+
+#: Holds `_CLOCK_MOVES` while the clock of the Redis is being stepped, and afterwards the true time and how far ahead of
+#: it the clock is: two numbers of seconds. Events in between have the last time that is known, which is too early.
+_CLOCK_KEY = b"clock-of-this-redis"
+_CLOCK_MOVES = b"moves"
 
 _KEY = re.compile(rb"\{(?P<session>[^{}]+)\}:(?P<part>meta|tokens|lease|deleted)$")
 
@@ -26,11 +37,20 @@ def read_append_log(directory: Path) -> list[Event]:
     return [event for log in logs for event in reader.read(log.read_bytes())]
 
 
+def step_clock(url: str, clock: SteppedClock, ahead_s: float) -> None:
+    """Set the clock of the Redis at `url` ahead of the machine's, or behind it where `ahead_s` is negative."""
+    with redis.Redis.from_url(url) as client:
+        client.set(_CLOCK_KEY, _CLOCK_MOVES)
+        clock.step(ahead_s)
+        client.set(_CLOCK_KEY, f"{time.time():.6f} {ahead_s:.6f}")
+
+
 class _Reader:
     """Turns commands into events; one for all parts of a log."""
 
     def __init__(self) -> None:
         self._at = 0.0
+        self._ahead_s: float | None = 0.0
         self._epochs: dict[str, int] = {}
         self._owners: dict[str, str] = {}
         self._num_tokens: dict[str, int] = {}
@@ -41,7 +61,8 @@ class _Reader:
             end = content.index(b"\r\n", position)
             line, position = content[position:end], end + 2
             if line.startswith(b"#TS:"):
-                self._at = float(line[4:])
+                if self._ahead_s is not None:
+                    self._at = float(line[4:]) - self._ahead_s
                 continue
             words: list[bytes] = []
             for _ in range(int(line[1:])):
@@ -55,12 +76,21 @@ class _Reader:
 
     def _events(self, words: list[bytes]) -> Iterator[Event]:
         command = words[0].upper()
+        if command == b"SET" and words[1] == _CLOCK_KEY:
+            self._set_clock(words[2])
+            return
         for name in words[1:] if command in (b"DEL", b"UNLINK") else words[1:2]:
             found = _KEY.search(name)
             if found:
                 session, part = found["session"].decode(), found["part"].decode()
                 for event in self._of_key(command, session, part, words):
                     yield {"at": self._at, "session": session, **event}
+
+    def _set_clock(self, value: bytes) -> None:
+        if value == _CLOCK_MOVES:
+            self._ahead_s = None
+        else:
+            self._at, self._ahead_s = (float(number) for number in value.split())
 
     def _of_key(self, command: bytes, session: str, part: str, words: list[bytes]) -> Iterator[Event]:
         if part == "meta" and command == b"HSET":

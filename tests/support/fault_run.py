@@ -1,6 +1,7 @@
-"""A fault run: generations on a whole system while its parts are killed and stopped, and the proof that nothing shows.
+"""A fault run: generations on a whole system while its parts are killed and stopped and clocks are stepped.
 
-Two gateways, two coordinators, two drafts and two targets as processes, and a Redis that logs every write. A seed
+Two gateways, two coordinators, two drafts and two targets as processes, and a Redis that logs every write. The clocks
+of Redis and of each coordinator are stepped, apart from each other. The report says what clients could see. A seed
 decides the requests and the faults; times of day decide which token a fault meets, so a repetition is like the run, and
 not equal to it. `SPECDEC_FAULT_SEED` sets the seed of a test, `SPECDEC_FAULT_HISTORY` a folder that keeps histories.
 """
@@ -22,21 +23,27 @@ from typing import Self
 import redis
 from transformers import AutoTokenizer
 
-from tests.support.append_log import ARGUMENTS, read_append_log
+from tests.support.append_log import ARGUMENTS, read_append_log, step_clock
 from tests.support.fault_clients import PATIENCE_S, GrpcClient, HttpClient, Work, make_works
 from tests.support.history import Event, check_history, write_history
 from tests.support.redis_fixture import RedisServer
 from tests.support.scraping import Endpoint
 from tests.support.stack import Stack
+from tests.support.stepped_clocks import SteppedClock, build_library, compiler
 
 NUM_AT_ONCE = 8
 REDIS = "redis"
+
+_CLOCKS = (REDIS, "coordinator", "coordinator2")
+#: Furthest that a clock is set ahead or behind: many leases, and less than an idle session is kept.
+_FURTHEST_CLOCK_S = 600.0
 
 #: Longest time for which a part is stopped; longer than a lease lives.
 _LONGEST_STOP_S = 4.0
 #: Parts that may be away at one time. With more of them nothing serves for most of the run.
 _MOST_AWAY = 3
 _SETTLE_S = 120.0
+_KILL, _STOP, _STEP = "kill", "stop", "step the clock"
 #: Descriptors that a process may have more at the end than at its start: connections that stay open between calls.
 _SPARE_DESCRIPTORS = 40
 
@@ -55,6 +62,7 @@ class Report:
     num_ended: int = 0
     num_kills: int = 0
     num_stops: int = 0
+    num_clock_steps: int = 0
     problems: list[str] = field(default_factory=list)
 
 
@@ -65,10 +73,17 @@ class FaultSystem:
         """`directory`: an empty one, for the store."""
         self._models = models
         self._directory = directory
-        self.redis = RedisServer(directory, keeps_log=True, arguments=ARGUMENTS)
+        if compiler() is None:
+            print("no clock is stepped: this machine has no C compiler (cc)")
+            self.clocks = {}
+        else:
+            library = build_library(directory)
+            self.clocks = {name: SteppedClock(directory / f"{name}.clock", library) for name in _CLOCKS}
+        machine = self.clocks[REDIS].command if self.clocks else ()
+        self.redis = RedisServer(directory, keeps_log=True, arguments=ARGUMENTS, machine=machine)
         self.stack = Stack(
             *models, redis_url=self.redis.url, num_targets=2, num_drafts=2, num_coordinators=2, num_gateways=2,
-            has_metrics=True,
+            has_metrics=True, clocks=self.clocks,
             coordinator_arguments=["--lease-ttl-s", "2", "--target-wait-s", f"{PATIENCE_S:g}"],
             gateway_arguments=["--retry-s", f"{PATIENCE_S:g}", "--resume-s", f"{PATIENCE_S:g}"],
         )  # fmt: skip
@@ -112,6 +127,13 @@ class FaultSystem:
         send(signal.SIGSTOP)
         time.sleep(seconds)
         send(signal.SIGCONT)
+
+    def step_clock(self, part: str, ahead_s: float) -> None:
+        """Set the clock of a part ahead of the machine's, or behind it where `ahead_s` is negative."""
+        if part == REDIS:
+            step_clock(self.redis.url, self.clocks[part], ahead_s)
+        else:
+            self.clocks[part].step(ahead_s)
 
     def history(self) -> list[Event]:
         return read_append_log(self._directory)
@@ -224,19 +246,24 @@ def _is_same(
 
 
 async def _disturb(system: FaultSystem, rng: random.Random, pause_s: tuple[float, float], report: Report) -> None:
-    """Kill or stop a random part again and again; leave all parts running when cancelled."""
+    """Kill or stop a random part, or step its clock, again and again; leave all parts running when cancelled."""
     away: dict[str, asyncio.Task[None]] = {}
     try:
         while True:
             await asyncio.sleep(rng.uniform(*pause_s))
-            part, is_kill, stop_s = rng.choice(system.parts), rng.random() < 0.5, rng.uniform(0.5, _LONGEST_STOP_S)
+            part = rng.choice(system.parts)
+            fault = rng.choice([_KILL, _STOP, _STEP] if part in system.clocks else [_KILL, _STOP])
+            stop_s, ahead_s = rng.uniform(0.5, _LONGEST_STOP_S), rng.uniform(-_FURTHEST_CLOCK_S, _FURTHEST_CLOCK_S)
             for name in [name for name, task in away.items() if task.done()]:
                 away.pop(name).result()
             if part in away or len(away) >= _MOST_AWAY:
                 continue
-            if is_kill:
+            if fault == _KILL:
                 report.num_kills += 1
                 away[part] = asyncio.create_task(asyncio.to_thread(system.kill_and_restart, part))
+            elif fault == _STEP:
+                report.num_clock_steps += 1
+                away[part] = asyncio.create_task(asyncio.to_thread(system.step_clock, part, ahead_s))
             else:
                 report.num_stops += 1
                 away[part] = asyncio.create_task(asyncio.to_thread(system.stop_for, part, stop_s))

@@ -6,8 +6,8 @@
         stack.restart("draft")
 
 Each part runs `python -m SERVICE` with one OpenMP thread. It is forked from a template that has imported its packages
-(`process_template`); on a machine of its own it is a process from the start. `start` waits for health, `stop` ends
-everything and checks nothing. Called by tests that need processes; tests that do not should use
+(`process_template`); on a machine or under a clock of its own it is a process from the start. `start` waits for health,
+`stop` ends everything and checks nothing. Called by tests that need processes; tests that do not should use
 `tests.support.coordinator_rig`.
 """
 
@@ -35,6 +35,7 @@ from specdec.v1.coordinator_pb2 import GetInfoRequest
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.support.machines import Machines
 from tests.support.process_template import ENVIRON, ForkedProcess, Streams, start_like, start_process
+from tests.support.stepped_clocks import SteppedClock
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 30.0
@@ -107,7 +108,7 @@ class Part:
     address: str
     log_path: Path
     machine: Sequence[str] = ()
-    """What its command begins with where it runs on a machine of its own."""
+    """What its command begins with, where it runs on a machine or under a clock of its own."""
     metrics: str = ""
     """HOST:PORT of its metrics; "" for none."""
     dial: Dial = grpc.insecure_channel
@@ -171,6 +172,7 @@ class Stack:
         has_metrics: bool = False,
         environ: Mapping[str, str] | None = None,
         machines: Machines | None = None,
+        clocks: Mapping[str, SteppedClock] | None = None,
         dial: Dial = grpc.insecure_channel,
     ) -> None:
         """
@@ -191,11 +193,12 @@ class Stack:
             has_metrics: whether every part serves metrics, the gateway at its own address.
             environ: added to the environment of every process.
             machines: one for each part, under its name; None: all parts run here.
+            clocks: wall clocks of single parts by their names; the others have the machine's.
             dial: makes the channels on which parts are asked whether they serve.
         """
         self._directory = tempfile.TemporaryDirectory(prefix="specdec-stack-")
         self._environ = {**os.environ, **ENVIRON, **(environ or {})}
-        self._machines, self._dial = machines, dial
+        self._machines, self._clocks, self._dial = machines, clocks or {}, dial
         self._has_metrics = has_metrics
         self.parts: dict[str, Part] = {}
         endpoints: list[str] = []
@@ -220,6 +223,8 @@ class Stack:
         if self._machines is not None:
             machine, address = self._machines.command(name), f"{self._machines.address(name)}:50051"
             arguments = [*arguments, "--insecure"]
+        if name in self._clocks:
+            machine = [*machine, *self._clocks[name].command]
         metrics = ""
         if self._has_metrics:
             metrics = address if module == GATEWAY else f"127.0.0.1:{free_port()}"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +14,10 @@ import pytest
 
 from specdec.state.redis_store import open_store
 from specdec.state.store import Commit, RequestRecord
-from tests.support.append_log import ARGUMENTS, read_append_log
+from tests.support.append_log import ARGUMENTS, read_append_log, step_clock
 from tests.support.history import Event, check_history, read_history, write_history
 from tests.support.redis_fixture import RedisServer
+from tests.support.stepped_clocks import SteppedClock, build_library, compiler
 
 STORE = {"session": "s"}
 CLIENT = {"session": "s", "client": "c", "request": "r"}
@@ -97,3 +101,28 @@ async def test_the_log_of_a_real_store_is_read_as_it_was_written(tmp_path: Path)
     assert appended == [("a", 0, [5, 6]), ("a", 2, [7, 8]), ("b", 4, [9])]
     assert [event["epoch"] for event in events if event["kind"] == "lease"] == [lease.epoch, other.epoch]
     assert check_history(events) == []
+
+
+@pytest.mark.skipif(compiler() is None, reason="a stepped clock needs a C compiler (cc)")
+@pytest.mark.parametrize("ahead_s", [100.0, -100.0])
+async def test_the_times_of_a_log_are_right_across_a_step_of_its_clock(tmp_path: Path, ahead_s: float) -> None:
+    clock = SteppedClock(tmp_path / "clock", build_library(tmp_path))
+    redis = RedisServer(tmp_path, keeps_log=True, arguments=ARGUMENTS, machine=clock.command)
+    redis.start()
+    began_s = math.floor(time.time())
+    try:
+        step_clock(redis.url, clock, 0.0)  # a log without a time would give its first second none
+        store = open_store(redis.url)
+        await store.acquire("early", owner="a", ttl_s=30.0, create=True)
+        step_clock(redis.url, clock, ahead_s)
+        await asyncio.sleep(1.1)  # the log has whole seconds
+        await store.acquire("late", owner="a", ttl_s=30.0, create=True)
+        await store.close()
+        events = read_append_log(tmp_path)
+    finally:
+        redis.stop()
+    times_s = [event["at"] for event in events]
+    assert [event["session"] for event in events] == ["early", "late"]
+    assert times_s == sorted(times_s)
+    assert began_s <= times_s[0]
+    assert times_s[1] <= time.time()
