@@ -22,6 +22,7 @@ from bench import (
     latency,
     observability,
     orchestration,
+    planning,
     real,
     throughput,
     wire,
@@ -33,8 +34,8 @@ from bench.rows import write_json
 from bench.servers import suite as peers
 
 _MODULES = (
-    latency, throughput, orchestration, wire, drafts, elastic, faults, gateway, observability, autoscaling, gpu, real,
-    peers, engines,
+    latency, throughput, orchestration, wire, drafts, elastic, faults, gateway, observability, planning, autoscaling,
+    gpu, real, peers, engines,
 )  # fmt: skip
 SUITES = {suite.SUITE: suite for suite in _MODULES}
 

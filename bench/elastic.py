@@ -14,7 +14,7 @@ from bench.simulated_system import write_tokenizer
 SUITE = "elastic"
 NUM_RUNS, NUM_QUICK_RUNS = 9, 2
 #: Each part is a method of the suite and a file.
-FIGURES = ["pools", "recovery", "ranks", "prefixes", "tier"]
+FIGURES = ["pools", "recovery", "ranks", "prefixes", "tier", "zero"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,3 +66,9 @@ class _Suite:
         from bench.elastic_tier import measure_tier
 
         return measure_tier(self._num_runs, self._row)
+
+    def zero(self) -> list[Row]:
+        """The draft pool is scaled to none and back by its own signals."""
+        from bench.elastic_zero import measure_zero
+
+        return measure_zero(self._tokenizer_dir, partial(self._row, simulated=True))

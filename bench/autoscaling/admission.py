@@ -8,30 +8,34 @@ step times instead of measuring it.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from coordinator.admission.speeds import BASE_STREAMS, RAISE_BELOW
-from specdec.planning.deployment import Deployment, Load, steady_round
+from specdec.planning.deployment import BASE_STREAMS, Deployment, Load, slot_tpot_s
+from specdec.planning.steady_state import steady_state
+from specdec.planning.step_times import CALLS
 
 if TYPE_CHECKING:
     from bench.autoscaling.pools import Stream
 
-_MAX_STREAMS = 512
+#: Steps in the load of the plan, and their largest number, in which the number of slots is sought.
+_NUM_STEPS, _MAX_STEPS = 50, 1_000
 _KEEP = 0.98
 
 
-def slots_per_target(deployment: Deployment, load: Load, streams_per_draft: int) -> int:
+def slots_per_target(deployment: Deployment, load: Load, alpha: float) -> int:
     """Return the number of slots that a coordinator gives each target."""
-    draft, gamma, num_tokens = deployment.draft, deployment.gamma, deployment.tokens_per_round
-    prompt_s = deployment.target.prefill_s(load.prompt_tokens)
-
-    def token_s(num_streams: int) -> float:
-        alone = steady_round(load, deployment.target, draft, gamma, num_streams, streams_per_draft).round_s / num_tokens
-        # As in a plan: the prompts of the streams take time of the same target.
-        return alone * (1.0 + num_streams * prompt_s / (load.output_tokens * alone + prompt_s))
-
-    most_s = RAISE_BELOW * token_s(BASE_STREAMS)
-    return next((number - 1 for number in range(BASE_STREAMS + 1, _MAX_STREAMS) if token_s(number) > most_s), 1)
+    requests = load.requests(deployment.gamma, alpha)
+    num_targets, num_drafts = deployment.num_targets, deployment.num_drafts
+    most_s = slot_tpot_s(requests, deployment.target, deployment.draft, num_targets, num_drafts)
+    num_slots = float(BASE_STREAMS * num_targets)
+    for step in range(1, _MAX_STEPS):
+        at_rate = replace(requests, rate_per_s=load.rate_per_s * step / _NUM_STEPS)
+        state = steady_state(at_rate, CALLS, deployment.target, deployment.draft, num_targets, num_drafts)
+        if state is None or state.tpot_s > most_s:
+            break
+        num_slots = max(num_slots, state.num_streams)
+    return int(num_slots / num_targets)
 
 
 class Slots:

@@ -22,7 +22,7 @@ from simpy.events import Event
 
 from bench.autoscaling.admission import Slots
 from specdec.planning.deployment import Deployment, Load
-from specdec.planning.step_times import DRAFT_CALL_S, TARGET_CALL_S
+from specdec.planning.step_times import CALLS
 
 _NUM_DRAWS = 1 << 16
 
@@ -127,7 +127,7 @@ class System:
         self.num_target_only = 0
         """Rounds that found no draft replica."""
         self._on_end = on_end
-        self._slots = Slots(workload.max_wait_s, workload.load.output_tokens * workload.deployment.tpot_s)
+        self._slots = Slots(workload.max_wait_s, workload.load.output_tokens * workload.deployment.expected.tpot_s)
         self._emitted = _emitted(workload.alpha, workload.deployment.gamma, self.random)
         self._num_draws = 0
         self._context = workload.load.context_tokens
@@ -229,7 +229,7 @@ class System:
         target.call_seconds += sum(now_s - stream.called_s for stream in calls)
         for stream in prompted:
             target.call_seconds += now_s - stream.called_s
-            stream.first_token_s = now_s + TARGET_CALL_S
+            stream.first_token_s = now_s + CALLS.target_s
             stream.tokens_left -= 1
         self._begin_rounds(target, prompted + self._continued(calls))
 
@@ -251,7 +251,7 @@ class System:
         stream.coordinator.num_streams -= 1
         stream.coordinator.num_assigned -= 1
         self._slots.end(self.env.now - stream.begun_s)
-        self._on_end(stream, self.env.now + TARGET_CALL_S)
+        self._on_end(stream, self.env.now + CALLS.target_s)
         self.begin_waiting()
 
     # ---- rounds ----
@@ -263,12 +263,12 @@ class System:
         drafts = _serving(self.drafts, self.env.now)
         if not drafts:
             self.num_target_only += len(streams)
-            self._after(wait_s + TARGET_CALL_S, partial(self._call, target, streams))
+            self._after(wait_s + CALLS.target_s, partial(self._call, target, streams))
             return
         for index in range(len(drafts)):
             if part := streams[index :: len(drafts)]:
                 draft = drafts[(index + self._num_draws) % len(drafts)]
-                self._after(wait_s + DRAFT_CALL_S, partial(self._draft, draft, target, part))
+                self._after(wait_s + CALLS.draft_s, partial(self._draft, draft, target, part))
 
     def _coordinate(self, stream: Stream) -> float:
         """Return the time until the stream's coordinator has done what the round needs."""
@@ -299,7 +299,7 @@ class System:
         self.num_late += len(streams) * (draft_s > self.workload.draft_deadline_s)
         if not draft.num_calls:
             draft.busy_s += self.env.now - draft.busy_since_s
-        self._after(TARGET_CALL_S, partial(self._call, target, streams))
+        self._after(CALLS.target_s, partial(self._call, target, streams))
 
     def _call(self, target: Target, streams: list[Stream]) -> None:
         for stream in streams:

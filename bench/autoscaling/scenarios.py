@@ -40,12 +40,11 @@ def llama_pair(rate_per_s: float) -> Workload:
     draft = PlacedModel("llama-1b", 1_235_814_400, 16, 32_768, 2 * 1_235_814_400, card, 1)
     load = Load(rate_per_s, PROMPT_TOKENS, OUTPUT_TOKENS, TTFT_S, TPOT_S)
     deployment = best_deployment(load, ALPHA, target, draft)
-    streams_per_draft = round(deployment.num_streams / deployment.num_drafts)
     return Workload(
         load, ALPHA, deployment, measured_coordinator_s_per_token(),
         prefill_budget_s=TargetSettings.model_fields["prefill_budget_ms"].default / 1e3,
         draft_deadline_s=LEAST_DEADLINE_S,
-        slots_per_target=slots_per_target(deployment, load, streams_per_draft),
+        slots_per_target=slots_per_target(deployment, load, ALPHA),
         max_wait_s=CoordinatorSettings.model_fields["max_wait_s"].default,
     )  # fmt: skip
 

@@ -25,7 +25,15 @@ from specdec.cli.request_flags import add_tls_flags, tls_of_flags
 from specdec.client import Client
 from specdec.errors import SpecdecError
 from specdec.planning.cards import CARDS, Card, card_of
-from specdec.planning.deployment import Deployment, Load, best_deployment, formula_speedup, placed, steady_round
+from specdec.planning.deployment import (
+    PLANNED_SHARE,
+    Deployment,
+    Load,
+    best_deployment,
+    formula_speedup,
+    lone_stream,
+    placed,
+)
 from specdec.planning.overlay import write_overlay
 from specdec.planning.step_times import PlacedModel
 
@@ -145,8 +153,8 @@ def _gpus(chosen: Deployment) -> dict[str, int]:
 def _one_stream_speedup(plan: Plan) -> float:
     """Return tokens per second of one stream against the target alone, messages and host included."""
     chosen, load = plan.chosen, plan.load
-    speculating = steady_round(load, chosen.target, chosen.draft, chosen.gamma, 1, 1).round_s / chosen.tokens_per_round
-    return steady_round(load, chosen.target, None, 0, 1, 0).round_s / speculating
+    speculating = lone_stream(load, plan.alpha, chosen.target, chosen.draft, chosen.gamma).round_s
+    return lone_stream(load, 0.0, chosen.target, None, 0).round_s * chosen.tokens_per_round / speculating
 
 
 def _formula(plan: Plan) -> float:
@@ -159,6 +167,7 @@ def _formula(plan: Plan) -> float:
 
 def _as_json(plan: Plan) -> dict[str, Any]:
     chosen, load, price = plan.chosen, plan.load, plan.price_per_gpu_hour
+    expected, peak = chosen.expected, chosen.peak
     hours = {
         "speculating": chosen.gpu_hours_per_million_tokens(load),
         "target_only": plan.alone.gpu_hours_per_million_tokens(load) if plan.alone else None,
@@ -172,11 +181,12 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         "gpu": chosen.target.card.name,
         "num_gpus": chosen.num_gpus,
         "gamma": chosen.gamma,
-        "num_streams": chosen.num_streams,
-        "ttft_s": chosen.ttft_s,
-        "tpot_s": chosen.tpot_s,
-        "busy_share": {_TARGET: chosen.target_busy_share, _DRAFT: chosen.draft_busy_share},
-        "kv_bytes_per_target": chosen.kv_bytes_per_target,
+        "num_streams": expected.num_streams,
+        "ttft_s": expected.ttft_s,
+        "tpot_s": expected.tpot_s,
+        "busy_share": {_TARGET: expected.target_busy_share, _DRAFT: expected.draft_busy_share},
+        "at_peak": {"rate_per_s": load.rate_per_s / PLANNED_SHARE, "ttft_s": peak.ttft_s, "tpot_s": peak.tpot_s},
+        "kv_bytes_per_target": chosen.kv_bytes_per_target(load),
         "kv_bytes_free_per_target": chosen.target.kv_bytes,
         "redis_bytes": chosen.redis_bytes(load),
         "redis_writes_per_s": chosen.redis_writes_per_s(load),
@@ -192,9 +202,10 @@ def _as_json(plan: Plan) -> dict[str, Any]:
 
 def _print(plan: Plan, environ: Mapping[str, str]) -> None:
     chosen, load, report = plan.chosen, plan.load, _as_json(plan)
-    rows = [_pool_row(_TARGET, chosen.num_targets, chosen.target, chosen.target_busy_share)]
+    expected, peak = chosen.expected, chosen.peak
+    rows = [_pool_row(_TARGET, chosen.num_targets, chosen.target, expected.target_busy_share)]
     if chosen.draft is not None:
-        rows.append(_pool_row(_DRAFT, chosen.num_drafts, chosen.draft, chosen.draft_busy_share))
+        rows.append(_pool_row(_DRAFT, chosen.num_drafts, chosen.draft, expected.draft_busy_share))
     rows.append([_COORDINATOR, str(chosen.num_coordinators(load)), "", "", ""])
     aligned = {"pool": "left", "replicas": "right", "each on": "left", "busy": "right", "model": "left"}
     print_table(aligned, rows, environ)
@@ -202,10 +213,13 @@ def _print(plan: Plan, environ: Mapping[str, str]) -> None:
     lines = {
         "GPUs": f"{chosen.num_gpus}",
         "gamma": f"{chosen.gamma}" if chosen.draft else "no draft",
-        "streams at once": f"{chosen.num_streams:.0f}",
-        "first token": f"{chosen.ttft_s * 1e3:.0f} ms, limit {load.ttft_s * 1e3:g}",
-        "further token": f"{chosen.tpot_s * 1e3:.1f} ms, limit {load.tpot_s * 1e3:g}",
-        "KV of a target": f"{chosen.kv_bytes_per_target / 1e9:.1f} of {chosen.target.kv_bytes / 1e9:.1f} GB",
+        "streams at once": f"{expected.num_streams:.0f}",
+        "first token": f"{expected.ttft_s * 1e3:.0f} ms, {peak.ttft_s * 1e3:.0f} at the peak, "
+        f"limit {load.ttft_s * 1e3:g}",
+        "further token": f"{expected.tpot_s * 1e3:.1f} ms, {peak.tpot_s * 1e3:.1f} at the peak, "
+        f"limit {load.tpot_s * 1e3:g}",
+        "peak": f"{load.rate_per_s / PLANNED_SHARE:g} requests/s",
+        "KV of a target": f"{report['kv_bytes_per_target'] / 1e9:.1f} of {chosen.target.kv_bytes / 1e9:.1f} GB",
         "Redis": f"{report['redis_bytes'] / 1e9:.2f} GB, {report['redis_writes_per_s']:.0f} writes/s",
         "start of a target": f"{plan.load_s:.0f} s to read its weights",
         "one stream": f"{report['speedup']['one_stream']:.2f} times the target alone "

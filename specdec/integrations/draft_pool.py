@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -25,6 +26,8 @@ from specdec.types import EngineInfo, TokenIds
 
 #: Time in which the replicas must describe themselves at the start.
 _CONNECT_S = 30.0
+#: Time beyond the deadline after which the engine goes on although the loop's thread has not said what is late.
+_GRACE_S = 0.002
 
 ResultT = TypeVar("ResultT")
 
@@ -84,8 +87,16 @@ class DraftPool:
             rows: uint32 tokens of each row so far.
             gamma: number of draft tokens wanted of each row.
         """
+        deadline_s = time.monotonic() + self._deadline_s
         sessions = self._sessions.match(rows, next(self._order))
-        return self._run(self._propose_all(sessions, min(gamma, self._max_gamma)), None)
+        proposing = self._propose_all(sessions, min(gamma, self._max_gamma), deadline_s)
+        future = asyncio.run_coroutine_threadsafe(proposing, self._loop)
+        try:
+            return future.result(self._deadline_s + _GRACE_S)
+        except TimeoutError:
+            # The loop's thread was held up. It still notes what is late, in sessions that no later call uses.
+            self._sessions = RowSessions()
+            return {}
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
@@ -100,7 +111,9 @@ class DraftPool:
         link = self._links[endpoint] = DraftLink(endpoint, metadata=metadata, tls=tls)
         return await link.info()
 
-    async def _propose_all(self, sessions: Mapping[int, RowSession], gamma: int) -> dict[int, list[int]]:
+    async def _propose_all(
+        self, sessions: Mapping[int, RowSession], gamma: int, deadline_s: float
+    ) -> dict[int, list[int]]:
         asked = {
             row: asyncio.ensure_future(self._propose(session, gamma))
             for row, session in sessions.items()
@@ -108,7 +121,7 @@ class DraftPool:
         }
         if not asked:
             return {}
-        _, late = await asyncio.wait(asked.values(), timeout=self._deadline_s)
+        _, late = await asyncio.wait(asked.values(), timeout=max(0.0, deadline_s - time.monotonic()))
         for row, task in asked.items():
             if task in late:
                 task.cancel()

@@ -1,29 +1,34 @@
 """Searches for the fewest GPUs that serve a load within its latencies.
 
-A stream alternates between a draft of gamma tokens and a verification, so a round takes both and their messages. While
-one stream drafts, the target verifies others: the number of sequences that a target verifies at once follows from the
-share of a round that it is busy with a stream, and is found by iteration. Little's law gives the number of streams at
-once. Each combination of gamma, streams per target and streams per draft that holds the limits is a candidate.
+The latencies have to hold at a load that is higher by the room for peaks. For each gamma the search finds the fewest
+targets that hold them with any number of drafts, and then, for this and some larger numbers of targets, the fewest
+drafts. `steady_state` has the times.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from specdec.errors import InvalidRequest
 from specdec.planning.cards import Card
-from specdec.planning.step_times import DRAFT_CALL_S, TARGET_CALL_S, PlacedModel
+from specdec.planning.steady_state import Requests, SteadyState, steady_state
+from specdec.planning.step_times import CALLS, PlacedModel
 
 MAX_GAMMA = 8
-#: Share of the streams with which a replica holds the limits that is planned for it: the rest is for peaks, until an
+#: Share of the rate at which a deployment holds the limits that is planned for it: the rest is for peaks, until an
 #: autoscaler has added a replica.
 PLANNED_SHARE = 0.8
-#: Largest share of a target's time for prompts.
-_MAX_PREFILL_SHARE = 0.8
+#: A coordinator gives a target more than `BASE_STREAMS` streams while a token takes at most `SLOT_SLOWDOWN` times as
+#: long as with that number (coordinator/admission/speeds.py). Further requests wait for a slot.
+BASE_STREAMS, SLOT_SLOWDOWN = 16, 1.25
 _MAX_RANKS = 8
-_STREAMS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+#: Largest pool that is planned, and numbers of targets that are tried for each gamma.
+_MAX_REPLICAS = 1 << 20
+_NUM_TRIED = 6
+_NUM_HALVINGS = 12
 #: Processor time of a coordinator for a token, and the share of a core that is planned (docs/performance.md).
 _COORDINATOR_S_PER_TOKEN, _CORE_SHARE = 0.0002, 0.6
 #: Of a stored session beside its tokens, and of a token (docs/reference/redis.md).
@@ -47,7 +52,12 @@ class Load:
     @property
     def context_tokens(self) -> float:
         """Mean tokens of a running stream."""
-        return self.prompt_tokens + self.output_tokens / 2
+        return self.requests(0, 0.0).context_tokens
+
+    def requests(self, gamma: int, alpha: float, share: float = 1.0) -> Requests:
+        """Return the requests and their rounds, at the load's rate over `share`."""
+        rate_per_s = self.rate_per_s / share
+        return Requests(rate_per_s, self.prompt_tokens, self.output_tokens, gamma, tokens_per_round(alpha, gamma))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +69,18 @@ class Deployment:
     gamma: int
     num_targets: int
     num_drafts: int
-    num_streams: float
-    """Streams at once, by Little's law."""
-    ttft_s: float
-    tpot_s: float
-    target_busy_share: float
-    draft_busy_share: float
     tokens_per_round: float
-    kv_bytes_per_target: float
-    """KV of the streams of one target at their full length."""
+    expected: SteadyState
+    """At the planned load."""
+    peak: SteadyState
+    """At the load with room for peaks, at which the limits hold."""
+    slot_tpot_s: float
+    """Time per token up to which coordinators give a target more streams; infinite with at most `BASE_STREAMS`."""
+
+    def kv_bytes_per_target(self, load: Load) -> float:
+        """Return the KV of the streams of one target at their full length, at the peak."""
+        num_tokens = self.peak.num_streams / self.num_targets * (load.prompt_tokens + load.output_tokens)
+        return num_tokens * self.target.kv_bytes_per_token
 
     @property
     def num_gpus(self) -> int:
@@ -76,7 +89,7 @@ class Deployment:
 
     def redis_bytes(self, load: Load) -> float:
         """Return the memory of the sessions that Redis keeps."""
-        num_sessions = load.rate_per_s * load.session_ttl_s + self.num_streams
+        num_sessions = load.rate_per_s * load.session_ttl_s + self.expected.num_streams
         return num_sessions * (_SESSION_BYTES + _TOKEN_BYTES * (load.prompt_tokens + load.output_tokens))
 
     def redis_writes_per_s(self, load: Load) -> float:
@@ -94,9 +107,11 @@ class Deployment:
     def limits(self, load: Load) -> str:
         """Return what keeps a target from more streams."""
         shares = {
-            "time per token": self.tpot_s / load.tpot_s,
-            "time to the first token": self.ttft_s / load.ttft_s,
-            "KV memory of the targets": self.kv_bytes_per_target / self.target.kv_bytes,
+            "time per token": self.peak.tpot_s / load.tpot_s,
+            "time to the first token": self.peak.ttft_s / load.ttft_s,
+            f"slots, {SLOT_SLOWDOWN:g} times the time per token of {BASE_STREAMS} streams": self.peak.tpot_s
+            / self.slot_tpot_s,
+            "KV memory of the targets": self.kv_bytes_per_target(load) / self.target.kv_bytes,
         }
         return max(shares, key=lambda name: shares[name])
 
@@ -156,7 +171,7 @@ def best_deployment(load: Load, alpha: float, target: PlacedModel, draft: Placed
     _require_reachable(load, alpha, target, draft)
     found = min(
         _candidates(load, alpha, target, draft),
-        key=lambda each: (each.num_gpus, each.num_drafts, each.tpot_s),
+        key=lambda each: (each.num_gpus, each.num_drafts, each.expected.tpot_s),
         default=None,
     )
     if found is None:
@@ -167,105 +182,136 @@ def best_deployment(load: Load, alpha: float, target: PlacedModel, draft: Placed
     return found
 
 
+def lone_stream(load: Load, alpha: float, target: PlacedModel, draft: PlacedModel | None, gamma: int) -> SteadyState:
+    """Return the times of a stream that no other one meets."""
+    state = steady_state(replace(load.requests(gamma, alpha), rate_per_s=0.0), CALLS, target, draft, 1, 1)
+    assert state is not None, "no queue grows without requests"
+    return state
+
+
+def slot_tpot_s(
+    requests: Requests, target: PlacedModel, draft: PlacedModel | None, num_targets: int, num_drafts: int
+) -> float:
+    """Return the time per token up to which coordinators give each target more than `BASE_STREAMS` streams."""
+
+    def at(rate_per_s: float) -> SteadyState | None:
+        return steady_state(replace(requests, rate_per_s=rate_per_s), CALLS, target, draft, num_targets, num_drafts)
+
+    def is_light(state: SteadyState | None) -> bool:
+        return state is not None and state.num_streams <= BASE_STREAMS * num_targets
+
+    low, high = 0.0, requests.rate_per_s
+    while is_light(at(high)):
+        low, high = high, 2.0 * high
+    for _ in range(_NUM_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_light(at(middle)) else (low, middle)
+    base = at(low)
+    assert base is not None, "a load of few streams is served"
+    return SLOT_SLOWDOWN * base.tpot_s
+
+
 def _require_reachable(load: Load, alpha: float, target: PlacedModel, draft: PlacedModel | None) -> None:
-    gammas = range(MAX_GAMMA + 1) if draft else (0,)
-    rounds = [
-        steady_round(load, target, draft, gamma, 1, 1).round_s / tokens_per_round(alpha, gamma) for gamma in gammas
-    ]
-    if min(rounds) > load.tpot_s:
-        least = f"{min(rounds) * 1e3:.1f}"
+    lone = [lone_stream(load, alpha, target, draft, gamma) for gamma in _gammas(draft, 0)]
+    least_tpot_s, least_ttft_s = min(each.tpot_s for each in lone), min(each.ttft_s for each in lone)
+    if least_tpot_s > load.tpot_s:
         raise InvalidRequest(
-            f"--tpot-ms must be at least {least} on {target.num_gpus} x {target.card.name}, the time of one stream, "
-            f"got {load.tpot_s * 1e3:g}",
+            f"--tpot-ms must be at least {least_tpot_s * 1e3:.1f} on {target.num_gpus} x {target.card.name}, the time "
+            f"of one stream, got {load.tpot_s * 1e3:g}",
             field="tpot_ms",
         )
-    first_s = target.prefill_s(load.prompt_tokens) + TARGET_CALL_S
-    if first_s > load.ttft_s:
+    if least_ttft_s > load.ttft_s:
         raise InvalidRequest(
-            f"--ttft-ms must be at least {first_s * 1e3:.1f}, the time of a prompt of {load.prompt_tokens} tokens, "
-            f"got {load.ttft_s * 1e3:g}",
+            f"--ttft-ms must be at least {least_ttft_s * 1e3:.1f}, the time of a prompt of {load.prompt_tokens} "
+            f"tokens, got {load.ttft_s * 1e3:g}",
             field="ttft_ms",
         )
 
 
+def _gammas(draft: PlacedModel | None, least: int) -> range:
+    return range(least, MAX_GAMMA + 1) if draft else range(1)
+
+
 def _candidates(load: Load, alpha: float, target: PlacedModel, draft: PlacedModel | None) -> Iterator[Deployment]:
-    for gamma in range(1, MAX_GAMMA + 1) if draft else (0,):
-        for per_target in _STREAMS:
-            for per_draft in _STREAMS if draft else (0,):
-                candidate = _deployment(load, alpha, target, draft, gamma, per_target, per_draft)
-                if candidate is not None:
-                    yield candidate
+    for gamma in _gammas(draft, 1):
+        search = _Search(load, alpha, target, draft, gamma)
+        yield from (search.deployment(*pool) for pool in search.pools())
 
 
-def _deployment(
-    load: Load,
-    alpha: float,
-    target: PlacedModel,
-    draft: PlacedModel | None,
-    gamma: int,
-    per_target: int,
-    per_draft: int,
-) -> Deployment | None:
-    """Return the deployment with these streams for each target and draft; None if it breaks a limit."""
-    kv_bytes = per_target * (load.prompt_tokens + load.output_tokens) * target.kv_bytes_per_token
-    if kv_bytes > target.kv_bytes:
-        return None
-    num_tokens = tokens_per_round(alpha, gamma)
-    steady = steady_round(load, target, draft, gamma, per_target, per_draft)
-    # The prompts of other streams take time of the same target.
-    prefill_s = target.prefill_s(load.prompt_tokens)
-    # By Little's law: a stream lasts for its decoding and its prompt, both stretched by the prompts of the others.
-    asked = per_target * prefill_s / (load.output_tokens * steady.round_s / num_tokens + prefill_s)
-    prefill_share = asked / (1.0 + asked)
-    if prefill_share >= _MAX_PREFILL_SHARE:
-        return None
-    tpot_s = steady.round_s / num_tokens / (1.0 - prefill_share)
-    ttft_s = prefill_s / (1.0 - prefill_share) + steady.verify_s + TARGET_CALL_S
-    target_share = steady.target_busy_share * (1.0 - prefill_share) + prefill_share
-    if tpot_s > load.tpot_s or ttft_s > load.ttft_s:
-        return None
-    num_streams = load.rate_per_s * (ttft_s + load.output_tokens * tpot_s)
-    return Deployment(
-        target, draft, gamma,
-        num_targets=math.ceil(num_streams / (PLANNED_SHARE * per_target)),
-        num_drafts=math.ceil(num_streams / (PLANNED_SHARE * per_draft)) if draft else 0,
-        num_streams=num_streams, ttft_s=ttft_s, tpot_s=tpot_s,
-        target_busy_share=target_share, draft_busy_share=steady.draft_busy_share, tokens_per_round=num_tokens,
-        kv_bytes_per_target=kv_bytes,
-    )  # fmt: skip
+class _Search:
+    """The deployments of one gamma."""
+
+    def __init__(self, load: Load, alpha: float, target: PlacedModel, draft: PlacedModel | None, gamma: int) -> None:
+        self._load, self._target, self._draft, self._gamma = load, target, draft, gamma
+        self._expected = load.requests(gamma, alpha)
+        self._peak = load.requests(gamma, alpha, PLANNED_SHARE)
+
+    def pools(self) -> Iterator[tuple[int, int]]:
+        """Give numbers of targets and drafts that hold the limits."""
+        least = _fewest(lambda number: self._is_enough(number, _MAX_REPLICAS))
+        if least is None:
+            return
+        if self._draft is None:
+            yield least, 0
+            return
+        for num_targets in range(least, least + _NUM_TRIED * (stride := 1 + least // 16), stride):
+            num_drafts = _fewest(partial(self._is_enough, num_targets))
+            if num_drafts is not None:
+                yield num_targets, num_drafts
+                if num_drafts == 1:
+                    return
+
+    def at_peak(self, num_targets: int, num_drafts: int) -> SteadyState | None:
+        """Return the means at the peak; None if a limit does not hold."""
+        load, state = self._load, self._state(self._peak, num_targets, num_drafts)
+        if state is None or state.tpot_s > load.tpot_s or state.ttft_s > load.ttft_s:
+            return None
+        num_tokens = state.num_streams / num_targets * (load.prompt_tokens + load.output_tokens)
+        if num_tokens * self._target.kv_bytes_per_token > self._target.kv_bytes:
+            return None
+        return state if state.tpot_s <= self._slot_tpot_s(state, num_targets, num_drafts) else None
+
+    def _is_enough(self, num_targets: int, num_drafts: int) -> bool:
+        return self.at_peak(num_targets, num_drafts) is not None
+
+    def deployment(self, num_targets: int, num_drafts: int) -> Deployment:
+        """Return a deployment that holds the limits."""
+        expected, peak = self._state(self._expected, num_targets, num_drafts), self.at_peak(num_targets, num_drafts)
+        assert expected is not None
+        assert peak is not None
+        return Deployment(
+            self._target,
+            self._draft,
+            self._gamma,
+            num_targets,
+            num_drafts,
+            self._peak.tokens_per_round,
+            expected,
+            peak,
+            self._slot_tpot_s(peak, num_targets, num_drafts),
+        )
+
+    def _slot_tpot_s(self, peak: SteadyState, num_targets: int, num_drafts: int) -> float:
+        if peak.num_streams <= BASE_STREAMS * num_targets:
+            return math.inf
+        return slot_tpot_s(self._peak, self._target, self._draft, num_targets, num_drafts)
+
+    def _state(self, requests: Requests, num_targets: int, num_drafts: int) -> SteadyState | None:
+        return steady_state(requests, CALLS, self._target, self._draft, num_targets, num_drafts)
 
 
-@dataclass(frozen=True, slots=True)
-class SteadyRound:
-    """Means of a round while the number of streams stays the same."""
-
-    round_s: float
-    verify_s: float
-    """Time of a verification, without messages and waiting."""
-    target_busy_share: float
-    draft_busy_share: float
-
-
-def steady_round(
-    load: Load, target: PlacedModel, draft: PlacedModel | None, gamma: int, per_target: int, per_draft: int
-) -> SteadyRound:
-    """Return the round of `per_target` streams for each target and `per_draft` for each draft.
-
-    A call that arrives during a step waits for its end, half a step on average, and the next step takes all that wait.
-    So a busy replica takes as many in a step as arrive during one.
-    """
-    verifying = drafting = 1.0
-    target_busy = draft_busy = round_s = verify_s = 0.0
-    for _ in range(80):
-        verify_s = target.step_s(verifying, gamma + 1, load.context_tokens)
-        round_s = verify_s * (1.0 + (target_busy / 2 if per_target > 1 else 0.0)) + TARGET_CALL_S
-        if draft is not None and gamma:
-            step_s = draft.step_s(drafting, 1, load.context_tokens)
-            round_s += step_s * (gamma + (draft_busy / 2 if per_draft > 1 else 0.0)) + DRAFT_CALL_S
-            wanted = per_draft * gamma * step_s / round_s
-            drafting += 0.5 * (max(1.0, wanted) - drafting)
-            draft_busy += 0.5 * (min(1.0, wanted / drafting) - draft_busy)
-        wanted = per_target * verify_s / round_s
-        verifying += 0.5 * (max(1.0, wanted) - verifying)
-        target_busy += 0.5 * (min(1.0, wanted / verifying) - target_busy)
-    return SteadyRound(round_s, verify_s, target_busy, draft_busy)
+def _fewest(is_enough: Callable[[int], bool]) -> int | None:
+    """Return the smallest number from which on a condition holds; None if it does not for `_MAX_REPLICAS`."""
+    most = 1
+    while not is_enough(most):
+        most *= 2
+        if most > _MAX_REPLICAS:
+            return None
+    least = most // 2  # is not enough, or 0
+    while most - least > 1:
+        middle = (least + most) // 2
+        if is_enough(middle):
+            most = middle
+        else:
+            least = middle
+    return most

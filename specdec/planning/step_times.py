@@ -10,14 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specdec.planning.cards import Card
+from specdec.planning.steady_state import CallTimes
 
 BANDWIDTH_SHARE = 0.73
 #: Assumed: prompts and large batches were not measured.
 FLOPS_SHARE = 0.5
 #: Time of the host before and after a step, in which the device waits.
 HOST_S = 0.0005
-#: Messages, acceptance and commit: of a step of the target, and of asking a draft replica.
-TARGET_CALL_S, DRAFT_CALL_S = 0.0017, 0.0019
+#: The first two of one H100. The last is that of two CPU cores with simulated engines (`python -m bench planning`).
+CALLS = CallTimes(target_s=0.0017, draft_s=0.0019, opening_s=0.008)
 #: Two sums over the GPUs of a group in each layer. Assumed.
 RANK_SUM_S = 0.00001
 #: Share of a card's memory for weights and KV cache; the rest is for activations, graphs and libraries.
@@ -42,12 +43,12 @@ class PlacedModel:
         """Memory of a replica that is left for KV; negative if the weights do not fit."""
         return self.num_gpus * self.card.memory_gb * 1e9 * MEMORY_SHARE - self.weight_bytes
 
-    def step_s(self, num_sequences: float, num_rows: int, context_tokens: float) -> float:
+    def step_s(self, num_sequences: float, num_rows: float, context_tokens: float) -> float:
         """Return the seconds of a step.
 
         Args:
             num_sequences: sequences in the batch.
-            num_rows: rows of each.
+            num_rows: mean rows of each.
             context_tokens: mean tokens of KV of each.
         """
         num_bytes = self.weight_bytes + num_sequences * context_tokens * self.kv_bytes_per_token

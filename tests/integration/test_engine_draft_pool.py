@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -89,6 +90,26 @@ async def test_a_replica_that_hangs_costs_one_deadline_and_is_used_again_once_it
     async with asyncio.timeout(60):
         while await propose(pool, longer) != expected(draft, longer):
             longer[0].append(3)
+    await asyncio.to_thread(pool.close)
+
+
+async def test_an_engine_goes_on_at_its_deadline_while_the_thread_of_the_links_is_held_up(draft: Service) -> None:
+    pool = await connected(draft)
+    rows = {0: [5, 6, 7]}
+    assert await propose(pool, rows) == expected(draft, rows)
+    pool._deadline_s = 0.1
+    goes_on = threading.Event()
+    pool._loop.call_soon_threadsafe(goes_on.wait)
+    try:
+        assert await asyncio.wait_for(propose(pool, {0: [5, 6, 7, 8]}), 60) == {}
+    finally:
+        goes_on.set()
+    pool._deadline_s = 20.0
+    longer = {0: [5, 6, 7, 8, 9]}
+    async with asyncio.timeout(60):
+        while (drafts := await propose(pool, longer)) == {}:  # left out until it has answered once more
+            pass
+    assert drafts == expected(draft, longer)
     await asyncio.to_thread(pool.close)
 
 
