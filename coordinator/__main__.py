@@ -130,7 +130,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
         scores, canary = None, None
         if settings.route == "auto":
             scores, canary = ScoreQueue(pools), Canary(store.promotions())
-            canary.start()
+            canary.start(pools.activity)
             ending.push_async_callback(canary.close)
         draft_sources = DraftSourceFactory(pools, histories, scores, canary, tokenizer.decode)
         generations = GenerationService(

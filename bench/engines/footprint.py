@@ -15,7 +15,7 @@ from bench.servers.specdec_server import SpecdecServer
 from specdec.checkpoints.locate import locate_checkpoint
 
 _IDLE_S, _QUICK_IDLE_S = 60.0, 5.0
-_SETTLE_S = 5.0
+_SETTLE_S = 45.0
 
 
 def footprint_rows(make_row: Callable[..., Row], run: Run, peers: Path, quick: bool) -> list[Row]:

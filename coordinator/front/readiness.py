@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from specdec.errors import SpecdecError
+from specdec.rpc.ticks import tick
 from specdec.state.store import SessionStore
 
 #: Pause between two pings of the store, and limit on the wait for an answer. The store counts as down after two missed
@@ -40,7 +41,7 @@ class Readiness:
         """Ping the store until cancelled. The first ping follows `LOOK_INTERVAL_S` after start-up, which pinged it."""
         num_missed = 0
         while True:
-            await asyncio.sleep(LOOK_INTERVAL_S)
+            await tick(LOOK_INTERVAL_S)
             try:
                 async with asyncio.timeout(_ANSWER_S):
                     await store.ping()

@@ -100,6 +100,7 @@ class GenerationService:
         """
         self._store = store
         self._metrics = metrics
+        self._activity = pools.activity
         self._admission = Admission(settings.admission, lambda: sum(r.takes_sessions for r in pools.targets()))
         leases = Leases(store, settings.coordinator_id, settings.lease_ttl_s)
         self._placement = placement = Placement(pools)
@@ -160,6 +161,7 @@ class GenerationService:
             Unavailable: the coordinator drains, or no target replica or no store can be reached.
         """
         began = time.perf_counter()
+        self._activity.note()
         request = replace(request, session_id=request.session_id or f"s-{secrets.token_hex(12)}")
         lock = self._locks.setdefault(request.key, asyncio.Lock())
         slot: RunningSlot | None = None
@@ -308,6 +310,7 @@ class GenerationService:
         slot.is_handed_on = True
         self._running[generation.turn.lease.key] = generation
         self._metrics.request_running(+1)
+        self._activity.begin()
         generation.task.add_done_callback(lambda _: self._forget(generation, slot))
         return generation.subscribe(num_held)
 
@@ -315,6 +318,7 @@ class GenerationService:
         self._running.pop(generation.turn.lease.key, None)
         slot.release()
         self._metrics.request_running(-1)
+        self._activity.end()
         stream = generation.stream
         if stream.num_tokens:
             self._log_repair.remember(generation.turn, stream.finish_reason, generation.stats, stream.num_tokens)

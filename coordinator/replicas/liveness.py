@@ -44,7 +44,7 @@ async def watch_targets(pools: ReplicaPools) -> None:
     stalls: dict[TargetReplica, _Stall] = {}
     try:
         while True:
-            await asyncio.sleep(LOOK_INTERVAL_S)
+            await pools.activity.pause(LOOK_INTERVAL_S)
             for replica in [replica for replica, task in checks.items() if task.done()]:
                 checks.pop(replica).result()
             oldest = {replica: replica.link.oldest_pending for replica in pools.targets()}

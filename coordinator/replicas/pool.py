@@ -15,11 +15,13 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
+from coordinator.replicas.activity import IDLE_FACTOR, Activity
 from coordinator.replicas.draft_pool_names import DraftPoolNames, local_drafts, unknown_pool
 from coordinator.replicas.endpoints import Endpoint, ReplicaEndpoints
 from coordinator.replicas.replica import DRAFT, TARGET, DraftReplica, Replica, TargetReplica
 from specdec.errors import SpecdecError, Unavailable, Unsupported, VocabularyMismatch
 from specdec.rpc.client import DraftLink, TargetLink
+from specdec.rpc.ticks import until_tick_s
 from specdec.state.store import ReplicaRegistry
 from specdec.tenant import DEFAULT_TENANT
 from specdec.types import EngineInfo
@@ -89,6 +91,7 @@ class ReplicaPools:
         self._targets_lost_at_s = 0.0
         self._last_target_info: EngineInfo | None = None
         self._doubt = asyncio.Event()
+        self.activity = Activity(on_wake=self._doubt.set)
         self._target_described = asyncio.Event()
 
     def targets(self) -> list[TargetReplica]:
@@ -291,9 +294,11 @@ class ReplicaPools:
             interval_s = self._poll_interval_s
             if time.monotonic() - self._changed_at_s > SETTLED_AFTER_S:
                 interval_s = max(interval_s, QUIET_POLL_INTERVAL_S)
+                if self.activity.is_idle:
+                    interval_s *= IDLE_FACTOR
             await asyncio.sleep(min(MIN_POLL_INTERVAL_S, interval_s))
             with suppress(TimeoutError):
-                async with asyncio.timeout(interval_s - MIN_POLL_INTERVAL_S):
+                async with asyncio.timeout(until_tick_s(interval_s)):
                     await self._doubt.wait()
 
     async def close(self) -> None:

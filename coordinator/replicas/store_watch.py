@@ -1,4 +1,4 @@
-"""Follows decisions in the store that all coordinators share: reads them every second, until it is closed."""
+"""Follows decisions in the store that all coordinators share: reads them every second, less often while idle."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from coordinator.replicas.activity import Activity
 from specdec.errors import SpecdecError
 
 #: Interval at which decisions are exchanged with the store.
@@ -27,9 +28,9 @@ class StoreWatch:
         self._watching: asyncio.Task[None] | None = None
         self._is_closed = False
 
-    def start(self) -> None:
-        """Start to follow the store in the background."""
-        self._watching = asyncio.create_task(self._watch(), name=f"{self._what} in the store")
+    def start(self, activity: Activity) -> None:
+        """Start to follow the store in the background, less often while the coordinator is idle."""
+        self._watching = asyncio.create_task(self._watch(activity), name=f"{self._what} in the store")
 
     async def close(self) -> None:
         """Stop following the store. Idempotent."""
@@ -38,7 +39,7 @@ class StoreWatch:
             self._watching.cancel()
             await asyncio.wait([self._watching])
 
-    async def _watch(self) -> None:
+    async def _watch(self, activity: Activity) -> None:
         warned = ""
         while not self._is_closed:
             try:
@@ -48,4 +49,4 @@ class StoreWatch:
                 if error.message != warned:  # log an error once, not at every attempt
                     warned = error.message
                     _log.warning("%s not synchronised: %s", self._what, warned)
-            await asyncio.sleep(POLL_S)
+            await activity.pause(POLL_S)

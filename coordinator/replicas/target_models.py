@@ -58,7 +58,7 @@ class TargetModels:
 
     def start(self) -> None:
         """Start to follow the store in the background."""
-        self._watch.start()
+        self._watch.start(self._pools.activity)
 
     async def close(self) -> None:
         """Stop following the store. Idempotent."""

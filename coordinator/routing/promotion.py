@@ -16,6 +16,7 @@ import logging
 from dataclasses import replace
 from math import log, sqrt
 
+from coordinator.replicas.activity import Activity
 from coordinator.replicas.store_watch import StoreWatch
 from specdec.state.store import Promotion, Promotions, PromotionStatus
 
@@ -78,9 +79,9 @@ class Canary:
         """Current promotion as last read from the store; None for none."""
         return self._promotion
 
-    def start(self) -> None:
-        """Start to follow the store in the background."""
-        self._watch.start()
+    def start(self, activity: Activity) -> None:
+        """Start to follow the store in the background, less often while the coordinator is idle."""
+        self._watch.start(activity)
 
     async def close(self) -> None:
         """Stop following the store. Idempotent."""

@@ -53,7 +53,7 @@ __all__ = ["add_parser", "add_serve_parser", "run"]
 
 _POLL_S = 0.1
 #: Interval at which running services are looked at.
-_LOOK_S = 0.25
+_LOOK_S = 0.5
 
 
 class _Start:

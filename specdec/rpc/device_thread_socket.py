@@ -17,11 +17,12 @@ import socket
 from typing import Protocol, runtime_checkable
 
 from specdec.engine_api import Engine
+from specdec.rpc.ticks import until_tick_s
 from specdec.rpc.unix_socket_server import MAX_CONNECTIONS, UnixSocketConnection, UnixSocketHost
 from specdec.rpc.unix_sockets import new_name, socket_path
 
 #: Interval of the checks whether the device hangs.
-CHECK_INTERVAL_S = 0.25
+CHECK_INTERVAL_S = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class DeviceThreadSocket:
         ended = asyncio.create_task(self._engine.wait_ended())
         try:
             while not ended.done():
-                await asyncio.wait({ended}, timeout=CHECK_INTERVAL_S)
+                await asyncio.wait({ended}, timeout=until_tick_s(CHECK_INTERVAL_S))
                 if ended.done() or self._engine.is_stalled:
                     self._stop_listening()
                     self._abort_connections()

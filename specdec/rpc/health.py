@@ -29,6 +29,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from specdec.errors import Unavailable
 from specdec.rpc.channels import open_port, require_free
+from specdec.rpc.ticks import tick
 
 #: Name under which the health service reports that the process lives.
 LIVENESS = "liveness"
@@ -117,7 +118,7 @@ class Health:
                     self._loop_turns = True
                     _log.warning("event loop turns again")
                     await self._tell_liveness()
-                await asyncio.sleep(_TURN_INTERVAL_S)
+                await tick(_TURN_INTERVAL_S)
         finally:
             ended.set()
 

@@ -25,13 +25,14 @@ from specdec.rpc.channels import require_free
 from specdec.rpc.health import Health
 from specdec.rpc.open_turns import OpenTurns
 from specdec.rpc.server import ServiceServer
+from specdec.rpc.ticks import tick
 from specdec.service.model_grace import ModelGrace
 from specdec.settings.addresses import advertised_address
 from specdec.settings.base import ReplicaSettings, ServiceSettings
 from specdec.types import EngineInfo
 
 #: Interval of the checks whether the device hangs.
-_DEVICE_CHECK_INTERVAL_S = 0.25
+_DEVICE_CHECK_INTERVAL_S = 0.5
 #: Time for which a device may hang beyond its step's limit before the process counts as dead.
 _GIVE_UP_S = 60.0
 _NUM_GIVE_UP = int(_GIVE_UP_S / _DEVICE_CHECK_INTERVAL_S)
@@ -196,7 +197,7 @@ async def _watch_device(engine: Engine, server: ServiceServer, registration: Reg
     """
     was_stalled, num_stalled = False, 0
     while True:
-        await asyncio.sleep(_DEVICE_CHECK_INTERVAL_S)
+        await tick(_DEVICE_CHECK_INTERVAL_S)
         num_stalled = num_stalled + 1 if engine.is_stalled else 0
         if num_stalled == _NUM_GIVE_UP:
             _log.error("device does not come back: liveness fails", extra={"limit_s": _GIVE_UP_S})

@@ -12,6 +12,7 @@ from math import exp
 import numpy as np
 import pytest
 
+from coordinator.replicas.activity import Activity
 from coordinator.routing.promotion import LEAST_TOKENS, LOOKS, STAGES, Canary, Sample, is_worse, next_share
 from specdec.errors import Internal
 from specdec.settings.pool_names import MAX_POOL_NAME_CHARS
@@ -161,7 +162,7 @@ async def test_an_invalid_record_is_logged_once_and_later_ones_are_followed(
     monkeypatch.setattr("coordinator.replicas.store_watch.POLL_S", 0.01)
     await write(store, b"[" * 100_000)
     canary = Canary(store.promotions())
-    canary.start()
+    canary.start(Activity(lambda: None))
     async with asyncio.timeout(20):
         await eventually(lambda: bool(caplog.records))
         await asyncio.sleep(0.1)
@@ -186,7 +187,7 @@ async def test_a_promotion_ends_at_any_point_when_it_is_closed(
     monkeypatch.setattr("coordinator.replicas.store_watch.POLL_S", 0.0)
     store = open_store(redis_server.url)
     canary = Canary(store.promotions())
-    canary.start()
+    canary.start(Activity(lambda: None))
     for _ in range(turns):
         await asyncio.sleep(0)
     closing = asyncio.create_task(canary.close())
@@ -202,7 +203,7 @@ async def test_a_decision_made_while_the_store_hung_is_published_afterwards(
     store = open_store(redis_server.url, tenant=f"t{secrets.token_hex(4)}")
     canary, num_tasks = Canary(store.promotions()), len(asyncio.all_tasks())
     await canary.promote("new", 1.0)
-    canary.start()
+    canary.start(Activity(lambda: None))
     generator = np.random.default_rng(1)
     redis_server.signal(signal.SIGSTOP)
     try:

@@ -28,6 +28,8 @@ LOOK_INTERVAL_S = 0.25
 #: Limit of a step: PATIENCE_FACTOR times its predicted duration plus PATIENCE_S seconds.
 PATIENCE_FACTOR = 2.0
 PATIENCE_S = 2.0
+#: Looks without any step after which they become rarer, and by which factor, so that an idle device costs little.
+_QUIET_LOOKS, _REST_FACTOR = 40, 4
 
 _log = logging.getLogger(__name__)
 
@@ -105,7 +107,10 @@ class Watchdog:
         return min(step_s, self._limit_s) if self.is_stalled else step_s
 
     def _run(self) -> None:
-        while not self._ended.wait(LOOK_INTERVAL_S):
+        num_quiet = num_steps = 0
+        while not self._ended.wait(LOOK_INTERVAL_S * (_REST_FACTOR if num_quiet > _QUIET_LOOKS else 1)):
+            is_quiet = self.plan is None and self.num_steps == num_steps
+            num_quiet, num_steps = num_quiet + 1 if is_quiet else 0, self.num_steps
             self._look()
 
     def _look(self) -> None:
