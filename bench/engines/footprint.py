@@ -15,6 +15,7 @@ from bench.servers.specdec_server import SpecdecServer
 from specdec.checkpoints.locate import locate_checkpoint
 
 _IDLE_S, _QUICK_IDLE_S = 60.0, 5.0
+#: Longer than a coordinator takes to be idle.
 _SETTLE_S = 45.0
 
 
