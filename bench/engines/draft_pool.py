@@ -117,8 +117,9 @@ def _pauses_ms(run: Run, server: VllmServer, draft: _DraftService, num_stops: in
     prompts = prompts_of(DEMO / "target")
     pauses_ms = []
     with progress("draft service stopped in mid-stream", num_stops) as advance:
-        while len(pauses_ms) < num_stops:
-            prompt = prompts[len(pauses_ms)]
+        for prompt in [*prompts[:num_stops], *prompts[:num_stops]]:
+            if len(pauses_ms) == num_stops:
+                break
             (before,) = run(server.answer([prompt], _NUM_TOKENS))
             delay_s = before.chunk_s[-1] / 3
             (answer,) = run(_answer_with_stop(server, draft, prompt, delay_s))

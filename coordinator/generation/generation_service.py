@@ -161,7 +161,7 @@ class GenerationService:
             Unavailable: the coordinator drains, or no target replica or no store can be reached.
         """
         began = time.perf_counter()
-        self._activity.note()
+        self._activity.begin()
         request = replace(request, session_id=request.session_id or f"s-{secrets.token_hex(12)}")
         lock = self._locks.setdefault(request.key, asyncio.Lock())
         slot: RunningSlot | None = None
@@ -184,6 +184,7 @@ class GenerationService:
                     await asyncio.wait([running.task], timeout=LEAVING_GRACE_S)
                     has_waited = True
         finally:
+            self._activity.end()
             if slot is not None and not slot.is_handed_on:
                 slot.release()
 

@@ -36,20 +36,16 @@ class Activity:
     def is_idle(self) -> bool:
         return not self._num_running and self._clock() - self._noted_s > IDLE_AFTER_S
 
-    def note(self) -> None:
-        """Note that a request has come."""
+    def begin(self) -> None:
+        """Note that a request waits or runs from now on."""
         was_idle, self._noted_s = self.is_idle, self._clock()
+        self._num_running += 1
         if was_idle:
             self._woken.set()
             self._on_wake()
 
-    def begin(self) -> None:
-        """Note that a request runs from now on."""
-        self.note()
-        self._num_running += 1
-
     def end(self) -> None:
-        """Note that a request has ended."""
+        """Note that a request has ended, or has ended its wait."""
         self._num_running -= 1
         self._noted_s = self._clock()
 

@@ -295,7 +295,7 @@ class ReplicaPools:
             if time.monotonic() - self._changed_at_s > SETTLED_AFTER_S:
                 interval_s = max(interval_s, QUIET_POLL_INTERVAL_S)
                 if self.activity.is_idle:
-                    interval_s *= IDLE_FACTOR
+                    interval_s = max(interval_s, IDLE_FACTOR * QUIET_POLL_INTERVAL_S)
             await asyncio.sleep(min(MIN_POLL_INTERVAL_S, interval_s))
             with suppress(TimeoutError):
                 async with asyncio.timeout(until_tick_s(interval_s)):

@@ -1,6 +1,7 @@
 """A draft pool for an engine's thread: draft tokens for the rows of a batch, within a deadline, or none.
 
-The engine waits for its drafter in every step, so a call never takes longer than the deadline. A replica that misses it
+The engine waits for its drafter in every step, so a call takes at most the deadline, or 4 ms more where the thread of
+the links is held up. A replica that misses it
 is late: it is left out until it has answered again. Draft tokens are greedy, so an engine that verifies them by
 rejection sampling treats them as a distribution with one token, which is exact for every sampler.
 
@@ -27,7 +28,7 @@ from specdec.types import EngineInfo, TokenIds
 #: Time in which the replicas must describe themselves at the start.
 _CONNECT_S = 30.0
 #: Time beyond the deadline after which the engine goes on although the loop's thread has not said what is late.
-_GRACE_S = 0.002
+_GRACE_S = 0.004
 
 ResultT = TypeVar("ResultT")
 
@@ -51,7 +52,7 @@ class DraftPool:
         Args:
             endpoints: HOST:PORT of each draft replica.
             vocabulary_fingerprint: fingerprint of the engine's vocabulary.
-            deadline_s: longest time that `propose` takes.
+            deadline_s: longest time that `propose` waits for replicas.
             metadata: credential of the caller.
             tls: credentials of the connections; None: plaintext.
 
@@ -114,6 +115,8 @@ class DraftPool:
     async def _propose_all(
         self, sessions: Mapping[int, RowSession], gamma: int, deadline_s: float
     ) -> dict[int, list[int]]:
+        if time.monotonic() >= deadline_s:  # the loop was held up, and the engine has gone on
+            return {}
         asked = {
             row: asyncio.ensure_future(self._propose(session, gamma))
             for row, session in sessions.items()

@@ -94,7 +94,7 @@ class Deployment:
 
     def redis_writes_per_s(self, load: Load) -> float:
         """Return the number of commits: one a round."""
-        return load.rate_per_s * load.output_tokens / self.tokens_per_round
+        return load.rate_per_s * max(1.0, load.output_tokens / self.tokens_per_round)
 
     def num_coordinators(self, load: Load) -> int:
         """Return the number of coordinator processes, each with one core; two at least, so that one may end."""
@@ -109,8 +109,9 @@ class Deployment:
         shares = {
             "time per token": self.peak.tpot_s / load.tpot_s,
             "time to the first token": self.peak.ttft_s / load.ttft_s,
-            f"slots, {SLOT_SLOWDOWN:g} times the time per token of {BASE_STREAMS} streams": self.peak.tpot_s
-            / self.slot_tpot_s,
+            f"slots, {SLOT_SLOWDOWN:g} times the time per token of {BASE_STREAMS} streams": (
+                self.peak.tpot_s / self.slot_tpot_s if self.slot_tpot_s else 0.0
+            ),
             "KV memory of the targets": self.kv_bytes_per_target(load) / self.target.kv_bytes,
         }
         return max(shares, key=lambda name: shares[name])
@@ -157,7 +158,9 @@ def placed(model: PlacedModel, card: Card, room_tokens: int) -> PlacedModel:
 
 
 def best_deployment(load: Load, alpha: float, target: PlacedModel, draft: PlacedModel | None) -> Deployment:
-    """Return the deployment with the fewest GPUs, and of these the one with the least time per token.
+    """Return the deployment with the fewest GPUs, of these with the fewest drafts, and then the least time per token.
+
+    Beyond 16 targets not every number of them is tried, so that some GPUs more than the fewest are possible.
 
     Args:
         load: the load.
@@ -212,7 +215,7 @@ def slot_tpot_s(
 
 
 def _require_reachable(load: Load, alpha: float, target: PlacedModel, draft: PlacedModel | None) -> None:
-    lone = [lone_stream(load, alpha, target, draft, gamma) for gamma in _gammas(draft, 0)]
+    lone = [lone_stream(load, alpha, target, draft, gamma) for gamma in _gammas(draft)]
     least_tpot_s, least_ttft_s = min(each.tpot_s for each in lone), min(each.ttft_s for each in lone)
     if least_tpot_s > load.tpot_s:
         raise InvalidRequest(
@@ -228,12 +231,12 @@ def _require_reachable(load: Load, alpha: float, target: PlacedModel, draft: Pla
         )
 
 
-def _gammas(draft: PlacedModel | None, least: int) -> range:
-    return range(least, MAX_GAMMA + 1) if draft else range(1)
+def _gammas(draft: PlacedModel | None) -> range:
+    return range(1, MAX_GAMMA + 1) if draft else range(1)
 
 
 def _candidates(load: Load, alpha: float, target: PlacedModel, draft: PlacedModel | None) -> Iterator[Deployment]:
-    for gamma in _gammas(draft, 1):
+    for gamma in _gammas(draft):
         search = _Search(load, alpha, target, draft, gamma)
         yield from (search.deployment(*pool) for pool in search.pools())
 
@@ -266,8 +269,10 @@ class _Search:
         load, state = self._load, self._state(self._peak, num_targets, num_drafts)
         if state is None or state.tpot_s > load.tpot_s or state.ttft_s > load.ttft_s:
             return None
-        num_tokens = state.num_streams / num_targets * (load.prompt_tokens + load.output_tokens)
-        if num_tokens * self._target.kv_bytes_per_token > self._target.kv_bytes:
+        num_tokens = state.num_streams * (load.prompt_tokens + load.output_tokens)
+        if num_tokens / num_targets * self._target.kv_bytes_per_token > self._target.kv_bytes:
+            return None
+        if self._draft and num_tokens / num_drafts * self._draft.kv_bytes_per_token > self._draft.kv_bytes:
             return None
         return state if state.tpot_s <= self._slot_tpot_s(state, num_targets, num_drafts) else None
 

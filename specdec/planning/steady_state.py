@@ -11,14 +11,14 @@ so a request meets the mean number of others. `bench/planning.py` compares these
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-#: Largest number of calls in a step of which the mean is sought, and halvings of the interval it lies in.
-_MOST_CALLS = 65_536
+#: A step that would take longer has no end, and halvings of the interval in which the time of a step lies.
+_LONGEST_STEP_S = 1e4
 _NUM_HALVINGS = 40
-_NUM_ITERATIONS = 24
 
 
 class StepModel(Protocol):
@@ -100,6 +100,18 @@ class _Steps:
     """Mean number of prompts of others in it."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Drafting:
+    """Steps of one draft."""
+
+    busy_share: float
+    wait_s: float
+    """Mean rest of a running step, for which a call waits."""
+    step_s: float
+    first_s: float
+    """Time of a request's first draft tokens: the prompt runs in the first step."""
+
+
 def steady_state(
     requests: Requests,
     calls: CallTimes,
@@ -126,10 +138,10 @@ def steady_state(
         drafting = _drafting(requests, draft, steps, num_targets, num_drafts)
         if drafting is None:
             return None
-        draft_busy, wait_s, step_s = drafting
-        away_s = wait_s + requests.gamma * step_s + calls.draft_s
-        first_away_s = wait_s + _first_draft_s(requests, draft) + calls.draft_s
-    step = partial(_step_s, requests, target, 1 + steps.num_others)
+        draft_busy = drafting.busy_share
+        away_s = drafting.wait_s + requests.gamma * drafting.step_s + calls.draft_s
+        first_away_s = drafting.wait_s + drafting.first_s + calls.draft_s
+    step = partial(_target_step_s, requests, target, 1 + steps.num_others)
     early_s = max(0.0, steps.step_s / 2 - calls.target_s - away_s)
     round_s = away_s + steps.busy_share * (steps.rest_s + early_s) + step(steps.num_prompts) + calls.target_s
     first_s = first_away_s + steps.busy_share * steps.rest_s + step(1 + steps.num_prompts) + calls.target_s
@@ -140,40 +152,59 @@ def steady_state(
     return SteadyState(round_s, ttft_s, tpot_s, num_streams, steps.busy_share, draft_busy)
 
 
-def _step_s(requests: Requests, target: StepModel, num_calls: float, num_prompts: float) -> float:
-    """Return the mean time of a target's step with `num_prompts` prompts on average.
+def _step_s(
+    model: StepModel, num_calls: float, rows: float, num_prompts: float, prompt_tokens: int, context_tokens: float
+) -> float:
+    """Return the mean time of a step of calls with `rows` each and of `num_prompts` prompts on average.
 
-    A prompt is in few steps and long, so its time is that which it adds to such a step.
+    A prompt is in few steps and long, so its time is at least that which it adds to such a step; and the mean is at
+    least the time of the mean step, because the time grows faster and faster with the rows.
     """
-    context, rows = requests.context_tokens, requests.gamma + 1
-    rows_s = target.step_s(num_calls, rows, context)
-    prompt_s = target.step_s(num_calls, rows + requests.prompt_tokens / num_calls, context) - rows_s
-    return rows_s + num_prompts * prompt_s
+    rows_s = model.step_s(num_calls, rows, context_tokens)
+    prompt_s = model.step_s(num_calls, rows + prompt_tokens / num_calls, context_tokens) - rows_s
+    mean_s = model.step_s(num_calls, rows + num_prompts * prompt_tokens / num_calls, context_tokens)
+    return max(rows_s + num_prompts * prompt_s, mean_s)
 
 
-def _steps_of(requests: Requests, target: StepModel, rate_per_s: float) -> _Steps | None:
-    """Return the steps of a target to which `rate_per_s` requests come; None where its queue grows without end."""
-    calls_per_s = rate_per_s * requests.num_rounds
-    step = partial(_step_s, requests, target)
+def _steady_step_s(step_after: Callable[[float], float], shortest_s: float) -> float | None:
+    """Return the step time that is followed by an equal one; None where each is followed by a longer one.
 
-    def calls_after(step_s: float) -> float:
-        return calls_per_s * step_s + math.exp(-calls_per_s * step_s)
-
-    def step_after(step_s: float) -> float:
-        return step(calls_after(step_s), rate_per_s * step_s)
-
-    shortest_s = longest_s = step(1, 0)
+    Args:
+        step_after: time of the step that follows one of a given time; it grows with it.
+        shortest_s: time of a step that nobody waits for.
+    """
+    longest_s = shortest_s
     while step_after(longest_s) > longest_s:
-        if calls_per_s * longest_s > _MOST_CALLS:
-            return None
         longest_s *= 2.0
+        if longest_s > _LONGEST_STEP_S:
+            return None
     for _ in range(_NUM_HALVINGS):
         middle_s = (shortest_s + longest_s) / 2
         if step_after(middle_s) > middle_s:
             shortest_s = middle_s
         else:
             longest_s = middle_s
-    step_s = longest_s
+    return longest_s
+
+
+def _target_step_s(requests: Requests, target: StepModel, num_calls: float, num_prompts: float) -> float:
+    rows, context = requests.gamma + 1, requests.context_tokens
+    return _step_s(target, num_calls, rows, num_prompts, requests.prompt_tokens, context)
+
+
+def _steps_of(requests: Requests, target: StepModel, rate_per_s: float) -> _Steps | None:
+    """Return the steps of a target to which `rate_per_s` requests come; None where its queue grows without end."""
+    calls_per_s = rate_per_s * requests.num_rounds
+
+    def step(num_calls: float, num_prompts: float) -> float:
+        return _target_step_s(requests, target, num_calls, num_prompts)
+
+    def calls_after(step_s: float) -> float:
+        return calls_per_s * step_s + math.exp(-calls_per_s * step_s)
+
+    step_s = _steady_step_s(lambda last_s: step(calls_after(last_s), rate_per_s * last_s), step(1, 0))
+    if step_s is None:
+        return None
     num_calls = calls_after(step_s)
     busy_share = calls_per_s * step_s / num_calls
     # The rest of a running step is half its mean square over its mean. Steps vary by what came, which is random.
@@ -184,29 +215,30 @@ def _steps_of(requests: Requests, target: StepModel, rate_per_s: float) -> _Step
     return _Steps(num_calls, step_s, busy_share, rest_s, others * calls_per_s, others * rate_per_s)
 
 
-def _first_draft_s(requests: Requests, draft: StepModel) -> float:
-    """Return the time of a request's first draft tokens: the prompt runs in the first step."""
-    context = requests.context_tokens
-    return draft.step_s(1, requests.prompt_tokens, 0) + (requests.gamma - 1) * draft.step_s(1, 1, context)
-
-
 def _drafting(
     requests: Requests, draft: StepModel, steps: _Steps, num_targets: int, num_drafts: int
-) -> tuple[float, float, float] | None:
-    """Return a draft's busy share, the wait for a running step, and the time of a step; None if it cannot keep up.
+) -> _Drafting | None:
+    """Return the means of a draft; None if it cannot keep up.
 
     The groups of one target follow each other; those of several targets overlap at random.
     """
-    rate_per_s, context = requests.rate_per_s / num_drafts, requests.context_tokens
+    rate_per_s, gamma, context = requests.rate_per_s / num_drafts, requests.gamma, requests.context_tokens
     group, own_group = max(1.0, steps.num_calls / num_drafts), 1.0 + steps.num_others / num_drafts
-    step_s = draft.step_s(group, 1, context)
-    busy_share = 0.0
-    for _ in range(_NUM_ITERATIONS):
-        drafted = rate_per_s * (requests.num_rounds - 1) * requests.gamma * step_s  # streams that draft, on average
-        groups = drafted / group + rate_per_s * _first_draft_s(requests, draft)
-        if drafted > _MOST_CALLS:
-            return None
-        busy_share = min(1.0, groups) if num_targets == 1 else -math.expm1(-groups)
-        together = max(own_group, drafted) if num_targets == 1 else own_group + drafted
-        step_s += 0.5 * (draft.step_s(together, 1, context) - step_s)
-    return busy_share, busy_share * step_s / 2, step_s
+    step = partial(_step_s, draft, rows=1, prompt_tokens=requests.prompt_tokens, context_tokens=context)
+
+    def num_drafting(step_s: float) -> float:
+        return rate_per_s * requests.num_rounds * gamma * step_s
+
+    def step_after(step_s: float) -> float:
+        drafting = num_drafting(step_s)
+        together = max(own_group, drafting) if num_targets == 1 else own_group + drafting
+        return step(together, num_prompts=rate_per_s * step_s)
+
+    step_s = _steady_step_s(step_after, step(own_group, num_prompts=0.0))
+    if step_s is None:
+        return None
+    first_s = step(1.0, num_prompts=1.0) + (gamma - 1) * step_s
+    later = (requests.num_rounds - 1) / requests.num_rounds * num_drafting(step_s)
+    groups = later / group + rate_per_s * first_s
+    busy_share = min(1.0, groups) if num_targets == 1 else -math.expm1(-groups)
+    return _Drafting(busy_share, busy_share * step_s / 2, step_s, first_s)

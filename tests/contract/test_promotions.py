@@ -184,7 +184,7 @@ def test_shares_end_at_the_requested_share() -> None:
 async def test_a_promotion_ends_at_any_point_when_it_is_closed(
     redis_server: RedisServer, turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.replicas.store_watch.POLL_S", 0.0)
+    monkeypatch.setattr("coordinator.replicas.store_watch.POLL_S", 1e-6)
     store = open_store(redis_server.url)
     canary = Canary(store.promotions())
     canary.start(Activity(lambda: None))

@@ -22,7 +22,7 @@ from tests.support.stepped_clocks import SteppedClock, build_library, compiler
 
 __all__ = ["models", "reference"]
 
-LEASE_TTL_S = 2
+LEASE_TTL_S = 1
 HOUR_S = 3600.0
 #: Time for which a client tries again; much less than the clocks are stepped by.
 PATIENCE_S = 240.0
@@ -67,6 +67,20 @@ def shown_time_s(server: RedisServer) -> float:
         return float(seconds) + microseconds / 1e6
 
 
+def test_the_processes_under_stepped_clocks_see_them(system: System) -> None:
+    true_time_s = shown_time_s(system.redis)
+    system.clocks["redis"].step(HOUR_S)
+    try:
+        assert shown_time_s(system.redis) > true_time_s + HOUR_S / 2
+    finally:
+        system.clocks["redis"].step(0.0)
+    coordinator = system.stack.parts["coordinator"].process
+    assert coordinator is not None
+    mapped = Path(f"/proc/{coordinator.pid}/maps").read_text()
+    assert "stepped_clock.so" in mapped
+    assert "coordinator.clock" in mapped
+
+
 @pytest.mark.parametrize(
     ("part", "ahead_s"),
     [
@@ -79,9 +93,9 @@ async def test_a_stream_is_the_same_whatever_a_clock_is_set_to(
 ) -> None:
     async with (
         asyncio.timeout(2 * PATIENCE_S),
-        AsyncClient(system.endpoint, budgets=PATIENT) as client,
+        AsyncClient(system.stack.endpoint, budgets=PATIENT) as client,  # the coordinator under a clock of its own
         client.generate(
-            prompt_token_ids=PROMPT, temperature=0.0, ignore_eos=True, max_new_tokens=4 * NUM_TOKENS, gamma=1,
+            prompt_token_ids=PROMPT, temperature=0.0, ignore_eos=True, max_new_tokens=4 * NUM_TOKENS, gamma=0,
             stream=True,
         ) as stream,
     ):  # fmt: skip
@@ -103,7 +117,7 @@ async def test_a_step_over_the_life_of_sessions_ends_streams_with_what_happened(
         AsyncClient(system.endpoint, budgets=PATIENT) as client,
         client.generate(
             prompt_token_ids=PROMPT, session_id="expired", temperature=0.0, ignore_eos=True,
-            max_new_tokens=4 * NUM_TOKENS, gamma=1, stream=True,
+            max_new_tokens=4 * NUM_TOKENS, gamma=0, stream=True,
         ) as stream,
     ):  # fmt: skip
         await anext(stream)

@@ -42,7 +42,16 @@ def step_clock(url: str, clock: SteppedClock, ahead_s: float) -> None:
     with redis.Redis.from_url(url) as client:
         client.set(_CLOCK_KEY, _CLOCK_MOVES)
         clock.step(ahead_s)
-        client.set(_CLOCK_KEY, f"{time.time():.6f} {ahead_s:.6f}")
+    note_time(url, clock)
+
+
+def note_time(url: str, clock: SteppedClock) -> None:
+    """Write the true time into the log of the Redis at `url`.
+
+    Redis writes none until its clock has passed the latest time that it has written, so that a step back hides times.
+    """
+    with redis.Redis.from_url(url) as client:
+        client.set(_CLOCK_KEY, f"{time.time():.6f} {clock.offset_s:.6f}")
 
 
 class _Reader:

@@ -13,8 +13,10 @@ import os
 import random
 import secrets
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +25,7 @@ from typing import Self
 import redis
 from transformers import AutoTokenizer
 
-from tests.support.append_log import ARGUMENTS, read_append_log, step_clock
+from tests.support.append_log import ARGUMENTS, note_time, read_append_log, step_clock
 from tests.support.fault_clients import PATIENCE_S, GrpcClient, HttpClient, Work, make_works
 from tests.support.history import Event, check_history, write_history
 from tests.support.redis_fixture import RedisServer
@@ -73,6 +75,7 @@ class FaultSystem:
         """`directory`: an empty one, for the store."""
         self._models = models
         self._directory = directory
+        self._clock_lock = threading.Lock()
         if compiler() is None:
             print("no clock is stepped: this machine has no C compiler (cc)")
             self.clocks = {}
@@ -131,9 +134,16 @@ class FaultSystem:
     def step_clock(self, part: str, ahead_s: float) -> None:
         """Set the clock of a part ahead of the machine's, or behind it where `ahead_s` is negative."""
         if part == REDIS:
-            step_clock(self.redis.url, self.clocks[part], ahead_s)
+            with self._clock_lock:
+                step_clock(self.redis.url, self.clocks[part], ahead_s)
         else:
             self.clocks[part].step(ahead_s)
+
+    def note_time(self) -> None:
+        """Write the true time into the log of Redis, where its clock is stepped and Redis answers."""
+        if self.clocks:
+            with self._clock_lock, suppress(redis.RedisError):
+                note_time(self.redis.url, self.clocks[REDIS])
 
     def history(self) -> list[Event]:
         return read_append_log(self._directory)
@@ -180,6 +190,7 @@ async def run_with_faults(
     expected = await _undisturbed(system, works)
     before = system.num_descriptors()
     faults = asyncio.create_task(_disturb(system, random.Random(seed + 1), pause_s, report))
+    noting = asyncio.create_task(_note_times(system))
     clients = [GrpcClient(system.endpoint), HttpClient(system.gateways, seed)]
     gate = asyncio.Semaphore(NUM_AT_ONCE)
 
@@ -199,7 +210,8 @@ async def run_with_faults(
         await asyncio.gather(*(run(work) for work in works))
     finally:
         faults.cancel()
-        await asyncio.wait([faults])
+        noting.cancel()
+        await asyncio.wait([faults, noting])
         if not faults.cancelled() and faults.exception():
             report.problems.append(f"the faults ended: {faults.exception()!r}")
     history = system.history() + events
@@ -243,6 +255,13 @@ def _is_same(
         got == (text_of(tokens) if isinstance(got, str) else tokens)
         for got, tokens in zip(outputs, expected, strict=True)
     )
+
+
+async def _note_times(system: FaultSystem) -> None:
+    """Write the true time into the log of Redis once a second, until cancelled."""
+    while True:
+        await asyncio.to_thread(system.note_time)
+        await asyncio.sleep(1.0)
 
 
 async def _disturb(system: FaultSystem, rng: random.Random, pause_s: tuple[float, float], report: Report) -> None:

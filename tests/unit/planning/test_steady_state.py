@@ -38,7 +38,7 @@ def test_a_stream_that_meets_no_other_takes_its_steps_and_calls() -> None:
     lone = state(replace(REQUESTS, rate_per_s=0.0))
     draft_s = 4 * DRAFT.step_s(1, 1, 0) + CALLS.draft_s
     assert lone.round_s == pytest.approx(TARGET.step_s(1, 5, 0) + CALLS.target_s + draft_s)
-    prompt_s = 64 * (TARGET.row_s + DRAFT.row_s) - DRAFT.row_s
+    prompt_s = 64 * (TARGET.row_s + DRAFT.row_s)
     assert lone.ttft_s == pytest.approx(lone.round_s + prompt_s + CALLS.opening_s)
     assert lone.tpot_s == pytest.approx(15 * lone.round_s / 63)
     assert (lone.num_streams, lone.target_busy_share, lone.draft_busy_share) == (0.0, 0.0, 0.0)
@@ -64,6 +64,32 @@ def test_twice_the_load_on_twice_the_replicas_is_as_fast() -> None:
     one, two = state(num_targets=2, num_drafts=2), state(replace(REQUESTS, rate_per_s=8.0), 4, 4)
     assert two.tpot_s == pytest.approx(one.tpot_s, rel=0.02)
     assert two.num_streams == pytest.approx(2 * one.num_streams, rel=0.02)
+
+
+@dataclass(frozen=True)
+class Reading(Steps):
+    """Steps that take at least the time in which the weights are read."""
+
+    read_s: float = 0.006
+
+    def step_s(self, num_sequences: float, num_rows: float, context_tokens: float) -> float:
+        return max(self.read_s, self.fixed_s + self.row_s * num_sequences * num_rows)
+
+
+@pytest.mark.parametrize(("prompt_tokens", "output_tokens"), [(150, 5), (1000, 2), (20, 300)])
+def test_no_more_is_planned_than_the_rows_of_prompts_and_outputs_allow(prompt_tokens: int, output_tokens: int) -> None:
+    steps = Reading(0.0, 0.00003)
+    most_per_s = 1 / (steps.row_s * (prompt_tokens + output_tokens))
+    for share, is_served in ((0.3, True), (1.05, False)):
+        requests = Requests(share * most_per_s, prompt_tokens, output_tokens, gamma=0, tokens_per_round=1.0)
+        assert (steady_state(requests, CALLS, steps, None, 1, 0) is not None) == is_served
+
+
+@pytest.mark.parametrize("share", [0.9, 1.05])
+def test_a_draft_that_cannot_run_all_prompts_does_not_keep_up(share: float) -> None:
+    prompt_s = 4000 * DRAFT.row_s
+    requests = Requests(share / prompt_s, 4000, 2, gamma=1, tokens_per_round=1.8)
+    assert (steady_state(requests, CALLS, Steps(0.001, 0.0), DRAFT, 1, 1) is not None) == (share < 1)
 
 
 @pytest.mark.parametrize("gamma", [0, 4])

@@ -14,7 +14,7 @@ import pytest
 
 from specdec.state.redis_store import open_store
 from specdec.state.store import Commit, RequestRecord
-from tests.support.append_log import ARGUMENTS, read_append_log, step_clock
+from tests.support.append_log import ARGUMENTS, note_time, read_append_log, step_clock
 from tests.support.history import Event, check_history, read_history, write_history
 from tests.support.redis_fixture import RedisServer
 from tests.support.stepped_clocks import SteppedClock, build_library, compiler
@@ -117,12 +117,15 @@ async def test_the_times_of_a_log_are_right_across_a_step_of_its_clock(tmp_path:
         step_clock(redis.url, clock, ahead_s)
         await asyncio.sleep(1.1)  # the log has whole seconds
         await store.acquire("late", owner="a", ttl_s=30.0, create=True)
+        noted_s = time.time()
+        note_time(redis.url, clock)
+        await store.acquire("latest", owner="a", ttl_s=30.0, create=True)
         await store.close()
         events = read_append_log(tmp_path)
     finally:
         redis.stop()
     times_s = [event["at"] for event in events]
-    assert [event["session"] for event in events] == ["early", "late"]
+    assert [event["session"] for event in events] == ["early", "late", "latest"]
     assert times_s == sorted(times_s)
     assert began_s <= times_s[0]
-    assert times_s[1] <= time.time()
+    assert math.floor(noted_s) <= times_s[2] <= time.time()
