@@ -1,6 +1,7 @@
-"""Note whether a coordinator serves requests. What only looks for changes rests while it does not, and wakes with them.
+"""Know whether a coordinator serves requests, and lengthen the pauses of its periodic checks while it does not.
 
-`generation_service` notes requests; `pool`, `store_watch` and `liveness` pause.
+`generation_service` reports requests; the checks of `pool`, `store_watch` and `liveness` pause by this module. The next
+request ends a pause.
 """
 
 from __future__ import annotations

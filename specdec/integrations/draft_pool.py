@@ -95,7 +95,7 @@ class DraftPool:
         try:
             return future.result(self._deadline_s + _GRACE_S)
         except TimeoutError:
-            # The loop's thread was held up. It still notes what is late, in sessions that no later call uses.
+            # The loop's thread was held up. It may still change these sessions, so later calls do not use them.
             self._sessions = RowSessions()
             return {}
 

@@ -79,8 +79,7 @@ class Deployment:
 
     def kv_bytes_per_target(self, load: Load) -> float:
         """Return the KV of the streams of one target at their full length, at the peak."""
-        num_tokens = self.peak.num_streams / self.num_targets * (load.prompt_tokens + load.output_tokens)
-        return num_tokens * self.target.kv_bytes_per_token
+        return _kv_bytes(self.target, self.peak, load) / self.num_targets
 
     @property
     def num_gpus(self) -> int:
@@ -115,6 +114,11 @@ class Deployment:
             "KV memory of the targets": self.kv_bytes_per_target(load) / self.target.kv_bytes,
         }
         return max(shares, key=lambda name: shares[name])
+
+
+def _kv_bytes(model: PlacedModel, state: SteadyState, load: Load) -> float:
+    """Return the KV that a model has of all streams at their full length."""
+    return state.num_streams * (load.prompt_tokens + load.output_tokens) * model.kv_bytes_per_token
 
 
 def tokens_per_round(alpha: float, gamma: int) -> float:
@@ -269,10 +273,9 @@ class _Search:
         load, state = self._load, self._state(self._peak, num_targets, num_drafts)
         if state is None or state.tpot_s > load.tpot_s or state.ttft_s > load.ttft_s:
             return None
-        num_tokens = state.num_streams * (load.prompt_tokens + load.output_tokens)
-        if num_tokens / num_targets * self._target.kv_bytes_per_token > self._target.kv_bytes:
+        if _kv_bytes(self._target, state, load) > num_targets * self._target.kv_bytes:
             return None
-        if self._draft and num_tokens / num_drafts * self._draft.kv_bytes_per_token > self._draft.kv_bytes:
+        if self._draft and _kv_bytes(self._draft, state, load) > num_drafts * self._draft.kv_bytes:
             return None
         return state if state.tpot_s <= self._slot_tpot_s(state, num_targets, num_drafts) else None
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-#: A step that would take longer has no end, and halvings of the interval in which the time of a step lies.
+#: Longest step that is sought. A longer one means that a queue grows without end.
 _LONGEST_STEP_S = 1e4
+#: The interval in which the time of a step is sought is halved this many times.
 _NUM_HALVINGS = 40
 
 
@@ -171,7 +172,7 @@ def _steady_step_s(step_after: Callable[[float], float], shortest_s: float) -> f
 
     Args:
         step_after: time of the step that follows one of a given time; it grows with it.
-        shortest_s: time of a step that nobody waits for.
+        shortest_s: time that the result is not below.
     """
     longest_s = shortest_s
     while step_after(longest_s) > longest_s:
@@ -195,9 +196,7 @@ def _target_step_s(requests: Requests, target: StepModel, num_calls: float, num_
 def _steps_of(requests: Requests, target: StepModel, rate_per_s: float) -> _Steps | None:
     """Return the steps of a target to which `rate_per_s` requests come; None where its queue grows without end."""
     calls_per_s = rate_per_s * requests.num_rounds
-
-    def step(num_calls: float, num_prompts: float) -> float:
-        return _target_step_s(requests, target, num_calls, num_prompts)
+    step = partial(_target_step_s, requests, target)
 
     def calls_after(step_s: float) -> float:
         return calls_per_s * step_s + math.exp(-calls_per_s * step_s)

@@ -1,7 +1,6 @@
 """Sleep until the next multiple of an interval, so that the timers of a process end together and wake it once.
 
-A process that is woken up for each of its timers by itself is never idle: every wake costs about a quarter of a
-millisecond of processor time.
+Each time that an idle process wakes up costs it about a quarter of a millisecond of processor time.
 """
 
 from __future__ import annotations

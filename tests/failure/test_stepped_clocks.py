@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from specdec.client import AsyncClient, Budgets
+from specdec.client import AsyncClient, AsyncStream, Budgets
 from specdec.errors import NotFound, SessionLost
 from tests.support.process_rig import NUM_TOKENS, PROMPT, models, reference
 from tests.support.redis_fixture import RedisServer
@@ -67,6 +67,14 @@ def shown_time_s(server: RedisServer) -> float:
         return float(seconds) + microseconds / 1e6
 
 
+def long_stream(client: AsyncClient, session_id: str | None = None) -> AsyncStream:
+    """Begin a stream of one token a round whose text is `reference`."""
+    return client.generate(
+        prompt_token_ids=PROMPT, session_id=session_id, temperature=0.0, ignore_eos=True,
+        max_new_tokens=4 * NUM_TOKENS, gamma=0, stream=True,
+    )  # fmt: skip
+
+
 def test_the_processes_under_stepped_clocks_see_them(system: System) -> None:
     true_time_s = shown_time_s(system.redis)
     system.clocks["redis"].step(HOUR_S)
@@ -94,11 +102,8 @@ async def test_a_stream_is_the_same_whatever_a_clock_is_set_to(
     async with (
         asyncio.timeout(2 * PATIENCE_S),
         AsyncClient(system.stack.endpoint, budgets=PATIENT) as client,  # the coordinator under a clock of its own
-        client.generate(
-            prompt_token_ids=PROMPT, temperature=0.0, ignore_eos=True, max_new_tokens=4 * NUM_TOKENS, gamma=0,
-            stream=True,
-        ) as stream,
-    ):  # fmt: skip
+        long_stream(client) as stream,
+    ):
         received = list((await anext(stream)).token_ids)
         system.clocks[part].step(ahead_s)
         try:
@@ -115,11 +120,8 @@ async def test_a_step_over_the_life_of_sessions_ends_streams_with_what_happened(
     async with (
         asyncio.timeout(2 * PATIENCE_S),
         AsyncClient(system.endpoint, budgets=PATIENT) as client,
-        client.generate(
-            prompt_token_ids=PROMPT, session_id="expired", temperature=0.0, ignore_eos=True,
-            max_new_tokens=4 * NUM_TOKENS, gamma=0, stream=True,
-        ) as stream,
-    ):  # fmt: skip
+        long_stream(client, "expired") as stream,
+    ):
         await anext(stream)
         system.clocks["redis"].step(30 * HOUR_S)
         try:
@@ -146,11 +148,8 @@ async def test_a_session_of_a_killed_owner_is_taken_over_though_its_lease_outliv
     async with (
         asyncio.timeout(2 * PATIENCE_S),
         AsyncClient(system.stack.endpoint, budgets=PATIENT) as client,
-        client.generate(
-            prompt_token_ids=PROMPT, session_id="orphan", temperature=0.0, ignore_eos=True,
-            max_new_tokens=4 * NUM_TOKENS, gamma=1, stream=True,
-        ) as stream,
-    ):  # fmt: skip
+        long_stream(client, "orphan") as stream,
+    ):
         await anext(stream)
         system.stack.parts["coordinator"].process.kill()
     system.clocks["redis"].step(-HOUR_S)
