@@ -104,7 +104,7 @@ class Deployment:
         return self.num_gpus * 1e6 / (load.rate_per_s * load.output_tokens * 3600)
 
     def limits(self, load: Load) -> str:
-        """Return what keeps a target from more streams."""
+        """Return what keeps the system from more streams."""
         shares = {
             "time per token": self.peak.tpot_s / load.tpot_s,
             "time to the first token": self.peak.ttft_s / load.ttft_s,
@@ -113,6 +113,10 @@ class Deployment:
             ),
             "KV memory of the targets": self.kv_bytes_per_target(load) / self.target.kv_bytes,
         }
+        if self.draft:
+            shares["KV memory of the drafts"] = _kv_bytes(self.draft, self.peak, load) / (
+                self.num_drafts * self.draft.kv_bytes
+            )
         return max(shares, key=lambda name: shares[name])
 
 

@@ -14,6 +14,7 @@ from specdec.errors import InvalidRequest, ResourceExhausted, error_line
 from specdec.supervision.fleet import KNOWN_AFTER_S, MAX_REPLICAS, Fleet, Scaling
 from specdec.supervision.processes import Child
 from specdec.supervision.services import STOP_GRACE_S, Service
+from tests.support.clock import Clock
 
 SERVES = (
     "import signal, sys\n"
@@ -31,13 +32,6 @@ def told(scaling: Scaling) -> str:
     """Return the error line of a request that failed."""
     assert scaling.failure is not None
     return error_line(scaling.failure)
-
-
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Launcher:

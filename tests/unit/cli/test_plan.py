@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from specdec.planning.deployment import (
     placed,
     tokens_per_round,
 )
-from specdec.planning.step_times import PlacedModel
+from specdec.planning.step_times import MEMORY_SHARE, PlacedModel
 
 _8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
 _1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
@@ -115,6 +116,22 @@ def test_a_plan_leaves_room_for_peaks_and_for_the_slots_of_coordinators() -> Non
         assert found.peak.tpot_s <= found.slot_tpot_s < 0.025
         assert found.limits(Load(rate, 1000, 300, 1.0, 0.05)).startswith("slots")
         assert fewer.num_targets <= found.num_targets
+
+
+def test_drafts_have_memory_for_the_kv_of_their_streams() -> None:
+    load, card = Load(5, 1000, 300, 1.0, 0.05), CARDS["h100"]
+    target = PlacedModel("8B", 8_000_000_000, 32, 131_072, 16_000_000_000, card, 1)
+    stream_gb = (load.prompt_tokens + load.output_tokens) * 32_768 / 1e9
+    num_drafts = {}
+    for num_streams in (6, 1000):
+        small = replace(card, memory_gb=(2 + num_streams * stream_gb) / MEMORY_SHARE)
+        found = best_deployment(
+            load, 0.8, target, PlacedModel("1B", 1_000_000_000, 16, 32_768, 2_000_000_000, small, 1)
+        )
+        assert found.peak.num_streams <= found.num_drafts * num_streams
+        assert (found.limits(load) == "KV memory of the drafts") == (num_streams == 6)
+        num_drafts[num_streams] = found.num_drafts
+    assert num_drafts[6] > num_drafts[1000] == 1
 
 
 def test_the_slots_of_a_plan_are_those_of_coordinators() -> None:

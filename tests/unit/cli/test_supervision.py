@@ -12,6 +12,7 @@ import pytest
 
 from specdec.supervision.processes import Child
 from specdec.supervision.supervisor import Supervisor
+from tests.support.clock import Clock
 
 SERVES = (
     "import signal\n"
@@ -20,13 +21,6 @@ SERVES = (
     "signal.sigwait([signal.SIGTERM])\n"
 )
 FAILS = "import sys\nsys.exit('error: no luck (INTERNAL)')\n"
-
-
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

@@ -9,14 +9,7 @@ import pytest
 
 from coordinator.replicas.activity import IDLE_AFTER_S, IDLE_FACTOR, Activity
 from specdec.rpc.ticks import tick, until_tick_s
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.support.clock import Clock
 
 
 @pytest.fixture

@@ -8,17 +8,9 @@ from coordinator.admission.quotas import MAX_TENANTS, TenantQuotas, limits_over
 from specdec.access.grants import Limits
 from specdec.errors import ResourceExhausted
 from specdec.tenant import SessionKey
+from tests.support.clock import Clock
 
 TTL_S = 100.0
-
-
-class Clock:
-    """Seconds that a test sets."""
-
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def quotas_of(limits: Limits) -> tuple[TenantQuotas, Clock]:

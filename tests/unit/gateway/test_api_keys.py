@@ -12,15 +12,9 @@ from specdec.access.callers import Callers
 from specdec.access.grants import Limits
 from specdec.access.keys import parse_keys
 from specdec.errors import Forbidden, InvalidRequest, ResourceExhausted, Unauthenticated
+from tests.support.clock import Clock
 from tests.support.key_files import key_line as line
 from tests.support.key_files import write_private
-
-
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def write(path: Path, *lines: str) -> None:

@@ -31,6 +31,7 @@ from specdec.types import (
 )
 from target_service.servicer import TargetServicer
 from target_service.verifier import Verifier
+from tests.support.clock import Clock
 from tests.support.head_checkpoints import (
     as_speculators,
     eagle3_config,
@@ -82,13 +83,6 @@ def load(folder: Path, backend: str) -> Worker:
             local_drafts=(LocalDraftSpec("early-exit", "early-exit", 3), *heads),
         )
     )
-
-
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
