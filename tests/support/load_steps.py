@@ -18,8 +18,10 @@ import grpc
 import httpx2
 import numpy as np
 import pytest
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from specdec.errors import KvMiss
+from specdec.errors import KvMiss, Unavailable
+from specdec.observability.loop_lag import INTERVAL_S
 from specdec.rpc.client import TargetLink, open_link
 from specdec.rpc.status import from_rpc_error
 from specdec.types import VerifyRequest
@@ -217,7 +219,12 @@ async def idle_session(address: str) -> AsyncIterator[Callable[[], Awaitable[obj
     link = open_link("target", address)
     assert isinstance(link, TargetLink)
     try:
-        await link.verify(VerifyRequest(make_round(tokens, session_id=name), NO_TOKENS, ()))
+        # The target may be too busy to answer a new connection within the 50 ms of gRPC's first attempt.
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type(Unavailable), wait=wait_fixed(0.2), stop=stop_after_delay(60), reraise=True
+        ):
+            with attempt:
+                await link.verify(VerifyRequest(make_round(tokens, session_id=name), NO_TOKENS, ()))
         await link.end_turns({name: 1})
         again = make_round([*tokens, 5], session_id=name, epoch=2, start=len(tokens))
         yield lambda: link.verify(VerifyRequest(again, NO_TOKENS, ()))
@@ -281,7 +288,8 @@ async def slow_store(system: System) -> AsyncIterator[None]:
 async def held_up_coordinator(system: System) -> AsyncIterator[None]:
     process = system.stack.parts["coordinator"].process
     assert process is not None
-    async with stuttering(process.send_signal, still_s=0.3, running_s=0.2):
+    # Each stop is longer than the interval of the measurements, so one of them falls into it.
+    async with stuttering(process.send_signal, still_s=INTERVAL_S + 0.1, running_s=0.2):
         await system.stream.until_events(3)
         yield
     await system.stream.until_events(1)
