@@ -46,7 +46,7 @@ def require_whole_weights(model: str, directory: Path) -> None:
     Raises:
         InvalidRequest: a file is missing or ends before its last tensor. The message has its name and both lengths.
     """
-    for path in _safetensors_files(model, directory):
+    for path in safetensors_files(model, directory):
         if not path.is_file():
             raise InvalidRequest(f"model {model!r} has no {path.name}, which its {_INDEX} names", field="model")
         try:
@@ -77,7 +77,7 @@ def _require_length(size: int, least: int) -> None:
         raise _Damaged(f"it has {size} of {least} bytes")
 
 
-def _safetensors_files(model: str, directory: Path) -> list[Path]:
+def safetensors_files(model: str, directory: Path) -> list[Path]:
     """Return the safetensors files that are loaded; the directory may hold others."""
     if (whole := directory / "model.safetensors").is_file():
         return [whole]

@@ -11,7 +11,7 @@ import ctypes
 import logging
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -26,13 +26,7 @@ from specdec.engine.linear.projection import relayout_linears
 from specdec.engine.linear.row_products import RowProjection
 from specdec.engine.load_pipeline import ModelPart, build_worker
 from specdec.engine.local_drafting import LocalDrafting
-from specdec.engine.model.checkpoint_model import (
-    first_line,
-    model_context,
-    pick_device,
-    quietly,
-    require_all_weights,
-)
+from specdec.engine.model.checkpoint_model import load_weights, model_context, pick_device, quietly
 from specdec.engine.model.early_exit import decoder_layers
 from specdec.engine.model.layer_probe import PROBE_NAME, refusing_failures
 from specdec.engine.model.llama_stack import LlamaStack
@@ -159,18 +153,15 @@ def _load_model(
     if not model_class._supports_attention_backend:
         raise Unsupported(f"model {model!r} is of type {config.model_type}, whose attention cannot be replaced")
     try:
-        with quietly():
-            # With `output_loading_info` the call returns a pair, which its annotation does not say.
-            loaded, report = cast(tuple[PreTrainedModel, dict[str, Any]], AutoModelForCausalLM.from_pretrained(
-                directory, config=config, dtype=dtype, attn_implementation=PROBE_NAME, output_loading_info=True,
-                trust_remote_code=False, ignore_mismatched_sizes=True,
-            ))  # fmt: skip
-    except Exception as error:  # safetensors and transformers raise many kinds for a damaged checkpoint
+        loaded = load_weights(
+            model, AutoModelForCausalLM, directory, config=config, dtype=dtype, trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    except InvalidRequest:
         # If the class cannot be made even without weights, the checkpoint is not the cause.
         with refusing_failures(config), quietly(), torch.device("meta"):
             AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME)
-        raise InvalidRequest(f"model {model!r} cannot be loaded: {first_line(error)}", field="model") from error
-    require_all_weights(model, report)
+        raise
     # The decorator that transformers puts on `to` loses `self`.
-    placed: PreTrainedModel = loaded.to(device).eval()  # type: ignore[arg-type]
+    placed: PreTrainedModel = loaded.to(device)  # type: ignore[arg-type]
     return placed

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
@@ -199,6 +201,85 @@ def test_a_divided_model_has_the_fingerprint_of_the_whole(case: Case) -> None:
     # Blocks of which pass between replicas as their rank's only.
     assert part == replace(part, dtype=whole.dtype, rank="tp2.0")
     assert len(part.layer_bytes) == len(whole.layer_bytes)
+
+
+def own_head(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Add a head that differs from the embedding."""
+    return weights | {"lm_head.weight": weights["model.embed_tokens.weight"].flip(0).contiguous()}
+
+
+def equal_head(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+
+
+def head_alone(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.replace("model.embed_tokens", "lm_head"): weight for name, weight in weights.items()}
+
+
+def without_prefix(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("model."): weight for name, weight in own_head(weights).items()}
+
+
+def prefix_everywhere(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"model.{name.removeprefix('model.')}": weight for name, weight in own_head(weights).items()}
+
+
+def logits_of_ranks(rig: RankRig, directory: Path, tokens: Sequence[int], **fields: Any) -> torch.Tensor:
+    worker = rig.load(directory, num_kv_blocks=16, **fields)
+    return worker.execute(StepPlan((piece(tokens, 0, len(tokens), tuple(range(8)), 4),)))
+
+
+def logits_of_transformers(directory: Path, tokens: Sequence[int], dtype: Any = torch.float32) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0, -4:, :VOCABULARY_SIZE].float()
+    return logits
+
+
+@pytest.mark.parametrize("change", [own_head, equal_head, head_alone, without_prefix, prefix_everywhere])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3"])
+def test_ranks_serve_the_weights_that_transformers_loads_if_files_and_configuration_disagree(
+    architecture: str, change: Callable[..., dict[str, torch.Tensor]], rig: RankRig, tmp_path: Path
+) -> None:
+    """The configuration says that embedding and head are one matrix; the file says otherwise, or has other names."""
+    build_tiny_model(architecture, tmp_path, vocabulary_size=VOCABULARY_SIZE,
+                     config_overrides={"tie_word_embeddings": True, "vocab_size": VOCABULARY_SIZE + 3})  # fmt: skip
+    path = tmp_path / "model.safetensors"
+    save_file(change(load_file(path)), path, {"format": "pt"})
+    tokens = random_tokens(1, 40)
+    expected = logits_of_transformers(tmp_path, tokens)
+    torch.testing.assert_close(logits_of_ranks(rig, tmp_path, tokens), expected, rtol=0, atol=1e-4)
+
+
+def test_ranks_read_the_files_that_transformers_reads(rig: RankRig, tmp_path: Path) -> None:
+    """A directory may hold files of an earlier, divided checkpoint beside the whole one."""
+    older = build_tiny_model("llama", tmp_path / "older", vocabulary_size=VOCABULARY_SIZE, seed=1)
+    newer = build_tiny_model("llama", tmp_path / "newer", vocabulary_size=VOCABULARY_SIZE, seed=2)
+    weights = load_file(older / "model.safetensors")
+    save_file(weights, newer / "model-00001-of-00001.safetensors", {"format": "pt"})
+    index = {"weight_map": dict.fromkeys(weights, "model-00001-of-00001.safetensors")}
+    (newer / "model.safetensors.index.json").write_text(json.dumps(index))
+    tokens = random_tokens(1, 40)
+    expected = logits_of_transformers(newer, tokens)
+    torch.testing.assert_close(logits_of_ranks(rig, newer, tokens), expected, rtol=0, atol=1e-4)
+
+
+def test_ranks_and_one_process_refuse_missing_and_misshapen_weights(rig: RankRig, tmp_path: Path) -> None:
+    directory = build_tiny_model("llama", tmp_path, vocabulary_size=VOCABULARY_SIZE)
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    short = weights["lm_head.weight"][1:].contiguous()
+    for altered, words in (
+        ({k: v for k, v in weights.items() if k != "lm_head.weight"}, "lacks the weight lm_head.weight (1 in all)"),
+        (weights | {"lm_head.weight": short}, "tensor lm_head.weight has shape [95, 64], and its configuration needs"),
+    ):
+        save_file(altered, path, {"format": "pt"})
+        with pytest.raises(InvalidRequest) as of_ranks:
+            rig.load(directory)
+        with pytest.raises(InvalidRequest) as of_one:
+            load_worker(LoadRequest(str(directory), device="cpu", dtype="float32", num_kv_blocks=8))
+        assert of_ranks.value.message == of_one.value.message
+        assert words in of_ranks.value.message
 
 
 def test_all_ranks_refuse_a_model_that_cannot_be_divided(rig: RankRig, tmp_path: Path) -> None:

@@ -10,16 +10,17 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from specdec.checkpoints.locate import checkpoint_fingerprint, require_plain_weights
 from specdec.checkpoints.vocabulary import vocabulary_fingerprint, vocabulary_size
 from specdec.engine.base import KvLayout, ModelShape
+from specdec.engine.model.layer_probe import PROBE_NAME
 from specdec.errors import InvalidRequest, Unsupported
 from specdec.types import BLOCK_TOKENS
 
@@ -144,7 +145,34 @@ def model_shape(
     )
 
 
-def require_all_weights(model: str, report: Mapping[str, Any]) -> None:
+def load_weights(
+    name: str, kind: type[PreTrainedModel | AutoModelForCausalLM], directory: Path | None, **options: Any
+) -> PreTrainedModel:
+    """Let transformers load a model's weights, with the probe as its attention.
+
+    Args:
+        name: name of the model that the user gave.
+        kind: class whose `from_pretrained` loads it.
+        directory: directory of the checkpoint; None if `options` hold the weights (`state_dict`).
+        options: further arguments of `from_pretrained`, such as `config` and `dtype`.
+
+    Raises:
+        InvalidRequest: the checkpoint is damaged, or not every weight came from it.
+    """
+    try:
+        with quietly():
+            # With `output_loading_info` the call returns a pair, which its annotation does not say.
+            loaded, report = cast(tuple[PreTrainedModel, dict[str, Any]], kind.from_pretrained(
+                cast(Path, directory), attn_implementation=PROBE_NAME, output_loading_info=True, **options
+            ))  # fmt: skip
+    except Exception as error:  # safetensors and transformers raise many kinds for a damaged checkpoint
+        raise InvalidRequest(f"model {name!r} cannot be loaded: {first_line(error)}", field="model") from error
+    _require_all_weights(name, report)
+    loaded.eval()
+    return loaded
+
+
+def _require_all_weights(model: str, report: Mapping[str, Any]) -> None:
     """Check that every weight came from the checkpoint: transformers fills missing ones with random numbers.
 
     Args:

@@ -19,10 +19,12 @@ from torch import nn
 from torch.nn.functional import embedding
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from specdec.checkpoints.rank_checks import FLAG
 from specdec.engine.linear.choice import projection_kinds
 from specdec.engine.linear.int8 import hold_in_int8
 from specdec.engine.linear.protocol import AnyProjection
 from specdec.engine.linear.row_products import RowProjection
+from specdec.engine.model.checkpoint_model import load_weights
 from specdec.engine.model.layer_probe import PROBE_NAME
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass
@@ -30,6 +32,7 @@ from specdec.engine.options import CompileOptions
 from specdec.engine.parallel.group import RankGroup
 from specdec.engine.parallel.slices import SliceReader
 from specdec.engine.parallel.splitting import Splitting
+from specdec.errors import Unsupported
 
 _log = logging.getLogger(__name__)
 
@@ -60,13 +63,21 @@ class ShardedLlama:
             InvalidRequest, Unsupported: as `SliceReader` and `Splitting.of`.
         """
         self._ranks = ranks
+        if other_file := getattr(whole.config, "transformers_weights", None):
+            raise Unsupported(
+                f"{FLAG} reads model.safetensors or the files of its index; the config.json of model {name!r} names "
+                f"{str(other_file)[:64]!r} (transformers_weights)",
+                field="tensor_parallel",
+            )
         self._splitting = Splitting.of(whole.config, ranks.rank, ranks.num_ranks)
         with SliceReader(name, directory) as reader:
-            self.model = _read(reader, whole, self._splitting, dtype, ranks.device)
+            model = _read(name, reader, whole, self._splitting, dtype)
             _log.info(
                 "read %d of %d bytes of weights", reader.num_bytes, reader.all_bytes,
                 extra={"share_read": reader.num_bytes / reader.all_bytes},
             )  # fmt: skip
+        # The decorator that transformers puts on `to` loses `self`.
+        self.model: PreTrainedModel = model.to(ranks.device)  # type: ignore[arg-type]
         self.model.generation_config = _generation_config(directory, whole.config)
         self.num_head_rows = int(whole.config.vocab_size)
 
@@ -159,34 +170,14 @@ def _look_up(token_ids: torch.Tensor, *, weight: torch.Tensor, first: int, ranks
 
 
 def _read(
-    reader: SliceReader,
-    whole: PreTrainedModel,
-    splitting: Splitting,
-    dtype: torch.dtype | str,
-    device: torch.device,
+    name: str, reader: SliceReader, whole: PreTrainedModel, splitting: Splitting, dtype: torch.dtype | str
 ) -> PreTrainedModel:
-    shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
-    if isinstance(dtype, str):  # the checkpoint's own
-        name = next(iter(shapes))
-        dtype = whole.config.dtype or reader.read(name, shapes[name], splitting.cut_of(name)).dtype
-    config = splitting.config_of(whole.config)
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME, dtype=dtype)
-    model = model.to_empty(device=device).eval()
-    model.tie_weights()
-    # Rotary frequencies are not among the weights, and were made on the meta device like everything else.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
-    for name, parameter in model.named_parameters():
-        cut = splitting.cut_of(name)
-        parameter.requires_grad_(False)
-        if cut is None:
-            parameter.copy_(reader.read(name, shapes[name], None))
-            continue
-        parameter.zero_()
-        if not cut.is_empty:
-            part = reader.read(name, shapes[name], cut)
-            parameter.narrow(cut.axis, 0, part.shape[cut.axis]).copy_(part)
-    return model
+    shapes = {key: parameter.shape for key, parameter in whole.state_dict().items()}
+    parts = reader.parts(shapes, splitting.cut_of)
+    return load_weights(
+        name, type(whole), None, config=splitting.config_of(whole.config), dtype=dtype, state_dict=parts,
+        ignore_mismatched_sizes=True,
+    )  # fmt: skip
 
 
 def _generation_config(directory: Path, config: PreTrainedConfig) -> GenerationConfig:

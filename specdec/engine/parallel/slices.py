@@ -1,12 +1,13 @@
-"""Read parts of a checkpoint's tensors from its files, without reading the other parts.
+"""Offer the parts of a checkpoint's tensors that a rank holds to transformers, which reads them without the others.
 
+A part is read when transformers asks for it. So transformers decides, as it does for a whole model, which tensor of the
+files belongs to which parameter, what is missing, and whether embedding and head are one matrix.
 `engine.parallel.splitting` says which part a rank holds. Called by `engine.parallel.sharded_llama`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -15,12 +16,11 @@ from typing import Any, Self
 import torch
 from safetensors import safe_open
 
+from specdec.checkpoints.weight_files import safetensors_files
 from specdec.engine.parallel.splitting import Cut
 from specdec.errors import InvalidRequest, Unsupported
 
-_INDEX = "model.safetensors.index.json"
-_WHOLE = "model.safetensors"
-# Prefix that checkpoints of a model without its head leave out.
+# Prefix of the names of all weights except the head's. transformers adds or removes it where files differ.
 _PREFIX = "model."
 
 
@@ -42,14 +42,16 @@ class SliceReader:
         self._model = model
         self._open_files = ExitStack()
         self._file_of: dict[str, Any] = {}
-        files = _files(model, directory)
-        for path in files:
+        paths = safetensors_files(model, directory)
+        if not paths:
+            raise Unsupported(f"model {model!r} has no safetensors: a rank cannot read a part of other weight files")
+        for path in paths:
             try:
                 file = self._open_files.enter_context(safe_open(path, framework="pt"))
             except Exception as error:  # safetensors raises many kinds of errors
                 raise InvalidRequest(f"model {model!r} cannot be loaded: {error}", field="model") from error
             self._file_of |= dict.fromkeys(file.keys(), file)
-        self.all_bytes = sum(path.stat().st_size for path in files)
+        self.all_bytes = sum(path.stat().st_size for path in paths)
 
     def __enter__(self) -> Self:
         return self
@@ -59,44 +61,71 @@ class SliceReader:
     ) -> None:
         self._open_files.close()
 
-    def read(self, name: str, shape: Sequence[int], cut: Cut | None) -> torch.Tensor:
-        """Read a part of a tensor, in the dtype of its file.
+    def parts(self, shapes: Mapping[str, Sequence[int]], cut_of: Callable[[str], Cut | None]) -> dict[str, Part]:
+        """Return this rank's part of every tensor, by its name in the files.
 
         Args:
-            name: parameter name in the model.
-            shape: required shape of the whole tensor.
-            cut: part to read, which must not be empty; None reads all of it.
+            shapes: shapes of the whole model's parameters, by name.
+            cut_of: returns this rank's part of a parameter; None if the rank holds all of it.
 
         Raises:
-            InvalidRequest: the tensor is missing or has another shape.
+            InvalidRequest: a tensor has another shape than its parameter.
         """
-        key = name if name in self._file_of else name.removeprefix(_PREFIX)
-        if key not in self._file_of:
-            raise InvalidRequest(f"model {self._model!r} lacks the weight {name}", field="model")
-        stored = self._file_of[key].get_slice(key)
-        if list(stored.get_shape()) != list(shape):
+        return {key: self._part(key, file.get_slice(key), shapes, cut_of) for key, file in self._file_of.items()}
+
+    def _part(
+        self, key: str, stored: Any, shapes: Mapping[str, Sequence[int]], cut_of: Callable[[str], Cut | None]
+    ) -> Part:
+        names = (key, _PREFIX + key, key.removeprefix(_PREFIX))
+        name = next((name for name in names if name in shapes), None)
+        if name is None:  # no parameter of this model, or one that transformers renames
+            return Part(stored, None, self._count)
+        if list(stored.get_shape()) != list(shapes[name]):
             raise InvalidRequest(
                 f"model {self._model!r} cannot be loaded: tensor {name} has shape {stored.get_shape()}, and its "
-                f"configuration needs {list(shape)}",
+                f"configuration needs {list(shapes[name])}",
                 field="model",
             )
+        return Part(stored, cut_of(name), self._count)
+
+    def _count(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+
+
+class Part:
+    """A part of a stored tensor, with the operations that transformers uses on a tensor that it is to load."""
+
+    def __init__(self, stored: Any, cut: Cut | None, count: Callable[[int], None]) -> None:
+        """
+        Args:
+            stored: safetensors' slice of the whole tensor.
+            cut: range to read; None for the whole tensor.
+            count: called with the number of bytes of each tensor that was read.
+        """
+        self._stored, self._cut, self._count = stored, cut, count
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the file."""
+        dtype: torch.dtype = self._stored[:0].dtype
+        return dtype
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def __getitem__(self, _everything: object) -> torch.Tensor:
+        """Read the part, followed by zeros up to the width of the rank's weight."""
+        cut, stored = self._cut, self._stored
         if cut is None:
-            part = stored[:]
-        else:
-            part = stored[cut.start : cut.end] if cut.axis == 0 else stored[:, cut.start : cut.end]
-        self.num_bytes += part.nbytes
-        tensor: torch.Tensor = part
-        return tensor
+            return self._counted(stored[:])
+        part = self._counted(stored[cut.start : cut.end] if cut.axis == 0 else stored[:, cut.start : cut.end])
+        missing = cut.width - part.shape[cut.axis]
+        if not missing:
+            return part
+        shape = list(part.shape)
+        shape[cut.axis] = missing
+        return torch.cat((part, part.new_zeros(shape)), dim=cut.axis)
 
-
-def _files(model: str, directory: Path) -> list[Path]:
-    index = directory / _INDEX
-    if not index.is_file():
-        if (directory / _WHOLE).is_file():
-            return [directory / _WHOLE]
-        raise Unsupported(f"model {model!r} has no {_WHOLE}: a rank cannot read a part of other weight files")
-    try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-        return [directory / Path(name).name for name in sorted(names)]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InvalidRequest(f"model {model!r} has an unreadable {_INDEX}: {error}", field="model") from error
+    def _counted(self, part: torch.Tensor) -> torch.Tensor:
+        self._count(part.nbytes)
+        return part

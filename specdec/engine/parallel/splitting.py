@@ -27,11 +27,9 @@ class Cut:
     """0 for rows, 1 for columns."""
     start: int
     end: int
-    """End of the range, exclusive. A rank's own weight may have more rows or columns, which are zero."""
-
-    @property
-    def is_empty(self) -> bool:
-        return self.end <= self.start
+    """End of the range, exclusive; not above `start` if the range is empty."""
+    width: int
+    """Rows or columns of the rank's weight. Those beyond the range are zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +41,7 @@ class Splitting:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    hidden_size: int
     mlp_width: int
     num_tokens: int
     """Rows of the embedding and of the head."""
@@ -54,7 +53,9 @@ class Splitting:
         require_even_heads(heads, num_ranks)
         require_even_kv_heads(kv_heads, num_ranks, may_share=True)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return cls(rank, num_ranks, heads, kv_heads, head_dim, config.intermediate_size, config.vocab_size)
+        return cls(
+            rank, num_ranks, heads, kv_heads, head_dim, config.hidden_size, config.intermediate_size, config.vocab_size
+        )
 
     @property
     def own_heads(self) -> int:
@@ -95,11 +96,12 @@ class Splitting:
                 return self._even(0, self.own_heads * self.head_dim)
             case "k_proj" | "v_proj":
                 first = self.rank * self.num_kv_heads // self.num_ranks * self.head_dim
-                return Cut(0, first, first + self.own_kv_heads * self.head_dim)
+                width = self.own_kv_heads * self.head_dim
+                return Cut(0, first, first + width, width)
             case "gate_proj" | "up_proj":
                 return self._filled(0, self.mlp_width)
             case "o_proj" | "down_proj" if kind == "bias":
-                return None if self.rank == 0 else Cut(0, 0, 0)
+                return None if self.rank == 0 else Cut(0, 0, 0, self.hidden_size)
             case "o_proj":
                 return self._even(1, self.own_heads * self.head_dim)
             case "down_proj":
@@ -115,11 +117,11 @@ class Splitting:
         return module in ("o_proj", "down_proj")
 
     def _even(self, axis: int, width: int) -> Cut:
-        return Cut(axis, self.rank * width, (self.rank + 1) * width)
+        return Cut(axis, self.rank * width, (self.rank + 1) * width, width)
 
     def _filled(self, axis: int, size: int) -> Cut:
         width = _share(size, self.num_ranks)
-        return Cut(axis, self.rank * width, min((self.rank + 1) * width, size))
+        return Cut(axis, min(self.rank * width, size), min((self.rank + 1) * width, size), width)
 
 
 def _share(size: int, num_ranks: int) -> int:

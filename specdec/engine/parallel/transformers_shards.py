@@ -10,18 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from specdec.checkpoints.rank_checks import FLAG, require_even_heads, require_even_kv_heads
-from specdec.engine.model.checkpoint_model import first_line, quietly, require_all_weights
-from specdec.engine.model.layer_probe import PROBE_NAME
+from specdec.engine.model.checkpoint_model import load_weights
 from specdec.engine.model.model_runner import ForwardPass, TransformersForward
 from specdec.engine.options import CompileOptions
 from specdec.engine.parallel.group import RankGroup
-from specdec.errors import InvalidRequest, Unsupported
+from specdec.errors import Unsupported
 
 
 class TransformersShards:
@@ -39,18 +37,11 @@ class TransformersShards:
         _require_plan(config, ranks.num_ranks)
         from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]  # lazily exported
 
-        try:
-            with quietly():
-                # With `output_loading_info` the call returns a pair, which its annotation does not say.
-                loaded, report = cast(tuple[PreTrainedModel, dict[str, Any]], AutoModelForCausalLM.from_pretrained(
-                    directory, config=config, dtype=dtype, attn_implementation=PROBE_NAME, output_loading_info=True,
-                    trust_remote_code=False, distributed_config=DistributedConfig(tp_size=ranks.num_ranks),
-                ))  # fmt: skip
-        except Exception as error:  # safetensors and transformers raise many kinds for a damaged checkpoint
-            raise InvalidRequest(f"model {name!r} cannot be loaded: {first_line(error)}", field="model") from error
-        require_all_weights(name, report)
-        self.model = loaded.eval()
-        self.num_head_rows = int(loaded.get_output_embeddings().weight.shape[0])
+        self.model = load_weights(
+            name, AutoModelForCausalLM, directory, config=config, dtype=dtype, trust_remote_code=False,
+            distributed_config=DistributedConfig(tp_size=ranks.num_ranks),
+        )  # fmt: skip
+        self.num_head_rows = int(self.model.get_output_embeddings().weight.shape[0])
 
     def hold_in_int8(self) -> None:
         """Raise Unsupported: transformers' parts cannot be rounded as the whole weights would be."""
