@@ -13,10 +13,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import specdec
+from gateway.bodies import LimitedBody
 from gateway.context import Gateway
 from gateway.deadlines import Deadlines
 from gateway.http_errors import error_response, read_validation_error
-from gateway.middleware import Authenticated, LimitedBody, Measured
+from gateway.middleware import Authenticated, Measured
 from gateway.routes import chat, completions, messages, models, playground, responses, sessions, status, tokens
 from gateway.tracing import Traced
 from specdec.errors import Internal, InvalidRequest, NotFound, SpecdecError

@@ -26,6 +26,7 @@ _STATUSES = {
     408: "The body arrived too slowly.",
     409: "The session runs another request, or is lost.",
     413: "The body is too large.",
+    415: "The body has a content encoding other than gzip.",
     429: "A queue, the KV cache or a quota is full; see Retry-After.",
     500: "The server failed.",
     503: "No coordinator or no target replica can be reached; see Retry-After.",

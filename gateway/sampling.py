@@ -12,17 +12,22 @@ from typing import Annotated, Any, cast
 from pydantic import BeforeValidator, Field
 
 from gateway.schemas.common import (
+    GRAMMARS,
+    WHOLE,
+    Body,
     Flag,
     Int,
     Items,
     Number,
-    Request,
+    Object,
     Speculation,
     StreamOptions,
+    StrictInt,
     Text,
-    TokenId,
+    TokenIds,
     refuse,
     whole_number,
+    without_nulls,
 )
 from specdec.client import GenerateOptions
 from specdec.errors import InvalidRequest
@@ -32,7 +37,6 @@ MAX_N = 8
 #: Most entries of `logit_bias`.
 MAX_BIASES = 4096
 
-_GRAMMARS = "there are no grammars yet"
 _DELIVERY = "text is what the tokens before the end decode to, without special tokens"
 _OPENAI_NAMES = {
     "temperature": "temperature",
@@ -56,10 +60,10 @@ def _require_few(biases: Any) -> Any:
     """Refuse a large object before its values are read, each of which could be an error of its own."""
     if isinstance(biases, dict) and len(biases) > MAX_BIASES:
         raise ValueError(f"must have at most {MAX_BIASES} token ids, got {len(biases)}")
-    return biases
+    return without_nulls(biases)
 
 
-class SamplingFields(Request):
+class SamplingFields(Body):
     """Sampling fields of OpenAI's API, vLLM's usual extensions, and ours."""
 
     model: Text | None = None
@@ -68,13 +72,13 @@ class SamplingFields(Request):
     """Send the output as server-sent events."""
     stream_options: StreamOptions | None = None
     """Contents of a stream beside its text."""
-    n: Annotated[Int, Field(ge=1, le=MAX_N)] | None = 1
+    n: Annotated[StrictInt, Field(ge=1, le=MAX_N), WHOLE] | None = 1
     """Number of outputs for each prompt."""
     temperature: Number | None = None
     """0 selects greedy decoding."""
     top_p: Number | None = None
     """Probability mass of the likeliest tokens that are kept, above 0 and at most 1."""
-    top_k: Annotated[Int, Field(ge=-1)] | None = None
+    top_k: Annotated[StrictInt, Field(ge=-1), WHOLE] | None = None
     """Number of the likeliest tokens that are kept; 0 or -1: all."""
     min_p: Number | None = None
     """Least probability of a kept token, relative to the likeliest one."""
@@ -86,18 +90,18 @@ class SamplingFields(Request):
     """Amount by which tokens of the output become less likely, for each time that they occur."""
     logit_bias: Annotated[dict[str, Number], BeforeValidator(_require_few)] | None = None
     """Amount that is added to the logit of each token id."""
-    seed: Annotated[Int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    seed: Annotated[StrictInt, Field(ge=-(1 << 63), lt=1 << 64), WHOLE] | None = None
     """Seed of the draws. The same request and seed give the same text if the drafts have the same lengths, which
     speculation.gamma sets, and in the mode coupled in any case. Output number i draws with seed + i."""
     stop: Text | Items[Text] | None = None
     """Text, or texts, before which the output ends."""
-    stop_token_ids: Items[TokenId] | None = None
+    stop_token_ids: TokenIds | None = None
     """Token ids that end the output."""
     ignore_eos: Flag | None = None
     """Continue after the model's own end of text."""
     min_tokens: Int | None = None
     """Least number of output tokens."""
-    priority: Annotated[Int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    priority: Annotated[StrictInt, Field(ge=-(1 << 31), lt=1 << 31), WHOLE] | None = None
     """Place in the queue among the requests of the same tenant: lower values go first."""
     speculation: Speculation | None = None
     """Choice of drafts and of their verification."""
@@ -118,18 +122,8 @@ class SamplingFields(Request):
     """Not supported."""
     function_call: Any = None
     """Not supported."""
-    response_format: dict[str, Any] | None = None
+    response_format: Object | None = None
     """Only {"type": "text"} is supported."""
-    structured_outputs: Any = None
-    """Not supported."""
-    guided_json: Any = None
-    """Not supported."""
-    guided_regex: Any = None
-    """Not supported."""
-    guided_choice: Any = None
-    """Not supported."""
-    guided_grammar: Any = None
-    """Not supported."""
     best_of: Int | None = None
     """Only 1 is supported."""
     use_beam_search: Flag | None = None
@@ -139,8 +133,6 @@ class SamplingFields(Request):
     bad_words: list[Any] | None = None
     """Not supported."""
     allowed_token_ids: list[Any] | None = None
-    """Not supported."""
-    logits_processors: list[Any] | None = None
     """Not supported."""
     truncate_prompt_tokens: Int | None = None
     """Not supported."""
@@ -161,22 +153,16 @@ class SamplingFields(Request):
     def require_supported(self) -> None:
         """Raises InvalidRequest for a field that the server knows and does not support."""
         for name, value, reason in (
-            ("tools", self.tools, _GRAMMARS),
-            ("tool_choice", self.tool_choice not in (None, "none"), _GRAMMARS),
-            ("functions", self.functions, _GRAMMARS),
-            ("function_call", self.function_call not in (None, "none"), _GRAMMARS),
-            ("response_format", (self.response_format or {}).get("type", "text") != "text", _GRAMMARS),
-            ("structured_outputs", self.structured_outputs, _GRAMMARS),
-            ("guided_json", self.guided_json, _GRAMMARS),
-            ("guided_regex", self.guided_regex, _GRAMMARS),
-            ("guided_choice", self.guided_choice, _GRAMMARS),
-            ("guided_grammar", self.guided_grammar, _GRAMMARS),
+            ("tools", self.tools, GRAMMARS),
+            ("tool_choice", self.tool_choice not in (None, "none"), GRAMMARS),
+            ("functions", self.functions, GRAMMARS),
+            ("function_call", self.function_call not in (None, "none"), GRAMMARS),
+            ("response_format", (self.response_format or {}).get("type", "text") != "text", GRAMMARS),
             ("best_of", self.best_of not in (None, 1), "outputs are sampled, not searched; use n"),
             ("use_beam_search", self.use_beam_search, "outputs are sampled, not searched"),
             ("prompt_logprobs", self.prompt_logprobs is not None, "logprobs are those of output tokens"),
             ("bad_words", self.bad_words, "use logit_bias"),
             ("allowed_token_ids", self.allowed_token_ids, "use logit_bias"),
-            ("logits_processors", self.logits_processors, "requests bring no code"),
             ("truncate_prompt_tokens", self.truncate_prompt_tokens is not None, "shorten the prompt"),
             ("include_stop_str_in_output", self.include_stop_str_in_output, _DELIVERY),
             ("skip_special_tokens", self.skip_special_tokens is False, _DELIVERY),

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from gateway.bodies import JsonRoute
 from gateway.chunks import FINGERPRINT_CHARS, ChatChunks, ChunkOptions
 from gateway.context import Gateway, wants_event_ids
 from gateway.generation import Outputs, plan, room_of, session_options
@@ -24,7 +25,7 @@ from specdec.client import Completion
 
 def router(gateway: Gateway) -> APIRouter:
     """Return the routes of chat completions."""
-    routes = APIRouter(tags=["OpenAI"])
+    routes = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
     @routes.post("/v1/chat/completions", response_model=None, responses=ANSWERS)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:

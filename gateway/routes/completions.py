@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from gateway.bodies import JsonRoute
 from gateway.chunks import FINGERPRINT_CHARS, ChunkOptions, CompletionChunks
 from gateway.context import Gateway, wants_event_ids
 from gateway.generation import Outputs, plan, session_options
@@ -24,7 +25,7 @@ from specdec.client import AsyncClient, Completion
 
 def router(gateway: Gateway) -> APIRouter:
     """Return the routes of completions."""
-    routes = APIRouter(tags=["OpenAI"])
+    routes = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
     @routes.post("/v1/completions", response_model=None, responses=ANSWERS)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from gateway.bodies import JsonRoute
 from gateway.context import Gateway
 from gateway.generation import Outputs, plan, session_options
 from gateway.message_objects import MessageEvents, message_object
@@ -19,7 +20,7 @@ from specdec.client import AsyncClient, Completion
 
 def router(gateway: Gateway) -> APIRouter:
     """Return the routes of messages."""
-    routes = APIRouter(tags=["Anthropic"])
+    routes = APIRouter(tags=["Anthropic"], route_class=JsonRoute)
 
     @routes.post("/v1/messages", response_model=None, responses=ANTHROPIC_ANSWERS)
     async def create_message(body: MessagesRequest, request: Request) -> Response:

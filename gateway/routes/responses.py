@@ -16,6 +16,7 @@ from typing import Any, cast
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from gateway.bodies import JsonRoute
 from gateway.context import Gateway
 from gateway.generation import Continued, Outputs, plan, room_of, session_options
 from gateway.response_objects import ResponseEvents, ResponseShape
@@ -35,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 def router(gateway: Gateway) -> APIRouter:
     """Return the routes of responses."""
-    routes = APIRouter(tags=["OpenAI"])
+    routes = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
     @routes.post("/v1/responses", response_model=None, responses=ANSWERS)
     async def create_response(body: ResponseRequest, request: Request) -> Response:

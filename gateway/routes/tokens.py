@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from gateway.bodies import JsonRoute
 from gateway.context import Gateway
 from gateway.responses import ERRORS, json_response
 from gateway.schemas.chat import MAX_MESSAGES, Message
-from gateway.schemas.common import Flag, Items, Text, TokenId, refuse
-from gateway.schemas.common import Request as Body
+from gateway.schemas.common import Body, Flag, FreeObject, Items, Text, TokenIds, refuse
 from specdec.errors import InvalidRequest
 
 
@@ -27,7 +27,7 @@ class TokenizeRequest(Body):
     """A conversation, in place of a text."""
     add_special_tokens: Flag | None = None
     """Only true is supported for a text: the tokens are those that a new session would hold."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: FreeObject | None = None
     """Further variables of the chat template."""
 
 
@@ -36,7 +36,7 @@ class DetokenizeRequest(Body):
 
     model: Text | None = None
     """Name of the model; absent: the one that is served."""
-    tokens: Items[TokenId]
+    tokens: TokenIds
     """Token ids."""
     skip_special_tokens: Flag = False
     """Leave special tokens out of the text."""
@@ -44,7 +44,7 @@ class DetokenizeRequest(Body):
 
 def router(gateway: Gateway) -> APIRouter:
     """Return the routes of tokens."""
-    routes = APIRouter(tags=["tokens"])
+    routes = APIRouter(tags=["tokens"], route_class=JsonRoute)
 
     @routes.post("/tokenize", response_model=None, responses=ERRORS)
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:

@@ -8,7 +8,18 @@ from typing import Annotated, Any, cast
 from pydantic import Field
 
 from gateway.sampling import SamplingFields
-from gateway.schemas.common import Flag, Int, Items, Object, Positive, Request, Text, refuse
+from gateway.schemas.common import (
+    WHOLE,
+    Flag,
+    FreeObject,
+    Items,
+    Object,
+    Positive,
+    Request,
+    StrictInt,
+    Text,
+    refuse,
+)
 from specdec.client import ChatMessage, GenerateOptions
 from specdec.errors import InvalidRequest
 
@@ -50,9 +61,9 @@ class ChatRequest(SamplingFields):
     """The former name of max_completion_tokens."""
     logprobs: Flag | None = None
     """Return the log-probability of each output token."""
-    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] | None = None
     """Number of the likeliest tokens whose log-probability is returned for each output token."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: FreeObject | None = None
     """Further variables of the chat template."""
 
     modalities: list[Any] | None = None

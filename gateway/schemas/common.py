@@ -1,28 +1,80 @@
 """Types and fields that requests of several routes share.
 
-Numbers and flags are strict: the text "1" is refused as a number. Unknown fields are ignored, as OpenAI does. The
-coordinator checks ranges, and its errors name field and limit; fields that it does not know are checked here. A list is
-refused at its first wrong element, because an error object for each of a million elements would take a minute.
+Numbers and flags are strict: the text "1" is refused as a number. 2.0 is an integer, because languages with one type of
+number write it so. A field that is null is absent, at every depth. Unknown fields are ignored, as OpenAI does, unless
+they would constrain the output. The coordinator checks ranges, and its errors name field and limit; fields that it does
+not know are checked here. A list is refused at its first wrong element, because an error object for each of a million
+elements would take a minute.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, Strict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
 from specdec.errors import InvalidRequest
 
-Int = Annotated[int, Strict()]
-Positive = Annotated[int, Strict(), Field(ge=1, lt=1 << 32)]
+#: Fields of other servers that limit what a model may write, such as grammar, guided_json, json_schema and regex.
+_CONSTRAINT = re.compile(
+    r"guided_.+|structur(ed|al)(_.+)?|.*(grammar|regex|ebnf|json_?(schema|object|mode)|logits?_?processor).*|json|schema"
+    r"|(allowed_)?choices?|constrain(ts?|ed_.+)|(response|output)_?(format|schema|(mime_?)?type)|format"
+    r"|(allowed|banned|bad|forced?|(begin_)?suppress)_(words|tokens?|strings|bos|eos|decoder)(_.+)?|prefix_allowed_.+",
+    re.IGNORECASE,
+)
+#: Objects in which clients of other servers, or of other routes, put such fields.
+_CARRIERS = ("extra_body", "generation_config", "nvext", "options", "output_config", "parameters", "sampling_params",
+             "text")  # fmt: skip
+_PLAIN = {"type": "text"}
+#: Depth beyond that of any field in an object of the API.
+_API_DEPTH = 16
+
+GRAMMARS = "there are no grammars yet"
+
+
+def _whole(value: Any) -> Any:
+    """Return a number without a fractional part as an integer, and any other value unchanged."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _whole_items(values: Any) -> Any:
+    """Return a list whose numbers are as `_whole` returns them. Lists of integers, which are long, stay as they are."""
+    return [*map(_whole, values)] if isinstance(values, list) and float in set(map(type, values)) else values
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value of JSON without the fields that are null. The arguments of a tool call are the caller's own."""
+    return _without_nulls(value, _API_DEPTH)
+
+
+def _without_nulls(value: Any, depth: int) -> Any:
+    if depth and isinstance(value, dict):
+        return {
+            name: each if name == "arguments" else _without_nulls(each, depth - 1)
+            for name, each in value.items()
+            if each is not None
+        }
+    return [_without_nulls(each, depth - 1) for each in value] if depth and isinstance(value, list) else value
+
+
+StrictInt = Annotated[int, Strict()]
+WHOLE = BeforeValidator(_whole)
+"""Comes after the bounds of a `StrictInt`, which the OpenAPI document would lack otherwise."""
+Int = Annotated[StrictInt, WHOLE]
+Positive = Annotated[StrictInt, Field(ge=1, lt=1 << 32), WHOLE]
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, Strict()]
-TokenId = Annotated[int, Strict(), Field(ge=0, lt=1 << 32)]
-Object = dict[str, Any]
+FreeObject = dict[str, Any]
+"""Object whose fields are the caller's own, such as variables of a template: null is a value there."""
+Object = Annotated[dict[str, Any], BeforeValidator(without_nulls)]
+"""Object of the API."""
 
 ItemT = TypeVar("ItemT")
 Items = Annotated[list[ItemT], Field(fail_fast=True)]
+TokenIds = Annotated[Items[Annotated[StrictInt, Field(ge=0, lt=1 << 32)]], BeforeValidator(_whole_items)]
 
 
 def whole_number(text: str, limit: int) -> int | None:
@@ -40,6 +92,25 @@ class Request(BaseModel):
     """Base of request bodies and of the objects in them."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_nulls(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and None in fields.values():
+            return {name: value for name, value in fields.items() if value is not None}
+        return fields
+
+
+class Body(Request):
+    """Base of the whole bodies."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_constraints(cls, fields: Any) -> Any:
+        """Refuse unknown fields that would constrain the output, which must not be ignored. Raises InvalidRequest."""
+        for name in _constraints(fields, cls.model_fields) if isinstance(fields, dict) else ():
+            raise refuse(name, GRAMMARS)
+        return fields
 
 
 class StreamOptions(Request):
@@ -73,6 +144,16 @@ def unicode_text(text: str, field: str) -> str:
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"{field}: is not valid Unicode at character {error.start}", field=field) from None
     return text
+
+
+def _constraints(fields: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the fields that are set and that `known` lacks, if they would constrain the output."""
+    for name in fields.keys() - known.keys():
+        value = without_nulls(fields[name])
+        if value and value != _PLAIN and _CONSTRAINT.fullmatch(name):
+            yield name[:64]
+        elif name in _CARRIERS and isinstance(value, dict):
+            yield from (f"{name}.{inner}" for inner in _constraints(value, {}))
 
 
 def refuse(field: str, reason: str) -> InvalidRequest:

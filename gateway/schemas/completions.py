@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from gateway.sampling import SamplingFields
-from gateway.schemas.common import Flag, Int, Items, Positive, Text, TokenId, refuse
+from gateway.schemas.common import WHOLE, Flag, Items, Positive, StrictInt, Text, TokenIds, refuse
 from specdec.client import GenerateOptions
 from specdec.errors import InvalidRequest
 
@@ -25,11 +25,11 @@ Prompt = str | Sequence[int]
 class CompletionRequest(SamplingFields):
     """Texts or token ids, and how to continue each."""
 
-    prompt: Text | Items[TokenId] | Items[Text] | Items[Items[TokenId]]
+    prompt: Text | TokenIds | Items[Text] | Items[TokenIds]
     """A text, texts, the token ids of one prompt, or those of several."""
     max_tokens: Positive | None = None
     """Most output tokens. Default: 16."""
-    logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = None
     """Number of the likeliest tokens whose log-probability is returned beside that of each output token."""
     echo: Flag | None = None
     """Return the prompt before the output; not with logprobs."""

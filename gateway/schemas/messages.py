@@ -9,7 +9,18 @@ from pydantic import Field
 
 from gateway.sampling import SamplingFields
 from gateway.schemas.chat import MAX_MESSAGES
-from gateway.schemas.common import Items, Object, Positive, Request, Text, refuse, unicode_text
+from gateway.schemas.common import (
+    GRAMMARS,
+    Body,
+    FreeObject,
+    Items,
+    Object,
+    Positive,
+    Request,
+    Text,
+    refuse,
+    unicode_text,
+)
 from specdec.client import ChatMessage, GenerateOptions
 from specdec.errors import InvalidRequest
 
@@ -25,7 +36,7 @@ class InputMessage(Request):
     """Text, or blocks of the type text."""
 
 
-class Conversation(Request):
+class Conversation(Body):
     """A conversation with its system prompt."""
 
     model: Text | None = None
@@ -34,7 +45,7 @@ class Conversation(Request):
     """The whole conversation, oldest message first."""
     system: Content | None = None
     """System prompt: text, or blocks of the type text."""
-    chat_template_kwargs: Object | None = None
+    chat_template_kwargs: FreeObject | None = None
     """Further variables of the chat template."""
     tools: list[Any] | None = None
     """Not supported."""
@@ -53,10 +64,10 @@ class Conversation(Request):
         """Raises InvalidRequest for a field that the server knows and does not support."""
         choice = self.tool_choice.get("type") if isinstance(self.tool_choice, dict) else self.tool_choice
         for name, value, reason in (
-            ("tools", self.tools, "there are no grammars yet"),
-            ("tool_choice", choice not in (None, "none"), "there are no grammars yet"),
+            ("tools", self.tools, GRAMMARS),
+            ("tool_choice", choice not in (None, "none"), GRAMMARS),
             ("thinking", (self.thinking or {}).get("type", "disabled") != "disabled", "the output is text alone"),
-            ("output_config.format", (self.output_config or {}).get("format"), "there are no grammars yet"),
+            ("output_config.format", (self.output_config or {}).get("format"), GRAMMARS),
             ("mcp_servers", self.mcp_servers, "the model has the conversation alone"),
             ("container", self.container, "the model has the conversation alone"),
         ):

@@ -5,11 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from gateway.sampling import SamplingFields
 from gateway.schemas.chat import MAX_MESSAGES, MAX_TOP_LOGPROBS
-from gateway.schemas.common import Flag, Int, Items, Object, Positive, Request, Text, refuse, unicode_text
+from gateway.schemas.common import (
+    GRAMMARS,
+    WHOLE,
+    Flag,
+    FreeObject,
+    Items,
+    Object,
+    Positive,
+    Request,
+    StrictInt,
+    Text,
+    refuse,
+    unicode_text,
+    without_nulls,
+)
 from specdec.client import ChatMessage, GenerateOptions
 from specdec.errors import InvalidRequest
 
@@ -68,13 +82,13 @@ class ResponseRequest(SamplingFields):
     """Store the response, so that it can be read and continued."""
     max_output_tokens: Positive | None = None
     """Most output tokens; absent: as many as the context has room for."""
-    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] | None = None
     """Number of the likeliest tokens whose log-probability is returned for each output token."""
     include: Items[Text] | None = None
     """message.output_text.logprobs adds the log-probability of each output token; other entries add nothing."""
-    metadata: Annotated[dict[str, Text], Field(max_length=MAX_METADATA)] | None = None
+    metadata: Annotated[dict[str, Text], Field(max_length=MAX_METADATA), BeforeValidator(without_nulls)] | None = None
     """Texts of the caller, which the response repeats."""
-    chat_template_kwargs: Object | None = None
+    chat_template_kwargs: FreeObject | None = None
     """Further variables of the chat template."""
 
     text: Object | None = None
@@ -101,7 +115,7 @@ class ResponseRequest(SamplingFields):
         is_text = isinstance(text_format, dict) and text_format.get("type", "text") == "text"
         for name, value, reason in (
             ("n", self.num_outputs > 1, "a response has one output"),
-            ("text.format", not is_text, "there are no grammars yet"),
+            ("text.format", not is_text, GRAMMARS),
             ("background", self.background, "a response is generated while its client waits"),
             ("conversation", self.conversation, "use previous_response_id"),
             ("prompt", self.prompt, "the server stores no prompts; send input and instructions"),

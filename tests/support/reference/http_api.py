@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,11 +11,13 @@ import openai
 from gateway import sampling
 from gateway.app import build_app
 from gateway.auth import ApiKeys
+from gateway.bodies import MAX_DEPTH
 from gateway.context import Gateway
 from gateway.http_errors import anthropic_error_object, error_headers, error_object, status_of, type_of
 from gateway.metrics import GatewayMetrics
 from gateway.middleware import _GUARDED
 from gateway.schemas.chat import ChatRequest
+from gateway.schemas.common import _CARRIERS
 from gateway.schemas.completions import CompletionRequest
 from gateway.schemas.messages import CountTokensRequest, MessagesRequest
 from gateway.schemas.responses import ResponseRequest
@@ -50,7 +53,7 @@ _METHOD_NOT_ALLOWED = "The path takes another method; `Allow` lists them."
 def page() -> str:
     """Return the page as it should be."""
     api = api_document()
-    blocks = [paragraph(http_text.INTRODUCTION), paragraph(http_text.BODIES)]
+    blocks = [paragraph(http_text.INTRODUCTION), *_bodies()]
     blocks += ["## Routes", paragraph(http_text.ROUTES), _routes(api["paths"])]
     blocks += ["## Headers", *_headers(), "## Request fields", *_request_fields(api)]
     blocks += ["## Answers", *_answers(), "## Streams", *_streams()]
@@ -63,6 +66,14 @@ def api_document() -> dict[str, Any]:
     settings = GatewaySettings(coordinator=("127.0.0.1:1",), redis_url="memory://")
     parts = (Upstream(settings), ApiKeys(), GatewayMetrics(), RedisResponses(settings.redis_url))
     return build_app(Gateway(settings, *parts)).openapi()
+
+
+def _bodies() -> Iterator[str]:
+    carriers = ", ".join(map(code, _CARRIERS[:-1])) + f" or {code(_CARRIERS[-1])}"
+    for text in http_text.BODIES:
+        yield paragraph(
+            text.format(max_depth=MAX_DEPTH, max_digits=f"{sys.get_int_max_str_digits():,}", carriers=carriers)
+        )
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -197,7 +208,8 @@ def _errors(api: Mapping[str, Any]) -> Iterator[str]:
     for each, reason in _reasons():
         if code(reason.lower()) not in codes[_status(each, reason)]:
             codes[_status(each, reason)].append(code(reason.lower()))
-    codes[408].append(code(example.reason.lower()))
+    for status in (408, 415):
+        codes[status].append(code(example.reason.lower()))
     yield paragraph(http_text.ERRORS)
     yield _json(error_object(example))
     heads = ("Status", "`type`", "`type` of `/v1/messages`", "Class of OpenAI's client")

@@ -6,10 +6,18 @@ INTRODUCTION = """The gateway answers in the form of OpenAI's API and, under `/v
 it with [OpenAI's clients](../how-to/openai-clients.md) and [beyond OpenAI's API](../how-to/http-api.md).
 `/openapi.json` describes the same routes for programs, and `/` is the [playground](../how-to/playground.md)."""
 
-BODIES = """A body is a JSON object. Numbers and flags are strict: the text `"1"` is refused as a number. Fields that
-are not on this page are ignored, as OpenAI does. `null` means the same as leaving a field out. A larger body than
-`--max-body-bytes` is refused, and so is a body that takes longer than `--body-timeout-s`. The connection speaks
-HTTP/1.1."""
+BODIES = (
+    """A body is a JSON object in UTF-8. Numbers and flags are strict: the text `"1"` is refused as a number. `2.0` is
+    the integer 2, and `2.5` is refused as an integer. `null` means the same as leaving a field out, also in the objects
+    of a request; variables of a chat template and the arguments of tool calls may be `null`. Objects and lists are
+    nested at most {max_depth} levels deep, and an integer has at most {max_digits} digits.""",
+    """Fields that are not on this page are ignored, as OpenAI does, unless they would constrain the output, such as
+    `grammar`, `json_schema`, `regex`, `choice`, `structured_outputs` and all that begin with `guided_`. These are
+    refused with the code `unsupported`, on every route, also within {carriers}.""",
+    """A body may be compressed with gzip (`Content-Encoding: gzip`); another encoding is refused with status 415. A
+    larger body than `--max-body-bytes`, before or after it is unpacked, is refused, and so is a body that takes longer
+    than `--body-timeout-s`. The connection speaks HTTP/1.1.""",
+)
 
 ROUTES = """Where the gateway has API keys, a request to a route that is marked with yes must send a key. `POST`
 requests and resumed streams count towards the limits of a key."""
