@@ -102,6 +102,8 @@ class RequestParameters:
     """Fingerprint of the target model. Once a token was shown it never changes, also not on failover or resumption."""
     target_changed: bool = False
     """True where the session's previous turn used another target model."""
+    is_chat: bool = True
+    """True if the input is a conversation, whose output begins a text. Any other output continues its prompt's text."""
 
 
 @dataclass(frozen=True, slots=True)

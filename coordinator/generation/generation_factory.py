@@ -138,9 +138,9 @@ class GenerationFactory:
             await asyncio.to_thread(self._recorder.close)
 
     def _operation(self, prepared: PreparedTurn) -> Operation:
-        fingerprint = prepared.turn.identity.parameters.target_fingerprint
-        model = PurePath(self._pools.model_info(fingerprint).model).name
-        return Operation("chat" if prepared.is_chat else "text_completion", model)
+        parameters = prepared.turn.identity.parameters
+        model = PurePath(self._pools.model_info(parameters.target_fingerprint).model).name
+        return Operation("chat" if parameters.is_chat else "text_completion", model)
 
     def _record(self, turn: Turn, setting: RoundSetting) -> TurnRecord | None:
         if self._recorder is None:

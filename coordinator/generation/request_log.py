@@ -65,8 +65,9 @@ async def read_logged_request(
         raise SessionLost(f"session {session_id} has lost part of its prompt")
     identity = identity_of(session_id, stored)
     eos_token_ids = eos_of(identity.parameters.target_fingerprint)
-    writer = OutputWriter(tokenizer, identity.parameters.sampling, eos_token_ids)
-    output = token_ids[stored.output_start :]
+    prompt, output = token_ids[: stored.output_start], token_ids[stored.output_start :]
+    before = () if identity.parameters.is_chat else prompt
+    writer = OutputWriter(tokenizer, identity.parameters.sampling, eos_token_ids, before)
     return LoggedRequest(
         identity=identity,
         token_ids=token_ids,
@@ -204,6 +205,7 @@ def encode_parameters(parameters: RequestParameters) -> str:
             "speculation": speculation,
             "target_fingerprint": parameters.target_fingerprint,
             "target_changed": parameters.target_changed,
+            "is_chat": parameters.is_chat,
         }
     )
 
@@ -226,7 +228,9 @@ def decode_parameters(text: str) -> RequestParameters:
         SamplingParams(**sampling),
         SpeculationChoice(**speculation),
         fields["target_fingerprint"],
-        fields.get("target_changed", False),  # absent in requests that an older version stored
+        # Absent in requests that older versions stored; those that state no `is_chat` began a text with every output.
+        fields.get("target_changed", False),
+        fields.get("is_chat", True),
     )
 
 

@@ -39,8 +39,6 @@ class PreparedTurn:
     agreed_len: int
     """Number of leading tokens that replicas may already hold."""
     is_new_session: bool = False
-    is_chat: bool = False
-    """True for a new turn whose input is messages."""
     replayed: OutputStep | None = None
     """The part of the output that the log already holds."""
     kv_locations: tuple[KvLocation, ...] = ()

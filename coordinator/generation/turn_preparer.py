@@ -120,7 +120,8 @@ class TurnPreparer:
         begin_tokens(prompt.num_tokens, sampling.max_new_tokens)
         model = self._target_models.choose(request.session_id, _last_model(record))
         identity = self._identity(record, request, sampling, draft_pool, prompt, model.model_fingerprint)
-        tokens = SessionTokens([*held[: prompt.keep].tolist(), *prompt.new_token_ids.tolist()])
+        token_ids = [*held[: prompt.keep].tolist(), *prompt.new_token_ids.tolist()]
+        tokens = SessionTokens(token_ids)
 
         # Sent in the same turn of the event loop as the lease's call, so that both take one round trip.
         looking_up = self._prefixes.look_up(key.tenant, len(tokens), tokens.prefix_hash)
@@ -135,14 +136,14 @@ class TurnPreparer:
             await self._store.begin_request(
                 lease, record_of(identity), keep=prompt.keep, token_ids=prompt.new_token_ids
             )
-            writer = OutputWriter(self._tokenizer, sampling, model.eos_token_ids)
+            before = () if identity.parameters.is_chat else token_ids
+            writer = OutputWriter(self._tokenizer, sampling, model.eos_token_ids, before)
             return PreparedTurn(
                 Turn(identity, lease, tokens, writer, fresh.round_id),
                 stats=RequestStats(),
                 began=began,
                 agreed_len=prompt.keep,
                 is_new_session=is_new,
-                is_chat=request.messages is not None,
                 kv_locations=fresh.locations,
                 prefix_tokens=await self._prefixes.answer(looking_up),
             )
@@ -237,7 +238,9 @@ class TurnPreparer:
             digest=request.digest,
             turn=last.turn + 1 if last else 0,
             output_start=prompt.num_tokens,
-            parameters=RequestParameters(sampling, speculation, fingerprint, is_changed),
+            parameters=RequestParameters(
+                sampling, speculation, fingerprint, is_changed, is_chat=request.messages is not None
+            ),
         )
 
     async def _with_served_model(self, logged: LoggedRequest, lease: Lease) -> GenerationIdentity:

@@ -27,9 +27,21 @@ class OutputStep(NamedTuple):
 class OutputWriter:
     """Takes decided tokens until one of them ends the output. One object writes one output."""
 
-    def __init__(self, tokenizer: ServedTokenizer, sampling: SamplingParams, eos_token_ids: Sequence[int]) -> None:
-        """`sampling.max_new_tokens` must be the resolved limit, above 0."""
-        self._detokenizer = IncrementalDetokenizer(tokenizer, sampling.stop)
+    def __init__(
+        self,
+        tokenizer: ServedTokenizer,
+        sampling: SamplingParams,
+        eos_token_ids: Sequence[int],
+        before: Sequence[int] = (),
+    ) -> None:
+        """
+        Args:
+            tokenizer: tokenizer of the target model.
+            sampling: resolved parameters; `max_new_tokens` is above 0.
+            eos_token_ids: end tokens of the target model.
+            before: tokens of the text that the output continues; empty if the output begins a text.
+        """
+        self._detokenizer = IncrementalDetokenizer(tokenizer, sampling.stop, before)
         self._end_token_ids = frozenset(sampling.stop_token_ids) | (
             frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
         )

@@ -75,6 +75,7 @@ def encode_prompt(
         token_ids = tokenizer.encode(
             request.text or "",
             add_special_tokens=len(held) == 0,
+            continues=len(held) > 0,
             max_tokens=None if max_tokens is None else max_tokens - len(held),
             given_up=given_up,
         )

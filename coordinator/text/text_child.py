@@ -71,19 +71,19 @@ def render(setting: Mapping[str, Any], messages: list[dict[str, Any]], arguments
     return str(text)
 
 
-def encode(setting: Mapping[str, Any], text: str, add_special_tokens: bool) -> list[int]:
+def encode(setting: Mapping[str, Any], text: str, *, add_special_tokens: bool, continues: bool) -> list[int]:
     """Return the token ids of a text, equal to those of the coordinator's own tokenizer."""
-    token_ids: list[int] = _tokenizer(setting["model"]).encode(
-        text, add_special_tokens=add_special_tokens, verbose=False
-    )
+    tokenizer = _tokenizer(setting["model"], continues)
+    token_ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
     return token_ids
 
 
 @cache
-def _tokenizer(model: str) -> Any:
-    from specdec.checkpoints.vocabulary import load_tokenizer
+def _tokenizer(model: str, continues: bool) -> Any:
+    from specdec.checkpoints.vocabulary import continuing_tokenizer, load_tokenizer
 
-    return load_tokenizer(model)
+    tokenizer = load_tokenizer(model)
+    return continuing_tokenizer(tokenizer) if continues else tokenizer
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def _answer(setting: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str,
     try:
         if "messages" in request:
             return {"text": render(setting, request["messages"], request["template_arguments"])}
-        return {"token_ids": encode(setting, request["text"], request["add_special_tokens"])}
+        return {"token_ids": encode(setting, **request)}
     # Every error of the template or the tokenizer becomes an answer, including a panic of the tokenizer.
     except BaseException as error:
         reason = " ".join(str(error).split())

@@ -19,7 +19,13 @@ from typing import Any
 from coordinator.text.text_bounds import text_bounds
 from coordinator.text.text_process import TextProcess
 from specdec.checkpoints.token_bytes import bytes_of_token, decoder_parts, has_fixed_bytes
-from specdec.checkpoints.vocabulary import is_tokenizer_fault, load_tokenizer, vocabulary_fingerprint, vocabulary_size
+from specdec.checkpoints.vocabulary import (
+    continuing_tokenizer,
+    is_tokenizer_fault,
+    load_tokenizer,
+    vocabulary_fingerprint,
+    vocabulary_size,
+)
 from specdec.errors import Internal, InvalidRequest
 
 #: Number of tokens whose spelling is cached.
@@ -83,6 +89,7 @@ class ServedTokenizer:
             self._template = self._tokenizer.get_chat_template() if self._tokenizer.chat_template else None
             special_tokens = _special_tokens(self._tokenizer)
             self._bounds = text_bounds(self._tokenizer, vocabulary)
+            self._continuing = continuing_tokenizer(self._tokenizer)
         except BaseException as error:
             if not is_tokenizer_fault(error):
                 raise
@@ -104,6 +111,7 @@ class ServedTokenizer:
         text: str,
         *,
         add_special_tokens: bool,
+        continues: bool = False,
         field: str = "prompt",
         max_tokens: int | None = None,
         given_up: threading.Event | None = None,
@@ -113,6 +121,7 @@ class ServedTokenizer:
         Args:
             text: a text of any length.
             add_special_tokens: true for the first text of a session.
+            continues: true for a text that is appended to another, so that no space is put before it.
             field: request field that holds the text, for errors.
             max_tokens: limit that the text's length is checked against before any work (`text_bounds`). A text that
                 passes may still have more tokens.
@@ -124,12 +133,13 @@ class ServedTokenizer:
         """
         self._check_length(text, field, max_tokens)
         if len(text) > _MAX_CHARACTERS_HERE:
-            request = {"text": text, "add_special_tokens": add_special_tokens}
+            request = {"text": text, "add_special_tokens": add_special_tokens, "continues": continues}
             token_ids: list[int] = self._long_texts.ask(request, field, given_up or threading.Event())["token_ids"]
             return token_ids
         try:
+            tokenizer = self._continuing if continues else self._tokenizer
             # `verbose` would warn of long texts; the limit is checked later, against the whole session.
-            encoded: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+            encoded: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
             return encoded
         except BaseException as error:
             if not is_tokenizer_fault(error):

@@ -7,15 +7,23 @@ import torch. Called by the engine's worker, by the coordinator's tokenizer and 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+#: Settings of steps of a tokenizer that treat the beginning of a text differently, and their values within a text.
+_WITHIN_A_TEXT = {
+    "Metaspace": {"prepend_scheme": "never"},
+    "ByteLevel": {"add_prefix_space": False},
+    "Strip": {"strip_left": False},
+}
 
 
 def vocabulary_fingerprint(token_to_id: Mapping[str, int]) -> str:
@@ -75,6 +83,33 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerFast:
     if not vocabulary:
         raise InvalidRequest(f"model {str(model)!r} has an empty vocabulary", field="model")
     return tokenizer
+
+
+def continuing_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """Return the tokenizer for a text that continues another: it neither adds nor strips a space before the text."""
+    backend = tokenizer.backend_tokenizer
+    parts = {"normalizer": backend.normalizer, "pre_tokenizer": backend.pre_tokenizer}
+    states = {name: None if part is None else json.loads(part.__getstate__()) for name, part in parts.items()}
+    within = {name: _within_a_text(state) for name, state in states.items()}
+    if within == states:
+        return tokenizer
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    changed = Tokenizer.from_str(json.dumps(json.loads(backend.to_str()) | within))
+    return PreTrainedTokenizerFast(tokenizer_object=changed, split_special_tokens=tokenizer.split_special_tokens)
+
+
+def _within_a_text(part: Any) -> Any:
+    """Return a normalizer or pre-tokenizer without its treatment of a text's beginning; None if nothing is left."""
+    if part is None or part["type"] == "Prepend":
+        return None
+    inner = {
+        name: [kept for each in part[name] if (kept := _within_a_text(each)) is not None]
+        for name in ("normalizers", "pretokenizers")
+        if name in part
+    }
+    return part | inner | _WITHIN_A_TEXT.get(part["type"], {})
 
 
 def is_tokenizer_fault(error: BaseException) -> bool:

@@ -1,4 +1,6 @@
-"""Text decoded token by token equals the text of decoding the whole output, for every kind of tokenizer.
+"""Text decoded token by token equals the text of decoding all tokens at once, for every kind of tokenizer.
+
+Outputs begin a text, or continue the text of a prompt.
 
 The tokenizers are built here, with hand-made vocabularies whose tokens split characters, words and clean-ups badly.
 """
@@ -18,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from coordinator.text.detokenizer import IncrementalDetokenizer
 from coordinator.text.tokenizer import ServedTokenizer
+from specdec.checkpoints.token_bytes import BYTE_TOKEN
 
 SPECIAL = "<|end|>"
 KINDS = (
@@ -122,6 +125,28 @@ def outputs(kind: str) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, served(kind)[0].vocabulary_size), max_size=24)
 
 
+def outputs_after(kind: str, prompt: Sequence[int]) -> st.SearchStrategy[list[int]]:
+    """Outputs without byte tokens if the prompt ends in one: transformers decodes such a run anew, as a whole."""
+    spelled = [served(kind)[0].token(token_id) or "" for token_id in prompt]
+    splits_run = served(kind)[0].rules.has_byte_tokens and any(map(BYTE_TOKEN.fullmatch, spelled[-1:]))
+    if not splits_run:
+        return outputs(kind)
+    return outputs(kind).map(lambda ids: [t for t in ids if not BYTE_TOKEN.fullmatch(served(kind)[0].token(t) or "")])
+
+
+def text_after(kind: str, prompt: Sequence[int], output: Sequence[int]) -> str:
+    """Return the text with which an output continues its prompt's.
+
+    The output may complete a character of the prompt, or remove its last space in a clean-up. Its text then begins with
+    the first change.
+    """
+    before, whole = whole_text(kind, prompt), whole_text(kind, [*prompt, *output])
+    num_common = next(
+        (place for place, (one, two) in enumerate(zip(before, whole, strict=False)) if one != two), len(before)
+    )
+    return whole[num_common:]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=80, deadline=None)
 @given(st.data())
@@ -136,37 +161,61 @@ def test_the_joined_text_equals_the_decoded_output(kind: str, data: st.DataObjec
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_text_after_n_tokens_is_a_function_of_those_tokens(kind: str, data: st.DataObject) -> None:
+    prompt = data.draw(outputs(kind))
     token_ids = data.draw(outputs(kind))
     stop = tuple(data.draw(st.lists(st.sampled_from(["ab", "a.", "a b", "€", "\n"]), max_size=2)))
     tokenizer = served(kind)[0]
-    whole = IncrementalDetokenizer(tokenizer, stop)
+    whole = IncrementalDetokenizer(tokenizer, stop, prompt)
     after = [""]
     for token_id in token_ids:
         after.append(after[-1] + whole.push_token(token_id))
     for num_tokens in range(len(token_ids) + 1):
-        shorter = IncrementalDetokenizer(tokenizer, stop)
+        shorter = IncrementalDetokenizer(tokenizer, stop, prompt)
         assert "".join(map(shorter.push_token, token_ids[:num_tokens])) == after[num_tokens]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=80, deadline=None)
 @given(st.data())
+def test_prompt_and_output_join_to_what_their_tokens_decode_to(kind: str, data: st.DataObject) -> None:
+    prompt = data.draw(outputs(kind))
+    token_ids = data.draw(outputs_after(kind, prompt))
+    detokenizer = IncrementalDetokenizer(served(kind)[0], before=prompt)
+    texts = [detokenizer.push_token(token_id) for token_id in token_ids]
+    assert "".join(texts) + detokenizer.finish() == text_after(kind, prompt, token_ids)
+
+
+@pytest.mark.parametrize("ends", [1, 2, 3])
+def test_a_character_that_begins_in_the_prompt_is_completed_by_the_output(ends: int) -> None:
+    tokenizer, fast = served("byte_fallback_strip")
+    vocabulary = fast.get_vocab()
+    text = "€A"
+    token_ids = [vocabulary["▁a"], *(vocabulary[f"<0x{byte:02X}>"] for byte in text.encode()), vocabulary["▁a"]]
+    detokenizer = IncrementalDetokenizer(tokenizer, before=token_ids[: 1 + ends])
+    texts = [detokenizer.push_token(token_id) for token_id in token_ids[1 + ends :]]
+    assert "".join(texts) + detokenizer.finish() == ("A a" if ends == 3 else "€A a")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=80, deadline=None)
+@given(st.data())
 def test_an_output_stops_at_the_first_token_whose_text_holds_a_stop_string(kind: str, data: st.DataObject) -> None:
-    token_ids = data.draw(outputs(kind))
-    text = whole_text(kind, token_ids)
+    prompt = data.draw(outputs(kind))
+    token_ids = data.draw(outputs_after(kind, prompt))
+    text = text_after(kind, prompt, token_ids)
     start = data.draw(st.integers(0, len(text)))
     inside = text[start : start + data.draw(st.integers(1, 6))]
     stops = [inside, *data.draw(st.lists(st.text("ab .'n\ufffd", min_size=1, max_size=4), max_size=2))]
     stops = [stop for stop in stops if stop]
     expected_text, expected_kept = text, len(token_ids)
     for length in range(1, len(token_ids) + 1):
-        so_far = whole_text(kind, token_ids[:length])
+        so_far = text_after(kind, prompt, token_ids[:length])
         starts = [so_far.find(stop) for stop in stops if stop in so_far]
         if starts:
             expected_text, expected_kept = so_far[: min(starts)], length
             break
 
-    detokenizer = IncrementalDetokenizer(served(kind)[0], stops)
+    detokenizer = IncrementalDetokenizer(served(kind)[0], stops, prompt)
     texts: list[str] = []
     for token_id in token_ids:
         if detokenizer.has_ended:
