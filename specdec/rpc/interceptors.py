@@ -220,5 +220,5 @@ async def _abort(context: Any, error: SpecdecError, request_id: str) -> None:
     # thousands of calls. Without the traceback the request, which may have megabytes, is freed now.
     error.__traceback__ = None
     await context.abort(
-        grpc.StatusCode[error.code], error.message, trailing_metadata=status.trailing_metadata(rpc_status)
+        grpc.StatusCode[error.code], rpc_status.message, trailing_metadata=status.trailing_metadata(rpc_status)
     )

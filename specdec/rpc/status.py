@@ -8,15 +8,32 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
+from itertools import accumulate
+from typing import TypeVar
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from specdec import errors
 from specdec.errors import SpecdecError
 from specdec.v1 import common_pb2
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+#: Longest text of an error on the wire, in bytes as gRPC writes it: a byte that is not printable ASCII takes three. The
+#: text travels three times, and gRPC may refuse an answer with more than 8 KiB of metadata.
+MAX_MESSAGE_BYTES = 1800
+MAX_FIELD_BYTES = 200
+
+#: Room for the words that a cut text ends with.
+_CUT_BYTES = 40
+
+#: Longest time to wait that is believed of another process.
+_MOST_RETRY_S = 3600.0
 
 #: Trailing metadata key of the serialised google.rpc.Status.
 DETAILS_KEY = "grpc-status-details-bin"
@@ -64,9 +81,12 @@ def to_status(error: SpecdecError, *, request_id: str = "") -> status_pb2.Status
     if isinstance(error, errors.KvMiss):
         metadata["have"] = str(error.have)
     details = [error_details_pb2.ErrorInfo(reason=error.reason, domain=errors.DOMAIN, metadata=metadata)]
-    status = status_pb2.Status(code=code_pb2.Code.Value(error.code), message=error.message)
+    message = bounded(error.message)
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.code), message=message)
     if error.field:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=bounded(error.field, MAX_FIELD_BYTES), description=message
+        )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retryable:
         delay = duration_pb2.Duration()
@@ -83,16 +103,14 @@ def from_status(status: status_pb2.Status) -> SpecdecError:
     """Return the error that `to_status` was given; a status from another source is mapped by its code."""
     reason, field, retry_after_s, have = "", "", None, 0
     for detail in status.details:
-        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-            error_info = error_details_pb2.ErrorInfo.FromString(detail.value)
+        if error_info := _unpack(detail, error_details_pb2.ErrorInfo):
             if error_info.domain == errors.DOMAIN:
                 reason = error_info.reason
-                have = int(error_info.metadata.get("have", "0"))
-        elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
-            bad_request = error_details_pb2.BadRequest.FromString(detail.value)
+                have = _count(error_info.metadata.get("have", ""))
+        elif bad_request := _unpack(detail, error_details_pb2.BadRequest):
             field = next((violation.field for violation in bad_request.field_violations), "")
-        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-            retry_after_s = error_details_pb2.RetryInfo.FromString(detail.value).retry_delay.ToNanoseconds() / 1e9
+        elif retry_info := _unpack(detail, error_details_pb2.RetryInfo):
+            retry_after_s = retry_info.retry_delay.ToNanoseconds() / 1e9
     error = _build(status.code, reason, status.message, field=field, retry_after_s=retry_after_s, have=have)
     if reason and retry_after_s is None:
         error.retry_after_s = None  # our servers say whether a retry can help
@@ -109,13 +127,32 @@ def from_rpc_error(error: grpc.RpcError, *, peer: str = "") -> SpecdecError:
     status = _carried_status(error)
     if status is not None and _is_ours(status):
         return from_status(status)
-    details = error.details() or ""
+    details = bounded(error.details() or "")
     message = f"{peer}: {details}" if peer else details
     if oversized := _OVERSIZED.search(details):
         return _oversized_message(oversized, peer)
     if error.code() not in _REFUSALS or _RESET.search(details):
         return errors.Unavailable(message)
     return _build(error.code().value[0], "", message)
+
+
+def bounded(text: str, most_bytes: int = MAX_MESSAGE_BYTES) -> str:
+    """Return a text that is short enough for an error on the wire; its end says how much was cut."""
+    if len(text) <= most_bytes // 12:  # no character takes more than twelve bytes
+        return text
+    kept = text[:most_bytes]
+    num_bytes = list(accumulate(map(_num_wire_bytes, kept)))
+    if len(kept) == len(text) and num_bytes[-1] <= most_bytes:
+        return text
+    kept = kept[: bisect_right(num_bytes, most_bytes - _CUT_BYTES)]
+    return f"{kept} ... ({len(text) - len(kept)} more characters)"
+
+
+def _num_wire_bytes(character: str) -> int:
+    """Return the bytes of a character in gRPC's status message, which escapes all but printable ASCII."""
+    if " " <= character <= "~" and character != "%":
+        return 1
+    return 3 * len(character.encode("utf-8", "replace"))
 
 
 def is_ours(error: grpc.RpcError) -> bool:
@@ -141,14 +178,30 @@ def _oversized_message(found: re.Match[str], peer: str) -> SpecdecError:
 
 
 def _is_ours(status: status_pb2.Status) -> bool:
-    infos = (detail for detail in status.details if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR))
-    return any(error_details_pb2.ErrorInfo.FromString(detail.value).domain == errors.DOMAIN for detail in infos)
+    infos = (_unpack(detail, error_details_pb2.ErrorInfo) for detail in status.details)
+    return any(info is not None and info.domain == errors.DOMAIN for info in infos)
+
+
+def _unpack(detail: any_pb2.Any, message_type: type[MessageT]) -> MessageT | None:
+    """Return a detail as a message of a type; None if it is of another type, or another program damaged it."""
+    try:
+        return message_type.FromString(detail.value) if detail.TypeName() == message_type.DESCRIPTOR.full_name else None
+    except DecodeError:
+        return None
+
+
+def _count(digits: str) -> int:
+    """Return a count of tokens in a detail; 0 for a text that is none."""
+    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else 0
 
 
 def _carried_status(error: grpc.aio.AioRpcError | grpc.Call) -> status_pb2.Status | None:
     for key, value in error.trailing_metadata() or ():
         if key == DETAILS_KEY:
-            return status_pb2.Status.FromString(value)
+            try:
+                return status_pb2.Status.FromString(value)
+            except DecodeError:
+                return None
     return None
 
 
@@ -164,7 +217,7 @@ def to_item_status(error: SpecdecError) -> common_pb2.ItemStatus:
     is_usual = error.retry_after_s == error.default_retry_after_s
     retry_after_ms = 0 if is_usual or error.retry_after_s is None else math.ceil(1e3 * error.retry_after_s)
     return common_pb2.ItemStatus(
-        code=code, reason=error.reason, message=error.message, have=have, retry_after_ms=retry_after_ms
+        code=code, reason=error.reason, message=bounded(error.message), have=have, retry_after_ms=retry_after_ms
     )
 
 
@@ -177,7 +230,9 @@ def from_item_status(status: common_pb2.ItemStatus) -> SpecdecError:
 def _build(
     code: int, reason: str, message: str, *, field: str = "", retry_after_s: float | None = None, have: int = 0
 ) -> SpecdecError:
-    known = errors.type_of_reason(reason)
+    known, message = errors.type_of_reason(reason), bounded(message)
+    if retry_after_s is not None:
+        retry_after_s = min(max(0.0, retry_after_s), _MOST_RETRY_S)
     if known is errors.KvMiss:
         return errors.KvMiss(message, have=have)
     name = code_pb2.Code.Name(code) if code in code_pb2.Code.values() else "INTERNAL"
