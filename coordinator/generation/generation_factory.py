@@ -55,6 +55,7 @@ class GenerationFactory:
         draft_timeout_s: float | None,
         kv_wait_s: float,
         recovery_s: float,
+        vocabulary_size: int,
         recorder: Recorder | None = None,
         timelines: TimelineLog | None = None,
         auditor: Auditor | None = None,
@@ -69,6 +70,7 @@ class GenerationFactory:
         self._interrupted = InterruptedTurns(store, metrics, recovery_s)
         self._draft_timeout_s = draft_timeout_s
         self._kv_wait_s = kv_wait_s
+        self._vocabulary_size = vocabulary_size
         self._recorder = recorder
         self._timelines = timelines
         self._auditor = auditor
@@ -192,7 +194,8 @@ class GenerationFactory:
             seed=sampling.seed,
             mode=identity.parameters.speculation.mode,
             num_logprobs=sampling.num_logprobs,
-            vocabulary_size=self._pools.target_info.vocabulary_size,
+            # No tokenizer knows ids beyond its own size, whatever size a target states.
+            vocabulary_size=min(self._vocabulary_size, self._pools.target_info.vocabulary_size),
             draft_timeout_s=self._draft_timeout_s,
             max_session_tokens=identity.output_start + sampling.max_new_tokens,
             kv_wait_s=self._kv_wait_s,

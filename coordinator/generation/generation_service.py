@@ -128,13 +128,14 @@ class GenerationService:
             draft_timeout_s=settings.draft_timeout_s,
             kv_wait_s=settings.admission.max_wait_s,
             recovery_s=settings.recovery_s,
+            vocabulary_size=tokenizer.vocabulary_size,
             recorder=None if learning_log is None else Recorder(learning_log, pools),
             timelines=timelines,
             auditor=auditor,
         )
         metrics.set_capacity(settings.admission.max_queue)
         metrics.watch_queue(lambda: self._admission.queue_state)
-        metrics.watch_replicas(pools.places, pools.draft_pools)
+        metrics.watch_replicas(pools.places, pools.draft_pools, pools.num_faults.copy)
         self._running: dict[SessionKey, Generation] = {}
         self._readers = SessionReaders()
         self._locks: WeakValueDictionary[SessionKey, asyncio.Lock] = WeakValueDictionary()

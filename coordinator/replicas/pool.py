@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
@@ -90,6 +91,7 @@ class ReplicaPools:
         self._has_been_ready = False
         self._targets_lost_at_s = 0.0
         self._last_target_info: EngineInfo | None = None
+        self.num_faults: Counter[tuple[str, str]] = Counter()
         self._doubt = asyncio.Event()
         self.activity = Activity(on_wake=self._doubt.set)
         self._target_described = asyncio.Event()
@@ -272,6 +274,7 @@ class ReplicaPools:
         for key in sorted(endpoints - self._replicas.keys()):
             self._replicas[key] = Replica(*key, self._open_link(*key))
             self._replicas[key].on_doubt = self._doubt.set
+            self._replicas[key].num_faults = self.num_faults
             self._replicas = dict(sorted(self._replicas.items()))
         await self._check_all()
         if known != self._replicas.keys() or not all(replica.is_alive for replica in self.all_replicas()):

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from coordinator.replicas.turn_ends import TurnEnds
-from specdec.errors import SpecdecError, Unsupported, VocabularyMismatch
+from specdec.core.limits import check_description
+from specdec.errors import Internal, SpecdecError, Unsupported, VocabularyMismatch
 from specdec.rpc.client import DraftLink, TargetLink
 from specdec.settings.pool_names import check_pool_name
 from specdec.types import EngineInfo
@@ -131,6 +133,8 @@ class Replica(Generic[LinkT]):
         """Last message logged about the replica since it last fitted."""
         self.on_doubt: Callable[[], None] = lambda: None
         """Called when the replica may differ from its last description."""
+        self.num_faults: Counter[tuple[str, str]] = Counter()
+        """Faults by role and pool, shared by all replicas of a coordinator."""
         link.on_handshake = self._shake_hands
 
     @property
@@ -190,6 +194,11 @@ class Replica(Generic[LinkT]):
     def note_draining(self) -> None:
         """Note that the replica refuses calls because it drains."""
         self._is_refusing = True
+
+    def note_failure(self, error: SpecdecError) -> None:
+        """Count a failed call of a round if the replica is at fault: its answer was invalid, or it said INTERNAL."""
+        if isinstance(error, Internal):
+            self.num_faults[self.role, self.pool] += 1
 
     def note_new_session(self) -> None:
         self._new_sessions += 1
@@ -284,7 +293,11 @@ class Replica(Generic[LinkT]):
         self._last_warning = ""
 
     def _check(self, info: EngineInfo) -> None:
-        """Raise Unsupported where the replica's limits are 0 or the names of its pools are invalid."""
+        """Raise Unsupported where a value of the description is out of range or a name of a pool is invalid."""
+        try:
+            check_description(info)
+        except ValueError as error:
+            raise Unsupported(f"{self.role} replica at {self.address}: {error}") from error
         if not (info.max_gamma and info.max_context_tokens):
             raise Unsupported(
                 f"{self.role} replica at {self.address} allows {info.max_gamma} draft tokens and "

@@ -61,7 +61,8 @@ def check_verification(
     """
     rows = verification.rows
     chosen = pack_rows(rows).tail_token_ids if rows else verification.choice_token_ids.tolist()
-    _check_ids(chosen, vocabulary_size, f"target {address}")
+    top_ids = [int(row.top_token_ids.max(initial=0)) for row in verification.logit_rows]
+    _check_ids([*chosen, *top_ids], vocabulary_size, f"target {address}")
     if local is not None and verification.drafted is not None:
         check_proposal(
             verification.drafted,

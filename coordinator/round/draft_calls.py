@@ -158,6 +158,8 @@ class DraftCalls:
         # The metrics count late drafts, each of which costs one round; other failures need attention.
         level = logging.INFO if cause == "late" else logging.WARNING
         _log.log(level, "draft replica %s failed to draft: %s", replica.address, str(error) or cause)
+        if isinstance(error, SpecdecError):
+            replica.note_failure(error)
         if cause == "REPLICA_UNAVAILABLE":
             replica.fail(error)
         self._replicas.forget_draft()

@@ -145,6 +145,7 @@ class TargetCalls:
         if isinstance(error, StaleEpoch):
             raise failure
         _log.warning("target replica %s failed to verify: %s", replica.address, error)
+        replica.note_failure(error)
         if error.reason == "REPLICA_UNAVAILABLE":
             replica.fail(error)
         elif error.reason == "DRAINING":

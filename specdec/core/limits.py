@@ -1,7 +1,8 @@
-"""Range checks of sampling filters and token ids that hold for every replica of a vocabulary.
+"""Range checks that hold for every replica: of sampling filters, of token ids, and of a replica's own description.
 
-`specdec.rpc.rounds` and `specdec.engine.sessions.request_checks` call them, so a replica's wire and its engine refuse
-the same values. The limits of a client's request are checked by the coordinator.
+`specdec.rpc.rounds` and `specdec.engine.sessions.request_checks` check requests, so a replica's wire and its engine
+refuse the same values. The limits of a client's request are checked by the coordinator. The registry and the
+coordinator check descriptions.
 """
 
 from __future__ import annotations
@@ -9,9 +10,18 @@ from __future__ import annotations
 import math
 
 from specdec.errors import InvalidRequest
-from specdec.types import SamplingFilters, TokenIds
+from specdec.types import EngineInfo, SamplingFilters, TokenIds
 
 _FEW = 32
+
+#: Longest text in a replica's description; a model may be a long path.
+MAX_NAME_CHARACTERS = 4096
+
+#: Largest number of draft tokens in a round of any replica.
+MAX_GAMMA = 256
+
+#: Longest time that a replica may expect of a step.
+_MOST_STEP_S = 86_400.0
 
 
 def check_filters(filters: SamplingFilters, vocabulary_size: int) -> None:
@@ -65,3 +75,23 @@ def check_token_ids(token_ids: TokenIds, vocabulary_size: int, field: str) -> No
         raise InvalidRequest(
             f"{field} holds token id {largest}; the vocabulary has {vocabulary_size} tokens", field=field
         )
+
+
+def check_description(info: EngineInfo) -> None:
+    """Refuse a replica's description with a value that no replica can have.
+
+    Raises:
+        ValueError: the message names the field, its value and its limit.
+    """
+    limits = (
+        ("kv_usage", info.kv_usage, 0.0 <= info.kv_usage <= 1.0, "in 0..1"),
+        ("step_limit_s", info.step_limit_s, 0.0 <= info.step_limit_s <= _MOST_STEP_S, f"in 0..{_MOST_STEP_S:g}"),
+        ("max_gamma", info.max_gamma, info.max_gamma <= MAX_GAMMA, f"at most {MAX_GAMMA}"),
+    )
+    for name, value, holds, limit in limits:
+        if not holds:
+            raise ValueError(f"{name} is {value}; it must be {limit}")
+    for name in EngineInfo.__dataclass_fields__:
+        value, most = getattr(info, name), MAX_NAME_CHARACTERS
+        if isinstance(value, str | tuple) and len(value) > most:
+            raise ValueError(f"{name} has a length of {len(value)}; the limit is {most}")

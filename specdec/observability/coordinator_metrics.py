@@ -8,7 +8,7 @@ series of the rounds. Everything is updated from the coordinator's event loop, e
 from __future__ import annotations
 
 from collections import Counter as Multiset
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import Counter
 from prometheus_client.core import Metric
@@ -50,6 +50,7 @@ class CoordinatorMetrics:
         self.genai: GenAiMetrics | None = None
         """Records the ends of requests once more, for a collector; None: they are not sent."""
         self._list_replicas: Callable[[], Iterable[ReplicaPlace]] = tuple
+        self._count_faults: Callable[[], Mapping[tuple[str, str], int]] = dict
         self._known_places = {("draft", ""), ("target", "")}
         """Roles with their pools that have been seen; their series stay."""
         self._list_pools: Callable[[], Iterable[str]] = tuple
@@ -139,10 +140,14 @@ class CoordinatorMetrics:
         self._read_queue = read
 
     def watch_replicas(
-        self, replicas: Callable[[], Iterable[ReplicaPlace]], pools: Callable[[], Iterable[str]]
+        self,
+        replicas: Callable[[], Iterable[ReplicaPlace]],
+        pools: Callable[[], Iterable[str]],
+        faults: Callable[[], Mapping[tuple[str, str], int]] = dict,
     ) -> None:
-        """Read the replicas, and the names of all draft pools, at every scrape. Both are called in its thread."""
-        self._list_replicas, self._list_pools = replicas, pools
+        """Read the replicas, the names of all draft pools, and the faults by role and pool at every scrape, in its
+        thread."""
+        self._list_replicas, self._list_pools, self._count_faults = replicas, pools, faults
 
     def watch_store(self, num_errors: Callable[[], int]) -> None:
         """Read the number of failed calls of the session store at every scrape, in its thread."""
@@ -254,6 +259,16 @@ class CoordinatorMetrics:
             ],
         )
 
+        faults = self._count_faults()
+        yield self._series.counter_family(
+            "replica_faults",
+            "Calls of rounds that a replica answered with INTERNAL, or with an answer that was refused.",
+            [
+                ({"role": role, "pool": pool}, faults.get((role, pool), 0))
+                for role, pool in sorted(self._known_places | set(faults))
+            ],
+        )
+
     def _queue(self) -> Iterator[Metric]:
         num_waiting, num_slots, wait_s = self._read_queue()
         gauge = self._series.gauge_family
@@ -263,5 +278,7 @@ class CoordinatorMetrics:
 
     def _store_errors(self) -> Iterator[Metric]:
         yield self._series.counter_family(
-            "store_errors", "Calls of the session store that failed after their retries.", self._count_store_errors()
+            "store_errors",
+            "Calls of the session store that failed after their retries.",
+            [({}, self._count_store_errors())],
         )

@@ -135,9 +135,9 @@ class EngineState:
         yield counter(
             "kv_exhausted",
             "Calls that were refused because the KV blocks were reserved for other turns, or too few.",
-            exhausted,
+            [({}, exhausted)],
         )
-        yield counter("num_preemptions", "Admitted calls that gave up their KV and ran it again.", preempted)
+        yield counter("num_preemptions", "Admitted calls that gave up their KV and ran it again.", [({}, preempted)])
 
     def _description(self, info: EngineDescription | None) -> Iterator[Metric]:
         num_sessions = 0 if info is None else info.num_sessions

@@ -88,10 +88,11 @@ class ServiceSeries:
             family.add_metric((*self._labels.values(), *(labels[label] for label in names)), value)
         return family
 
-    def counter_family(self, name: str, text: str, value: float) -> Metric:
-        """Return a counter without further labels as scraped."""
-        family = CounterMetricFamily(PREFIX + name, text, labels=tuple(self._labels))
-        family.add_metric(tuple(self._labels.values()), value)
+    def counter_family(self, name: str, text: str, samples: Sequence[tuple[Mapping[str, str], float]]) -> Metric:
+        """Return a counter as scraped; every sample has the same further labels."""
+        family = CounterMetricFamily(PREFIX + name, text, labels=(*self._labels, *samples[0][0]))
+        for labels, value in samples:
+            family.add_metric((*self._labels.values(), *labels.values()), value)
         return family
 
 

@@ -20,10 +20,16 @@ from specdec.core.packed import PackedSupports, locate_drawn
 from specdec.errors import Internal
 from specdec.rpc.arrays import cut, decode_supports, encode_supports, gather, split, to_bytes, token_ids
 from specdec.rpc.stages import decode_stages
-from specdec.types import MAX_SUPPORT, Proposal, ProposeRequest, Support
+from specdec.types import MAX_SUPPORT, Proposal, ProposeRequest, SessionPosition, Support
 from specdec.v1 import draft_pb2
 
 AnswerT = TypeVar("AnswerT")
+
+#: Largest lost mass that is accepted: a replica sums shares in float32.
+_MOST_LOST = 1.001
+
+#: Longest time that a reply may state for a step; every real one is far shorter.
+_MOST_FORWARD_S = 86_400.0
 
 
 def encode_proposal(proposal: Proposal, call_id: int) -> draft_pb2.Proposal:
@@ -60,8 +66,12 @@ def read_proposals(messages: Sequence[draft_pb2.Proposal], requests: Sequence[Pr
         for token_ids_, request in zip(drafted, requests, strict=True)
     ]
     columns = list(zip(messages, drafted, _read_supports(messages, drawn), strict=True))
-    if any(len(message.lost_mass) not in (0, len(token_ids_)) for message, token_ids_, _ in columns):
-        raise ValueError("lost_mass does not hold one number per draft token")
+    for message, request in zip(messages, requests, strict=True):
+        if len(message.lost_mass) not in (0, len(message.draft_token_ids)):
+            raise ValueError("lost_mass does not hold one number per draft token")
+        if not all(0.0 <= lost <= _MOST_LOST for lost in message.lost_mass):
+            raise ValueError("a lost_mass outside 0..1")
+        check_progress(message, request.position)
     return [
         Proposal(
             draft_token_ids=token_ids(token_ids_),
@@ -111,6 +121,22 @@ def _read_supports(messages: Sequence[draft_pb2.Proposal], drawn: Sequence[list[
         strict=True,
     )
     return [PackedSupports(*column) if len(column[0]) else () for column in columns]
+
+
+def check_progress(message: Any, position: SessionPosition) -> None:
+    """Refuse a reply whose counts or times no step can have.
+
+    Args:
+        message: a Proposal or a Verification.
+        position: the session in its request.
+
+    Raises:
+        ValueError: `num_cached_tokens` or `forward_s` is out of range.
+    """
+    if message.num_cached_tokens > position.committed_len:
+        raise ValueError(f"num_cached_tokens is {message.num_cached_tokens} of {position.committed_len} tokens")
+    if not 0.0 <= message.forward_s <= _MOST_FORWARD_S:  # NaN fails every comparison
+        raise ValueError(f"forward_s is {message.forward_s}; it must be 0 to {_MOST_FORWARD_S:g}")
 
 
 def each_alone(

@@ -9,6 +9,7 @@ Wire format: protos/specdec/v1/target.proto. Numbers in `bytes` fields are littl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
@@ -18,10 +19,13 @@ from numpy.typing import NDArray
 from specdec.core.packed import NO_IDS, PackedIds, PackedRows, pack_supports
 from specdec.errors import Internal
 from specdec.rpc.arrays import cut, encode_supports, from_bytes, gather, split, to_bytes, token_ids
-from specdec.rpc.proposals import each_alone, read_proposals
+from specdec.rpc.proposals import check_progress, each_alone, read_proposals
 from specdec.rpc.stages import decode_stages
 from specdec.types import WEIGHT_TOTAL, LogitRow, Proposal, ProposeRequest, Verification, VerifyRequest
 from specdec.v1 import draft_pb2, target_pb2
+
+#: Rounding by which a logit may exceed its row's logsumexp.
+_LOGIT_SLACK = 0.01
 
 _NO_PROBABILITIES = np.zeros(0)
 _NO_PROBABILITIES.setflags(write=False)
@@ -132,6 +136,7 @@ def _row_sizes(request: VerifyRequest) -> list[int]:
 def _read_verification(
     message: target_pb2.Verification, request: VerifyRequest, rows: PackedRows | None, drafted: Proposal | None
 ) -> Verification:
+    check_progress(message, request.position)
     num_positions = len(request.draft_token_ids) + 1
     choices, probabilities = NO_IDS, _NO_PROBABILITIES
     if rows is not None:
@@ -146,6 +151,7 @@ def _read_verification(
         sizes = [*(len(ids) for ids in request.support_ids), 0] if rows else [0] * num_positions
         tails = [token_id >= 0 for token_id in rows.tail_token_ids] if rows else [True] * num_positions
         logit_rows = _decode_logits(message.logits, sizes, tails, request.num_logprobs)
+        _check_logits(logit_rows, rows)
     return Verification(
         choice_token_ids=choices,
         choice_probabilities=probabilities,
@@ -232,6 +238,26 @@ def _decode_logits(
             support, tails, logsumexps, split(top_ids, num_top), top_logits, strict=True
         )
     )
+
+
+def _check_logits(logit_rows: Sequence[LogitRow], rows: PackedRows | None) -> None:
+    """Refuse logits that give a logprob above 0, or an emitted token none. A token that p gives nothing may have -inf.
+
+    Raises:
+        ValueError: a logit or a logsumexp is NaN, infinite, or above what its row allows.
+    """
+    for index, row in enumerate(logit_rows):
+        has_tail = rows is None or rows.tail_token_ids[index] >= 0
+        is_emitted = slice(0) if rows is None else rows.row_weights(index)[:-1] > 0
+        emitted = [row.support_logits[is_emitted], [row.tail_logit] if has_tail else ()]
+        most = row.logsumexp + _LOGIT_SLACK
+        if not (
+            math.isfinite(row.logsumexp)
+            and np.isfinite(np.concatenate(emitted)).all()
+            # NaN fails every comparison.
+            and (np.concatenate([*emitted, row.support_logits, row.top_logits]) <= most).all()
+        ):
+            raise ValueError(f"a logit of position {index} is not finite, or above the logsumexp {row.logsumexp}")
 
 
 def _expect(holds: bool, message: str) -> None:

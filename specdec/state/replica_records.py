@@ -15,6 +15,7 @@ from dataclasses import asdict, fields
 from functools import cache
 from typing import Any, Protocol, get_type_hints
 
+from specdec.core.limits import MAX_NAME_CHARACTERS, check_description
 from specdec.errors import InvalidRequest
 from specdec.settings.addresses import check_dialable
 from specdec.settings.cluster_names import DEFAULT_CLUSTER
@@ -23,8 +24,6 @@ from specdec.types import WIRE_NAMES, EngineInfo
 
 MAX_RECORD_BYTES = 32 << 10
 MAX_REPLICA_ID_BYTES = 256
-#: Longest other name; a model may be a long path.
-_MAX_NAME_CHARACTERS = 4096
 _MAX_EOS_TOKEN_IDS = 1024
 _MAX_NAMES = 64
 _MAX_COUNT = (1 << 63) - 1
@@ -92,7 +91,9 @@ def decode_record(text: bytes, *, signer: Signer | None = None, cluster: str = D
             for field, (wire_name, read) in _engine_fields().items()
             if wire_name in engine
         }
-        return ReplicaRecord(_address(address), EngineInfo(**values))
+        info = EngineInfo(**values)
+        check_description(info)
+        return ReplicaRecord(_address(address), info)
     except ValueError as error:
         raise ValueError(_plain(str(error))) from error
     except (AttributeError, IndexError, KeyError, TypeError, RecursionError) as error:
@@ -145,8 +146,8 @@ def _engine_fields() -> Mapping[str, tuple[str, Callable[[str, Any], Any]]]:
 
 
 def _name(field: str, value: Any) -> str:
-    if not isinstance(value, str) or len(value) > _MAX_NAME_CHARACTERS:
-        raise ValueError(f"{field} is not a text of at most {_MAX_NAME_CHARACTERS} characters")
+    if not isinstance(value, str) or len(value) > MAX_NAME_CHARACTERS:
+        raise ValueError(f"{field} is not a text of at most {MAX_NAME_CHARACTERS} characters")
     value.encode()  # raises for a lone surrogate, which cannot be encoded
     return value
 

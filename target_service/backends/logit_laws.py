@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.core.reference import processed_logits
+from specdec.errors import Internal
 from target_service.backends.contract import Law, Question, TopTokens
 from target_service.backends.top_laws import law_of, may_decide
 
@@ -45,8 +46,14 @@ def _law(row: NDArray[np.float32], question: Question, index: int) -> Law:
 
 
 def top_tokens(scores: NDArray[np.floating[Any]], num_top: int) -> TopTokens:
-    """Return the likeliest tokens, lower ids first among equal ones, with logarithms of their probabilities."""
+    """Return the likeliest tokens, lower ids first among equal ones, with logarithms of their probabilities.
+
+    Raises:
+        Internal: a logit is NaN, or none is finite.
+    """
     maximum = scores.max()
+    if not np.isfinite(maximum):  # NaN wins every maximum
+        raise Internal("the engine returned logits that are not finite")
     logsumexp = float(maximum + np.log(np.exp(scores - maximum).sum()))
     if num_top < len(scores):
         cut = np.partition(scores, len(scores) - num_top)[len(scores) - num_top]

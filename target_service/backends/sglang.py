@@ -187,6 +187,8 @@ def _top_tokens(row: Any, num_top: int) -> TopTokens:
         entries = {int(token_id): float(logprob) for logprob, token_id, *_ in row}
     except (TypeError, ValueError) as error:
         raise Internal("SGLang returned a row that is not a list of logprobs") from error
+    if not all(0 <= token_id < 1 << 32 for token_id in entries):
+        raise Internal("SGLang returned logprobs of token ids that are none")
     ordered = sorted(entries.items(), key=lambda entry: (-entry[1], entry[0]))[:num_top]
     logits = np.array([logprob for _, logprob in ordered])
     if not len(ordered) or np.isnan(logits).any() or not np.isfinite(logits[0]) or np.exp(logits).sum() > 1.001:

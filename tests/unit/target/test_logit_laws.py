@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.core.reference import filtered_distribution
+from specdec.errors import Internal
 from specdec.types import DrawRule, SamplingFilters, SessionPosition
 from target_service.backends.contract import Question
 from target_service.backends.logit_laws import laws_of, top_tokens
@@ -53,3 +55,12 @@ def test_the_likeliest_tokens_are_ordered_and_lower_ids_come_first_among_equal_o
     top = top_tokens(scores, num_top)
     assert top.token_ids.tolist() == np.argsort(-scores, kind="stable")[:num_top].tolist()
     np.testing.assert_allclose(np.exp(top_tokens(scores, 40).logits).sum(), 1.0)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("num_top", [1, 40])
+def test_logits_that_are_not_finite_are_refused(value: float, num_top: int) -> None:
+    scores = np.zeros(40)
+    scores[7 if value != -np.inf else slice(None)] = value
+    with pytest.raises(Internal, match="not finite"):
+        top_tokens(scores, num_top)
