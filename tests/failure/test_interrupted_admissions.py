@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from typing import Any
 
 import grpc
@@ -94,22 +93,20 @@ async def test_the_next_turn_waits_for_the_clean_up_of_an_abandoned_turn() -> No
 
 
 async def test_readers_and_deletions_are_not_delayed_by_turns_that_wait_for_the_session() -> None:
-    """Each waiting turn waits a quarter of a second, and all wait at the same time."""
-    async with asyncio.timeout(30), Rig(drafts=0) as rig:
+    """Each of 400 turns waits a quarter of a second: all at the same time, or the test times out."""
+    async with asyncio.timeout(60), Rig(drafts=0) as rig:
         coordinator = await rig.coordinator()
         run = coordinator.stub.Generate(request(session_id="s", request_id="a", max_new_tokens=400, ignore_eos=True))
         await read_until(run, 1)
         rig.target.worker.gate.clear()
         others = [
             asyncio.create_task(reason_of(coordinator, request(session_id="s", request_id=f"b{index}")))
-            for index in range(20)
+            for index in range(400)
         ]
         await asyncio.sleep(0.1)
-        began = time.monotonic()
         resumed = coordinator.stub.Generate(pb.GenerateRequest(session_id="s", request_id="a", resume_from=1))
         await resumed.read()
         assert set(await asyncio.gather(*others)) == {"SESSION_BUSY"}
-        assert time.monotonic() - began < 2.0  # one after the other they would take five seconds
         rig.target.worker.gate.set()
         run.cancel()
         resumed.cancel()

@@ -3,9 +3,10 @@ MODULE DIR`.
 
 Runs the `main` of MODULE with the arguments that follow, on the worker that it loads itself. Before every step that
 worker looks at three files in DIR: while `hang` is there the step waits; the text of `fail` is raised as RuntimeError;
-the text of `slow` is the number of seconds that the step takes longer. The first two take effect with the first step
-that reaches position HEALTHY_TOKENS of a session, and last while a file is there. So a test can injure the device
-before its request begins, and the request gets that far on any machine. Called by tests that need a process.
+the text of `slow` is the number of seconds that the step takes longer, and the number that it takes longer for each of
+its sequences, if there is a second one. The first two take effect with the first step that reaches position
+HEALTHY_TOKENS of a session, and last while a file is there. So a test can injure the device before its request begins,
+and the request gets that far on any machine. Called by tests that need a process.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class InjuredWorker(Worker):
         if self._is_injured:
             self._suffer()
         with contextlib.suppress(FileNotFoundError):
-            time.sleep(float((self._directory / "slow").read_text()))
+            step_s, *sequence_s = map(float, (self._directory / "slow").read_text().split())
+            time.sleep(step_s + sum(sequence_s) * len(plan.slices))
         return self._worker.execute(plan)
 
     def _suffer(self) -> None:

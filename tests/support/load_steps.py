@@ -44,6 +44,9 @@ NUM_KV_BLOCKS = 192
 LONG_TOKENS, SHORT_TOKENS, NUM_SHORT, IDLE_TOKENS = 104 * BLOCK_TOKENS, 20 * BLOCK_TOKENS, 8, 4 * BLOCK_TOKENS
 #: Time that a step of the target takes, and takes while its device is slow, beyond its computation.
 STEP_S, SLOW_STEP_S = 0.2, 0.6
+#: Time that a step of the draft takes for each of its sequences, beyond its computation, which takes a few milliseconds
+#: a second and depends on what else the machine does: a busy draft must be seen beside that.
+DRAFT_SEQUENCE_S = 0.001
 
 
 class Reader:
@@ -135,10 +138,11 @@ def started(directory: Path) -> Iterator[tuple[Stack, Injured, RedisServer]]:
         ],
     )  # fmt: skip
     (directory / "injuries").mkdir()
-    injured = Injured(stack, directory / "injuries", ["target"])
+    injured = Injured(stack, directory / "injuries")
     try:
         with stack:
             injured.injure("target", "slow", str(STEP_S))
+            injured.injure("draft", "slow", f"0 {DRAFT_SEQUENCE_S}")
             yield stack, injured, redis
     finally:
         redis.stop()
