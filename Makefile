@@ -27,7 +27,8 @@ export PYTHONDONTWRITEBYTECODE :=
 # Three workers on two cores, because tests wait as well as compute: whole files each (a file shares its processes), one
 # thread apiece. In the order of folders: the many short files of tests/unit come last, so that no worker waits long for
 # the others.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
+RUNNER := pytest
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m $(RUNNER) -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 
 # Tests that need a GPU, real models, other engines or root have targets of their own.
 NO_EXTRAS := not gpu and not real and not engines and not pods
@@ -316,9 +317,10 @@ environments: $(STAMP) $(DOCS_VENV)/.installed $(PROTOC_VENV)/.installed $(K8S_V
 programs:
 	@MAKEFLAGS= $(MAKE) --no-print-directory browser prometheus redis
 
-ci:  ## what CI runs
+ci:  ## what CI runs: a test that fails runs once more, alone, and is listed in tests/flaky.txt if it passes then
 	@$(MAKE) -j4 --no-print-directory environments
-	@$(MAKE) --no-print-directory lint type proto-check docs k8s-validate test
+	@$(MAKE) --no-print-directory lint type proto-check docs k8s-validate
+	@$(MAKE) --no-print-directory test RUNNER='tests.support.flaky tests/flaky.txt'
 
 clean:  ## forget environments and caches
 	@! mountpoint -q .pods/storage/overlay 2>/dev/null || umount --recursive .pods/storage/overlay
