@@ -7,8 +7,10 @@ from __future__ import annotations
 
 if __name__ == "__main__":  # loading what follows takes a second, and a model longer
     from specdec.settings.early_signals import end_on_sigterm
+    from specdec.settings.standard_streams import never_wait_for_readers
 
     end_on_sigterm()
+    never_wait_for_readers()
 
 import asyncio
 import logging

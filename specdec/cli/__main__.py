@@ -217,7 +217,9 @@ def main() -> NoReturn:
     command = _command_of(sys.argv[1:])
     if command in ("up", "serve"):
         from specdec.cli.control_folder import mark_starting
+        from specdec.settings.standard_streams import never_wait_for_readers
 
+        never_wait_for_readers()
         mark_starting()
     if command != "none":
         with (

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from specdec.errors import InvalidRequest, Unavailable, Unsupported
 from specdec.rpc.channels import dial_blocking
 from specdec.settings.addresses import check_dialable
+from specdec.settings.standard_streams import output_stream
 
 #: Time in which the head of a cluster must answer.
 ANSWER_TIMEOUT_S = 5.0
@@ -36,7 +37,7 @@ def seclude() -> TextIO:
         from now on. Ray's own messages are in its logs on each node.
     """
     os.chdir("/")
-    own = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
+    own = output_stream(os.dup(1))
     void = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(void, descriptor)

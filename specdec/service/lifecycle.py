@@ -29,6 +29,7 @@ from specdec.rpc.ticks import tick
 from specdec.service.model_grace import ModelGrace
 from specdec.settings.addresses import advertised_address
 from specdec.settings.base import ReplicaSettings, ServiceSettings
+from specdec.settings.standard_streams import flush_outputs
 from specdec.types import EngineInfo
 
 #: Interval of the checks whether the device hangs.
@@ -257,4 +258,5 @@ def end_process(exit_code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # the reader is gone
             stream.flush()
+    flush_outputs()
     os._exit(exit_code)

@@ -35,6 +35,7 @@ _HOST = "127.0.0.1"
 _LEAVE_S = 5.0
 #: Time for the other ranks to notice that the first one has ended.
 _FOLLOW_S = 2.0
+_READ_BYTES = 1 << 16
 #: Time to end after the drain time of calls in flight.
 _CLOSE_S = 10.0
 
@@ -119,7 +120,7 @@ class Ranks:
                 serving = asyncio.create_task(self._note_serving(first))
                 await asyncio.wait({stopping, *ended}, return_when=asyncio.FIRST_COMPLETED)
                 if first.returncode is not None:
-                    await serving  # the rank's pipe is closed
+                    await asyncio.wait({serving}, timeout=_FOLLOW_S)  # the pipe closes with the rank's processes
                 serving.cancel()
             if stop.is_set():
                 _ask_to_end(first)
@@ -150,6 +151,9 @@ class Ranks:
 
     async def _note_serving(self, first: Process) -> None:
         self.has_served = await _line(first, b"serving") is not None
+        assert first.stdout is not None
+        while await first.stdout.read(_READ_BYTES):  # what libraries print later must not fill the pipe
+            pass
 
 
 async def _line(process: Process, prefix: bytes) -> bytes | None:

@@ -15,7 +15,7 @@ from specdec.supervision.service_process import outcome_of, start_service
 from specdec.supervision.services import STOP_GRACE_S, Service
 
 #: Time to read the last lines of a child that has ended. A grandchild may hold the pipe open for longer.
-_LAST_LINES_S = 1.0
+_LAST_LINES_S = 5.0
 #: A service listens seconds after its port was chosen. By then a connection may have taken any port of the system's
 #: ephemeral range, which begins at 32,768 on Linux and at 49,152 elsewhere.
 _PORTS = range(20_000, 30_000)
@@ -93,7 +93,8 @@ class Child(Service):
 
     def last_words(self) -> str:
         """Return the last line that says why the child ended, or its exit code."""
-        self._reader.join()
+        self._process.wait()
+        self._reader.join(_LAST_LINES_S)
         return self._held_words() or f"exit code {self._process.returncode}"
 
     def ask_to_stop(self) -> None:
@@ -107,8 +108,10 @@ class Child(Service):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._reader.join()
-        for pipe in (self._process.stdin, self._process.stdout):
+        self._reader.join(_LAST_LINES_S)
+        # A file that a thread reads cannot be closed. The reader ends with the grandchild that holds the pipe.
+        pipes = (self._process.stdin, None if self._reader.is_alive() else self._process.stdout)
+        for pipe in pipes:
             if pipe is not None:
                 pipe.close()
 
