@@ -69,7 +69,7 @@ async def _begun(store: RedisSessionStore, session_id: str) -> Lease:
 async def _commit_rounds(store: RedisSessionStore, leases: Sequence[Lease]) -> None:
     tokens = np.arange(_TOKENS_PER_ROUND, dtype=np.uint32)
     for index in range(_NUM_ROUNDS):
-        commit = Commit(index, index * _TOKENS_PER_ROUND, tokens, "{}", None)
+        commit = Commit(index, index * _TOKENS_PER_ROUND, tokens, "{}", None, bytes(16))
         for error in await store.commit_all([(lease, commit) for lease in leases]):
             if error is not None:
                 raise error

@@ -132,7 +132,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         if record is None:
             raise no_session(session_id)
         token_ids = await store.read_tokens(session_id) if request.include_token_ids else ()
-        return encode_session(record, token_ids)
+        return encode_session(record, token_ids[: record.num_tokens])
 
     async def DeleteSession(  # noqa: N802
         self, request: coordinator_pb2.DeleteSessionRequest, context: Any

@@ -86,7 +86,10 @@ class HeldSession:
             self.note_prefixes()
             # After SessionLost the log lacks tokens that were shown, so that the session is not left in order.
             is_in_order = not isinstance(error, SessionLost)
-            await self._store.release(self._turn.lease, left=is_in_order, locations=self.replicas.locations)
+            num_tokens = self._turn.identity.output_start + num_shown
+            await self._store.release(
+                self._turn.lease, left=is_in_order, num_tokens=num_tokens, locations=self.replicas.locations
+            )
         except NotFound as deletion:
             return deletion
         except SpecdecError as failure:

@@ -134,6 +134,7 @@ class LogRepair:
         """Return the tokens that the store lost. Raises SessionLost when the tail does not continue the stored ones."""
         is_same_turn = record.request is not None and record.request.request_id == tail.request.request_id
         stored = await self._store.of_tenant(tail.lease.tenant).read_tokens(record.session_id, tail.base)
+        stored = stored[: max(0, record.num_tokens - tail.base)]
         is_prefix = record.num_tokens >= tail.base and np.array_equal(stored, tail.token_ids[: len(stored)])
         # A record of an older turn may hold other tokens before `tail.base`: a later turn may have cut them away.
         if not is_prefix or (tail.base > 0 and not is_same_turn):

@@ -10,19 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from coordinator.generation.accounting import Account
-from coordinator.generation.request_log import encode_stats
+from coordinator.generation.request_log import encode_stats, record_of
 from coordinator.generation.request_trace import RequestTrace
 from coordinator.generation.stream import OutputStream
 from coordinator.generation.turn import Turn
 from coordinator.round.outcome import RoundOutcome
 from coordinator.round.timeline import RoundTimeline, TimelineLog
 from coordinator.text.output import OutputStep
-from specdec.errors import LeaseLost, SessionLost, SpecdecError, Unavailable
+from specdec.errors import SessionLost, SpecdecError, Unavailable
 from specdec.state.store import Commit, Lease, SessionStore
 
 #: Pauses between attempts of a commit while the store refuses connections; the lease outlives their sum. Where one
@@ -176,6 +177,7 @@ class Publisher:
                 token_ids=np.array(output.token_ids, dtype=np.uint32),
                 stats_json=encode_stats(self._account.stats),
                 finish_reason=output.finish_reason,
+                chain_hash=self._turn.tokens.prefix_hash(decided.base_len + len(output.token_ids)),
             )
         )
 
@@ -205,24 +207,31 @@ class Publisher:
         except (SessionLost, Unavailable) as failure:
             error: SpecdecError = failure
         for pause_s in _RETRY_PAUSES_S:
-            if isinstance(error, SessionLost):
-                await self._repair(commit.base_len)
-            elif time.monotonic() - began_s > lease.ttl_s:
-                break
-            else:
+            if isinstance(error, Unavailable):
+                if time.monotonic() - began_s > lease.ttl_s:
+                    break
                 await asyncio.sleep(pause_s)
             try:
+                if isinstance(error, SessionLost):
+                    await self._repair(commit)
                 return await self._store.commit(lease, commit)
             except (SessionLost, Unavailable) as failure:
                 error = failure
         raise error
 
-    async def _repair(self, base_len: int) -> None:
-        """Append the tokens that the store has lost, of the first `base_len` of the session, from this turn's copy."""
-        session_id = self._turn.lease.session_id
-        record = await self._store.load(session_id)
-        if record is None:
-            raise LeaseLost(f"session {session_id} is gone from the store")
-        lost = self._turn.tokens.tail(record.num_tokens)[: base_len - record.num_tokens]
-        _log.warning("appending tokens that the store lost: session=%s num_tokens=%d", session_id, len(lost))
-        await self._store.repair(self._turn.lease, base_len=record.num_tokens, token_ids=lost)
+    async def _repair(self, commit: Commit) -> None:
+        """Write what the store has lost of this turn before a round, its beginning included, from this turn's copy.
+
+        A store that lost the beginning of the turn holds the log of an older turn, which may have other tokens.
+        """
+        turn, lease = self._turn, self._turn.lease
+        record = await self._store.load(lease.session_id)
+        stored = (await self._store.read_tokens(lease.session_id))[: record.num_tokens if record else 0]
+        held = turn.tokens.tail(0)[: commit.base_len]
+        num_compared = min(len(stored), len(held))
+        is_other = stored[:num_compared] != held[:num_compared]
+        keep = int(is_other.argmax()) if is_other.any() else num_compared
+        lost = held[keep:]
+        _log.warning("writing tokens that the store lost: session=%s num_tokens=%d", lease.session_id, len(lost))
+        request = replace(record_of(turn.identity), stats_json=commit.stats_json)
+        await self._store.begin_request(lease, request, keep=keep, token_ids=lost, round_id=commit.round_id)

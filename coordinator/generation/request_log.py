@@ -19,6 +19,7 @@ from coordinator.requests import (
     RequestStats,
     SpeculationChoice,
 )
+from coordinator.round.tokens import SessionTokens
 from coordinator.text.output import OutputStep, OutputWriter
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.errors import InvalidRequest, NotFound, SessionLost
@@ -83,17 +84,36 @@ async def read_logged_request(
 async def _read_turn(store: SessionStore, session_id: str) -> tuple[SessionRecord, list[int]]:
     """Return a record with a request, and the tokens of the same turn. Raises NotFound where a request is missing.
 
-    Record and tokens are two reads. They are repeated where the session has changed its owner or its request between
-    them, since the tokens may then belong to another turn, or to a new session of the same id. A coordinator that takes
-    a session raises its epoch before it writes the next request.
+    Raises SessionLost as `check_sealed`.
+
+    Record and tokens are two reads. They are repeated if the session has changed its owner or its request between them,
+    since the tokens may then belong to another turn, or to a new session of the same id; and if the tokens are fewer
+    than the record has, since the store may have lost writes. A coordinator that takes a session raises its epoch
+    before it writes the next request.
     """
     record, token_ids = await store.load(session_id), []
     while record is not None and record.request is not None:
         token_ids = (await store.read_tokens(session_id)).tolist()
         before, record = record, await store.load(session_id)
-        if record is not None and _writer_of(record) == _writer_of(before):
+        is_same = record is not None and _writer_of(record) == _writer_of(before)
+        if is_same and len(token_ids) >= before.num_tokens:
+            del token_ids[before.num_tokens :]
+            check_sealed(before, token_ids)
             return before, token_ids
     raise NotFound(f"session {session_id} has no request to resume", field="session_id")
+
+
+def check_sealed(record: SessionRecord, token_ids: Sequence[int]) -> None:
+    """Raise SessionLost unless `token_ids`, as read from the log, are those that were committed."""
+    if (seal := record.seal) is None:
+        return
+    if len(token_ids) < seal.num_tokens or (
+        seal.chain_hash and SessionTokens(token_ids).prefix_hash(len(token_ids)) != seal.chain_hash
+    ):
+        raise SessionLost(
+            f"the store has changed the log of session {record.session_id}: its {len(token_ids)} tokens are not the "
+            f"{seal.num_tokens} that were committed"
+        )
 
 
 def _writer_of(record: SessionRecord) -> tuple[int, str | None]:

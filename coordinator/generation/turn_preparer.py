@@ -22,7 +22,9 @@ from coordinator.generation.request_log import (
     check_expected,
     check_held,
     check_left,
+    check_sealed,
     decode_parameters,
+    encode_stats,
     read_logged_request,
     record_of,
 )
@@ -104,14 +106,17 @@ class TurnPreparer:
             NotFound: the draft pool does not exist (POOL_NOT_FOUND), or the session was deleted in the meantime.
             ResourceExhausted: what `begin_tokens` raises (QUOTA_EXCEEDED).
             SessionBusy: another coordinator has changed the session in the meantime.
-            SessionLost: the session does not hold what the caller expects.
+            SessionLost: the session does not hold what the caller expects, or not what was committed.
             Unavailable: no target replica or no store can be reached.
         """
         key, session_id = request.key, request.session_id
         store = self._store.of_tenant(key.tenant)
         await wait_for_any_target(self._pools)
         draft_pool = self._pools.route_draft(request.speculation.draft_pool, is_settled=not self._routes_drafts)
-        held = await store.read_tokens(session_id) if record else np.empty(0, np.uint32)
+        held = np.empty(0, np.uint32)
+        if record is not None:
+            held = (await store.read_tokens(session_id))[: record.num_tokens]
+            check_sealed(record, held.tolist())
         check_expected(request.expected_session_tokens, session_id, len(held) if record else None)
         check_left(request, record)
         max_context_tokens = self._pools.max_context_tokens
@@ -180,7 +185,10 @@ class TurnPreparer:
             if logged.finish_reason is not None:
                 await self._store.release(lease)
                 return logged
-            identity = await self._with_served_model(logged, lease)
+            identity = self._with_served_model(logged)
+            request = replace(record_of(identity), stats_json=encode_stats(logged.stats))
+            no_tokens = np.empty(0, np.uint32)
+            await self._store.begin_request(lease, request, keep=len(logged.token_ids), token_ids=no_tokens)
             tokens = SessionTokens(logged.token_ids)
             looking_up = self._prefixes.look_up(key.tenant, len(tokens), tokens.prefix_hash)
             prefix_tokens = await self._prefixes.answer(looking_up)
@@ -243,11 +251,10 @@ class TurnPreparer:
             ),
         )
 
-    async def _with_served_model(self, logged: LoggedRequest, lease: Lease) -> GenerationIdentity:
+    def _with_served_model(self, logged: LoggedRequest) -> GenerationIdentity:
         """Return the identity of a resumed request, moved to a served model if no token of it was shown yet.
 
-        A request that has shown a token keeps its target model, also where that model is no longer served.
-        Raises as `SessionStore.begin_request`.
+        A request that has shown a token keeps its target model, also if that model is no longer served.
         """
         parameters = logged.identity.parameters
         if logged.output.token_ids or self._pools.serves(parameters.target_fingerprint):
@@ -257,10 +264,7 @@ class TurnPreparer:
             target_fingerprint=self._target_models.choose(logged.identity.session_id).model_fingerprint,
             target_changed=logged.identity.turn > 0,
         )
-        identity = replace(logged.identity, parameters=parameters)
-        no_tokens = np.empty(0, np.uint32)
-        await self._store.begin_request(lease, record_of(identity), keep=len(logged.token_ids), token_ids=no_tokens)
-        return identity
+        return replace(logged.identity, parameters=parameters)
 
     async def _give_up_after(self, error: BaseException, lease: Lease, *, is_new: bool) -> None:
         """Undo what `error` interrupted. Raises NotFound instead of `error` where the session has been deleted."""

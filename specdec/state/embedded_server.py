@@ -45,7 +45,9 @@ _MAX_LINE_BYTES = 1 << 10
 _STRIP_LUA = """
 local call, globals = redis.call, _G
 -- fakeredis itself collects garbage by name after every script.
-local kept = { tonumber = 1, tostring = 1, type = 1, ipairs = 1, pairs = 1, collectgarbage = 1, KEYS = 1, ARGV = 1 }
+local kept = {
+  tonumber = 1, tostring = 1, type = 1, ipairs = 1, pairs = 1, unpack = 1, collectgarbage = 1, KEYS = 1, ARGV = 1,
+}
 local tables = {
   redis = { call = function(...) return call(...) end, status_reply = function(text) return { ok = text } end },
   string = { format = string.format },

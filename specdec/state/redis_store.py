@@ -29,6 +29,7 @@ from specdec.state.session_answers import check_log, check_owned, loss_of, refus
 from specdec.state.session_fields import (
     read_locations,
     read_request,
+    read_seal,
     request_fields,
     write_finish_reason,
     write_locations,
@@ -52,7 +53,7 @@ class RedisSessionStore:
     """`SessionStore` on Redis. Safe for any number of tasks of one event loop.
 
     A cancelled call may or may not have taken effect; every step may be repeated. A session expires `session_ttl_s`
-    after its last acquire, renewal, begin, commit, repair or release; reading does not prolong it.
+    after its last acquire, renewal, begin, commit or release; reading does not prolong it.
     """
 
     def __init__(
@@ -104,11 +105,17 @@ class RedisSessionStore:
         answers = await self._connection.run_scripts("renew", calls)
         return [loss_of(answer, lease) for answer, lease in zip(answers, leases, strict=True)]
 
-    async def release(self, lease: Lease, *, left: bool = True, locations: Sequence[KvLocation] = ()) -> None:
-        await self._run("release", lease.key, [*self._fence(lease), int(left), write_locations(locations)])
+    async def release(
+        self, lease: Lease, *, left: bool = True, num_tokens: int = 0, locations: Sequence[KvLocation] = ()
+    ) -> None:
+        args = [*self._fence(lease), int(left), write_locations(locations), num_tokens]
+        await self._run("release", lease.key, args)
 
-    async def begin_request(self, lease: Lease, request: RequestRecord, *, keep: int, token_ids: TokenIds) -> None:
-        args = [*self._fence(lease), keep, pack_tokens(token_ids), *request_fields(request)]
+    async def begin_request(
+        self, lease: Lease, request: RequestRecord, *, keep: int, token_ids: TokenIds, round_id: int | None = None
+    ) -> None:
+        rounds: list[str | bytes | int] = [] if round_id is None else ["round", round_id]
+        args = [*self._fence(lease), keep, pack_tokens(token_ids), *request_fields(request), *rounds]
         answer = await self._run("begin_request", lease.key, args)
         check_owned(answer, lease)
         check_log(answer, lease, keep)
@@ -136,12 +143,8 @@ class RedisSessionStore:
             pack_tokens(commit.token_ids),
             commit.stats_json,
             write_finish_reason(commit.finish_reason),
+            commit.chain_hash.hex(),
         ]
-
-    async def repair(self, lease: Lease, *, base_len: int, token_ids: TokenIds) -> None:
-        answer = await self._run("repair", lease.key, [*self._fence(lease), base_len, pack_tokens(token_ids)])
-        check_owned(answer, lease)
-        check_log(answer, lease, base_len)
 
     async def load(self, session_id: str) -> SessionRecord | None:
         answer = await self._run("load", self._key(session_id), [])
@@ -149,20 +152,22 @@ class RedisSessionStore:
             return None
         flat, num_bytes, owner, expires_in_ms = answer
         meta = {name.decode(): value.decode() for name, value in zip(flat[::2], flat[1::2], strict=True)}
+        seal = read_seal(meta)
         return SessionRecord(
             session_id=session_id,
             epoch=int(meta["epoch"]),
             round_id=int(meta["round"]),
-            num_tokens=num_bytes // TOKEN_BYTES,
+            num_tokens=num_bytes // TOKEN_BYTES if seal is None else min(num_bytes // TOKEN_BYTES, seal.num_tokens),
             request=read_request(meta),
             owner=owner.decode(),
             expires_in_s=max(0, expires_in_ms) / 1000,
             was_left=meta.get("left") == meta["epoch"],
             locations=read_locations(meta.get("homes", "")),
+            seal=seal,
         )
 
     async def read_tokens(self, session_id: str, start: int = 0) -> TokenIds:
-        """See `SessionStore.read_tokens`. Empty beyond the log's end, and for a session that does not exist."""
+        """See `SessionStore.read_tokens`. Empty beyond the log's end, and if the session does not exist."""
         tokens_key = session_keys(*self._key(session_id), self._cluster)[1]
         return unpack_tokens(await self._connection.run_command("GETRANGE", tokens_key, start * TOKEN_BYTES, -1))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.state.store import KvLocation, RequestRecord
+from specdec.state.store import KvLocation, LogSeal, RequestRecord
 from specdec.types import FinishReason
 
 #: `finish_reason` of a running request.
@@ -47,6 +47,13 @@ def read_request(meta: dict[str, str]) -> RequestRecord | None:
         finish_reason=None if finish_reason == RUNNING else FinishReason(finish_reason),
         stats_json=meta["stats_json"],
     )
+
+
+def read_seal(meta: dict[str, str]) -> LogSeal | None:
+    """Return the seal of the log; None if a version that writes none has written the session since."""
+    if meta.get("length_at") != f"{meta.get('turn')}:{meta.get('round')}":
+        return None
+    return LogSeal(int(meta["length"]), bytes.fromhex(meta["chain_hash"]))
 
 
 def write_locations(locations: Sequence[KvLocation]) -> str:

@@ -64,6 +64,16 @@ class KvLocation:
 
 
 @dataclass(frozen=True, slots=True)
+class LogSeal:
+    """Length and hash of the token log after the last write. They reveal a log that a damaged store has changed."""
+
+    num_tokens: int
+    """Length of the log. What stands beyond it is left from writes that the store has lost."""
+    chain_hash: bytes
+    """Chain hash of the log after the last commit; empty before the first commit of a turn."""
+
+
+@dataclass(frozen=True, slots=True)
 class SessionRecord:
     session_id: str
     epoch: int
@@ -79,6 +89,8 @@ class SessionRecord:
     """Set if the last owner gave the session back in order; unset if it died or the store lost its last writes."""
     locations: tuple[KvLocation, ...] = ()
     """KV locations that the last owner stated when it gave the session back."""
+    seal: LogSeal | None = None
+    """None before the first turn, and for a session that an older version has written."""
 
     @property
     def status(self) -> str:
@@ -97,6 +109,8 @@ class Commit:
     stats_json: str
     finish_reason: FinishReason | None
     """Set in the request's last commit."""
+    chain_hash: bytes
+    """Chain hash (`specdec.core.chain`) of the log with this round."""
 
 
 class SessionStore(Protocol):
@@ -130,18 +144,33 @@ class SessionStore(Protocol):
         """
         ...
 
-    async def release(self, lease: Lease, *, left: bool = True, locations: Sequence[KvLocation] = ()) -> None:
+    async def release(
+        self, lease: Lease, *, left: bool = True, num_tokens: int = 0, locations: Sequence[KvLocation] = ()
+    ) -> None:
         """Give the lease back; without effect on a lease that is lost. Idempotent.
 
         Args:
             lease: the lease.
             left: whether the log holds every token that was shown. An owner that wrote nothing passes `was_left` on.
+            num_tokens: number of tokens that the log must hold after the owner's turn; with fewer of them, or without
+                that turn, the store has lost writes and the session is not left in order. 0: the owner wrote no turn.
             locations: replicas that hold the session's KV now; if empty, the stored ones stay.
         """
         ...
 
-    async def begin_request(self, lease: Lease, request: RequestRecord, *, keep: int, token_ids: TokenIds) -> None:
-        """Start a turn: truncate the token log to `keep`, append the prompt's new tokens, store the request.
+    async def begin_request(
+        self, lease: Lease, request: RequestRecord, *, keep: int, token_ids: TokenIds, round_id: int | None = None
+    ) -> None:
+        """Start, take over or repair a turn: truncate the token log to `keep`, append `token_ids`, store the request.
+
+        Every owner calls this before its first commit.
+
+        Args:
+            lease: the lease.
+            request: the request, stored in the place of the last one.
+            keep: number of leading tokens of the log that the turn begins with.
+            token_ids: uint32 [n]; the prompt's new tokens, or those that the store has lost.
+            round_id: id of the next round, which a store that lost writes does not know. None: the stored one.
 
         Raises:
             LeaseLost: the lease is lost.
@@ -154,7 +183,7 @@ class SessionStore(Protocol):
 
         Raises:
             LeaseLost: epoch, owner, round or log length do not match.
-            SessionLost: the log is shorter than `base_len` (the store lost writes).
+            SessionLost: the log is shorter than `base_len`, or lacks the turn (the store lost writes).
         """
         ...
 
@@ -166,24 +195,15 @@ class SessionStore(Protocol):
         """
         ...
 
-    async def repair(self, lease: Lease, *, base_len: int, token_ids: TokenIds) -> None:
-        """Write the end of the log again after the store has lost writes.
-
-        The log beyond `base_len` is replaced by `token_ids`. The next commit may name a later round than the stored
-        one.
-
-        Raises:
-            LeaseLost: the lease is lost.
-            SessionLost: the log holds fewer tokens than `base_len`.
-        """
-        ...
-
     async def load(self, session_id: str) -> SessionRecord | None:
         """Return a session's record, or None if the session does not exist."""
         ...
 
     async def read_tokens(self, session_id: str, start: int = 0) -> TokenIds:
-        """Return the token log from `start` on: uint32 [num_tokens - start]."""
+        """Return the token log from `start` on: uint32 [n].
+
+        It may hold more than `SessionRecord.num_tokens`; those beyond are left from writes that the store has lost.
+        """
         ...
 
     async def delete(self, session_id: str) -> None:

@@ -11,7 +11,16 @@ from specdec.state.connection import RedisConnection
 from specdec.state.keys import session_keys
 from specdec.state.redis_store import RedisSessionStore, open_store
 from specdec.state.store import Lease, SessionStore
-from tests.support.store_sessions import LONG_TTL_S, REQUEST, a_round, forget_session, held_tokens, lose_tokens, tokens
+from tests.support.store_sessions import (
+    LONG_TTL_S,
+    REQUEST,
+    a_round,
+    forget_session,
+    held_tokens,
+    lose_tokens,
+    take_over,
+    tokens,
+)
 
 #: So long that a factor of 1.001 exceeds any delay of a machine.
 LEASE_TTL_S = 200_000.0
@@ -39,7 +48,6 @@ async def test_a_lost_lease_is_reported_with_its_session_and_epoch(
         store.renew(lease),
         store.begin_request(lease, REQUEST, keep=0, token_ids=tokens(1)),
         store.commit(lease, a_round(0, 0, 1)),
-        store.repair(lease, base_len=0, token_ids=tokens(1)),
     ):
         with pytest.raises(LeaseLost, match=told):
             await call
@@ -55,7 +63,6 @@ async def test_a_lost_session_is_reported_with_both_log_lengths(
         (store.begin_request(lease, REQUEST, keep=3, token_ids=tokens(1)), 3),
         (store.commit(lease, a_round(1, 4, 1)), 4),
         (store.commit(lease, a_round(0, 3, 4)), 3),
-        (store.repair(lease, base_len=3, token_ids=tokens(4)), 3),
     ):
         with pytest.raises(SessionLost, match=told % expected):
             await call
@@ -121,6 +128,7 @@ async def test_keys_of_a_wrong_type_make_the_store_unavailable_for_that_session_
     store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease, of_log: bool
 ) -> None:
     other = await store.acquire(f"{session_id}-2", owner="me", ttl_s=LONG_TTL_S, create=True)
+    await take_over(store, other, 0)
     key = session_keys("default", session_id)[1 if of_log else 2]
     await raw.run_command("DEL", key)
     await raw.run_command("HSET", key, "not", "a string")

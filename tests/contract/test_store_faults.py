@@ -10,7 +10,7 @@ from specdec.state.keys import session_keys
 from specdec.state.redis_store import open_store
 from specdec.state.store import Lease, SessionStore
 from tests.support.redis_fixture import RedisServer
-from tests.support.store_sessions import LONG_TTL_S, a_round, held_tokens, lose_tokens, tokens
+from tests.support.store_sessions import LONG_TTL_S, REQUEST, a_round, held_tokens, lose_tokens, tokens
 
 
 async def test_a_shorter_log_is_a_lost_session_until_its_owner_repairs_it(
@@ -23,7 +23,7 @@ async def test_a_shorter_log_is_a_lost_session_until_its_owner_repairs_it(
     with pytest.raises(SessionLost):
         await store.commit(lease, a_round(0, 3, 4, 5))
     for _ in range(2):
-        await store.repair(lease, base_len=4, token_ids=tokens(5))
+        await store.begin_request(lease, REQUEST, keep=4, token_ids=tokens(5))
     await store.commit(lease, a_round(1, 5, 6))
     assert await held_tokens(store, session_id) == [1, 2, 3, 4, 5, 6]
 
@@ -39,7 +39,7 @@ async def test_a_store_that_forgot_rounds_takes_the_owners_next_one_after_a_repa
     await lose_tokens(raw, session_id, keep=3)
     with pytest.raises(SessionLost):
         await store.commit(lease, a_round(2, 5, 6))
-    await store.repair(lease, base_len=3, token_ids=tokens(4, 5))
+    await store.begin_request(lease, REQUEST, keep=3, token_ids=tokens(4, 5), round_id=2)
     await store.commit(lease, a_round(2, 5, 6))
     record = await store.load(session_id)
     assert record is not None
@@ -56,23 +56,37 @@ async def test_an_incomplete_token_at_the_end_of_a_log_is_ignored(
     assert record is not None
     assert record.num_tokens == 1
     with pytest.raises(SessionLost, match="holds 1 tokens where 2"):
-        await store.repair(lease, base_len=2, token_ids=tokens(3))
-    await store.repair(lease, base_len=1, token_ids=tokens(3))
+        await store.begin_request(lease, REQUEST, keep=2, token_ids=tokens(3))
+    await store.begin_request(lease, REQUEST, keep=1, token_ids=tokens(3))
     assert await held_tokens(store, session_id) == [1, 3]
+
+
+async def test_a_turn_whose_beginning_the_store_lost_is_lost_until_its_owner_writes_it_again(
+    store: SessionStore, session_id: str, lease: Lease
+) -> None:
+    """The log is the older turn's. It may be as long as that of the lost turn, and hold other tokens."""
+    await store.release(lease)
+    now = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=False)
+    with pytest.raises(SessionLost, match="holds 0 tokens where 3 were"):
+        await store.commit(now, a_round(0, 3, 4))
+    assert await held_tokens(store, session_id) == [1, 2, 3]
+    await store.begin_request(now, REQUEST, keep=1, token_ids=tokens(7, 8), round_id=2)
+    await store.commit(now, a_round(2, 3, 4))
+    assert await held_tokens(store, session_id) == [1, 7, 8, 4]
 
 
 @pytest.mark.parametrize("base_len", [0, 1, 2, 3])
 async def test_a_repair_replaces_what_the_log_holds_beyond_its_base(
     store: SessionStore, session_id: str, lease: Lease, base_len: int
 ) -> None:
-    await store.repair(lease, base_len=base_len, token_ids=tokens(8, 9))
+    await store.begin_request(lease, REQUEST, keep=base_len, token_ids=tokens(8, 9))
     await store.commit(lease, a_round(0, base_len + 2, 10))
     assert await held_tokens(store, session_id) == [*[1, 2, 3][:base_len], 8, 9, 10]
 
 
 async def test_a_repair_beyond_the_log_is_refused(store: SessionStore, session_id: str, lease: Lease) -> None:
     with pytest.raises(SessionLost):
-        await store.repair(lease, base_len=4, token_ids=tokens(5))
+        await store.begin_request(lease, REQUEST, keep=4, token_ids=tokens(5))
     assert await held_tokens(store, session_id) == [1, 2, 3]
 
 

@@ -34,7 +34,6 @@ async def test_an_owner_of_a_deleted_session_gets_not_found_even_if_it_is_create
             store.renew(lease),
             store.begin_request(lease, REQUEST, keep=0, token_ids=tokens(1)),
             store.commit(lease, a_round(0, 3, 1)),
-            store.repair(lease, base_len=0, token_ids=tokens(1)),
             store.discard(lease),
         ):
             with pytest.raises(NotFound, match=f"^session '{session_id}' was deleted$") as failure:

@@ -22,6 +22,8 @@ from tests.support.store_sessions import (
     a_round,
     acquire_when_free,
     held_tokens,
+    lose_tokens,
+    take_over,
     tokens,
 )
 
@@ -71,8 +73,6 @@ async def test_an_expired_lease_is_free_and_its_old_owner_is_fenced(store: Sessi
         await store.begin_request(old, REQUEST, keep=0, token_ids=tokens(1))
     with pytest.raises(LeaseLost):
         await store.commit(old, a_round(0, 0, 7))
-    with pytest.raises(LeaseLost):
-        await store.repair(old, base_len=0, token_ids=tokens(7))
     assert await held_tokens(store, session_id) == []
 
 
@@ -83,6 +83,7 @@ async def test_an_owner_that_acquires_again_fences_its_own_older_epoch(
     assert again.epoch > lease.epoch
     with pytest.raises(LeaseLost):
         await store.commit(lease, a_round(0, 3, 7))
+    await take_over(store, again, 3)
     await store.commit(again, a_round(0, 3, 7))
 
 
@@ -123,6 +124,7 @@ async def test_a_lease_that_would_outlive_its_ttl_is_void_and_its_owner_is_fence
     with pytest.raises(LeaseLost):
         await store.commit(lease, a_round(0, 3, 7))
     await store.release(lease)
+    await take_over(store, taken, 3)
     await store.commit(taken, a_round(0, 3, 8))
     assert await held_tokens(store, session_id) == [1, 2, 3, 8]
 
@@ -176,6 +178,20 @@ async def test_a_session_stays_in_order_through_an_owner_that_writes_nothing(
     assert [state is not None and state.was_left for state in states] == [False, True, False, True, False]
 
 
+@pytest.mark.parametrize("has_begun", [True, False])
+@pytest.mark.parametrize("num_held", [3, 2])
+async def test_a_session_that_lost_tokens_of_the_turn_is_not_left_in_order(
+    store: SessionStore, raw: RedisConnection, session_id: str, lease: Lease, has_begun: bool, num_held: int
+) -> None:
+    await lose_tokens(raw, session_id, keep=num_held)
+    if not has_begun:
+        await raw.run_command("HDEL", session_keys("default", session_id)[0], "begun")
+    await store.release(lease, num_tokens=3)
+    record = await store.load(session_id)
+    assert record is not None
+    assert (record.owner, record.was_left) == ("", has_begun and num_held == 3)
+
+
 # ---- every write is fenced, and prolongs --------------------------------------------------------------------------
 
 Operation = Callable[[SessionStore, Lease], Awaitable[Any]]
@@ -184,7 +200,6 @@ OPERATIONS: dict[str, Operation] = {
     "renew": lambda store, lease: store.renew(lease),
     "begin_request": lambda store, lease: store.begin_request(lease, REQUEST, keep=3, token_ids=tokens(4)),
     "commit": lambda store, lease: store.commit(lease, a_round(0, 3, 7)),
-    "repair": lambda store, lease: store.repair(lease, base_len=3, token_ids=tokens(7)),
 }
 
 
@@ -193,6 +208,7 @@ async def test_a_write_needs_the_owners_name_and_its_newest_epoch(
     store: SessionStore, session_id: str, lease: Lease, operation: Operation
 ) -> None:
     now = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=False)
+    await take_over(store, now, 3)
     for forged in (lease, replace(now, owner="other"), replace(now, epoch=now.epoch + 1)):
         with pytest.raises(LeaseLost):
             await operation(store, forged)

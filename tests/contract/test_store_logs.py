@@ -12,7 +12,7 @@ import pytest
 from specdec.errors import LeaseLost, SessionLost
 from specdec.state.store import Commit, Lease, SessionStore
 from specdec.types import FinishReason
-from tests.support.store_sessions import LONG_TTL_S, REQUEST, a_round, held_tokens, tokens
+from tests.support.store_sessions import LONG_TTL_S, REQUEST, a_round, held_tokens, take_over, tokens
 
 
 async def test_a_started_request_is_read_back_with_all_fields(
@@ -155,6 +155,7 @@ async def test_one_store_serves_many_sessions_at_once(store: SessionStore, sessi
 
 async def test_commits_sent_together_succeed_and_fail_independently(store: SessionStore, session_id: str) -> None:
     mine = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=True)
+    await take_over(store, mine, 0)
     other = f"{session_id}-other"
     lost = await store.acquire(other, owner="me", ttl_s=LONG_TTL_S, create=True)
     await store.release(lost)

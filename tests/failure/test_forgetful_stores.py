@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
-from specdec.errors import SessionLost, Unavailable
+from specdec.client import AsyncClient
+from specdec.errors import SessionLost, SpecdecError, Unavailable
 from specdec.rpc.status import from_rpc_error
 from specdec.state.keys import pack_tokens, session_keys
-from tests.support.coordinator_rig import PROMPT, Rig, eventually, read_rest, read_until, request
+from tests.support.coordinator_rig import (
+    PROMPT,
+    VOCABULARY,
+    Rig,
+    eventually,
+    read_rest,
+    read_until,
+    request,
+    write_tokenizer,
+)
+from tests.support.fault_clients import PATIENT
+from tests.support.fault_run import fault_seed
 from tests.support.interrupted_store import coordinator_on
+from tests.support.redis_fixture import RedisServer
+from tests.support.store_sessions import forget_session
 
 
 class FailingCommits:
@@ -31,7 +49,7 @@ class FailingCommits:
     def __getattr__(self, name: str) -> Any:
         if name == "commit_all" and self.num_left > 0:
             return self._fail
-        if name == "repair" and self.num_left > 0:
+        if name == "begin_request" and self.num_left > 0:
             return self._fail_one
         return getattr(self._store, name)
 
@@ -91,12 +109,103 @@ async def test_a_request_whose_session_vanishes_from_the_store_fails_with_lease_
     async with asyncio.timeout(30), Rig(drafts=0) as rig:
 
         class Gone(FailingCommits):
-            async def load(self, session_id: str) -> Any:
-                return None if self.num_left > 0 else await self._store.load(session_id)
+            async def lose(self) -> None:
+                await forget_session(rig.store._connection, "s")
 
         store = Gone(rig.store, SessionLost("lost"))
         coordinator = await coordinator_on(rig, store)  # type: ignore[arg-type]
         stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=300))
         held = await read_until(stream, 5)
-        store.num_left = 1000
+        store.num_left = 1
         assert await reason_of_end(stream, held) == "LEASE_LOST"
+
+
+class ForgetfulTurns:
+    """Turns of many sessions, through two coordinators, on a Redis that crashes and loses its latest writes."""
+
+    def __init__(self, rig: Rig, server: RedisServer, client: AsyncClient, seed: int) -> None:
+        self._rig, self._server, self._client = rig, server, client
+        self._random = random.Random(seed)
+        self._num_crashes = 0
+        self.num_complete = 0
+        self.refusals: Counter[str] = Counter()
+        self.problems: list[str] = []
+
+    async def crash_again_and_again(self) -> None:
+        while True:
+            await asyncio.sleep(self._random.uniform(0.2, 0.8))
+            lost_bytes = int(self._random.expovariate(1 / 1500))
+            await asyncio.to_thread(self._server.restart_without_its_last, lost_bytes)
+            self._num_crashes += 1
+
+    async def run_session(self, session_id: str) -> None:
+        """Run four turns, or fewer if the store has lost the session: some continue it, some cut it off at a point."""
+        log: list[int] = []
+        for _ in range(4):
+            words = [self._random.randrange(2, VOCABULARY) for _ in range(self._random.randint(1, 30))]
+            cuts = self._random.random() < 0.5
+            prompt = words if cuts else [*log, *words]
+            given: dict[str, Any] = {"prompt_token_ids": words}
+            if cuts:
+                given = {"messages": [{"role": "user", "content": " ".join(f"w{word}" for word in words)}]}
+            num_tokens, num_crashes = self._random.randint(1, 40), self._num_crashes
+            try:
+                completion = await self._client.generate(
+                    **given, session_id=session_id, max_new_tokens=num_tokens, temperature=0, ignore_eos=True
+                )
+            except SpecdecError as error:
+                self.refusals[error.reason] += 1
+                return
+            expected = self._rig.target.worker.greedy_continuation(prompt, num_tokens)
+            stored = await self._stored(session_id)
+            log = [*prompt, *expected]
+            self.num_complete += 1
+            self._compare(session_id, list(completion.token_ids), expected, "the client")
+            if self._num_crashes == num_crashes or len(stored) == len(log):
+                self._compare(session_id, stored, log, "the store")
+
+    async def _stored(self, session_id: str) -> list[int]:
+        while True:
+            try:
+                record = await self._rig.store.load(session_id)
+                token_ids = (await self._rig.store.read_tokens(session_id)).tolist()
+            except Unavailable:  # it starts again
+                await asyncio.sleep(0.05)
+            else:
+                return token_ids[: record.num_tokens if record else 0]
+
+    def _compare(self, session_id: str, found: list[int], expected: list[int], holder: str) -> None:
+        if found != expected:
+            self.problems.append(f"session {session_id}: {holder} has {found}, not {expected}")
+
+
+@pytest.mark.parametrize("num_sessions", [30, pytest.param(1250, marks=[pytest.mark.full, pytest.mark.timeout(2700)])])
+async def test_turns_on_a_store_that_loses_writes_again_and_again_have_their_text_or_an_error(
+    tmp_path: Path, num_sessions: int
+) -> None:
+    """The model's greedy choices have no ties, so that another token is a fault."""
+    server = RedisServer(tmp_path, keeps_log=True)
+    server.start()
+    write_checkpoint = partial(write_tokenizer, chat_template="{{ messages[0].content }}")
+    seed = fault_seed()
+    async with Rig(store_url=server.url, write_checkpoint=write_checkpoint) as rig:
+        coordinators = [await rig.coordinator(lease_ttl_s=5.0) for _ in range(2)]
+        endpoint = f"ipv4:{','.join(coordinator.server.address for coordinator in coordinators)}"
+        async with AsyncClient(endpoint, budgets=PATIENT) as client:
+            turns = ForgetfulTurns(rig, server, client, seed)
+            gate = asyncio.Semaphore(8)
+
+            async def run(number: int) -> None:
+                async with gate:
+                    await turns.run_session(f"s{number}")
+
+            crashes = asyncio.create_task(turns.crash_again_and_again())
+            try:
+                await asyncio.gather(*(run(number) for number in range(num_sessions)))
+            finally:
+                crashes.cancel()
+                await asyncio.wait([crashes])
+    server.stop()
+    print(f"{turns.num_complete} turns complete, refused: {dict(turns.refusals)}")
+    assert not turns.problems
+    assert turns.num_complete > num_sessions

@@ -16,6 +16,7 @@ from specdec.rpc.client import open_link
 from specdec.rpc.status import from_rpc_error
 from specdec.state.redis_store import open_registry
 from specdec.state.store import Commit, ReplicaRecord
+from specdec.types import FinishReason
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import (
     MESSAGE_LIMIT_BYTES,
@@ -370,7 +371,8 @@ async def test_a_closing_commit_without_tokens_is_replayed_like_any_other() -> N
         await eventually(lambda: coordinator.generations.num_running == 0)
         record = await rig.store.load("s")
         lease = await rig.store.acquire("s", owner="closer", ttl_s=5.0, create=False)
-        closing = Commit(record.round_id, record.num_tokens, np.empty(0, np.uint32), "{}", finish_reason=2)
+        await rig.store.begin_request(lease, record.request, keep=record.num_tokens, token_ids=np.empty(0, np.uint32))
+        closing = Commit(record.round_id, record.num_tokens, np.empty(0, np.uint32), "{}", FinishReason.LENGTH, b"")
         await rig.store.commit(lease, closing)
         await rig.store.release(lease)
         replay = await coordinator.generate(request(None, session_id="s", resume_from=0))

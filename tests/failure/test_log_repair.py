@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -21,7 +22,16 @@ from specdec.state.keys import pack_tokens, session_keys
 from specdec.state.store import SessionRecord
 from specdec.types import FinishReason
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, read_until, request
+from tests.support.coordinator_rig import (
+    PROMPT,
+    Coordinator,
+    Output,
+    Rig,
+    read_rest,
+    read_until,
+    request,
+    write_tokenizer,
+)
 from tests.support.interrupted_store import InterruptedStore, coordinator_on
 from tests.support.redis_fixture import RedisServer
 from tests.support.store_sessions import forget_session
@@ -36,9 +46,16 @@ LEASE_TTL_S = 3.0
 async def lossy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[RedisServer, Rig]]:
     server = RedisServer(tmp_path_factory.mktemp("lossy"), keeps_log=True)
     server.start()
-    async with Rig(drafts=0, store_url=server.url) as rig:
+    write_checkpoint = partial(write_tokenizer, chat_template="{{ messages[0].content }}")
+    async with Rig(drafts=0, store_url=server.url, write_checkpoint=write_checkpoint) as rig:
         yield server, rig
     server.stop()
+
+
+def chat(content: str, **fields: Any) -> pb.GenerateRequest:
+    asked = request(None, session_id="s", **fields)
+    asked.messages.messages.add(role="user", content=content)
+    return asked
 
 
 def turn(expected: int | None = None, **fields: Any) -> pb.GenerateRequest:
@@ -210,6 +227,56 @@ async def test_a_loss_beyond_the_remembered_tokens_is_refused_and_the_session_un
         await rig.store._connection.run_command("SET", session_keys("default", "s")[1], pack_tokens(left))
         assert (await refusal_of(coordinator, turn(HELD, max_new_tokens=5))).reason == "SESSION_LOST"
         assert (await rig.store.read_tokens("s")).tolist() == left.tolist()
+
+
+@pytest.mark.parametrize("num_shown", [1, 12])
+@pytest.mark.parametrize("num_new", [1, 21, 40], ids=["shorter", "as long", "longer"])
+async def test_a_running_turn_whose_beginning_the_store_lost_is_written_again_as_a_whole(
+    lossy: tuple[RedisServer, Rig], num_new: int, num_shown: int
+) -> None:
+    """The store keeps the lease, and has the log of the turn before, of which this turn kept a part only."""
+    server, rig = lossy
+    store = InterruptedStore(rig.store, "nothing")
+    coordinator = await coordinator_on(rig, store, lease_ttl_s=30.0)
+    await coordinator.generate(chat("w5 w6 w7", max_new_tokens=20))
+    before = (await rig.store.read_tokens("s")).tolist()
+    sizes: list[int] = []
+
+    async def note_size(*_: Any) -> None:
+        sizes.append(server.log_size)
+
+    store.interrupt_next("begin_request", before=note_size)
+    stream = coordinator.stub.Generate(chat("w5 w6" + " w9" * num_new, max_new_tokens=100))
+    held = await read_until(stream, num_shown)
+    await asyncio.to_thread(server.restart_without_its_last, server.log_size - sizes[0])
+    await read_rest(stream, held)
+    log = (await rig.store.read_tokens("s")).tolist()
+    prompt = log[: held.started.num_prompt_tokens]
+    assert prompt[: len(before)] != before[: len(prompt)]
+    assert held.token_ids == rig.target.worker.greedy_continuation(prompt, 100)
+    assert log == [*prompt, *held.token_ids]
+    record = await record_of(rig)
+    assert (record.request.turn, record.request.output_start) == (1, len(prompt))
+    assert record.request.finish_reason is FinishReason.LENGTH
+    assert record.was_left
+
+
+@pytest.mark.parametrize("first", [0, HELD - 1])
+@pytest.mark.parametrize("resume_from", [None, 0, NUM_TOKENS])
+async def test_a_log_of_the_right_length_with_another_token_is_refused_by_name(
+    first: int, resume_from: int | None
+) -> None:
+    async with Rig(drafts=0) as rig:
+        await (await rig.coordinator()).generate(turn())
+        log = await rig.store.read_tokens("s")
+        log[first] ^= 1
+        await rig.store._connection.run_command("SET", session_keys("default", "s")[1], pack_tokens(log))
+        asked = turn(HELD) if resume_from is None else request(None, session_id="s", resume_from=resume_from)
+        error = await refusal_of(await rig.coordinator(), asked)
+        assert error.reason == "SESSION_LOST"
+        assert f"its {HELD} tokens are not the {HELD} that were committed" in error.message
+        other = await (await rig.coordinator()).generate(request(session_id="other", max_new_tokens=5))
+        assert other.token_ids == rig.target.worker.greedy_continuation(PROMPT, 5)
 
 
 async def test_a_repair_completes_although_its_client_disconnects(

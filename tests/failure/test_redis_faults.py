@@ -103,7 +103,7 @@ async def test_a_full_store_refuses_in_words_and_writes_nothing(server: TcpRedis
     server.command("CONFIG", "SET", "maxmemory", 1)
     refused = [
         store.commit(lease, a_round(0, 3, 4)),
-        store.repair(lease, base_len=3, token_ids=tokens(4)),
+        store.begin_request(lease, REQUEST, keep=3, token_ids=tokens(4)),
         store.acquire("other", owner="me", ttl_s=LONG_TTL_S, create=True),
         store.acquire("s", owner="me", ttl_s=LONG_TTL_S, create=False),
     ]
@@ -205,7 +205,7 @@ async def use_everything(url: str, cluster: str) -> None:
     lease = await begin(store)
     await store.commit(lease, a_round(0, 3, 4))
     await store.renew(lease)
-    await store.repair(lease, base_len=2, token_ids=tokens(7))
+    await store.begin_request(lease, REQUEST, keep=2, token_ids=tokens(7))
     assert await held_tokens(store, "s") == [1, 2, 7]
     assert await store.load("s") is not None
     await store.release(lease)
@@ -327,7 +327,7 @@ class Logged:
 
     async def crash(self, kept_bytes: int) -> None:
         """Kill Redis, cut its log of writes, and start it again."""
-        await asyncio.to_thread(self.server.restart_without_its_last, self.sizes[-1] - kept_bytes)
+        await asyncio.to_thread(self.server.restart_without_its_last, self.server.log_size - kept_bytes)
 
     async def __aenter__(self) -> Self:
         return self
@@ -363,6 +363,28 @@ async def test_a_machine_that_loses_the_last_second_loses_whole_rounds_which_the
             assert record.round_id == num_rounds, "a round is in the log of writes as a whole or not at all"
             with pytest.raises(SessionLost):
                 await logged.store.commit(lease, a_round(3, 6, 13))
-            await logged.store.repair(lease, base_len=len(left), token_ids=tokens(*whole[len(left) :]))
+            lost = tokens(*whole[len(left) :])
+            await logged.store.begin_request(lease, REQUEST, keep=len(left), token_ids=lost, round_id=3)
             await logged.store.commit(lease, a_round(3, 6, 13))
             assert await held_tokens(logged.store, "s") == [*whole, 13]
+
+
+@pytest.mark.parametrize("command", ["SETRANGE", "HSET", "PEXPIREAT"])
+async def test_a_torn_transaction_that_redis_replays_with_a_later_one_changes_no_token(
+    tmp_path: Path, command: str
+) -> None:
+    """Redis loads a log that ends within a transaction without it, and once more is written behind it, with it."""
+    async with Logged(tmp_path, "always") as logged:
+        lease = await logged.run()
+        log = logged.server.log_path.read_bytes()
+        torn = log.rindex(command.encode()) + 4
+        assert log.rindex(b"MULTI") < torn
+        await logged.crash(torn)
+        assert await held_tokens(logged.store, "s") == [1, 2, 3, 10, 11]
+        await logged.store.commit(lease, a_round(2, 5, 12))
+        await logged.store.commit(lease, a_round(3, 6, 13))
+        await logged.crash(logged.server.log_size)
+        record = await logged.store.load("s")
+        assert record is not None
+        assert (record.num_tokens, record.round_id) == (7, 4)
+        assert await held_tokens(logged.store, "s") == [1, 2, 3, 10, 11, 12, 13]

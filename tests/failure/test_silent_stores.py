@@ -72,7 +72,7 @@ async def test_commits_that_wait_behind_an_unanswered_one_fail_with_it(
 
     async def commit(session_id: str) -> None:
         token_ids = np.array([1], np.uint32)
-        await commits.add(Lease(session_id, "us", 1, 1.0), Commit(0, 0, token_ids, "{}", None))
+        await commits.add(Lease(session_id, "us", 1, 1.0), Commit(0, 0, token_ids, "{}", None, b""))
 
     await check_failing_together(commit("a"), commit("b"))
 

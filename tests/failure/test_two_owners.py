@@ -93,7 +93,7 @@ class TwoOwners(RuleBasedStateMachine):
 
     @rule(name=OWNERS)
     def take(self, name: str) -> None:
-        """Acquire the lease and read the session, as a coordinator does before a turn."""
+        """Acquire the lease and take the session over, as a coordinator does before it commits."""
         store = self.connected.store
         taking = store.acquire(self.session, owner=name, ttl_s=LONG_TTL_S, create=True)
         if self.holder not in ("", name):
@@ -104,6 +104,7 @@ class TwoOwners(RuleBasedStateMachine):
         assert all(lease.epoch > epoch for epoch in self.epochs)
         self.epochs.append(lease.epoch)
         self.holder = name
+        self.run(store.begin_request(lease, REQUEST, keep=len(self.log), token_ids=tokens()))
         record = self.run(store.load(self.session))
         self.owners[name] = Owner(lease, list(self.log), record.round_id)
 
@@ -171,8 +172,11 @@ class TwoOwners(RuleBasedStateMachine):
         """Write the end of the log again, as after a Redis that lost writes; a former owner must not."""
         if owner := self.owners.get(name):
             end = tokens(*owner.log[len(owner.log) // 2 :])
-            repair = self.connected.store.repair(owner.lease, base_len=len(owner.log) // 2, token_ids=end)
-            self.attempt(name, repair, succeeds=self.may_write(name))
+            may_write = self.may_write(name)
+            repair = self.connected.store.begin_request(owner.lease, REQUEST, keep=len(owner.log) // 2, token_ids=end)
+            self.attempt(name, repair, succeeds=may_write)
+            if may_write:
+                owner.last = None
 
     @invariant()
     def the_log_has_what_its_holders_wrote(self) -> None:

@@ -216,9 +216,9 @@ async def test_token_ids_may_be_written_as_2_0(running: RunningGateway) -> None:
     "name",
     [
         "grammar", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema",
-        "structured_outputs", "structural_tag", "regex", "stop_regex", "ebnf", "choice", "logits_processors", "custom_logit_processor",
-        "format", "schema", "json_object", "response_schema", "responseSchema", "output_format", "suppress_tokens",
-        "banned_strings", "force_words_ids", "guided_anything_new",
+        "structured_outputs", "structural_tag", "regex", "stop_regex", "ebnf", "choice", "logits_processors",
+        "custom_logit_processor", "format", "schema", "json_object", "response_schema", "responseSchema",
+        "output_format", "suppress_tokens", "banned_strings", "force_words_ids", "guided_anything_new",
     ],
 )  # fmt: skip
 async def test_an_unknown_field_that_would_constrain_the_output_is_refused_by_name(

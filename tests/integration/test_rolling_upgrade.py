@@ -35,7 +35,7 @@ async def test_a_retry_of_a_request_stored_by_an_older_version_is_recognised(num
         await rig.store.begin_request(lease, stored, keep=0, token_ids=token_ids[: len(PROMPT)])
         reason = FinishReason.LENGTH if num_committed == 12 else None
         output = token_ids[len(PROMPT) :][:num_committed]
-        await rig.store.commit(lease, Commit(0, len(PROMPT), output, record.request.stats_json, reason))
+        await rig.store.commit(lease, Commit(0, len(PROMPT), output, record.request.stats_json, reason, b""))
         await rig.store.release(lease)
 
         upgraded = await rig.coordinator()

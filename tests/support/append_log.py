@@ -115,8 +115,8 @@ class _Reader:
         elif part == "tokens" and command in (b"DEL", b"UNLINK"):
             self._num_tokens[session] = 0
             yield {"kind": "keep", "num_tokens": 0}
-        elif part == "tokens" and command == b"APPEND":
-            start, packed = self._num_tokens.get(session, 0), words[2]
+        elif part == "tokens" and command == b"SETRANGE":
+            start, packed = int(words[2]) // TOKEN_BYTES, words[3]
             token_ids = [
                 int.from_bytes(packed[index : index + TOKEN_BYTES], "little")
                 for index in range(0, len(packed), TOKEN_BYTES)

@@ -66,9 +66,19 @@ class RedisServer:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-        (log,) = (self._directory / "appendonlydir").glob("*.incr.aof")
-        os.truncate(log, max(0, log.stat().st_size - num_bytes))
+        os.truncate(self.log_path, max(0, self.log_size - num_bytes))
         self.start()
+
+    @property
+    def log_size(self) -> int:
+        """Size of the log of writes, in bytes."""
+        return self.log_path.stat().st_size
+
+    @property
+    def log_path(self) -> Path:
+        """The log of writes."""
+        (log,) = (self._directory / "appendonlydir").glob("*.incr.aof")
+        return log
 
     def signal(self, number: int) -> None:
         """Send the process a signal: SIGSTOP makes it hang, SIGCONT lets it continue."""

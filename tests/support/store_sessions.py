@@ -27,7 +27,12 @@ def tokens(*token_ids: int) -> TokenIds:
 
 
 def a_round(round_id: int, base_len: int, *token_ids: int, finish_reason: FinishReason | None = None) -> Commit:
-    return Commit(round_id, base_len, tokens(*token_ids), json.dumps({"num_rounds": round_id}), finish_reason)
+    return Commit(round_id, base_len, tokens(*token_ids), json.dumps({"num_rounds": round_id}), finish_reason, b"")
+
+
+async def take_over(store: SessionStore, lease: Lease, keep: int) -> None:
+    """Begin a request whose first `keep` tokens the log holds already, as an owner does before its first commit."""
+    await store.begin_request(lease, REQUEST, keep=keep, token_ids=tokens())
 
 
 async def held_tokens(store: SessionStore, session_id: str) -> list[int]:

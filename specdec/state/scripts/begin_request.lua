@@ -1,4 +1,5 @@
--- Starts a turn: truncates the token log, appends the prompt's new tokens, stores the request.
+-- Starts a turn: truncates the token log, appends the prompt's new tokens, stores the request. Writes a turn again in the
+-- same way after the store has lost its beginning or its latest rounds.
 --
 -- KEYS[1] session meta (hash)
 -- KEYS[2] session tokens (string: packed uint32, little-endian)
@@ -15,24 +16,48 @@
 if redis.call('GET', KEYS[3]) ~= ARGV[1] or redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[2] then
   return { 'LEASE_LOST', redis.call('GET', KEYS[4]) }
 end
-local bytes = redis.call('STRLEN', KEYS[2])
+-- What stands in the log beyond its length, as the last turn and round have it, is left from writes that were lost.
+local stored = redis.call('STRLEN', KEYS[2])
+local bytes = stored
+local now = tostring(redis.call('HGET', KEYS[1], 'turn')) .. ':' .. tostring(redis.call('HGET', KEYS[1], 'round'))
+if redis.call('HGET', KEYS[1], 'length_at') == now then
+  local sealed = tonumber(redis.call('HGET', KEYS[1], 'length')) * 4
+  if sealed < bytes then
+    bytes = sealed
+  end
+end
 local kept = tonumber(ARGV[4]) * 4
 if bytes < kept then
   return { 'SESSION_LOST', string.format('%.0f', math.floor(bytes / 4)) }
 end
 
+-- The log is written at positions, and before the one command for the hash. A Redis whose log of writes ends within a
+-- transaction loads it without the transaction, and with it once another transaction was written behind it.
 if kept == 0 then
   redis.call('DEL', KEYS[2])
-elseif bytes > kept then
+elseif stored > kept then
   redis.call('SET', KEYS[2], redis.call('GETRANGE', KEYS[2], 0, kept - 1))
 end
 if #ARGV[5] > 0 then
-  redis.call('APPEND', KEYS[2], ARGV[5])
+  redis.call('SETRANGE', KEYS[2], kept, ARGV[5])
 end
 
-for i = 6, #ARGV, 2 do
-  redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
+local request = { turn = '', round = redis.call('HGET', KEYS[1], 'round') }
+local fields = {}
+for i = 6, #ARGV do
+  fields[#fields + 1] = ARGV[i]
+  if i % 2 == 0 then
+    request[ARGV[i]] = ARGV[i + 1]
+  end
 end
+-- `commit` accepts rounds only of a turn that was begun under its own epoch: a store that lost the beginning of a turn,
+-- and not the lease before it, still holds the tokens of an older turn.
+redis.call('HSET', KEYS[1],
+  'begun', ARGV[2],
+  'length', string.format('%.0f', (kept + #ARGV[5]) / 4),
+  'length_at', request.turn .. ':' .. request.round,
+  'chain_hash', '',
+  unpack(fields))
 -- The last round before this turn can no longer be told from a new one by the log, so it is not answered again.
 redis.call('HDEL', KEYS[1], 'commit_base', 'commit_count')
 redis.call('PEXPIRE', KEYS[1], ARGV[3])

@@ -2,19 +2,20 @@
 
 import asyncio
 
-import numpy as np
 import pytest
 
 from coordinator.generation.publisher import CommitQueue
 from specdec.errors import LeaseLost
 from specdec.state.redis_store import open_store
-from specdec.state.store import Commit, Lease
+from specdec.state.store import Lease
+from tests.support.store_sessions import a_round, take_over
 
 
 async def test_a_refused_or_cancelled_commit_does_not_affect_the_others_of_its_batch() -> None:
     store = open_store("memory://")
     lease = await store.acquire("session", owner="owner", ttl_s=30.0, create=True)
-    commit = Commit(round_id=0, base_len=0, token_ids=np.array([1], np.uint32), stats_json="{}", finish_reason=None)
+    await take_over(store, lease, 0)
+    commit = a_round(0, 0, 1)
     queue = CommitQueue(store)
 
     given_up = queue.add(lease, commit)
