@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -17,7 +18,7 @@ from gateway.bodies import LimitedBody
 from gateway.context import Gateway
 from gateway.deadlines import Deadlines
 from gateway.http_errors import error_response, read_validation_error
-from gateway.middleware import Authenticated, Measured
+from gateway.middleware import Authenticated, Measured, WithoutSlash
 from gateway.routes import chat, completions, messages, models, playground, responses, sessions, status, tokens
 from gateway.tracing import Traced
 from specdec.errors import Internal, InvalidRequest, NotFound, SpecdecError
@@ -36,10 +37,12 @@ def build_app(gateway: Gateway) -> FastAPI:
         middleware=_layers(gateway),
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
     )
     for module in (chat, completions, responses, messages, models, sessions, tokens, status):
         router = module.router(gateway)
         app.include_router(router)
+        _answer_head(app, router)
         gateway.metrics.begin_at_zero(route.path for route in router.routes if isinstance(route, Route))
     app.add_exception_handler(SpecdecError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
@@ -49,10 +52,19 @@ def build_app(gateway: Gateway) -> FastAPI:
     return app
 
 
+def _answer_head(app: FastAPI, router: APIRouter) -> None:
+    """Let every route of `router` that answers GET answer HEAD too; the server leaves the body out."""
+    for route in router.routes:
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
+            app.add_api_route(
+                route.path, route.endpoint, methods=["HEAD"], response_model=None, include_in_schema=False
+            )
+
+
 def _layers(gateway: Gateway) -> list[Middleware]:
     """Return the layers around the routes, the outermost first."""
     settings = gateway.settings
-    layers = [Middleware(Measured, metrics=gateway.metrics)]
+    layers = [Middleware(WithoutSlash), Middleware(Measured, metrics=gateway.metrics)]
     if gateway.tracing is not None:
         layers.append(Middleware(Traced, tracing=gateway.tracing))
     if settings.cors_origin:
@@ -60,7 +72,7 @@ def _layers(gateway: Gateway) -> list[Middleware]:
             Middleware(
                 CORSMiddleware,
                 allow_origins=list(settings.cors_origin),
-                allow_methods=["GET", "POST", "DELETE"],
+                allow_methods=["GET", "HEAD", "POST", "DELETE"],
                 allow_headers=["*"],
             )
         )
@@ -92,6 +104,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         told = InvalidRequest(f"{path[:256]} does not take {request.method}", reason="METHOD_NOT_ALLOWED")
         if methods := _methods_of(request):
+            methods |= {"HEAD"} if "GET" in methods else set()
             headers = {"allow": ", ".join(sorted(methods))}
     else:
         told = InvalidRequest(str(error.detail))

@@ -47,5 +47,8 @@ def _tenant_of(request: Request) -> str:
 
 
 def wants_event_ids(request: Request) -> bool:
-    """Return whether the client names event streams among what it accepts, and so understands events with ids."""
-    return "text/event-stream" in request.headers.get("accept", "")
+    """Return whether the client names event streams among what it accepts, and so understands events with ids.
+
+    HEAD asks for no events, and so resumes no stream.
+    """
+    return request.method != "HEAD" and "text/event-stream" in request.headers.get("accept", "")

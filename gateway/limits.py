@@ -2,7 +2,8 @@
 
 uvicorn limits idle connections between requests, but not the time that the headers of a request take, so that a client
 that sends a byte a minute would hold a connection for ever, nor their size, so that one request could fill the memory.
-A gRPC client begins with the preface of HTTP/2; it gets an answer that says where gRPC is served.
+A gRPC client begins with the preface of HTTP/2; it gets an answer that says where gRPC is served. A stream to a client
+of HTTP/1.0, which knows no chunks, ends with its connection.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import json
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.http_errors import error_object
 from specdec.errors import InvalidRequest
@@ -89,6 +90,8 @@ class LimitedHttp(HttpToolsProtocol):
         self._num_header_bytes = 0
         self._stop_timer()
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            _end_with_connection(self.cycle)
 
     def _start_timer(self) -> None:
         self._stop_timer()
@@ -129,6 +132,22 @@ class LimitedHttp(HttpToolsProtocol):
         if not self._has_begun_to_answer():
             self.transport.write(_answer(status, words))
         self.transport.close()
+
+
+def _end_with_connection(cycle: RequestResponseCycle) -> None:
+    """Send an answer of unknown length without chunks. uvicorn closes the connection of such a client after it."""
+    send, is_stream = cycle.send, False
+
+    async def send_unchunked(message: Any) -> None:
+        nonlocal is_stream
+        if message["type"] == "http.response.start":
+            is_stream = not any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            cycle.chunked_encoding = False if is_stream else None
+        elif is_stream:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_unchunked  # type: ignore[method-assign]
 
 
 def protocol_with(header_timeout_s: float) -> type[LimitedHttp]:

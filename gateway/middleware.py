@@ -27,6 +27,23 @@ _BEARER = "bearer "
 _FAILED = 500
 
 
+class WithoutSlash:
+    """Serves a path with slashes at its end as the path without them.
+
+    The framework would redirect such a request, to a URL whose scheme behind a proxy is not the client's.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].endswith("/"):
+            raw: bytes = scope["raw_path"]  # a slash that is a part of an id is %2F there
+            num_slashes = len(raw) - len(raw.rstrip(b"/"))
+            scope["path"] = scope["path"][: len(scope["path"]) - num_slashes] or "/"
+        await self._app(scope, receive, send)
+
+
 class Measured:
     """Counts and times every request."""
 

@@ -45,6 +45,7 @@ async def serve(app: ASGIApp, listener: socket.socket, settings: GatewaySettings
         log_config=None,
         access_log=False,
         server_header=False,
+        forwarded_allow_ips=[*settings.forwarded_allow_ips] or None,
         backlog=_BACKLOG,
         timeout_keep_alive=_IDLE_S,
         timeout_graceful_shutdown=max(1, round(settings.drain_grace_s)),

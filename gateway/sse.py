@@ -27,6 +27,8 @@ _HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
+#: Ends of lines in Unicode, at which some readers of lines divide an event. JSON escapes the others.
+_LINE_ENDS = str.maketrans({"\x85": r"\u0085", "\u2028": r"\u2028", "\u2029": r"\u2029"})
 _KEEP_ALIVE = b": keep-alive\n\n"
 
 ResultT = TypeVar("ResultT")
@@ -35,7 +37,9 @@ _log = logging.getLogger(__name__)
 
 
 def encode_event(data: str, *, name: str = "", event_id: str = "") -> bytes:
-    """Return one event. `data` must be a single line."""
+    """Return one event. `data` must be JSON in a single line, or without the characters that end one."""
+    if not data.isascii():
+        data = data.translate(_LINE_ENDS)
     lines = f"event: {name}\n" if name else ""
     lines += f"id: {event_id}\n" if event_id else ""
     return f"{lines}data: {data}\n\n".encode("utf-8", "backslashreplace")

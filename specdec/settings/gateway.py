@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_network
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from specdec.settings.access import AccessSettings
@@ -14,6 +15,16 @@ from specdec.settings.tracing import TracingSettings
 
 Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)]
 """Several texts: a repeated flag, or one comma-separated value."""
+
+
+def _checked_networks(networks: tuple[str, ...]) -> tuple[str, ...]:
+    for each in networks:
+        if each != "*":
+            try:
+                ip_network(each)
+            except ValueError as error:
+                raise ValueError(f"must be *, IP addresses or networks such as 10.0.0.0/8: {error}") from None
+    return networks
 
 
 class GatewaySettings(AccessSettings, TracingSettings, ProcessSettings):
@@ -64,6 +75,10 @@ class GatewaySettings(AccessSettings, TracingSettings, ProcessSettings):
 
     resume_s: float = Field(default=60.0, ge=0.0, le=DAY_S)
     """Seconds for which an interrupted stream is resumed at another coordinator before it ends with an error."""
+
+    forwarded_allow_ips: Annotated[Texts, AfterValidator(_checked_networks)] = ()
+    """Address or network of a proxy whose headers X-Forwarded-For and X-Forwarded-Proto name the client, such as
+    10.0.0.0/8; repeatable. *: every caller. Unset: FORWARDED_ALLOW_IPS, or else the loopback addresses."""
 
     cors_origin: Texts = ()
     """Origin of web pages, such as https://example.com, that browsers allow to call this gateway; repeatable. Unset:

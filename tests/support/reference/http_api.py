@@ -54,7 +54,7 @@ def page() -> str:
     """Return the page as it should be."""
     api = api_document()
     blocks = [paragraph(http_text.INTRODUCTION), *_bodies()]
-    blocks += ["## Routes", paragraph(http_text.ROUTES), _routes(api["paths"])]
+    blocks += ["## Routes", *map(paragraph, http_text.ROUTES), _routes(api["paths"])]
     blocks += ["## Headers", *_headers(), "## Request fields", *_request_fields(api)]
     blocks += ["## Answers", *_answers(), "## Streams", *_streams()]
     blocks += ["## Resume a stream", *map(paragraph, http_text.RESUME), "## Errors", *_errors(api)]

@@ -16,11 +16,16 @@ BODIES = (
     refused with the code `unsupported`, on every route, also within {carriers}.""",
     """A body may be compressed with gzip (`Content-Encoding: gzip`); another encoding is refused with status 415. A
     larger body than `--max-body-bytes`, before or after it is unpacked, is refused, and so is a body that takes longer
-    than `--body-timeout-s`. The connection speaks HTTP/1.1.""",
+    than `--body-timeout-s`.""",
 )
 
-ROUTES = """Where the gateway has API keys, a request to a route that is marked with yes must send a key. `POST`
-requests and resumed streams count towards the limits of a key."""
+ROUTES = (
+    """Where the gateway has API keys, a request to a route that is marked with yes must send a key. `POST` requests
+    and resumed streams count towards the limits of a key.""",
+    """`HEAD` is answered wherever `GET` is, and resumes no stream. Slashes at the end of a path are ignored; no request
+    is redirected. Behind a proxy, `--forwarded-allow-ips` names the proxies whose `X-Forwarded-For` is believed. The
+    connection speaks HTTP/1.1; a stream to a client of HTTP/1.0 has no chunks and ends with its connection.""",
+)
 
 SHARED = """These fields have the same meaning for `/v1/chat/completions`, `/v1/completions`, `/v1/responses` and
 `/v1/messages`."""
@@ -59,7 +64,8 @@ round that made the chunk. Tokens of one chunk come from one round."""
 
 STREAMS = """`stream: true` sends server-sent events. The status is sent with the first event, so an error before the
 first token has a status of its own. After `--keep-alive-s` without an event comes a comment, `: keep-alive`, so that
-proxies keep the connection. If the client closes the connection, the generation is cancelled. The text does not depend
+proxies keep the connection. Every event is one line of data: the line ends of Unicode in it are escaped. If the client
+closes the connection, the generation is cancelled. The text does not depend
 on how it was divided into events."""
 
 RESUME = (
