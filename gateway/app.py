@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -44,7 +45,7 @@ def build_app(gateway: Gateway) -> FastAPI:
         app.include_router(router)
         _answer_head(app, router)
         gateway.metrics.begin_at_zero(route.path for route in router.routes if isinstance(route, Route))
-    app.add_exception_handler(SpecdecError, _on_error)
+    app.add_exception_handler(SpecdecError, partial(_on_error, gateway))
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_failure)
@@ -82,8 +83,10 @@ def _layers(gateway: Gateway) -> list[Middleware]:
     return layers
 
 
-async def _on_error(request: Request, error: Exception) -> Response:
+async def _on_error(gateway: Gateway, request: Request, error: Exception) -> Response:
     assert isinstance(error, SpecdecError)  # the handler is registered for these
+    if error.reason == "CONTEXT_TOO_LONG" and (served := gateway.upstream.last_served):
+        error.numbers.setdefault("max_context_tokens", served.max_context_tokens)
     if error.code == "INTERNAL":
         _log.error("request failed: %s", error.message, extra={"path": request.url.path})
     return error_response(error, request.url.path)

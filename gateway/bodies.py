@@ -162,7 +162,7 @@ class JsonRoute(APIRoute):
 
 class _JsonRequest(Request):
     async def json(self) -> Any:
-        """Return the body's value. Raises JSONDecodeError, and HTTPException for all that is no error of syntax."""
+        """Return the body's value. Raises JSONDecodeError, and HTTPException for other faults."""
         if not hasattr(self, "_json"):
             self._json = _read_json(await self.body())
         return self._json

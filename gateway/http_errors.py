@@ -61,6 +61,12 @@ _PARAMS = {
 RESPONSES_PATH = "/v1/responses"
 _RESPONSES_PARAMS = _PARAMS | {"max_new_tokens": "max_output_tokens", "messages": "input", "text": "text"}
 _ANTHROPIC_PARAMS = _PARAMS | {"stop": "stop_sequences"}
+#: Part of a request that is too long, in OpenAI's words, by the begin of its path; the prompt on other routes.
+_TOO_LONG_PARTS = {"/v1/chat": "messages", RESPONSES_PATH: "input", "/detokenize": "tokens"}
+_WITHOUT_OUTPUT = ("/tokenize", "/detokenize")
+_CONTEXT_TOO_LONG = "CONTEXT_TOO_LONG"
+#: OpenAI's codes of errors that clients act on, by our reasons.
+_CODES = {_CONTEXT_TOO_LONG: "context_length_exceeded"}
 _OUR_NAMES = re.compile(r"\b(sampling\.)?(max_new_tokens|min_new_tokens|prompt_token_ids)\b|\bsampling\.(?=\w)")
 _VALUE_ERROR = re.compile(r"^(Value error|Assertion failed), ")
 _MAX_PATH_PARTS = 8
@@ -87,12 +93,55 @@ def error_object(error: SpecdecError, status: int | None = None, path: str = "")
     names = _RESPONSES_PARAMS if path.startswith(RESPONSES_PATH) else _PARAMS
     return {
         "error": {
-            "message": _in_their_names(error, names),
+            "message": _in_openai_words(error, path) + _in_their_names(error, names),
             "type": type_of(status or status_of(error)),
             "param": param_of(error.field, names),
-            "code": error.reason.lower(),
+            "code": code_of(error.reason),
         }
     }
+
+
+def code_of(reason: str) -> str:
+    """Return the code of OpenAI's error object for a reason."""
+    return _CODES.get(reason, reason.lower())
+
+
+def _in_openai_words(error: SpecdecError, path: str) -> str:
+    """Return OpenAI's sentences on a context that is too long, by which clients know it; "" for another error."""
+    limit = error.numbers.get("max_context_tokens")
+    if error.reason != _CONTEXT_TOO_LONG or limit is None:
+        return ""
+    part = next((part for begin, part in _TOO_LONG_PARTS.items() if path.startswith(begin)), "prompt")
+    num_input, least = _requested(error)
+    num_output = 0 if path in _WITHOUT_OUTPUT else error.numbers.get("max_new_tokens") or 1
+    parts = f"{num_input} in the {part}" + (f", {num_output} in the completion" if num_output else "")
+    return (
+        f"This model's maximum context length is {limit} tokens. However, you requested "
+        f"{least}{num_input + num_output} tokens ({parts}). Please reduce the length of the {part}"
+        f"{' or completion' if num_output else ''}: "
+    )
+
+
+def _in_anthropic_words(error: SpecdecError) -> str:
+    """Return Anthropic's sentences in place of OpenAI's."""
+    limit = error.numbers.get("max_context_tokens")
+    if error.reason != _CONTEXT_TOO_LONG or limit is None:
+        return ""
+    num_input, least = _requested(error)
+    if num_input < limit:
+        return (
+            "prompt is too long: input length and `max_tokens` exceed context limit: "
+            f"{num_input} + {error.numbers.get('max_new_tokens', 1)} > {limit}, decrease input length or `max_tokens` "
+            "and try again: "
+        )
+    return f"prompt is too long: {least}{num_input} tokens > {min(limit, num_input - 1)} maximum: "
+
+
+def _requested(error: SpecdecError) -> tuple[int, str]:
+    """Return the requested tokens of the input, and "at least " if they were not counted."""
+    if (num_counted := error.numbers.get("num_prompt_tokens")) is not None:
+        return num_counted, ""
+    return error.numbers.get("min_prompt_tokens", 0), "at least "
 
 
 def error_headers(error: SpecdecError) -> dict[str, str]:
@@ -190,4 +239,7 @@ def error_response(
 def anthropic_error_object(error: SpecdecError, status: int) -> dict[str, Any]:
     """Return Anthropic's error object: `{"type": "error", "error": {"type", "message"}}`."""
     kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": _in_their_names(error, _ANTHROPIC_PARAMS)}}
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": _in_anthropic_words(error) + _in_their_names(error, _ANTHROPIC_PARAMS)},
+    }

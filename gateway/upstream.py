@@ -150,6 +150,11 @@ class Upstream:
         assert self._served is not None  # a description that did not fail has set it
         return self._served
 
+    @property
+    def last_served(self) -> Served | None:
+        """Return the description of what is served that was read last; None before the first one."""
+        return self._served
+
     async def probe(self) -> ServerInfo:
         """Return what is served now, from one attempt. Raises SpecdecError."""
         return await self._connection().prober.info()

@@ -24,6 +24,7 @@ SpecdecError
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -49,6 +50,8 @@ class SpecdecError(Exception):
         reason: the `ErrorInfo` reason; docs/reference/errors.md says what to do about each.
         field: the request field at fault, in proto spelling (`sampling.top_p`), or "".
         retry_after_s: time to wait before a retry; None if a retry cannot help.
+        numbers: numbers of the message by their names, for programs; of CONTEXT_TOO_LONG `max_context_tokens`,
+            `num_prompt_tokens` (or `min_prompt_tokens`, if they were not counted) and `max_new_tokens`.
         partial: output received before this error ended a stream of the SDK; else None.
     """
 
@@ -56,12 +59,21 @@ class SpecdecError(Exception):
     default_reason: ClassVar[str] = "INTERNAL"
     default_retry_after_s: ClassVar[float | None] = None
 
-    def __init__(self, message: str, *, reason: str = "", field: str = "", retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str = "",
+        field: str = "",
+        retry_after_s: float | None = None,
+        numbers: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.reason = reason or self.default_reason
         self.field = field
         self.retry_after_s = self.default_retry_after_s if retry_after_s is None else retry_after_s
+        self.numbers = dict(numbers or {})
         self.partial: PartialOutput | None = None
 
     @property

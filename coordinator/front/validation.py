@@ -104,6 +104,7 @@ def check_detokenized(token_ids: Collection[int], vocabulary_size: int, max_toke
             f"token_ids must hold at most the {max_tokens} tokens of the context, got {len(token_ids)}",
             reason="CONTEXT_TOO_LONG",
             field="token_ids",
+            numbers={"max_context_tokens": max_tokens, "num_prompt_tokens": len(token_ids)},
         )
     _check_token_ids("token_ids", token_ids, vocabulary_size)
 
@@ -157,6 +158,7 @@ def _prompt_token_ids(ids: Collection[int], limits: ServingLimits) -> TokenIds:
             f"{limits.max_context_tokens}",
             reason="CONTEXT_TOO_LONG",
             field="prompt_token_ids",
+            numbers={"max_context_tokens": limits.max_context_tokens, "num_prompt_tokens": len(ids)},
         )
     if not len(ids):
         raise _invalid("prompt_token_ids", "must not be empty")

@@ -91,21 +91,23 @@ def resolve_sampling(request: GenerationRequest, prompt: Prompt, max_context_tok
     Raises:
         InvalidRequest: CONTEXT_TOO_LONG; the message names the field at fault and the limit.
     """
-    room = max_context_tokens - prompt.num_tokens
+    room, max_new_tokens = max_context_tokens - prompt.num_tokens, request.sampling.max_new_tokens
+    numbers = {"max_context_tokens": max_context_tokens, "num_prompt_tokens": prompt.num_tokens}
     if room < 1:
         raise InvalidRequest(
             f"{prompt.field} must leave room for an output token: the session would hold {prompt.num_tokens} tokens, "
             f"the context is {max_context_tokens}",
             reason="CONTEXT_TOO_LONG",
             field=prompt.field,
+            numbers=numbers | {"max_new_tokens": max_new_tokens},
         )
-    max_new_tokens = request.sampling.max_new_tokens
     if max_new_tokens > room:
         raise InvalidRequest(
             f"sampling.max_new_tokens must be at most {room} after {prompt.num_tokens} tokens in a context of "
             f"{max_context_tokens}, got {max_new_tokens}",
             reason="CONTEXT_TOO_LONG",
             field="sampling.max_new_tokens",
+            numbers=numbers | {"max_new_tokens": max_new_tokens},
         )
     return replace(
         request.sampling,

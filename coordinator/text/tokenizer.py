@@ -202,6 +202,7 @@ class ServedTokenizer:
             f"for hold {max_characters} at most",
             reason="CONTEXT_TOO_LONG",
             field=field,
+            numbers={"min_prompt_tokens": max_tokens + 1},
         )
 
     def decode(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:

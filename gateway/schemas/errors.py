@@ -19,7 +19,7 @@ class ErrorDetail(BaseModel):
     param: str | None
     """Field of the request at fault."""
     code: str | None
-    """Reason of the error in lower case, such as session_busy or context_too_long."""
+    """Reason of the error in lower case, such as session_busy, or context_length_exceeded."""
 
 
 class ErrorAnswer(BaseModel):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import TypeVar
 
@@ -67,6 +68,9 @@ _REFUSALS = frozenset(
     )
 )
 
+# Digits of 2^64 and one more.
+_MAX_DIGITS = 21
+
 # gRPC's message about a reset stream. The HTTP/2 code decides the status: INADEQUATE_SECURITY gives PERMISSION_DENIED,
 # ENHANCE_YOUR_CALM gives RESOURCE_EXHAUSTED, most others give INTERNAL.
 _RESET = re.compile(r"RST_STREAM with error code (?P<http2_code>\d+)")
@@ -77,7 +81,9 @@ _OVERSIZED = re.compile(r"(?P<by_us>CLIENT: )?\w+ message larger than max \((?P<
 
 def to_status(error: SpecdecError, *, request_id: str = "") -> status_pb2.Status:
     """Return the status with all its details; `request_id` lets the caller find the error in the server's log."""
-    metadata = {"request_id": request_id} if request_id else {}
+    metadata = {name: str(number) for name, number in error.numbers.items()}
+    if request_id:
+        metadata["request_id"] = request_id
     if isinstance(error, errors.KvMiss):
         metadata["have"] = str(error.have)
     details = [error_details_pb2.ErrorInfo(reason=error.reason, domain=errors.DOMAIN, metadata=metadata)]
@@ -102,16 +108,19 @@ def to_status(error: SpecdecError, *, request_id: str = "") -> status_pb2.Status
 def from_status(status: status_pb2.Status) -> SpecdecError:
     """Return the error that `to_status` was given; a status from another source is mapped by its code."""
     reason, field, retry_after_s, have = "", "", None, 0
+    numbers: dict[str, int] = {}
     for detail in status.details:
         if error_info := _unpack(detail, error_details_pb2.ErrorInfo):
             if error_info.domain == errors.DOMAIN:
                 reason = error_info.reason
                 have = _count(error_info.metadata.get("have", ""))
+                numbers = _numbers(error_info.metadata)
         elif bad_request := _unpack(detail, error_details_pb2.BadRequest):
             field = next((violation.field for violation in bad_request.field_violations), "")
         elif retry_info := _unpack(detail, error_details_pb2.RetryInfo):
             retry_after_s = retry_info.retry_delay.ToNanoseconds() / 1e9
     error = _build(status.code, reason, status.message, field=field, retry_after_s=retry_after_s, have=have)
+    error.numbers = numbers
     if reason and retry_after_s is None:
         error.retry_after_s = None  # our servers say whether a retry can help
     return error
@@ -188,6 +197,16 @@ def _unpack(detail: any_pb2.Any, message_type: type[MessageT]) -> MessageT | Non
         return message_type.FromString(detail.value) if detail.TypeName() == message_type.DESCRIPTOR.full_name else None
     except DecodeError:
         return None
+
+
+def _numbers(metadata: Mapping[str, str]) -> dict[str, int]:
+    """Return the numbers of an error among the metadata of its status."""
+    others = ("have", "request_id")
+    return {
+        name: int(value)
+        for name, value in metadata.items()
+        if name not in others and value.isascii() and value.isdigit() and len(value) < _MAX_DIGITS
+    }
 
 
 def _count(digits: str) -> int:

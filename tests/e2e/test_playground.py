@@ -190,7 +190,7 @@ def test_a_conversation_continues_and_its_session_can_be_opened_and_deleted(page
 def test_an_error_is_told_in_words_and_the_next_request_works(page: Page) -> None:
     fill(page, "word " * 4000)
     page.locator("#generate").click()
-    expect(page.get_by_role("alert")).to_contain_text("(context_too_long)")
+    expect(page.get_by_role("alert")).to_contain_text("(context_length_exceeded)")
     screenshot(page, "error")
     fill(page)
     generate(page)

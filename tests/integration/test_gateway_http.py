@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -137,3 +138,53 @@ async def test_no_reader_of_lines_divides_an_event(running: RunningGateway, path
     told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     models = {each.get("model") or each.get("response", each.get("message", {})).get("model") for each in told}
     assert models - {None} == {LINE_ENDS}
+
+
+#: Requests that do not fit the context of 512 tokens, with the tokens of input and output; None: not counted.
+TOO_LONG: list[tuple[str, dict[str, Any], int | None, int]] = [
+    ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 600}, 2, 600),
+    ("/v1/chat/completions", {"messages": HELLO, "max_completion_tokens": (1 << 32) - 1}, 2, (1 << 32) - 1),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w5 " * 600}]}, 600, 1),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w5 " * 600}], "max_tokens": 7}, 600, 7),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w5 " * 90_000}], "stream": True}, None, 1),
+    ("/v1/completions", {"prompt": "w5 w6", "max_tokens": 511}, 2, 511),
+    ("/v1/completions", {"prompt": [5] * 600}, 600, 1),
+    ("/v1/completions", {"prompt": [5] * 512, "stream": True}, 512, 1),
+    ("/v1/completions", {"prompt": "w5 " * 90_000, "max_tokens": 9}, None, 1),
+    ("/v1/responses", {"input": "w5 w6", "max_output_tokens": 600, "store": False}, 2, 600),
+    ("/v1/responses", {"input": "w5 " * 600, "store": False, "stream": True}, 600, 1),
+    ("/v1/messages", {"messages": HELLO, "max_tokens": 600}, 2, 600),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "w5 " * 600}], "max_tokens": 4}, 600, 4),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "w5 " * 512}], "max_tokens": 4}, 512, 4),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "w5 " * 90_000}], "max_tokens": 4}, None, 4),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "w5 " * 90_000}]}, None, 0),
+    ("/tokenize", {"prompt": "w5 " * 90_000}, None, 0),
+    ("/tokenize", {"messages": [{"role": "user", "content": "w5 " * 90_000}]}, None, 0),
+    ("/detokenize", {"tokens": [5] * 600}, 600, 0),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "num_input", "num_output"), TOO_LONG)
+async def test_a_context_that_is_too_long_is_told_in_the_words_that_clients_act_on(
+    running: RunningGateway, path: str, body: dict[str, Any], num_input: int | None, num_output: int
+) -> None:
+    answer = await running.http.post(path, json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    if path.startswith("/v1/messages"):
+        assert error["message"].startswith("prompt is too long: ")
+        if num_input == 2:
+            assert "exceed context limit: 2 + 600 > 512" in error["message"]
+        elif num_input is not None:
+            assert f"{num_input} tokens > {min(512, num_input - 1)} maximum" in error["message"]
+        return
+    assert error["code"] == "context_length_exceeded"
+    told = re.match(
+        r"This model's maximum context length is 512 tokens\. However, you requested (at least )?(\d+) tokens "
+        r"\((\d+) in the \w+(?:, (\d+) in the completion)?\)\. Please reduce the length of the ",
+        error["message"],
+    )
+    assert told is not None, error["message"]
+    assert int(told[4] or 0) == num_output
+    assert int(told[2]) == int(told[3]) + num_output > 512
+    assert (told[1] is None, num_input or int(told[3])) == (num_input is not None, int(told[3]))

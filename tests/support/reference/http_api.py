@@ -13,7 +13,7 @@ from gateway.app import build_app
 from gateway.auth import ApiKeys
 from gateway.bodies import MAX_DEPTH
 from gateway.context import Gateway
-from gateway.http_errors import anthropic_error_object, error_headers, error_object, status_of, type_of
+from gateway.http_errors import anthropic_error_object, code_of, error_headers, error_object, status_of, type_of
 from gateway.metrics import GatewayMetrics
 from gateway.middleware import _GUARDED
 from gateway.schemas.chat import ChatRequest
@@ -95,7 +95,7 @@ def _routes(paths: Mapping[str, Any]) -> str:
 
 
 def _headers() -> Iterator[str]:
-    retried = [code(reason.lower()) for each, reason in _reasons() if "retry-after" in error_headers(each(""))]
+    retried = [code(code_of(reason)) for each, reason in _reasons() if "retry-after" in error_headers(each(""))]
     yield "Of requests:"
     yield items([item(code(name), text) for name, text in http_text.REQUEST_HEADERS.items()])
     yield "Of answers:"
@@ -206,8 +206,8 @@ def _errors(api: Mapping[str, Any]) -> Iterator[str]:
     described = {int(status): text for status, text in _described_statuses(api).items()} | {405: _METHOD_NOT_ALLOWED}
     codes: dict[int, list[str]] = {status: [] for status in sorted(described)}
     for each, reason in _reasons():
-        if code(reason.lower()) not in codes[_status(each, reason)]:
-            codes[_status(each, reason)].append(code(reason.lower()))
+        if code(code_of(reason)) not in codes[_status(each, reason)]:
+            codes[_status(each, reason)].append(code(code_of(reason)))
     for status in (408, 415):
         codes[status].append(code(example.reason.lower()))
     yield paragraph(http_text.ERRORS)

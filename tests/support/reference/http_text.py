@@ -80,7 +80,10 @@ RESUME = (
 )
 
 ERRORS = """An error of OpenAI's routes is an object `error` with `message`, `type`, `param` (the field at fault, or
-null) and `code` (the [reason](errors.md) in lower case). An error of `/v1/messages` has `type` and `message` alone."""
+null) and `code` (the [reason](errors.md) in lower case). An error of `/v1/messages` has `type` and `message` alone.
+A context that is too long has OpenAI's code `context_length_exceeded` and begins with OpenAI's sentence (`This model's
+maximum context length is N tokens. However, you requested …`), or with Anthropic's under `/v1/messages` (`prompt is too
+long`), because clients act on these words."""
 
 ERROR_ENDS = (
     """After the first event the status cannot change. A chat or text completion then ends with an event of the error

@@ -108,7 +108,7 @@ async def test_unknown_paths_and_methods_get_the_api_s_error_object() -> None:
         wrong = await running.http.get(CHAT)
         assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
         assert wrong.headers["allow"] == "POST"
-        assert (await running.http.put("/v1/sessions/a")).headers["allow"] == "DELETE, GET"
+        assert (await running.http.put("/v1/sessions/a")).headers["allow"] == "DELETE, GET, HEAD"
 
 
 async def test_many_slow_clients_leave_nothing_behind() -> None:
