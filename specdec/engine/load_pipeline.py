@@ -9,7 +9,6 @@ own forward pass. What a whole model and one rank's part of it do differently is
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -37,7 +36,13 @@ from specdec.engine.model.checkpoint_model import (
     telling_progress,
 )
 from specdec.engine.model.kv_cache import KvCache, LayerShape, block_bytes, pool_blocks
-from specdec.engine.model.layer_probe import ProbedLayer, probe_layers, refusing_failures, register_probe
+from specdec.engine.model.layer_probe import (
+    ProbedLayer,
+    probe_layers,
+    refusing_failures,
+    register_probe,
+    steady_context,
+)
 from specdec.engine.model.model_runner import ForwardPass, GraphSource, ModelRunner, tapped_layers
 from specdec.engine.model.self_check import Arithmetic, Reference, require_same, take_reference
 from specdec.engine.options import AUTO, CUDA_GRAPHS, EAGER, Agreement, CompileOptions, LoadRequest, require_backend
@@ -124,8 +129,13 @@ class ModelPart(Protocol):
         """Take `model` apart. `taps`: whether the layers' outputs are needed too."""
         ...
 
-    def keep(self, worker: Worker, request: LoadRequest, directory: Path, reference: Reference) -> None:
-        """Keep a worker that passed the self-check for later starts, if this kind of part can be kept."""
+    def keep(
+        self, worker: Worker, request: LoadRequest, directory: Path, reference: Reference, longest_context: int
+    ) -> None:
+        """Keep a worker that passed the self-check for later starts, if this kind of part can be kept.
+
+        `longest_context`: most tokens of a session that the model supports, whatever was requested.
+        """
         return
 
     def lead(self, own: Worker) -> Worker:
@@ -167,10 +177,11 @@ class _Load:
         dtype = pick_dtype(request.dtype, part.device, getattr(config, "dtype", None))
         with telling_progress(request.note_loaded):
             part.load(request, directory, config, dtype)
-        context = min(model_context(config), request.max_context_tokens or sys.maxsize)
         with refusing_failures(config):
             layers = probe_layers(part.model)
             part.require_own_share(layers)
+            longest = self._longest_context(config)
+            context = min(longest, request.max_context_tokens or longest)
             if request.is_int8 and self._by_rows:
                 part.hold_in_int8()  # before the free memory is measured
             drafting = load_local_drafts(request.local_drafts, part.model, vocabulary_size(token_to_id), context)
@@ -189,8 +200,19 @@ class _Load:
         if part.is_first:
             self._require_right(worker, reference, config)
             if reference is not None:
-                part.keep(worker, request, directory, reference)
+                part.keep(worker, request, directory, reference, longest)
         return worker
+
+    def _longest_context(self, config: PreTrainedConfig) -> int:
+        """Return the most tokens of a session that the model supports, whatever is requested."""
+        stated = model_context(config)
+        longest = steady_context(self._part.model, stated)
+        if longest < stated and self._part.is_first:
+            _log.warning(
+                "sessions are limited to %d of the model's %d tokens: in a longer sequence its rotary frequencies "
+                "change, and tokens computed before would be wrong", longest, stated,
+            )  # fmt: skip
+        return longest
 
     def _require_settings(self) -> None:
         """Check everything that can be checked before the model is loaded."""

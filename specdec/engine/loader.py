@@ -26,7 +26,7 @@ from specdec.engine.linear.projection import relayout_linears
 from specdec.engine.linear.row_products import RowProjection
 from specdec.engine.load_pipeline import ModelPart, build_worker
 from specdec.engine.local_drafting import LocalDrafting
-from specdec.engine.model.checkpoint_model import load_weights, model_context, pick_device, quietly
+from specdec.engine.model.checkpoint_model import load_weights, pick_device, quietly
 from specdec.engine.model.early_exit import decoder_layers
 from specdec.engine.model.layer_probe import PROBE_NAME, refusing_failures
 from specdec.engine.model.llama_stack import LlamaStack
@@ -104,12 +104,13 @@ class WholeModel(ModelPart):
         _log.info("native kernels read %.0f MB of weights a step", runner.weight_bytes / 1e6)
         return runner
 
-    def keep(self, worker: Worker, request: LoadRequest, directory: Path, reference: Reference) -> None:
+    def keep(
+        self, worker: Worker, request: LoadRequest, directory: Path, reference: Reference, longest_context: int
+    ) -> None:
         if isinstance(worker, NativeRunner) and self._library is not None:
-            config = self.model.config
             keep_worker(
                 worker, request, directory, self._library, reference,
-                architecture=config.model_type, context=model_context(config),
+                architecture=self.model.config.model_type, context=longest_context,
             )  # fmt: skip
 
     def forward_pass(self, request: LoadRequest, *, taps: bool) -> ForwardPass:

@@ -58,7 +58,10 @@ def load_config(model: str, directory: Path) -> PreTrainedConfig:
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise Unsupported(f"model {model!r} is of type {kind}, which is not a decoder-only language model")
-    other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    other_layers = set(getattr(config.get_text_config(), "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
     if other_layers:
         layers = ", ".join(sorted(other_layers))
         raise Unsupported(f"model {model!r} is of type {kind} and has layers of type {layers}")
@@ -197,17 +200,11 @@ def _require_all_weights(model: str, report: Mapping[str, Any]) -> None:
 
 
 def model_context(config: PreTrainedConfig) -> int:
-    """Return the longest sequence that the model supports. Raises Unsupported: its configuration does not say."""
+    """Return the longest sequence that a configuration allows. Raises Unsupported: it does not say."""
     text = config.get_text_config()
     context = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     if not context:
         raise Unsupported(f"the configuration of a model of type {config.model_type} has no number of positions")
-    rope = getattr(text, "rope_parameters", None) or {}
-    original = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
-    # Frequencies of these types change with the longest sequence of a batch, so beyond the original context one
-    # session's length would change another session's logits.
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        return int(min(context, original or context))
     return int(context)
 
 

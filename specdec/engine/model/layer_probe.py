@@ -1,13 +1,14 @@
-"""Learn from one forward pass what each layer of a model caches and how it attends.
+"""Learn from a model's own modules what each layer caches, how it attends, and over which length positions are steady.
 
-There is no table of architectures: the arguments that the model passes to transformers' attention interface and the
-masks that it requests describe its layers. `engine.model.self_check` finds what they do not tell. Called once per
-model by `engine.load_pipeline`.
+There is no table of architectures and no reading of configurations: the arguments that the model passes to
+transformers' attention interface and the masks that it requests describe its layers, and its rotary modules are asked
+for the positions of short and of long sequences. `engine.model.self_check` finds what they do not tell. Called once
+per model by `engine.load_pipeline`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,6 +26,11 @@ PROBE_NAME = "specdec_probe"
 
 # Arguments that change the result and that the paged attention does not support.
 _UNKNOWN_ARGUMENTS = ("position_bias", "alibi")
+
+# First positions of a sequence, of which every longer one must compute the same rotation.
+_FIRST_POSITIONS = 8
+# Relative difference of two rotations of one position that are equal except for rounding.
+_ROTATION_ROUNDING = 1e-6
 
 # Masks are examined over at most this many tokens.
 _MOST_TOKENS = 1 << 17
@@ -63,13 +69,95 @@ def probe_layers(model: PreTrainedModel) -> list[ProbedLayer]:
         Unsupported: some layer does not attend, or attends in a way that the paged attention does not support.
     """
     model_type = model.config.model_type
-    tokens = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
-    positions = torch.arange(2, device=model.device).unsqueeze(0)
-    with probing(model_type) as layers, torch.inference_mode():
-        model(input_ids=tokens, position_ids=positions, use_cache=False)
+    layers = _run(model)
     num_layers = model.config.get_text_config().num_hidden_layers
     if len(layers) < num_layers:
         raise Unsupported(f"{len(layers)} of the {num_layers} layers of a model of type {model_type} have a KV cache")
+    return layers
+
+
+def steady_context(model: PreTrainedModel, context: int) -> int:
+    """Return the longest sequence, up to `context`, whose first positions are rotated as those of a short one.
+
+    Some models choose their rotary frequencies by the longest sequence of a batch (dynamic NTK, LongRoPE). Beyond their
+    original context a session's length would change its own earlier tokens and the logits of other sessions.
+
+    Args:
+        model: a model loaded with `PROBE_NAME` attention.
+        context: longest sequence that the configuration allows.
+    """
+    calls = _rotary_calls(model)
+
+    def is_steady(length: int) -> bool:
+        return all(call.is_steady(length) for call in calls)
+
+    if context <= _FIRST_POSITIONS or is_steady(context):
+        return context
+    steady, changed = _FIRST_POSITIONS, context
+    while changed - steady > 1:
+        middle = (steady + changed) // 2
+        steady, changed = (middle, changed) if is_steady(middle) else (steady, middle)
+    return steady
+
+
+@dataclass(frozen=True, slots=True)
+class _RotaryCall:
+    """Call of a rotary module in a forward pass, with its arguments."""
+
+    module: torch.nn.Module
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+
+    def is_steady(self, length: int) -> bool:
+        """Return whether a sequence of this length leaves the rotation of the first positions as it is."""
+        with_end = [*range(_FIRST_POSITIONS), length - 1]
+        longer = self._rotate(with_end)
+        shorter = self._rotate(range(_FIRST_POSITIONS + 1))  # last, because some modules keep the newest frequencies
+        return all(
+            torch.allclose(a[:-1], b[:-1], rtol=_ROTATION_ROUNDING, atol=0)
+            for a, b in zip(longer, shorter, strict=True)
+        )
+
+    def _rotate(self, positions: Sequence[int]) -> list[torch.Tensor]:
+        """Return what the module computes for these positions, each tensor with the positions first."""
+
+        def replaced(argument: Any) -> Any:
+            if not isinstance(argument, torch.Tensor):
+                return argument
+            if argument.is_floating_point():  # it tells dtype and device only
+                return argument.float()
+            return torch.tensor(positions, device=argument.device).expand(*argument.shape[:-1], -1)
+
+        output = self.module(*map(replaced, self.arguments), **{k: replaced(v) for k, v in self.named.items()})
+        tensors = output if isinstance(output, tuple) else (output,)
+        return [tensor.movedim(tensor.shape.index(len(positions)), 0) for tensor in tensors]
+
+
+def _rotary_calls(model: PreTrainedModel) -> list[_RotaryCall]:
+    """Return the calls of a model's rotary modules in one forward pass."""
+    calls: list[_RotaryCall] = []
+
+    def note(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        calls.append(_RotaryCall(module, arguments, named))
+
+    modules = [
+        m for m in model.modules() if any(name.endswith("inv_freq") for name, _ in m.named_buffers(recurse=False))
+    ]
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
+    try:
+        _run(model)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _run(model: PreTrainedModel) -> list[ProbedLayer]:
+    """Run two tokens through a model loaded with `PROBE_NAME` attention; return its layers."""
+    tokens = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
+    positions = torch.arange(2, device=model.device).unsqueeze(0)
+    with probing(model.config.model_type) as layers, torch.inference_mode():
+        model(input_ids=tokens, position_ids=positions, use_cache=False)
     return layers
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     MambaConfig,
@@ -82,10 +83,66 @@ def test_the_pool_can_be_sized_in_bytes(checkpoint: Path) -> None:
         load(checkpoint, num_kv_blocks=None, kv_cache_bytes=10)
 
 
-def test_rope_that_depends_on_the_batch_is_limited_to_its_original_context(editable: Path) -> None:
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
-    edit_json(editable / "config.json", rope_parameters=rope)
-    assert load(editable).shape.max_context_tokens == 64
+_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8,
+         "long_factor": [4.0 + index for index in range(8)], "original_max_position_embeddings": 100}  # fmt: skip
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+_PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+#: An architecture, changes of its configuration, and the longest sequence whose length changes no earlier token.
+_STEADY = {
+    "longrope": ("llama", {"rope_parameters": _LONG}, 100),
+    "longrope beside the parameters": ("phi3", {"original_max_position_embeddings": 90, "rope_parameters": _LONG}, 90),
+    "longrope by its old name": ("llama", {"rope_parameters": None, "rope_scaling": _LONG}, 100),
+    "longrope in layers of one type": (
+        "gemma3",
+        {"rope_parameters": {"full_attention": _LONG, "sliding_attention": _PLAIN}},
+        100,
+    ),
+    "longrope in layers of both types": (
+        "gemma3",
+        {
+            "rope_parameters": {
+                "full_attention": _LONG,
+                "sliding_attention": _LONG | {"original_max_position_embeddings": 70},
+            }
+        },
+        70,
+    ),
+    "dynamic": ("llama", {"rope_parameters": _DYNAMIC}, 256),
+    "dynamic in layers of one type": (
+        "gemma3",
+        {"rope_parameters": {"full_attention": _DYNAMIC, "sliding_attention": _PLAIN}},
+        256,
+    ),
+    "yarn": (
+        "llama",
+        {"rope_parameters": {**_PLAIN, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+        256,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _STEADY)
+def test_sessions_end_before_their_length_changes_rotary_frequencies(case: str, tmp_path: Path) -> None:
+    """A sequence of the longest length has the logits of transformers, and changes those of no other sequence."""
+    architecture, changes, longest = _STEADY[case]
+    sizes = {"head_dim": 16} if architecture == "gemma3" else {}
+    build_tiny_model(architecture, tmp_path, vocabulary_size=50, context=256, logit_spread=1.0, gain=1.0,
+                     config_overrides=sizes)  # fmt: skip
+    edit_json(tmp_path / "config.json", **changes)
+    worker = load(tmp_path, num_kv_blocks=32, max_context_tokens=None)
+    assert worker.shape.max_context_tokens == longest
+    tokens, short = [3 + index % 40 for index in range(longest)], [7, 5, 9, 11]
+    both = (SequenceSlice(tuple(tokens), 0, tuple(range(16)), 1), SequenceSlice(tuple(short), 0, (20,), 1))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = torch.stack([model(torch.tensor([ids])).logits[0, -1, :50] for ids in (tokens, short)])
+    torch.testing.assert_close(worker.execute(StepPlan(both)), expected, rtol=0, atol=1e-4)
+
+
+def test_a_requested_limit_below_the_models_own_is_kept(editable: Path) -> None:
+    edit_json(editable / "config.json", rope_parameters=_LONG)
+    assert load(editable, num_kv_blocks=32, max_context_tokens=40).shape.max_context_tokens == 40
+    assert load(editable, num_kv_blocks=32, max_context_tokens=400).shape.max_context_tokens == 100
 
 
 def test_callers_may_write_to_logits(checkpoint: Path) -> None:
