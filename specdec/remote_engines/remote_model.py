@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specdec.checkpoints.generation_config import end_token_ids
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.vocabulary import load_tokenizer, load_vocabulary, vocabulary_fingerprint, vocabulary_size
 from specdec.errors import InvalidSetting
@@ -50,13 +51,13 @@ def read_model_files(model: str) -> ModelFiles:
     vocabulary = load_vocabulary(model)
     directory = locate_checkpoint(model, small_files_only=True)
     config = _read_json(directory / "config.json")
-    config = {**config, **config.get("text_config", {})}
-    ends = _read_json(directory / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
+    config = {**config, **(config.get("text_config") or {})}
+    context, num_tokens = config.get("max_position_embeddings"), vocabulary_size(vocabulary)
     return ModelFiles(
-        vocabulary_size=vocabulary_size(vocabulary),
+        vocabulary_size=num_tokens,
         vocabulary_fingerprint=vocabulary_fingerprint(vocabulary),
-        eos_token_ids=tuple([ends] if isinstance(ends, int) else ends or ()),
-        max_context_tokens=config.get("max_position_embeddings"),
+        eos_token_ids=end_token_ids(directory, num_tokens, config.get("eos_token_id")),
+        max_context_tokens=int(context) if isinstance(context, int | float) and context >= 1 else None,
     )
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from specdec.client import Completion
 from specdec.engine.base import Worker
@@ -174,6 +176,38 @@ async def test_greedy_output_with_int8_weights_is_that_targets_own_for_every_arc
     case: str, tmp_path: Path
 ) -> None:
     await check_parity(case, tmp_path, LONG, dtype="int8")
+
+
+@pytest.mark.parametrize("min_new_tokens", [0, 5])
+async def test_end_tokens_that_the_vocabulary_lacks_end_nothing_as_in_generate(
+    min_new_tokens: int, tmp_path: Path
+) -> None:
+    """Of a target and a draft that were cut from models with larger vocabularies."""
+    ends = [5, 24, 151_645, -1]
+    target, draft = build_tiny_pair("llama", tmp_path, vocabulary_size=24, eos_token_ids=tuple(ends))
+    model = AutoModelForCausalLM.from_pretrained(target).eval()
+    worker, other = (
+        load_worker(LoadRequest(str(path), device="cpu", dtype="float32", num_kv_blocks=64)) for path in (target, draft)
+    )
+    assert worker.shape.eos_token_ids == other.shape.eos_token_ids == (5,)
+    alone = TargetAlone(target)
+    limits = {"min_new_tokens": min_new_tokens} if min_new_tokens else {}
+    num_ended = 0
+    async with ModelStack(target, worker, {"default": other}) as stack:
+        for prompt in prompts("llama", 24, Size(8, 16)):
+            wanted = model.generate(
+                torch.tensor([prompt]), max_new_tokens=16, do_sample=False, pad_token_id=0, **limits
+            )
+            theirs = wanted[0, len(prompt) :].tolist()
+            for gamma in (0, 4):
+                ours = await stack.generate(
+                    prompt, max_new_tokens=16, temperature=0.0, gamma=gamma, min_new_tokens=min_new_tokens
+                )
+                assert list(ours.token_ids) == theirs or first_difference_is_a_tie(
+                    alone, prompt, list(ours.token_ids), theirs
+                )
+                num_ended += ours.finish_reason == "stop"
+    assert num_ended > 0
 
 
 def test_a_real_difference_is_not_excused_as_a_tie(tmp_path: Path) -> None:

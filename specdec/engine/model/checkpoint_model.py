@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from specdec.checkpoints.generation_config import end_token_ids
 from specdec.checkpoints.locate import checkpoint_fingerprint, require_plain_weights
 from specdec.checkpoints.vocabulary import vocabulary_fingerprint, vocabulary_size
 from specdec.engine.base import KvLayout, ModelShape
@@ -28,6 +29,8 @@ from specdec.types import BLOCK_TOKENS
 SERVED_DTYPES = ("float32", "bfloat16", "float16", "int8")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_log = logging.getLogger(__name__)
 
 #: Title of the progress bar that transformers moves once for each loaded weight.
 _WEIGHTS_BAR = "Loading weights"
@@ -58,17 +61,24 @@ def load_config(model: str, directory: Path) -> PreTrainedConfig:
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise Unsupported(f"model {model!r} is of type {kind}, which is not a decoder-only language model")
-    other_layers = set(getattr(config.get_text_config(), "layer_types", None) or ()) - {
-        "full_attention",
-        "sliding_attention",
-    }
-    if other_layers:
+    layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
+    if other_layers := set(layer_types) - {"full_attention", "sliding_attention"}:
         layers = ", ".join(sorted(other_layers))
         raise Unsupported(f"model {model!r} is of type {kind} and has layers of type {layers}")
+    _drop_absent_padding(config)
     if (quantisation := getattr(config, "quantization_config", None)) is not None:
         require_plain_weights(model, quantisation)
         quantisation["dequantize"] = True
     return config
+
+
+def _drop_absent_padding(config: PreTrainedConfig) -> None:
+    """Remove a padding token that the vocabulary does not have: it pads nothing here, and embeddings refuse it."""
+    text = config.get_text_config()
+    padding, num_tokens = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
+    if isinstance(padding, int) and isinstance(num_tokens, int) and padding >= num_tokens:
+        _log.warning("ignoring a padding token that the vocabulary of %d tokens does not have: %d", num_tokens, padding)
+        text.pad_token_id = None
 
 
 def pick_device(name: str) -> torch.device:
@@ -123,7 +133,7 @@ def model_shape(
     """Return the description of a model for the layers above its worker.
 
     Args:
-        model: model with its generation config.
+        model: the loaded model.
         directory: directory of the checkpoint.
         token_to_id: vocabulary of the checkpoint.
         num_blocks: blocks of the KV pool.
@@ -134,11 +144,14 @@ def model_shape(
         is_int8: whether the layers' weights are rounded to int8.
     """
     vocabulary = vocabulary_fingerprint(token_to_id)
+    num_tokens = min(vocabulary_size(token_to_id), num_head_rows)
     served_dtype = "int8" if is_int8 else str(model.dtype).removeprefix("torch.")
     return ModelShape(
-        vocabulary_size=min(vocabulary_size(token_to_id), num_head_rows),
+        vocabulary_size=num_tokens,
         max_context_tokens=min(context, num_blocks * BLOCK_TOKENS),
-        eos_token_ids=_eos_token_ids(model),
+        eos_token_ids=end_token_ids(
+            directory, num_tokens, getattr(model.config.get_text_config(), "eos_token_id", None)
+        ),
         model_fingerprint=checkpoint_fingerprint(directory, vocabulary, served_dtype),
         vocabulary_fingerprint=vocabulary,
         num_kv_blocks=num_blocks,
@@ -166,7 +179,8 @@ def load_weights(
         with quietly():
             # With `output_loading_info` the call returns a pair, which its annotation does not say.
             loaded, report = cast(tuple[PreTrainedModel, dict[str, Any]], kind.from_pretrained(
-                cast(Path, directory), attn_implementation=PROBE_NAME, output_loading_info=True, **options
+                cast(Path, directory), attn_implementation=PROBE_NAME, output_loading_info=True,
+                generation_config=GenerationConfig(), **options,  # transformers fails on some values of the file
             ))  # fmt: skip
     except Exception as error:  # safetensors and transformers raise many kinds for a damaged checkpoint
         raise InvalidRequest(f"model {name!r} cannot be loaded: {first_line(error)}", field="model") from error
@@ -206,15 +220,6 @@ def model_context(config: PreTrainedConfig) -> int:
     if not context:
         raise Unsupported(f"the configuration of a model of type {config.model_type} has no number of positions")
     return int(context)
-
-
-def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    ids = getattr(model.generation_config, "eos_token_id", None)
-    if ids is None:
-        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if ids is None:
-        return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn.functional import embedding
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specdec.checkpoints.rank_checks import FLAG
 from specdec.engine.linear.choice import projection_kinds
@@ -78,7 +78,6 @@ class ShardedLlama:
             )  # fmt: skip
         # The decorator that transformers puts on `to` loses `self`.
         self.model: PreTrainedModel = model.to(ranks.device)  # type: ignore[arg-type]
-        self.model.generation_config = _generation_config(directory, whole.config)
         self.num_head_rows = int(whole.config.vocab_size)
 
     def hold_in_int8(self) -> None:
@@ -178,10 +177,3 @@ def _read(
         name, type(whole), None, config=splitting.config_of(whole.config), dtype=dtype, state_dict=parts,
         ignore_mismatched_sizes=True,
     )  # fmt: skip
-
-
-def _generation_config(directory: Path, config: PreTrainedConfig) -> GenerationConfig:
-    try:
-        return GenerationConfig.from_pretrained(directory)
-    except OSError:  # most have one
-        return GenerationConfig.from_model_config(config)

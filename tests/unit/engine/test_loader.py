@@ -71,6 +71,29 @@ def test_the_eos_id_comes_from_the_model_without_a_generation_config(editable: P
     assert load(editable).shape.eos_token_ids == (7,)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"eos_token_id": [9, 151_645]}, {"eos_token_id": [9, None], "pad_token_id": [1]}, {"max_new_tokens": "x"},
+        {"cache_implementation": "none", "bos_token_id": "x"}, {"temperature": "hot", "top_k": None}, ["no", "object"],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_model_loads_whatever_its_generation_config_says_of_other_things(values: object, editable: Path) -> None:
+    (editable / "generation_config.json").write_text(json.dumps(values))
+    named = isinstance(values, dict) and "eos_token_id" in values
+    assert load(editable).shape.eos_token_ids == ((9,) if named else (1,))
+
+
+@pytest.mark.parametrize("padding", [64, 151_643, -1])
+def test_a_padding_token_that_the_vocabulary_lacks_changes_nothing(
+    padding: int, checkpoint: Path, editable: Path
+) -> None:
+    plan = StepPlan((SequenceSlice((3, 4, 5), 0, (1,), 3),))
+    edit_json(editable / "config.json", pad_token_id=padding)
+    torch.testing.assert_close(load(editable).execute(plan), load(checkpoint).execute(plan), rtol=0, atol=0)
+
+
 def test_the_context_is_limited_by_the_pool(checkpoint: Path) -> None:
     assert load(checkpoint, num_kv_blocks=3).shape.max_context_tokens == 3 * BLOCK_TOKENS
 
