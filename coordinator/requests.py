@@ -25,11 +25,14 @@ class ChatTurn:
     content: str
     extra_json: str = ""
     """JSON object with the message's further fields; "": none."""
+    content_parts: tuple[str, ...] = ()
+    """Texts that line breaks join to `content`; empty for content that is one text."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a checked message in the form that chat templates take."""
+        """Return a checked message as `text/message_forms` takes it."""
         extra = json.loads(self.extra_json) if self.extra_json else {}
-        return {"role": self.role, "content": self.content, **extra}
+        parts = [{"type": "text", "text": text} for text in self.content_parts]
+        return {"role": self.role, "content": parts or self.content, **extra}
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,8 +48,10 @@ def validate_messages(messages: Sequence[ChatTurn]) -> tuple[ChatTurn, ...]:
     for index, message in enumerate(messages):
         if not message.role:
             raise _invalid(f"messages[{index}].role", "must not be empty")
+        if message.content_parts and "\n".join(message.content_parts) != message.content:
+            raise _invalid(f"messages[{index}].content_parts", "must join to content by line breaks")
         if message.extra_json:
-            _check_extra(f"messages[{index}].extra_json", message)
+            _check_extra(f"messages[{index}]", message)
     return tuple(messages)
 
 
@@ -64,7 +66,8 @@ def check_template_arguments(arguments_json: str) -> None:
         _read_object(_TEMPLATE_ARGUMENTS, arguments_json)
 
 
-def _check_extra(field: str, message: ChatTurn) -> None:
+def _check_extra(where: str, message: ChatTurn) -> None:
+    field = f"{where}.extra_json"
     extra = _read_object(field, message.extra_json)
     for key, value in extra.items():
         if key not in _EXTRA_FIELDS:
@@ -75,8 +78,25 @@ def _check_extra(field: str, message: ChatTurn) -> None:
     calls = extra.get("tool_calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise _invalid(field, "must hold a list of JSON objects as tool_calls")
+    for number, call in enumerate(calls):
+        _check_call(f"{where}.tool_calls[{number}]", call)
     if "content" in extra and (extra["content"] is not None or message.content or not calls):
         raise _invalid(field, "may hold content only as null, for a message with tool_calls and without a text")
+
+
+def _check_call(field: str, call: dict[str, Any]) -> None:
+    """Raise InvalidRequest unless the arguments of a tool call are a JSON object; absent ones mean an empty object."""
+    function = call
+    if "function" in call:
+        field, function = f"{field}.function", call["function"]
+    if not isinstance(function, dict):
+        raise _invalid(field, f"must be an object with name and arguments, got {type(function).__name__}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and arguments:
+        _read_object(f"{field}.arguments", arguments)
+    elif arguments and not isinstance(arguments, dict):
+        kind = type(arguments).__name__
+        raise _invalid(f"{field}.arguments", f"must be a JSON object, or a text that spells one, got {kind}")
 
 
 def _read_object(field: str, text: str) -> dict[str, Any]:

@@ -318,8 +318,9 @@ def request_digest(raw: RawGenerationParams, prompt_token_ids: TokenIds | None) 
     return _DIGEST_VERSION + hashlib.blake2b(text + prompt, digest_size=16).hexdigest()
 
 
-def _sent_message(turn: ChatTurn) -> list[str]:
-    return [turn.role, turn.content, *([turn.extra_json] if turn.extra_json else [])]
+def _sent_message(turn: ChatTurn) -> list[Any]:
+    parts = [list(turn.content_parts)] if turn.content_parts else []
+    return [turn.role, turn.content, *([turn.extra_json] if turn.extra_json else []), *parts]
 
 
 def _sent_fields(raw: RawSamplingParams | RawSpeculationParams) -> dict[str, Any]:

@@ -61,7 +61,10 @@ def decode_request(message: coordinator_pb2.GenerateRequest) -> RawGenerationPar
 def decode_messages(messages: coordinator_pb2.ChatMessages) -> tuple[ChatTurn, ...]:
     """Decode a conversation. Raises InvalidRequest when it is empty or too long."""
     check_num_messages(len(messages.messages))
-    return tuple(ChatTurn(message.role, message.content, message.extra_json) for message in messages.messages)
+    return tuple(
+        ChatTurn(message.role, message.content, message.extra_json, tuple(message.content_parts))
+        for message in messages.messages
+    )
 
 
 def _decode_sampling(params: coordinator_pb2.SamplingParams) -> RawSamplingParams:

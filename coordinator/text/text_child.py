@@ -15,7 +15,7 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -27,6 +27,9 @@ TEMPLATE_CPU_S = 5.0
 #: Limit on the memory that rendering may add to the process.
 TEMPLATE_MEMORY_BYTES = 512 << 20
 MAX_RENDERED_CHARACTERS = 16 << 20
+#: OpenAI's role for instructions to reasoning models, and what most templates call it.
+_DEVELOPER = "developer"
+_SYSTEM = {"role": "system"}
 _MAX_REASON_CHARACTERS = 500
 _LENGTH = struct.Struct("<Q")
 
@@ -52,23 +55,39 @@ def render(setting: Mapping[str, Any], messages: list[dict[str, Any]], arguments
 
     Args:
         setting: first message of this process.
-        messages: the conversation.
+        messages: the conversation, as `message_forms` takes it. Messages of the role developer get the role system if
+            the template does not know theirs.
         arguments: further variables of the template, none of them a special token.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    with _bounded(setting["template_cpu_s"]):
+    from coordinator.text.message_forms import render_as_read
+
+    def render_form(form: Sequence[Mapping[str, Any]]) -> str:
         # The declared return type is one text; the function returns a list of texts and the masks for training.
         (text,), _ = render_jinja_template(  # type: ignore[str-unpack]
-            conversations=[messages],
+            conversations=[[dict(message) for message in form]],
             chat_template=setting["template"],
             add_generation_prompt=True,
             **setting["special_tokens"],
             **arguments,
         )
-    if len(text) > MAX_RENDERED_CHARACTERS:
-        raise ValueError(f"it makes {len(text)} characters of them, the limit is {MAX_RENDERED_CHARACTERS}")
-    return str(text)
+        if len(text) > MAX_RENDERED_CHARACTERS:
+            raise ValueError(f"it makes {len(text)} characters of them, the limit is {MAX_RENDERED_CHARACTERS}")
+        text.encode()  # refuses halves of characters
+        return str(text)
+
+    with _bounded(setting["template_cpu_s"]):
+        if not _knows_role(setting["template"], _DEVELOPER):
+            messages = [message | _SYSTEM if message["role"] == _DEVELOPER else message for message in messages]
+        return render_as_read(render_form, messages)
+
+
+@cache
+def _knows_role(template: str, role: str) -> bool:
+    from coordinator.text.message_forms import knows_role
+
+    return knows_role(template, role)
 
 
 def encode(setting: Mapping[str, Any], text: str, *, add_special_tokens: bool, continues: bool) -> list[int]:
@@ -116,6 +135,8 @@ def _answer(setting: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str,
         return {"token_ids": encode(setting, **request)}
     # Every error of the template or the tokenizer becomes an answer, including a panic of the tokenizer.
     except BaseException as error:
+        if type(error).__name__ == "LeftOut":
+            return {"left_out": error.index}  # type: ignore[attr-defined]
         reason = " ".join(str(error).split())
         is_refusal = type(error).__name__ == "TemplateError"  # raised by a template's `raise_exception`
         reason = reason if is_refusal and reason else f"{type(error).__name__}: {reason}".rstrip(": ")

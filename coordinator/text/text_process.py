@@ -75,6 +75,13 @@ class TextProcess:
             raise InvalidRequest(f"{what} cannot take {field}: it {limit}ended its process", field=field)
         if "error" in answer:
             raise InvalidRequest(f"{what} refuses {field}: {answer['error']}", field=field)
+        if (index := answer.get("left_out")) is not None:
+            role = ascii(request["messages"][index]["role"])[:64]
+            raise InvalidRequest(
+                f"messages[{index}] would be missing from the prompt: {what} ignores it in the role {role}; leave it "
+                "out, or send it in a role that the model's template reads",
+                field=f"messages[{index}]",
+            )
         return answer
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from gateway.schemas.common import (
     without_nulls,
 )
 from specdec.client import ChatMessage, GenerateOptions
+from specdec.client.messages import TextPart
 from specdec.errors import InvalidRequest
 
 MAX_METADATA = 16
@@ -32,8 +33,6 @@ MAX_METADATA = 16
 _TEXT_PARTS = ("input_text", "output_text", "text")
 #: The entry of `include` that asks for log-probabilities.
 _LOGPROBS = "message.output_text.logprobs"
-#: Roles of OpenAI's that chat templates know under another name.
-_ROLES = {"developer": "system"}
 
 
 class InputItem(Request):
@@ -52,21 +51,20 @@ class InputItem(Request):
             raise refuse(f"{field}.type", f"an item must be a message, got {self.type[:64]!r}")
         if not self.role:
             raise InvalidRequest(f"{field}.role: is required", field=f"{field}.role")
-        role = unicode_text(_ROLES.get(self.role, self.role), f"{field}.role")
-        return {"role": role, "content": self._text(field)}
+        return {"role": unicode_text(self.role, f"{field}.role"), "content": self._content(field)}
 
-    def _text(self, field: str) -> str:
+    def _content(self, field: str) -> str | list[TextPart]:
         if isinstance(self.content, str):
             return unicode_text(self.content, f"{field}.content")
-        texts = []
+        parts: list[TextPart] = []
         for number, part in enumerate(self.content):
             where = f"{field}.content[{number}]"
             if part.get("type") not in _TEXT_PARTS:
                 raise refuse(f"{where}.type", f"a part must be text, got {str(part.get('type'))[:64]!r}")
             if not isinstance(part.get("text"), str):
                 raise InvalidRequest(f"{where}.text: must be text", field=f"{where}.text")
-            texts.append(unicode_text(part["text"], f"{where}.text"))
-        return "\n".join(texts)
+            parts.append({"type": "text", "text": unicode_text(part["text"], f"{where}.text")})
+        return parts
 
 
 class ResponseRequest(SamplingFields):

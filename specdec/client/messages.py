@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NotRequired, TypedDict
 
-from specdec.client.fields import as_json, assign
+from specdec.client.fields import as_json, assign, extend
 from specdec.errors import InvalidRequest
 from specdec.v1 import coordinator_pb2 as pb
 
@@ -27,10 +27,11 @@ class ChatMessage(TypedDict):
 
     role: str
     content: NotRequired[str | Sequence[TextPart] | None]
-    """Text of the message. Parts are joined by line breaks. Only a message with `tool_calls` may be without."""
+    """Text of the message. Line breaks join parts for a chat template that reads no parts. Only a message with
+    `tool_calls` may be without."""
     name: NotRequired[str | None]
     tool_calls: NotRequired[Sequence[Mapping[str, Any]] | None]
-    """Calls that the assistant made, in the form that the chat template reads."""
+    """Calls that the assistant made. Their arguments are an object, or JSON text that spells one."""
     tool_call_id: NotRequired[str | None]
     reasoning_content: NotRequired[str | None]
 
@@ -69,15 +70,18 @@ def _fill_message(entry: pb.ChatMessage, message: Any, where: str) -> None:
     elif "content" not in message:
         raise InvalidRequest(f"{where} must have content, unless it has tool_calls", field="messages")
     else:
-        assign(entry, "content", _joined(content, f"{where}.content"), f"{where}.")
+        texts = _texts(content, f"{where}.content")
+        assign(entry, "content", content if texts is None else "\n".join(texts), f"{where}.")
+        if texts is not None and len(texts) > 1:
+            extend(entry, "content_parts", texts, f"{where}.")
     if extra:
         entry.extra_json = as_json(extra, where)
 
 
-def _joined(content: Any, where: str) -> Any:
-    """Return the text of a message's parts. Content that is not a list of parts is returned unchanged."""
+def _texts(content: Any, where: str) -> list[str] | None:
+    """Return the texts of a message's parts; None for content that is not a list of parts."""
     if isinstance(content, str | bytes) or not isinstance(content, Sequence):
-        return content
+        return None
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -87,4 +91,4 @@ def _joined(content: Any, where: str) -> Any:
                 f'{where}[{index}] must be {{"type": "text", "text": ...}}, got type {str(kind)[:64]!r}', field=where
             )
         texts.append(text)
-    return "\n".join(texts)
+    return texts

@@ -138,9 +138,9 @@ def test_a_conversation_far_beyond_the_context_is_refused_after_rendering(tmp_pa
     with pytest.raises(InvalidRequest, match="characters") as refusal:
         encode_prompt(ask(messages=chat("a" * 3_900_000)), NOTHING, tokenizer, 512)
     assert (refusal.value.reason, refusal.value.field) == ("CONTEXT_TOO_LONG", "messages")
-    # Text that the template leaves out does not count.
-    prompt = encode_prompt(ask(messages=chat("a" * 3_900_000, "hello")), NOTHING, tokenizer, 512)
-    assert prompt.num_tokens > 0
+    with pytest.raises(InvalidRequest, match="would be missing from the prompt") as refusal:
+        encode_prompt(ask(messages=chat("a" * 3_900_000, "hello")), NOTHING, tokenizer, 512)
+    assert refusal.value.field == "messages[0]"
 
 
 @pytest.mark.parametrize("length", [1000, 200_000])
