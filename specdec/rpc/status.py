@@ -39,6 +39,9 @@ _MOST_RETRY_S = 3600.0
 #: Trailing metadata key of the serialised google.rpc.Status.
 DETAILS_KEY = "grpc-status-details-bin"
 
+#: `ItemStatus.retry_after_ms` of an error after which the same call never succeeds.
+_NEVER_MS = (1 << 32) - 1
+
 # Class of a status whose reason is unknown here.
 _BY_CODE: dict[str, type[SpecdecError]] = {
     "INVALID_ARGUMENT": errors.InvalidRequest,
@@ -233,8 +236,10 @@ def to_item_status(error: SpecdecError) -> common_pb2.ItemStatus:
     """Return the error of one item of a frame."""
     have = error.have if isinstance(error, errors.KvMiss) else 0
     code = code_pb2.Code.Value(error.code)
-    is_usual = error.retry_after_s == error.default_retry_after_s
-    retry_after_ms = 0 if is_usual or error.retry_after_s is None else math.ceil(1e3 * error.retry_after_s)
+    if error.retry_after_s == error.default_retry_after_s:
+        retry_after_ms = 0
+    else:
+        retry_after_ms = _NEVER_MS if error.retry_after_s is None else math.ceil(1e3 * error.retry_after_s)
     return common_pb2.ItemStatus(
         code=code, reason=error.reason, message=bounded(error.message), have=have, retry_after_ms=retry_after_ms
     )
@@ -243,7 +248,10 @@ def to_item_status(error: SpecdecError) -> common_pb2.ItemStatus:
 def from_item_status(status: common_pb2.ItemStatus) -> SpecdecError:
     """Return the error in an item's status; an unknown reason becomes the class of its code."""
     retry_after_s = status.retry_after_ms / 1e3 if status.retry_after_ms else None
-    return _build(status.code, status.reason, status.message, have=status.have, retry_after_s=retry_after_s)
+    error = _build(status.code, status.reason, status.message, have=status.have, retry_after_s=retry_after_s)
+    if status.retry_after_ms == _NEVER_MS:
+        error.retry_after_s = None
+    return error
 
 
 def _build(

@@ -34,13 +34,15 @@ def is_within_reservation(sequence: Sequence) -> bool:
 
 
 def require_pool(num_tokens: int, blocks: BlockManager) -> None:
-    """Raise ResourceExhausted (KV_EXHAUSTED) if the whole pool is too small for a number of tokens."""
+    """Raise ResourceExhausted (KV_EXHAUSTED, never to be retried) if the whole pool is too small for some tokens."""
     num_blocks = blocks_for(num_tokens)
     if num_blocks > blocks.num_blocks:
-        raise ResourceExhausted(
+        error = ResourceExhausted(
             f"{num_tokens} tokens need {num_blocks} KV blocks, this replica has {blocks.num_blocks}",
             reason="KV_EXHAUSTED",
         )
+        error.retry_after_s = None
+        raise error
 
 
 def next_release_s(sequences: Iterable[Sequence], now_s: float) -> float | None:
