@@ -1,8 +1,8 @@
 """Slots of a simulated system: how many requests generate at once, who waits, and who is refused.
 
-A coordinator raises its slots while a token takes at most 1.25 times as long as with 16 streams of a target, and
-refuses a request whose predicted wait is longer than `--max-wait-s`. The simulation takes the number of slots from the
-step times instead of measuring it.
+A coordinator raises its slots while more streams of a target make more tokens per second, and refuses a request whose
+predicted wait is longer than `--max-wait-s`. The simulation takes the number of slots from the step times instead of
+measuring it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from specdec.planning.deployment import BASE_STREAMS, Deployment, Load, slot_tpot_s
+from specdec.planning.deployment import BASE_STREAMS, SLOT_GAIN, Deployment, Load, base_tpot_s, slot_gain
 from specdec.planning.steady_state import steady_state
 from specdec.planning.step_times import CALLS
 
@@ -27,12 +27,14 @@ def slots_per_target(deployment: Deployment, load: Load, alpha: float) -> int:
     """Return the number of slots that a coordinator gives each target."""
     requests = load.requests(deployment.gamma, alpha)
     num_targets, num_drafts = deployment.num_targets, deployment.num_drafts
-    most_s = slot_tpot_s(requests, deployment.target, deployment.draft, num_targets, num_drafts)
+    base_s = base_tpot_s(requests, deployment.target, deployment.draft, num_targets, num_drafts)
     num_slots = float(BASE_STREAMS * num_targets)
     for step in range(1, _MAX_STEPS):
         at_rate = replace(requests, rate_per_s=load.rate_per_s * step / _NUM_STEPS)
         state = steady_state(at_rate, CALLS, deployment.target, deployment.draft, num_targets, num_drafts)
-        if state is None or state.tpot_s > most_s:
+        if state is None:
+            break
+        if state.num_streams > BASE_STREAMS * num_targets and slot_gain(base_s, state, num_targets) < SLOT_GAIN:
             break
         num_slots = max(num_slots, state.num_streams)
     return int(num_slots / num_targets)

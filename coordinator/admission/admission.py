@@ -26,7 +26,7 @@ class AdmissionSettings:
     """Requests that wait or run at once."""
     max_running: int | None = None
     """Requests that run at once; None: chosen from measured speeds."""
-    max_wait_s: float = 4.0
+    max_wait_s: float = 60.0
     """Predicted wait beyond which a request is refused once one request waits for each slot."""
     session_ttl_s: float = 3600.0
     """Time for which an idle session is kept."""

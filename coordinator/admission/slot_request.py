@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from coordinator.admission.speeds import OutputLength
 from specdec.tenant import SessionKey
 
 
@@ -14,6 +15,8 @@ class SlotRequest:
 
     key: SessionKey
     max_new_tokens: int
+    min_new_tokens: int = 0
+    """Number of output tokens that the request has at least, unless its client ends it."""
     priority: int = 0
     """Requests of lower values go first."""
     is_next_turn: bool = False
@@ -23,6 +26,10 @@ class SlotRequest:
     coordinator runs `MAX_RESUMED` times its limit."""
     deadline_s: float | None = None
     """Time by which the output must be complete, by `time.monotonic`."""
+
+    @property
+    def length(self) -> OutputLength:
+        return OutputLength(self.min_new_tokens, self.max_new_tokens)
 
 
 class QueueState(NamedTuple):

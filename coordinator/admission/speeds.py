@@ -9,16 +9,19 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 #: Number of streams of one target that the limit starts from. Its speed is what the limit compares with, so the limit
 #: never falls below it.
 BASE_STREAMS = 16
 
-#: The limit rises while a token takes at most this many times as long as with `BASE_STREAMS` streams.
-RAISE_BELOW = 1.25
+#: The limit rises while more streams gain at least this: the growth of tokens per second relative to that of streams.
+#: So a token takes at most about ten times as long as if one stream had the target for itself.
+RAISE_GAIN = 0.1
 
-#: The limit falls where a token takes longer than this many times as long as with `BASE_STREAMS` streams.
-LOWER_ABOVE = 1.5
+#: The limit falls if its last streams gain less than this.
+LOWER_GAIN = 0.05
 
 #: Where a tenant uses less than its share, a token may take this many times as long as with one stream alone.
 SHARED_SLOWDOWN = 1.6
@@ -33,6 +36,13 @@ _KEEP = 0.9
 _MAX_RATE_TOKENS = 2_000.0
 _MIN_WINDOW_CHUNKS = 64
 _WINDOW_CHUNKS_PER_STREAM = 4
+
+
+class OutputLength(NamedTuple):
+    """Numbers of output tokens that a request states."""
+
+    least: int
+    most: int
 
 
 class _Rate:
@@ -73,7 +83,6 @@ class StreamSpeeds:
         """Rates by the power of two that the number of streams is rounded up to."""
         self._first_token_s = _Mean()
         self._running_s = _Mean()
-        self._max_new_tokens = _Mean()
         self._recent_lengths: deque[int] = deque(maxlen=_MAX_LENGTHS)
         self._sorted_lengths: list[int] = []
 
@@ -81,10 +90,6 @@ class StreamSpeeds:
         """Note that a stream made tokens in `seconds` while `num_streams` streams shared its target."""
         exponent = max(num_streams - 1, 0).bit_length()
         self._rates.setdefault(exponent, _Rate()).add(num_tokens, seconds)
-
-    def note_asked(self, max_new_tokens: int) -> None:
-        """Note the limit on the output of a request that arrives."""
-        self._max_new_tokens.add(max_new_tokens)
 
     def note_first_token(self, seconds: float) -> None:
         """Note the time from the start of a request to its first token."""
@@ -112,22 +117,27 @@ class StreamSpeeds:
         rate = self._rates.get(max(num_streams - 1, 0).bit_length())
         return None if rate is None else rate.token_s
 
-    def generation_s(self, max_new_tokens: int, num_streams: int) -> float | None:
-        """Return the time that a request will generate for; None while no speed is known.
+    @property
+    def has_seen_end(self) -> bool:
+        """Return whether any request has ended."""
+        return self._running_s.value is not None
 
-        Few outputs reach a large `max_new_tokens`, so a request is taken for as long as nearly all recent outputs.
+    def generation_s(self, length: OutputLength, num_streams: int) -> float | None:
+        """Return the time that a request will probably generate for, at most; None while no speed is known.
+
+        Few outputs reach a large limit, so a request is taken for as long as nearly all recent outputs.
         """
         token_s = self.token_s(num_streams)
         if token_s is None:
             return None
-        return (self._first_token_s.value or 0.0) + min(max_new_tokens, self._usual_length()) * token_s
+        num_tokens = max(length.least, min(length.most, self._usual_length()))
+        return (self._first_token_s.value or 0.0) + num_tokens * token_s
 
-    def running_s(self, num_streams: int) -> float:
-        """Return the time for which a request usually holds its slot; 0 while nothing is known."""
-        if self._running_s.value is not None:
-            return self._running_s.value
-        max_new_tokens = self._max_new_tokens.value or UNKNOWN_OUTPUT_TOKENS
-        return self.generation_s(round(max_new_tokens), num_streams) or 0.0
+    def running_s(self, length: OutputLength, num_streams: int) -> float:
+        """Return the time for which a request will probably hold its slot; 0 while nothing is known."""
+        if self._running_s.value is None:
+            return self.generation_s(length, num_streams) or 0.0
+        return max(self._running_s.value, length.least * (self.token_s(num_streams) or 0.0))
 
     def _usual_length(self) -> int:
         if len(self._sorted_lengths) < _MIN_LENGTHS:
@@ -135,11 +145,31 @@ class StreamSpeeds:
         return self._sorted_lengths[int(_LENGTH_QUANTILE * (len(self._sorted_lengths) - 1))]
 
 
+def stream_gain(base_s: float, token_s: float, num_streams: float, at_streams: float) -> float:
+    """Return the growth of a target's tokens per second with `at_streams` streams, relative to that of the streams.
+
+    1: each further stream is as fast as the others are. 0: it only slows them down. The time per token is taken to grow
+    by as much with each stream, as that of a forward pass does.
+
+    Args:
+        base_s: time per token with `BASE_STREAMS` streams.
+        token_s: time per token with `num_streams` streams.
+        num_streams: a number above `BASE_STREAMS`.
+        at_streams: number of streams to predict for.
+    """
+    per_stream_s = max(0.0, token_s - base_s) / (num_streams - BASE_STREAMS)
+    if not per_stream_s:
+        return 1.0
+    alone_s = max(0.0, base_s - per_stream_s * BASE_STREAMS)
+    return alone_s / (alone_s + per_stream_s * at_streams)
+
+
 class RunningLimit:
     """Number of requests that may run at once: fixed, or chosen from the measured time per token.
 
-    The limit starts at `BASE_STREAMS` for each target. It rises while requests wait and more streams make tokens nearly
-    as fast, as on a GPU whose steps are limited by the read of the weights. It falls where they are slowed down.
+    The limit starts at `BASE_STREAMS` for each target. It rises while requests wait and more streams make more tokens
+    per second, as on a GPU whose steps are limited by the read of the weights. It falls if they do not. Requests that
+    wait for KV blocks make no tokens, so the limit does not rise beyond the KV of the targets.
     """
 
     def __init__(self, speeds: StreamSpeeds, num_targets: Callable[[], int], fixed: int | None = None) -> None:
@@ -150,11 +180,18 @@ class RunningLimit:
         self._window = _Rate()
         self._num_window_chunks = 0
         self._is_wanted = False
-        """True where a request found no slot in this window."""
+        """True if a request found no slot in this window."""
+        self._is_settled = False
+        """True if the limit did not rise at the end of the last window in which requests waited."""
 
     @property
     def value(self) -> int:
         return self._fixed or self._per_target * self._targets
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether the limit no longer rises, so that waits can be predicted."""
+        return self._is_settled or (self._fixed is not None and self._speeds.has_seen_end)
 
     @property
     def shared_value(self) -> int:
@@ -178,14 +215,16 @@ class RunningLimit:
         self._is_wanted = True
 
     def note_chunk(self, num_tokens: int, seconds: float, num_running: int) -> None:
-        """Note that a stream made tokens in `seconds` while `num_running` ran."""
+        """Note that a stream made tokens in `seconds` while `num_running` streams made some."""
         self._speeds.note_chunk(num_tokens, seconds, self.streams_per_target(num_running))
-        if self._fixed is not None:
-            return
         self._window.add(num_tokens, seconds)
         self._num_window_chunks += 1
         if self._num_window_chunks >= max(_MIN_WINDOW_CHUNKS, _WINDOW_CHUNKS_PER_STREAM * num_running):
-            self._adapt(self._window.token_s, self.streams_per_target(num_running))
+            before = self._per_target
+            if self._fixed is None:
+                self._adapt(self._window.token_s, self.streams_per_target(num_running))
+            if self._is_wanted:
+                self._is_settled = self._per_target <= before
             self._window, self._num_window_chunks, self._is_wanted = _Rate(), 0, False
 
     def _adapt(self, token_s: float, num_streams: int) -> None:
@@ -193,13 +232,17 @@ class RunningLimit:
         base_s = self._speeds.measured_token_s(BASE_STREAMS)
         if base_s is None:
             return
-        step, more = self._per_target // 4, num_streams - BASE_STREAMS
-        # Streams that have begun run to their end, so a limit that was too high is felt for long. The time with the
-        # next limit is therefore predicted, by the line through this window and the base.
-        next_s = token_s + (step * max(0.0, token_s - base_s) / more if more > 0 else 0.0)
-        if token_s > LOWER_ABOVE * base_s and more > 0:
+        step, is_more = self._per_target // 4, num_streams > BASE_STREAMS
+        # Streams that have begun run to their end, so a limit that was too high is felt for long. The gain of the next
+        # limit is therefore predicted.
+        gain = partial(stream_gain, base_s, token_s, num_streams)
+        if is_more and gain(num_streams) < LOWER_GAIN:
             self._per_target = max(BASE_STREAMS, self._per_target - max(1, self._per_target // 8))
-        elif next_s < RAISE_BELOW * base_s and self._is_wanted and num_streams >= self._per_target - step:
+        elif (
+            self._is_wanted
+            and num_streams >= self._per_target - step
+            and (not is_more or gain(self._per_target + step) >= RAISE_GAIN)
+        ):
             self._per_target += step
 
     @property

@@ -230,9 +230,13 @@ class GenerationService:
     # ---- admission ---------------------------------------------------------------------------------------------
 
     def _slot_request(self, request: GenerationRequest) -> SlotRequest:
+        sampling = request.sampling
+        most = sampling.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
+        may_stop = not sampling.ignore_eos or sampling.stop or sampling.stop_token_ids
         return SlotRequest(
             request.key,
-            request.sampling.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
+            most,
+            min_new_tokens=min(sampling.filters.min_new_tokens, most) if may_stop else most,
             priority=request.priority,
             is_next_turn=self._placement.knows(request.key),
             is_resumption=request.resume_from is not None,
@@ -309,7 +313,7 @@ class GenerationService:
             raise await asyncio.shield(self._turn_preparer.give_up(prepared)) or _draining()
         # Nothing is awaited from here on: the generation owns the lease, and a drain that starts now finds it.
         generation = self._factory.start(prepared, slot)
-        slot.is_handed_on = True
+        slot.hand_on()
         self._running[generation.turn.lease.key] = generation
         self._metrics.request_running(+1)
         self._activity.begin()

@@ -2,8 +2,8 @@
 
 `SessionCalls` sends the request to the target service (`target_service/servicer`). The verification goes back to the
 `runner`, which decides the round. `replicas/placement` chooses the replica; where none can be reached, the call waits
-for one (`replicas/target_wait`). Where all of them lack KV blocks, the call is repeated for a while: the request keeps
-its slot meanwhile, so that fewer requests are admitted until blocks are free.
+for one (`replicas/target_wait`). If all of them lack KV blocks, or have too many prompts before it, the call is
+repeated for a while. The request keeps its slot meanwhile, so that fewer requests are admitted.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from specdec.types import SessionPosition, Verification, VerifyRequest
 
 #: Pause before a target that lacked KV blocks is called again, at most; the target may name a shorter one.
 MAX_KV_PAUSE_S = 1.0
+
+#: Reasons for which a target refuses a request without output, and after which it may take the same request.
+_MAY_PASS = ("KV_EXHAUSTED", "QUEUE_FULL")
 
 #: Pause after a target came back and failed again; it doubles each time.
 FIRST_PAUSE_S = 0.1
@@ -74,7 +77,7 @@ class TargetCalls:
             except ResourceExhausted as error:
                 pause_s = min(error.retry_after_s or MAX_KV_PAUSE_S, MAX_KV_PAUSE_S)
                 left_s = began_s + self._max_kv_wait_s() - time.monotonic()
-                if error.reason != "KV_EXHAUSTED" or left_s < pause_s:
+                if error.reason not in _MAY_PASS or error.retry_after_s is None or left_s < pause_s:
                     raise
             await asyncio.sleep(pause_s)
 

@@ -21,9 +21,9 @@ MAX_GAMMA = 8
 #: Share of the rate at which a deployment holds the limits that is planned for it: the rest is for peaks, until an
 #: autoscaler has added a replica.
 PLANNED_SHARE = 0.8
-#: A coordinator gives a target more than `BASE_STREAMS` streams while a token takes at most `SLOT_SLOWDOWN` times as
-#: long as with that number (coordinator/admission/speeds.py). Further requests wait for a slot.
-BASE_STREAMS, SLOT_SLOWDOWN = 16, 1.25
+#: A coordinator gives a target more than `BASE_STREAMS` streams while they gain at least `SLOT_GAIN`: the growth of
+#: tokens per second relative to that of streams (coordinator/admission/speeds.py). Further requests wait for a slot.
+BASE_STREAMS, SLOT_GAIN = 16, 0.1
 _MAX_RANKS = 8
 #: Largest pool that is planned, and numbers of targets that are tried for each gamma.
 _MAX_REPLICAS = 1 << 20
@@ -74,8 +74,8 @@ class Deployment:
     """At the planned load."""
     peak: SteadyState
     """At the load with room for peaks, at which the limits hold."""
-    slot_tpot_s: float
-    """Time per token up to which coordinators give a target more streams; infinite with at most `BASE_STREAMS`."""
+    slot_gain: float
+    """Gain of further streams at the peak, which decides whether coordinators give the targets so many slots."""
 
     def kv_bytes_per_target(self, load: Load) -> float:
         """Return the KV of the streams of one target at their full length, at the peak."""
@@ -108,9 +108,7 @@ class Deployment:
         shares = {
             "time per token": self.peak.tpot_s / load.tpot_s,
             "time to the first token": self.peak.ttft_s / load.ttft_s,
-            f"slots, {SLOT_SLOWDOWN:g} times the time per token of {BASE_STREAMS} streams": (
-                self.peak.tpot_s / self.slot_tpot_s if self.slot_tpot_s else 0.0
-            ),
+            f"slots, further streams would gain less than {SLOT_GAIN:.0%}": SLOT_GAIN / self.slot_gain,
             "KV memory of the targets": self.kv_bytes_per_target(load) / self.target.kv_bytes,
         }
         if self.draft:
@@ -200,10 +198,10 @@ def lone_stream(load: Load, alpha: float, target: PlacedModel, draft: PlacedMode
     return state
 
 
-def slot_tpot_s(
+def base_tpot_s(
     requests: Requests, target: PlacedModel, draft: PlacedModel | None, num_targets: int, num_drafts: int
 ) -> float:
-    """Return the time per token up to which coordinators give each target more than `BASE_STREAMS` streams."""
+    """Return the time per token with `BASE_STREAMS` streams of each target."""
 
     def at(rate_per_s: float) -> SteadyState | None:
         return steady_state(replace(requests, rate_per_s=rate_per_s), CALLS, target, draft, num_targets, num_drafts)
@@ -219,7 +217,18 @@ def slot_tpot_s(
         low, high = (middle, high) if is_light(at(middle)) else (low, middle)
     base = at(low)
     assert base is not None, "a load of few streams is served"
-    return SLOT_SLOWDOWN * base.tpot_s
+    return base.tpot_s
+
+
+def slot_gain(base_s: float, state: SteadyState, num_targets: int) -> float:
+    """Return the gain of further streams in a state with more than `BASE_STREAMS` streams of each target.
+
+    It is that which coordinators predict (`stream_gain` in coordinator/admission/speeds.py): the time per token grows
+    by as much with each stream.
+    """
+    num_streams = state.num_streams / num_targets
+    per_stream_s = max(0.0, state.tpot_s - base_s) / (num_streams - BASE_STREAMS)
+    return max(0.0, base_s - per_stream_s * BASE_STREAMS) / state.tpot_s
 
 
 def _require_reachable(load: Load, alpha: float, target: PlacedModel, draft: PlacedModel | None) -> None:
@@ -281,7 +290,7 @@ class _Search:
             return None
         if self._draft and _kv_bytes(self._draft, state, load) > num_drafts * self._draft.kv_bytes:
             return None
-        return state if state.tpot_s <= self._slot_tpot_s(state, num_targets, num_drafts) else None
+        return state if self._slot_gain(state, num_targets, num_drafts) >= SLOT_GAIN else None
 
     def _is_enough(self, num_targets: int, num_drafts: int) -> bool:
         return self.at_peak(num_targets, num_drafts) is not None
@@ -300,13 +309,14 @@ class _Search:
             self._peak.tokens_per_round,
             expected,
             peak,
-            self._slot_tpot_s(peak, num_targets, num_drafts),
+            self._slot_gain(peak, num_targets, num_drafts),
         )
 
-    def _slot_tpot_s(self, peak: SteadyState, num_targets: int, num_drafts: int) -> float:
-        if peak.num_streams <= BASE_STREAMS * num_targets:
-            return math.inf
-        return slot_tpot_s(self._peak, self._target, self._draft, num_targets, num_drafts)
+    def _slot_gain(self, state: SteadyState, num_targets: int, num_drafts: int) -> float:
+        if state.num_streams <= BASE_STREAMS * num_targets:
+            return 1.0
+        base_s = base_tpot_s(self._peak, self._target, self._draft, num_targets, num_drafts)
+        return slot_gain(base_s, state, num_targets)
 
     def _state(self, requests: Requests, num_targets: int, num_drafts: int) -> SteadyState | None:
         return steady_state(requests, CALLS, self._target, self._draft, num_targets, num_drafts)

@@ -139,11 +139,12 @@ class CoordinatorSettings(AccessSettings, TracingSettings, ServiceSettings):
 
     max_running: int | None = Field(default=None, ge=1)
     """Limit on requests that generate at once; further requests wait for a slot. none: 16 for each target, and more
-    while a token takes at most 1.25 times as long as with 16."""
+    while requests wait and more streams make more tokens per second."""
 
-    max_wait_s: float = Field(default=4.0, gt=0.0, le=DAY_S)
+    max_wait_s: float = Field(default=60.0, gt=0.0, le=DAY_S)
     """Predicted seconds of waiting for a slot beyond which a request is refused with QUEUE_FULL, once one request
-    waits for each slot. A request with a deadline is refused wherever it would probably miss it."""
+    waits for each slot; and longest time that a request with a slot waits for KV blocks. A request with a deadline is
+    refused wherever it would probably miss it."""
 
     tenant_max_streams: int | None = Field(default=None, ge=1)
     """Limit on the requests of one tenant at once, waiting ones included. none: no limit. This limit and those below

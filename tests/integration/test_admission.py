@@ -219,3 +219,28 @@ async def test_reserved_tokens_of_a_tenants_requests_are_limited_together() -> N
         await eventually(lambda: coordinator.generations.num_running == 0)
         assert len((await turn(coordinator, request(max_new_tokens=60), "a")).token_ids) == 60
         assert not coordinator.generations._admission.quotas._reserved
+
+
+async def test_a_batch_waits_for_kv_blocks_and_a_request_that_can_never_have_enough_is_refused_at_once() -> None:
+    async with asyncio.timeout(120), Rig(drafts=0, num_blocks=8) as rig:
+        coordinator = await rig.coordinator(max_queue=200)
+        outputs = await asyncio.gather(*(coordinator.generate(request(max_new_tokens=20)) for _ in range(100)))
+        expected = rig.target.worker.greedy_continuation(PROMPT, 20)
+        assert [output.token_ids for output in outputs] == [expected] * 100
+        error = await refusal(coordinator.generate(request(max_new_tokens=200)))
+        assert (error.reason, error.retryable, "KV blocks" in error.message) == ("KV_EXHAUSTED", False, True)
+
+
+async def test_a_queue_that_would_last_longer_than_the_limit_is_refused_with_a_time_to_retry() -> None:
+    async with limited(max_running=1, max_wait_s=60.0) as (rig, coordinator):
+        await coordinator.generate(request(max_new_tokens=200, ignore_eos=True))  # the speed is known from now on
+        stream, output = await held_slot(rig, coordinator)
+        coordinator.generations._admission._slots._speeds.note_end(100, running_s=3000.0)  # as if they took minutes
+        first = asyncio.create_task(coordinator.generate(request(session_id="first", max_new_tokens=6)))
+        await num_waiting(coordinator, 1)  # one may wait for each slot
+        error = await refusal(coordinator.generate(request(session_id="second")))
+        assert (error.reason, "--max-wait-s" in error.message) == ("QUEUE_FULL", True)
+        assert error.retry_after_s == 60.0
+        rig.target.worker.gate.set()
+        await read_rest(stream, output)
+        await first

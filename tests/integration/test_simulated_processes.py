@@ -68,3 +68,16 @@ def test_coordinators_of_a_tenant_share_the_locations_of_prefixes_through_redis(
     assert [run.num_cached_prompt_tokens for run in runs] == [0, *[992] * 7]
     left = {key.partition(b"{")[0] for key in keys if not key.endswith(b":deleted")}  # keys that the clients left
     assert left == {b"specdec:acme:prefix:"}
+
+
+@pytest.mark.parametrize(("num_clients", "num_tokens"), [(64, 128), (200, 64)])
+def test_an_idle_system_takes_a_batch_of_clients_and_refuses_none(
+    tokenizer_dir: Path, num_clients: int, num_tokens: int
+) -> None:
+    with (
+        ProcessSystem(tokenizer_dir, simulated_replicas("simulated:70b-1b", num_drafts=2)) as system,
+        StreamProcess(system.endpoint) as client,
+    ):
+        client.run([request(1, max_new_tokens=8)])  # its speed is known
+        runs = client.run([request(seed, max_new_tokens=num_tokens) for seed in range(num_clients)])
+    assert [run.num_tokens for run in runs] == [num_tokens] * num_clients
