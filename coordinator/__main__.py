@@ -52,6 +52,7 @@ from specdec.observability.loop_lag import watch_loop_lag
 from specdec.observability.metrics_server import start_metrics_server
 from specdec.observability.series import served_name
 from specdec.observability.tracing import Tracing
+from specdec.rpc.channels import MAX_CALLS
 from specdec.rpc.client import open_link
 from specdec.rpc.health import Health
 from specdec.rpc.server import COORDINATOR_SERVICE, VLLM_SERVICE, ServiceServer
@@ -67,6 +68,8 @@ from specdec.state.store import ReplicaRegistry
 from specdec.state.store_wait import store_answers
 from specdec.types import EngineInfo, Mode
 
+#: Calls at once relative to --max-queue, so that requests beyond it are refused with a reason.
+_CALLS_PER_REQUEST = 2
 #: Time that streams have after the drain to send what they hold.
 _FLUSH_S = 1.0
 
@@ -102,6 +105,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
         health=health,
         max_message_bytes=settings.max_message_bytes,
         max_connection_age_s=settings.max_connection_age_s,
+        max_calls=max(MAX_CALLS, _CALLS_PER_REQUEST * settings.max_queue),
         tls=settings.server_tls,
         loopback_address=settings.loopback,
         check_caller=access.public.check,

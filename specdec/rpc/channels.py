@@ -25,6 +25,32 @@ Options = Sequence[tuple[str, Any]]
 #: Callers repeat what may be repeated.
 _NO_RETRIES = (("grpc.enable_retries", 0),)
 
+#: Calls of a port at once, and streams of a connection to it, unless the port is given another number.
+MAX_CALLS = 4096
+
+#: Calls that gRPC keeps for a port until it takes them, relative to `MAX_CALLS`.
+_PENDING_PER_CALL = 4
+
+#: Time for which gRPC keeps a call for a port, as long as its client waits.
+_MAX_PENDING_S = 300
+
+
+def call_limits(max_calls: int = MAX_CALLS) -> Options:
+    """Return the server arguments that bound the calls which a port has not taken yet.
+
+    Streams that a client has reset count until they are gone here, so a client that resets its calls at once waits for
+    itself and not for others. Further streams of a connection are refused by HTTP/2. By default gRPC ends calls at
+    random, as CANCELLED and without a reason, once 1,000 wait or one has waited for 30 s; the port itself refuses with
+    a reason.
+    """
+    return (
+        ("grpc.max_concurrent_streams", max_calls),
+        ("grpc.http.overload_protection", 1),
+        ("grpc.server.max_pending_requests", _PENDING_PER_CALL * max_calls),
+        ("grpc.server.max_pending_requests_hard_limit", _PENDING_PER_CALL * max_calls),
+        ("grpc.server_max_unrequested_time_in_server", _MAX_PENDING_S),
+    )
+
 
 def dial(address: str, options: Options = (), *, tls: Tls | None = None) -> grpc.aio.Channel:
     """Return a channel for the running event loop; it connects at the first call.

@@ -28,7 +28,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from specdec.errors import Unavailable
-from specdec.rpc.channels import open_port, require_free
+from specdec.rpc.channels import call_limits, open_port, require_free
 from specdec.rpc.ticks import tick
 
 #: Name under which the health service reports that the process lives.
@@ -69,7 +69,7 @@ class Health:
         self._port = grpc.server(
             ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="health"),
             interceptors=[_Refusals()],
-            options=(("grpc.so_reuseport", 0),),
+            options=(("grpc.so_reuseport", 0), *call_limits()),
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._thread_servicer, self._port)
         try:
@@ -149,15 +149,20 @@ class _Turns:
 
 
 class _Refusals(grpc.ServerInterceptor):
-    """Refuses malformed requests and the method List. gRPC would log a traceback for each of them."""
+    """Refuses malformed requests and the method List, for each of which gRPC would log a traceback, and Watch.
+
+    A Watch would occupy one of the threads for as long as its client likes, and Check must always be answered.
+    """
 
     def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
         handler = continuation(handler_call_details)
         if handler is None:
             return None
-        behaviour = handler.unary_stream or handler.unary_unary
+        behaviour = handler.unary_unary
 
         def handle(content: bytes, context: Any) -> Any:
+            if behaviour is None:
+                context.abort(grpc.StatusCode.UNIMPLEMENTED, "this port answers Check; Watch is served at --listen")
             try:
                 request = handler.request_deserializer(content)
             except DecodeError as error:
@@ -167,7 +172,7 @@ class _Refusals(grpc.ServerInterceptor):
             except NotImplementedError:
                 context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not implemented!")
 
-        factory = grpc.unary_stream_rpc_method_handler if handler.unary_stream else grpc.unary_unary_rpc_method_handler
+        factory = grpc.unary_unary_rpc_method_handler if behaviour else grpc.unary_stream_rpc_method_handler
         return factory(handle, None, handler.response_serializer)
 
 

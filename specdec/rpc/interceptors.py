@@ -21,10 +21,11 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from specdec.errors import Internal, InvalidRequest, SpecdecError
+from specdec.errors import Internal, InvalidRequest, ResourceExhausted, SpecdecError
 from specdec.observability.logging import bind
 from specdec.rpc import status
 from specdec.rpc.bounds import check_num_fields
+from specdec.rpc.channels import MAX_CALLS
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +38,10 @@ LOG_INTERVAL_S = 1.0
 _MAX_REQUEST_ID_CHARACTERS = 128
 
 _MAX_REMEMBERED_PEERS = 1024
+
+#: Limit on the calls of one port at once of services that tell about it, health and reflection. Some of them last.
+MAX_SIDE_CALLS = 256
+_SIDE_SERVICES = "/grpc."
 
 _FACTORIES = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
@@ -82,16 +87,39 @@ def new_request_id() -> str:
     return uuid.uuid4().hex
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps the exceptions of coroutine and async generator handlers to statuses, and asks the guard of the port."""
+class _Calls:
+    """Calls in progress, up to a limit. A call is in progress inside the context."""
 
-    def __init__(self, check_caller: Callable[[str, Any], None] | None = None) -> None:
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._num = 0
+
+    def __enter__(self) -> None:
+        if self._num >= self._limit:
+            raise ResourceExhausted(f"this port already answers {self._limit} such calls, its limit; try again later")
+        self._num += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._num -= 1
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Maps the exceptions of coroutine and async generator handlers to statuses, and asks the guard of the port.
+
+    It also bounds the calls of the port at once.
+    """
+
+    def __init__(self, check_caller: Callable[[str, Any], None] | None = None, max_calls: int = MAX_CALLS) -> None:
         """
         Args:
             check_caller: called with method and context of each call before its request is decoded; raises
                 SpecdecError to refuse it. None: every caller is answered.
+            max_calls: calls at once; further ones are refused with QUEUE_FULL.
         """
         self._check_caller = check_caller
+        self._calls, self._side_calls = _Calls(max_calls), _Calls(MAX_SIDE_CALLS)
 
     async def intercept_service(
         self,
@@ -112,10 +140,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         deserializer: Any = handler.request_deserializer
         read = _reader(deserializer)
         check = _no_check if self._check_caller is None else partial(self._check_caller, handler_call_details.method)
+        calls = self._side_calls if handler_call_details.method.startswith(_SIDE_SERVICES) else self._calls
         if handler.request_streaming:  # a parse error is raised where the handler asks for the next message
-            return factory(wrap(behaviour, lambda messages: messages, check), read, handler.response_serializer)
+            return factory(wrap(behaviour, lambda messages: messages, check, calls), read, handler.response_serializer)
         # gRPC would parse the message before it calls the handler, and turn any error into UNKNOWN.
-        return factory(wrap(behaviour, read, check), None, handler.response_serializer)
+        return factory(wrap(behaviour, read, check, calls), None, handler.response_serializer)
 
 
 def _no_check(context: Any) -> None:
@@ -145,16 +174,20 @@ def _message_type(deserializer: Callable[[bytes], Any]) -> type[Message]:
 
 
 def _wrap_coroutine(
-    behaviour: Callable[[Any, Any], Awaitable[Any]], read: Callable[[Any], Any], check: Callable[[Any], None]
+    behaviour: Callable[[Any, Any], Awaitable[Any]],
+    read: Callable[[Any], Any],
+    check: Callable[[Any], None],
+    calls: _Calls,
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     async def handle(request: Any, context: Any) -> Any:
         async with _MappedErrors(context):
-            try:
-                check(context)
-                answering = behaviour(read(request), context)
-            finally:
-                del request  # as in `_abort`
-            return await answering
+            with calls:
+                try:
+                    check(context)
+                    answering = behaviour(read(request), context)
+                finally:
+                    del request  # as in `_abort`
+                return await answering
 
     return handle
 
@@ -163,19 +196,21 @@ def _wrap_generator(
     behaviour: Callable[[Any, Any], AsyncGenerator[Any, None]],
     read: Callable[[Any], Any],
     check: Callable[[Any], None],
+    calls: _Calls,
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     # A coroutine that writes, instead of a generator around a generator: when the call is cancelled, the handler is
     # closed at once in its own task, and not when the garbage collector finds it.
     async def handle(request: Any, context: Any) -> None:
         async with _MappedErrors(context):
-            try:
-                check(context)
-                answering = behaviour(read(request), context)
-            finally:
-                del request  # as in `_abort`
-            async with aclosing(answering) as responses:
-                async for response in responses:
-                    await context.write(response)
+            with calls:
+                try:
+                    check(context)
+                    answering = behaviour(read(request), context)
+                finally:
+                    del request  # as in `_abort`
+                async with aclosing(answering) as responses:
+                    async for response in responses:
+                        await context.write(response)
 
     return handle
 

@@ -22,7 +22,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from specdec.errors import Unavailable
-from specdec.rpc.channels import open_port, require_free
+from specdec.rpc.channels import MAX_CALLS, call_limits, open_port, require_free
 from specdec.rpc.health import Health
 from specdec.rpc.interceptors import ErrorInterceptor
 from specdec.rpc.unknown_methods import aio_server
@@ -51,6 +51,7 @@ class ServiceServer:
         health: Health | None = None,
         max_message_bytes: int = 4 << 20,
         max_connection_age_s: float | None = None,
+        max_calls: int = MAX_CALLS,
         tls: Tls | None = None,
         demands_client_certificate: bool = False,
         loopback_address: str = "",
@@ -64,6 +65,7 @@ class ServiceServer:
             max_message_bytes: gRPC itself refuses a larger message (RESOURCE_EXHAUSTED) before it is decoded.
             max_connection_age_s: age at which a connection takes no further calls, so that its client connects anew;
                 its calls go on until they end. None: no limit.
+            max_calls: calls at once; further ones are refused with QUEUE_FULL.
             tls: credentials of the port of `listen`; None: plaintext.
             demands_client_certificate: whether `listen` refuses clients without a certificate of `tls.ca`.
             loopback_address: HOST:PORT of a plaintext port with the same services, for this machine alone, or "".
@@ -85,10 +87,11 @@ class ServiceServer:
             # Links ping every few seconds, also without calls.
             ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
             ("grpc.keepalive_permit_without_calls", 1),
+            *call_limits(max_calls),
         ]
         if max_connection_age_s is not None:
             options.append(("grpc.max_connection_age_ms", round(max_connection_age_s * 1000)))
-        self.grpc_server = aio_server([ErrorInterceptor(check_caller)], options)
+        self.grpc_server = aio_server([ErrorInterceptor(check_caller, max_calls)], options)
         self.port = 0
         """The bound port; 0 before `start`."""
 

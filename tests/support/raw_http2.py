@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 from contextlib import suppress
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, SETTINGS = 0, 1, 4
+DATA, HEADERS, RST_STREAM, SETTINGS = 0, 1, 3, 4
+_CANCEL = struct.pack(">I", 8)
 END_STREAM, END_HEADERS = 1, 4
 #: Indexes of ":method: POST" and ":scheme: http" in the table of RFC 7541.
 POST, HTTP = b"\x83", b"\x86"
@@ -23,8 +25,7 @@ def answer_to(address: str, path: bytes, message: bytes = b"", timeout_s: float 
         timeout_s: longest wait for bytes.
     """
     host, _, port = address.rpartition(":")
-    headers = POST + HTTP + literal(b":path", path) + literal(b":authority", b"test")
-    headers += literal(b"content-type", b"application/grpc") + literal(b"te", b"trailers")
+    headers = _headers(path)
     received = b""
     with socket.create_connection((host, int(port)), timeout_s) as connection:
         connection.sendall(PREFACE + frame(SETTINGS, 0, 0, b"") + frame(HEADERS, END_HEADERS, 1, headers))
@@ -33,6 +34,34 @@ def answer_to(address: str, path: bytes, message: bytes = b"", timeout_s: float 
             while b"grpc-status" not in received and (part := connection.recv(1 << 16)):
                 received += part
     return received
+
+
+def reset_calls(address: str, path: bytes, is_over: threading.Event) -> int:
+    """Begin calls of a gRPC method and cancel each at once, as fast as one connection can; return their number."""
+    host, _, port = address.rpartition(":")
+    headers, num_calls = _headers(path), 0
+    with socket.create_connection((host, int(port)), 60.0) as connection, suppress(ConnectionError):
+        threading.Thread(target=_read_all, args=(connection,), daemon=True).start()
+        connection.sendall(PREFACE + frame(SETTINGS, 0, 0, b""))
+        while not is_over.is_set():
+            numbers = range(2 * num_calls + 1, 2 * num_calls + 201, 2)
+            connection.sendall(b"".join(
+                frame(HEADERS, END_HEADERS, number, headers) + frame(DATA, END_STREAM, number, bytes(5))
+                + frame(RST_STREAM, 0, number, _CANCEL) for number in numbers
+            ))  # fmt: skip
+            num_calls += 100
+    return num_calls
+
+
+def _headers(path: bytes) -> bytes:
+    headers = POST + HTTP + literal(b":path", path) + literal(b":authority", b"test")
+    return headers + literal(b"content-type", b"application/grpc") + literal(b"te", b"trailers")
+
+
+def _read_all(connection: socket.socket) -> None:
+    with suppress(OSError):
+        while connection.recv(1 << 16):
+            pass
 
 
 def literal(name: bytes, value: bytes) -> bytes:

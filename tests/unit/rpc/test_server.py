@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,11 +19,13 @@ from specdec import errors
 from specdec.observability.logging import ID_NAMES, configure_logging
 from specdec.rpc.channels import require_free
 from specdec.rpc.health import Health
+from specdec.rpc.interceptors import MAX_SIDE_CALLS
 from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1 import coordinator_pb2_grpc
 from tests.support.log_stream import lines, stream
+from tests.support.raw_http2 import reset_calls
 from tests.support.stack import free_port
 
 __all__ = ["stream"]
@@ -160,6 +163,62 @@ async def test_a_health_watcher_is_informed_of_the_drain_and_does_not_delay_it()
         assert await watch.read() is grpc.aio.EOF
 
 
+async def test_thousands_of_calls_at_once_are_all_answered() -> None:
+    async with serving(nothing) as (_, _, stub):
+        infos = await asyncio.gather(*(stub.GetInfo(pb.GetInfoRequest()) for _ in range(3000)))
+        assert {info.version for info in infos} == {"1"}
+
+
+async def test_calls_beyond_the_limit_of_a_port_are_refused_with_a_reason_and_a_time_to_retry() -> None:
+    release = asyncio.Event()
+
+    async def wait() -> None:
+        await release.wait()
+
+    async with (
+        serving(wait, max_calls=2) as (server, _, stub),
+        grpc.aio.insecure_channel(server.address, options=(("grpc.use_local_subchannel_pool", 1),)) as other,
+    ):
+        running = [stub.Generate(pb.GenerateRequest()) for _ in range(2)]
+        for call in running:
+            await call.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await coordinator_pb2_grpc.CoordinatorServiceStub(other).GetInfo(pb.GetInfoRequest())
+        refused = from_rpc_error(caught.value)
+        assert (refused.code, refused.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+        assert refused.retry_after_s is not None
+        assert "answers 2 such calls" in refused.message
+        release.set()
+        for call in running:
+            assert await call.read() is grpc.aio.EOF
+        assert (await stub.GetInfo(pb.GetInfoRequest())).version == "1"
+
+
+async def test_watches_of_health_do_not_use_up_the_calls_of_a_port() -> None:
+    async with serving(nothing) as (server, _, stub), grpc.aio.insecure_channel(server.address) as channel:
+        await server.set_serving()
+        watches = [health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()) for _ in range(300)]
+        reads = await asyncio.gather(*(watch.read() for watch in watches), return_exceptions=True)
+        refused = [from_rpc_error(read) for read in reads if isinstance(read, grpc.aio.AioRpcError)]
+        assert len(refused) == 300 - MAX_SIDE_CALLS
+        assert {error.reason for error in refused} == {"QUEUE_FULL"}
+        assert (await stub.GetInfo(pb.GetInfoRequest())).version == "1"
+
+
+async def test_a_client_that_resets_its_calls_at_once_does_not_keep_the_others_waiting() -> None:
+    is_over = threading.Event()
+    async with serving(nothing) as (server, _, stub):
+        path = b"/specdec.v1.CoordinatorService/GetInfo"
+        attack = asyncio.create_task(asyncio.to_thread(reset_calls, server.address, path, is_over))
+        try:
+            for _ in range(20):
+                assert (await stub.GetInfo(pb.GetInfoRequest())).version == "1"
+                await asyncio.sleep(0.1)
+        finally:
+            is_over.set()
+        assert await attack > 5000  # more than gRPC keeps for the port
+
+
 async def test_the_health_port_answers_health_and_nothing_else() -> None:
     address = f"127.0.0.1:{free_port()}"
     health = Health((COORDINATOR_SERVICE,))
@@ -167,6 +226,8 @@ async def test_the_health_port_answers_health_and_nothing_else() -> None:
     async with serving(nothing, health=health) as (server, _, _):
         await server.set_serving()
         async with grpc.aio.insecure_channel(address) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            assert await watch.code() == grpc.StatusCode.UNIMPLEMENTED  # it would occupy a thread
             reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
             with pytest.raises(grpc.aio.AioRpcError) as caught:
