@@ -22,6 +22,7 @@ from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import (
     PROMPT,
     TARGET,
+    Output,
     Rig,
     Service,
     eventually,
@@ -31,9 +32,10 @@ from tests.support.coordinator_rig import (
     start_service,
     started_coordinator,
 )
+from tests.support.freezing import frozen_thread
 from tests.support.process_rig import NUM_TOKENS, ask, models, read_some, reference, run, stub_of
 from tests.support.process_rig import read_rest as read_rest_of
-from tests.support.stack import Stack
+from tests.support.stack import Stack, is_serving
 
 __all__ = ["models", "reference"]
 
@@ -153,6 +155,59 @@ def test_a_session_leaves_a_target_whose_process_is_stopped_and_no_token_is_doub
     assert "the replica is stalled" in coordinator_log
     assert "STALE_EPOCH" not in coordinator_log
     assert "the device hangs" not in two_targets.parts[name].log
+
+
+def _thread_cpu_s(stack: Stack, name: str) -> dict[int, float]:
+    """Return the processor time of each thread of a part, by its id."""
+    process = stack.parts[name].process
+    assert process is not None
+    fields = {
+        int(path.parent.name): path.read_text().rpartition(")")[2].split()
+        for path in Path(f"/proc/{process.pid}/task").glob("*/stat")
+    }
+    return {thread: (int(each[11]) + int(each[12])) / os.sysconf("SC_CLK_TCK") for thread, each in fields.items()}
+
+
+def _busiest(before: dict[Any, float], now: dict[Any, float]) -> Any:
+    return max(now, key=lambda each: now[each] - before.get(each, 0.0))
+
+
+@pytest.mark.parametrize("num_streams", [1, 4])
+def test_sessions_leave_a_target_whose_device_thread_stands_still_between_two_steps(
+    two_targets: Stack, reference: list[int], num_streams: int
+) -> None:
+    """The sessions' next turns begin on their targets, which then run no step and describe themselves all the time."""
+    stub = stub_of(two_targets.endpoint)
+    names = ("target", "target2")
+    before, threads = {name: _cpu_s(two_targets, name) for name in names}, {
+        name: _thread_cpu_s(two_targets, name) for name in names
+    }  # fmt: skip
+    session = f"turns-{num_streams}"
+    first = run(stub, ask(session, num_tokens=NUM_TOKENS, gamma=0))
+    name = _busiest(before, {name: _cpu_s(two_targets, name) for name in names})
+    device_thread = _busiest(threads[name], _thread_cpu_s(two_targets, name))
+    logged = two_targets.parts["coordinator"].log
+    with frozen_thread(device_thread):
+        turn = pb.GenerateRequest(
+            session_id=session,
+            prompt_token_ids=pb.TokenIds(ids=[7]),
+            sampling=pb.SamplingParams(temperature=0.0, max_new_tokens=NUM_TOKENS, ignore_eos=True),
+            speculation=pb.SpeculationParams(gamma=0),
+        )
+        streams = [stub.Generate(turn, timeout=_PATIENCE_S)]
+        streams += [
+            stub.Generate(ask(num_tokens=NUM_TOKENS, gamma=0), timeout=_PATIENCE_S) for _ in range(num_streams - 1)
+        ]
+        outputs = [Output() for _ in streams]
+        for stream, output in zip(streams, outputs, strict=True):
+            read_rest_of(stream, output)
+    assert len(outputs[0].token_ids) == NUM_TOKENS
+    assert all(output.token_ids == reference[:NUM_TOKENS] for output in (first, *outputs[1:]))
+    # The replica has noticed it by itself, and long before the coordinator's own limit.
+    assert "device hangs" in two_targets.parts[name].log
+    assert "calls are stalled" not in two_targets.parts["coordinator"].log.removeprefix(logged)
+    while not is_serving(two_targets.parts[name].address):
+        time.sleep(0.1)
 
 
 class _Asked:

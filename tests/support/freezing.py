@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,6 +20,29 @@ def frozen(pid: int) -> Iterator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+_SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17  # ptrace(2)
+_WALL = 0x40000000  # waitpid(2): threads too
+
+
+@contextmanager
+def frozen_thread(thread_id: int) -> Iterator[None]:
+    """One thread of a child process stands still within; the others run on. Raises OSError where that is forbidden."""
+    _trace(_SEIZE, thread_id)
+    try:
+        _trace(_INTERRUPT, thread_id)
+        os.waitpid(thread_id, _WALL)
+        yield
+    finally:
+        _trace(_DETACH, thread_id)
+
+
+def _trace(request: int, thread_id: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    if libc.ptrace(request, thread_id, None, None) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 @contextmanager

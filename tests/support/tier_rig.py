@@ -59,7 +59,7 @@ class Replica:
         self.num_turns = 0
         """Turns of the device thread's loop."""
         inbox = self.engine._engine_loop._inbox
-        inbox.take = partial(self._take, inbox.take)
+        inbox.run_commands = partial(self._run_commands, inbox.run_commands)
         if replay_s_per_token is not None:
             self.engine._engine_loop._scheduler.predict_replay_s = lambda num_tokens, kv_len: (
                 num_tokens * replay_s_per_token
@@ -76,9 +76,9 @@ class Replica:
         """Wait until `num_bytes` were written in all."""
         wait_until(lambda: self.tier.tally.num_bytes["written"] >= num_bytes)
 
-    def _take(self, take: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def _run_commands(self, run_commands: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         self.num_turns += 1
-        return take(*arguments, **options)
+        return run_commands(*arguments, **options)
 
     async def close(self) -> None:
         """Close the replica, and check that no block is pinned."""

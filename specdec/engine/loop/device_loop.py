@@ -13,8 +13,9 @@ All state below belongs to the device thread. The asyncio side only posts to the
 `load()`. No forward pass runs on the event loop, and the thread sleeps while there is nothing to do. Idle drafting gets
 the steps in which no call can run, so a call waits for at most one of them.
 
-While a step exceeds its time limit (`watchdog`), every call fails at once; after the step ends, the loop continues. The
-loop ends when the device fails permanently (`device_health`) or when the worker loses one of its ranks.
+While a step, or the work between two steps, exceeds its time limit (`watchdog`), every call fails at once; the loop
+continues when it ends. The loop ends when the device fails permanently (`device_health`) or when the worker loses a
+rank.
 
 `Program` interprets the logits, and `scheduler` chooses the tokens of a step.
 """
@@ -118,6 +119,7 @@ class EngineLoop:
             worker,
             program,
             self._calls,
+            self._inbox,
             scheduler=self._scheduler,
             observer=observer,
             clock=clock,
@@ -307,9 +309,7 @@ class EngineLoop:
 
     def _run_turns(self) -> None:
         with torch.inference_mode():
-            while (commands := self._inbox.take(self._patience_s(), may_end=not self._calls.jobs)) is not None:
-                for command in commands:
-                    command()
+            while self._inbox.run_commands(self._patience_s(), may_end=not self._calls.jobs):
                 self._preemptible_calls.preempt()
                 begun = self._calls.start_waiting()
                 if self._tier_restorer is not None:
@@ -339,8 +339,7 @@ class EngineLoop:
     def _end(self, outcome: SpecdecError) -> None:
         """End the thread. Jobs are left only after a fault; they get `outcome`, so that no caller waits forever."""
         self._inbox.close()
-        for command in self._inbox.take(0.0, may_end=False) or ():
-            command()
+        self._inbox.run_commands(0.0, may_end=False)
         self._calls.end_all(outcome)
         self._outbox.deliver()
         self._sessions.release_all()

@@ -10,17 +10,45 @@ Any thread posts; the device thread takes.
 from __future__ import annotations
 
 import asyncio
+import selectors
 import threading
+import time
 from collections.abc import Callable
+from typing import Any
 
 Command = Callable[[], None]
+
+
+class _Selector(selectors.DefaultSelector):
+    """The selector of the device thread's event loop; other threads read whether that thread sleeps in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_sleeps = 0
+        self._is_asleep = False
+        self._wakes_at_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, Any]]:
+        self.num_sleeps += 1
+        self._wakes_at_s = float("inf") if timeout is None else time.monotonic() + timeout
+        self._is_asleep = True
+        try:
+            return super().select(timeout)
+        finally:
+            self._is_asleep = False
+
+    @property
+    def is_idle(self) -> bool:
+        """True while the thread sleeps, and nothing that ends its sleep has come."""
+        return self._is_asleep and time.monotonic() < self._wakes_at_s and not super().select(0)
 
 
 class Inbox:
     """Commands that the device thread has not run yet."""
 
     def __init__(self) -> None:
-        self.event_loop = asyncio.new_event_loop()
+        self._selector = _Selector()
+        self.event_loop = asyncio.SelectorEventLoop(self._selector)
         """Event loop of the device thread. It runs while the thread sleeps and, if `is_shared`, between two steps."""
         self.is_shared = False
         """True if other code uses the event loop."""
@@ -29,6 +57,17 @@ class Inbox:
         self._is_closed = False  # guarded by _lock
         self._is_asleep = False  # guarded by _lock
         self._thread_id = 0
+        self._num_run = 0
+
+    @property
+    def has_work(self) -> bool:
+        """False while the device thread sleeps and has no reason to wake. Any thread may call this, without a lock."""
+        return not self._selector.is_idle
+
+    @property
+    def progress(self) -> int:
+        """Number that rises with every command and every sleep of the device thread."""
+        return self._num_run + self._selector.num_sleeps
 
     @property
     def is_closed(self) -> bool:
@@ -50,16 +89,24 @@ class Inbox:
             self._is_closed = True
             self._wake()
 
-    def take(self, patience_s: float | None, *, may_end: bool) -> list[Command] | None:
-        """Return all queued commands in order. Called by the device thread.
+    def run_commands(self, patience_s: float | None, *, may_end: bool) -> bool:
+        """Run all queued commands in order. Called by the device thread.
 
         Args:
             patience_s: longest sleep until a command is posted, in seconds; None for any time.
             may_end: True if no call is running, so that a closed inbox ends the thread.
 
         Returns:
-            None when the inbox is closed and the thread may end.
+            False when the inbox is closed and the thread may end.
         """
+        commands = self._take(patience_s, may_end=may_end)
+        for command in commands or ():
+            command()
+            self._num_run += 1
+        return commands is not None
+
+    def _take(self, patience_s: float | None, *, may_end: bool) -> list[Command] | None:
+        """Return all queued commands; None when the inbox is closed and the thread may end."""
         if self.is_shared:
             self._look()
         if patience_s != 0.0:

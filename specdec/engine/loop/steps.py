@@ -20,6 +20,7 @@ from specdec.engine.loop.delivery import Waiter
 from specdec.engine.loop.device_health import DeviceHealth
 from specdec.engine.loop.draft_steps import DraftSteps
 from specdec.engine.loop.idle_drafting import IdleDrafting
+from specdec.engine.loop.inbox import Inbox
 from specdec.engine.loop.job import Job, MultiStepDraft, Program, slice_of, split_non_finite
 from specdec.engine.loop.watchdog import Watchdog, load_of
 from specdec.engine.schedule.awaited_sessions import AwaitedSessions
@@ -43,6 +44,7 @@ class StepRunner:
         worker: Worker,
         program: Program,
         calls: Calls[Job, Waiter],
+        inbox: Inbox,
         *,
         scheduler: Scheduler,
         observer: StepObserver | None,
@@ -54,12 +56,13 @@ class StepRunner:
             worker: runs the forward passes.
             program: turns logits into tokens and answers.
             calls: the running calls.
+            inbox: where the device thread sleeps between two steps.
             scheduler: plans the steps and learns their times.
             observer: receives every step; None for none.
             clock: clock of the steps.
             publish: receives every sequence with new valid KV, with its committed length.
         """
-        self.watchdog = Watchdog(scheduler.predict_step_s)
+        self.watchdog = Watchdog(scheduler.predict_step_s, inbox)
         self._worker = worker
         self._program = program
         self._calls = calls

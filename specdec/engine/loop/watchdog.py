@@ -1,9 +1,10 @@
-"""Detect a step that far exceeds its time limit, because a hanging device blocks the device thread.
+"""Detect a device thread that makes no progress: a step far exceeds its time limit, or the thread hangs between steps.
 
 A separate thread polls the running step four times a second and measures its duration in polls. Time in which the whole
 process is stopped, or in which this thread does not run, therefore does not count. When a step exceeds its limit, all
-waiting calls fail; when it ends after all, calls are accepted again. The device thread only stores one attribute at the
-begin and one at the end of a step.
+waiting calls fail; when it ends after all, calls are accepted again. Between two steps, the device thread has
+`PATIENCE_S` for each command and each turn, and for waking up once there is work. The device thread only stores one
+attribute at the begin and one at the end of a step.
 
 `specdec.engine.schedule.step_times` predicts the duration of steps. `steps` makes the watchdog. A process that is
 stopped as a whole can only be detected from outside.
@@ -18,6 +19,7 @@ from typing import Any
 
 from specdec.engine.base import StepPlan
 from specdec.engine.loop.delivery import Outbox, Waiter
+from specdec.engine.loop.inbox import Inbox
 from specdec.engine.schedule.step_times import StepLoad
 from specdec.errors import Unavailable
 from specdec.types import BLOCK_TOKENS
@@ -37,24 +39,28 @@ _log = logging.getLogger(__name__)
 class Watchdog:
     """Watcher of one device thread's steps, in its own thread, until `end`."""
 
-    def __init__(self, predict_s: Callable[[StepLoad], float]) -> None:
+    def __init__(self, predict_s: Callable[[StepLoad], float], inbox: Inbox) -> None:
         """Start the thread.
 
         Args:
             predict_s: cautious estimate of a step's seconds; infinite: the step is not watched. Called for long steps
                 only, in the watchdog's thread.
+            inbox: where the device thread sleeps between two steps.
         """
         self.plan: StepPlan | None = None
         """Plan of the running step; set by the device thread."""
         self.is_stalled = False
-        """True while the running step exceeds its limit."""
+        """True while the running step, or the work between two steps, exceeds its limit."""
         self.num_steps = 0
         """Number of steps that have ended; counted by the device thread."""
         self._predict_s = predict_s
-        self._limit_s = float("inf")  # limit of the step that stalled last
+        self._inbox = inbox
+        self._limit_s = float("inf")  # limit that was exceeded last
         self._lost: str | None = None
         self._open: set[Waiter] = set()
-        self._seen: StepPlan | None = None
+        self._num_turns = 0
+        self._seen: tuple[StepPlan | None, int] = (None, 0)
+        """The running step and the device thread's progress at the last look."""
         self._lasted_s = 0.0
         self._ended = threading.Event()
         threading.Thread(target=self._run, name="specdec-watchdog", daemon=True).start()
@@ -70,14 +76,14 @@ class Watchdog:
 
     def note_turn(self) -> None:
         """Note the end of the device thread's turn, with or without a step."""
+        self._num_turns += 1
         if self.plan is not None:
             self.plan = None
             self.num_steps += 1
 
     def limit_s(self) -> float:
         """Return the limit of the running step in seconds; infinite without a prediction."""
-        plan = self.plan
-        return PATIENCE_S if plan is None else self._limit_of(plan)
+        return self._limit_of(self.plan)
 
     def require_moving(self) -> None:
         """Raise Unavailable while the device is stalled."""
@@ -109,16 +115,22 @@ class Watchdog:
     def _run(self) -> None:
         num_quiet = num_steps = 0
         while not self._ended.wait(LOOK_INTERVAL_S * (_REST_FACTOR if num_quiet > _QUIET_LOOKS else 1)):
-            is_quiet = self.plan is None and self.num_steps == num_steps
+            is_quiet = self.num_steps == num_steps and self._is_idle()
             num_quiet, num_steps = num_quiet + 1 if is_quiet else 0, self.num_steps
             self._look()
+
+    def _is_idle(self) -> bool:
+        """Return whether the device thread has nothing to do."""
+        return self.plan is None and not self._inbox.has_work
 
     def _look(self) -> None:
         if self._lost is not None:
             return
-        plan = self.plan
-        if plan is None or plan is not self._seen:
-            self._seen, self._lasted_s = plan, 0.0
+        plan, progress = self.plan, self._num_turns + self._inbox.progress
+        has_moved = plan is not self._seen[0] or progress != self._seen[1]
+        self._seen = plan, progress
+        if has_moved or self._is_idle():
+            self._lasted_s = 0.0
             is_stalled = False
         else:
             self._lasted_s += LOOK_INTERVAL_S
@@ -127,7 +139,7 @@ class Watchdog:
             self.is_stalled = is_stalled
             self._tell()
 
-    def _is_beyond(self, plan: StepPlan) -> bool:
+    def _is_beyond(self, plan: StepPlan | None) -> bool:
         if self._lasted_s <= PATIENCE_S:
             return False
         limit_s = self._limit_of(plan)
@@ -136,14 +148,14 @@ class Watchdog:
         self._limit_s = limit_s
         return True
 
-    def _limit_of(self, plan: StepPlan) -> float:
-        return PATIENCE_FACTOR * self._predict_s(load_of(plan)) + PATIENCE_S
+    def _limit_of(self, plan: StepPlan | None) -> float:
+        return PATIENCE_S if plan is None else PATIENCE_FACTOR * self._predict_s(load_of(plan)) + PATIENCE_S
 
     def _tell(self) -> None:
         if not self.is_stalled:
-            _log.warning("stalled step ended: accepting calls again")
+            _log.warning("the stalled device moves again: accepting calls")
             return
-        _log.error("device hangs: step_limit_s=%.1f failed_calls=%d", self._limit_s, len(self._open))
+        _log.error("device hangs: limit_s=%.1f failed_calls=%d", self._limit_s, len(self._open))
         self._fail_open()
 
     def _fail_open(self) -> None:
