@@ -30,10 +30,10 @@ def completion_logprobs(details: Sequence[TokenDetail], first_offset: int) -> di
     tokens, values, tops, offsets = [], [], [], []
     offset = first_offset
     for detail in details:
-        token, value = _text(detail.token_bytes), _finite(detail.logprob)
+        token, value = _name(detail.token_bytes), _finite(detail.logprob)
         tokens.append(token)
         values.append(value)
-        likeliest = {_text(top.token_bytes): _finite(top.logprob) for top in detail.top_logprobs}
+        likeliest = {_name(top.token_bytes): _finite(top.logprob) for top in detail.top_logprobs}
         tops.append({token: value} | likeliest)
         offsets.append(offset)
         offset += len(detail.text)
@@ -42,6 +42,17 @@ def completion_logprobs(details: Sequence[TokenDetail], first_offset: int) -> di
 
 def _entry(token_bytes: bytes, logprob: float | None) -> dict[str, Any]:
     return {"token": _text(token_bytes), "logprob": _finite(logprob), "bytes": list(token_bytes)}
+
+
+def _name(token_bytes: bytes) -> str:
+    """Return a token as text; a part of a character as OpenAI's completions spell it: `bytes:\\xe2\\x82`.
+
+    U+FFFD would be the name of every such token, and the object of the likeliest tokens has one entry a name.
+    """
+    try:
+        return token_bytes.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
 
 def _text(token_bytes: bytes) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from coordinator.text.text_bounds import text_bounds
 from coordinator.text.text_process import TextProcess
-from specdec.checkpoints.token_bytes import bytes_of_token, decoder_parts, has_fixed_bytes
+from specdec.checkpoints.token_bytes import bytes_of_part, bytes_of_token, decoder_parts, has_fixed_bytes
 from specdec.checkpoints.vocabulary import (
     continuing_tokenizer,
     is_tokenizer_fault,
@@ -255,6 +255,8 @@ def _token_bytes(
         return token.encode()
     if has_fixed_bytes(parts):
         return bytes_of_token(token, parts)
+    if (piece := bytes_of_part(token, parts)) is not None:
+        return piece
     with _panics_as_errors():
         text: str = backend.decode([token_id], skip_special_tokens=True)
     return text.encode()

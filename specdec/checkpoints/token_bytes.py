@@ -109,6 +109,20 @@ def bytes_of_token(token: str, parts: Sequence[Mapping[str, Any]]) -> bytes:
     return token.encode("utf-8", errors="surrogatepass")
 
 
+def bytes_of_part(token: str, parts: Sequence[Mapping[str, Any]]) -> bytes | None:
+    """Return the bytes of a token that is a part of a character, whose decoded text would be U+FFFD; None for another.
+
+    Unlike `bytes_of_token`, this works with every decoder that knows such tokens, whatever its other steps are.
+    """
+    kinds = {part["type"] for part in parts}
+    if "ByteFallback" in kinds and (matched := BYTE_TOKEN.fullmatch(token)):
+        return bytes([int(matched[1], 16)])
+    if "ByteLevel" in kinds:
+        piece = _byte_level_bytes(token)
+        return piece if "\ufffd" in piece.decode("utf-8", "replace") else None
+    return None
+
+
 def _check_length(num_bytes: int) -> None:
     """Raise Unsupported if a token is too long. The limit bounds the text that sessions keep and tokenise again."""
     if num_bytes > _MAX_TOKEN_BYTES:

@@ -6,7 +6,9 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -19,6 +21,7 @@ from specdec.errors import InvalidRequest
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import EOS, VOCABULARY, Coordinator, Rig
+from tests.support.gateway_rig import running_gateway
 
 #: The text "é€" takes five tokens, each a part of a character.
 PIECES = [b"<pad>", b"</s>", *(bytes([byte]) for byte in "abcdef !é€".encode())]
@@ -32,11 +35,28 @@ TEMPLATE = (
 RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05, "max_new_tokens": 2048}
 
 
-def write_byte_level_checkpoint(directory: Path) -> None:
-    vocabulary = {byte_level_spelling(piece): token_id for token_id, piece in enumerate(PIECES)}
-    backend = Tokenizer(models.BPE(vocabulary, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
+_FALLBACK: list[Any] = [decoders.ByteFallback(), decoders.Fuse()]
+#: Decoders under which a token may be a part of a character, and whether tokens are spelled as byte-level BPE does.
+DECODERS: dict[str, tuple[Any, bool]] = {
+    "byte level": (decoders.ByteLevel(), True),
+    "byte level with another step": (decoders.Sequence([decoders.ByteLevel(), decoders.Strip("|", 0, 0)]), True),
+    "byte fallback": (decoders.Sequence([decoders.Replace("▁", " "), *_FALLBACK]), False),
+    "byte fallback alone": (decoders.Sequence(_FALLBACK), False),
+}
+
+
+def _fallback_spelling(piece: bytes) -> str:
+    return f"<0x{piece[0]:02X}>" if len(piece) == 1 and piece[0] >= 0x80 else piece.decode()
+
+
+def write_byte_level_checkpoint(directory: Path, kind: str = "byte level") -> None:
+    decoder, is_byte_level = DECODERS[kind]
+    spelling = byte_level_spelling if is_byte_level else _fallback_spelling
+    vocabulary = {spelling(piece): token_id for token_id, piece in enumerate(PIECES)}
+    backend = Tokenizer(models.BPE(vocabulary, [], byte_fallback=not is_byte_level))
+    if is_byte_level:
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoder
     backend.add_special_tokens([AddedToken("</s>", special=True)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=TEMPLATE)
     tokenizer.save_pretrained(directory)
@@ -45,8 +65,8 @@ def write_byte_level_checkpoint(directory: Path) -> None:
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[tuple[Coordinator, AsyncClient]]:
-    async with Rig(drafts=0, write_checkpoint=write_byte_level_checkpoint) as rig:
+async def serving(kind: str = "byte level") -> AsyncIterator[tuple[Coordinator, AsyncClient]]:
+    async with Rig(drafts=0, write_checkpoint=partial(write_byte_level_checkpoint, kind=kind)) as rig:
         coordinator = await rig.coordinator()
         async with AsyncClient(coordinator.server.address) as client:
             yield coordinator, client
@@ -73,8 +93,9 @@ async def test_token_ids_without_a_text_are_refused_by_name() -> None:
         assert (caught.value.reason, caught.value.field) == ("CONTEXT_TOO_LONG", "token_ids")
 
 
-async def test_bytes_of_tokens_that_are_parts_of_characters_join_to_the_text() -> None:
-    async with serving() as (_, client):
+@pytest.mark.parametrize("kind", DECODERS)
+async def test_bytes_of_tokens_that_are_parts_of_characters_join_to_the_text(kind: str) -> None:
+    async with serving(kind) as (_, client):
 
         async def forced(token_id: int, logprobs: int | None) -> TokenDetail:
             answer = await client.generate(
@@ -99,6 +120,37 @@ async def test_bytes_of_tokens_that_are_parts_of_characters_join_to_the_text() -
         end = await forced(EOS, 0)
         assert (end.text, end.token_bytes) == ("", b"</s>")
         assert (await forced(parts[0], None)).token_bytes == b""
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+async def test_http_answers_have_the_bytes_of_tokens_that_are_parts_of_characters(kind: str) -> None:
+    async with serving(kind) as (coordinator, client), running_gateway(coordinator.server.address) as running:
+
+        async def forced(token_id: int, path: str, **body: Any) -> Any:
+            options = {"temperature": 0, "logit_bias": {str(token_id): 1000}, "store": False}
+            return (await running.http.post(path, json=body | options)).json()
+
+        for token_id, byte in zip(await client.tokenize("é€"), "é€".encode(), strict=True):
+            post = partial(forced, token_id)
+            limits = {"logprobs": True, "top_logprobs": 20, "max_tokens": 1}
+            chat = await post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], **limits)
+            response = await post("/v1/responses", input="a", top_logprobs=20, max_output_tokens=1)
+            entries = [
+                chat["choices"][0]["logprobs"]["content"][0],
+                response["output"][0]["content"][0]["logprobs"][0],
+            ]
+            for entry in entries:
+                assert entry["bytes"] == [byte]
+                likeliest = {bytes(top["bytes"]) for top in entry["top_logprobs"]}
+                assert len(likeliest) == 20
+                assert likeliest <= set(PIECES)
+            completion = (await post("/v1/completions", prompt="a", logprobs=20, max_tokens=1))["choices"][0][
+                "logprobs"
+            ]
+            assert completion["tokens"] == [rf"bytes:\x{byte:02x}"]
+            # Every token has a name of its own, so that none of the likeliest ones is lost.
+            assert len(completion["top_logprobs"][0]) == 20 + (bytes([byte]) not in likeliest)
+            assert completion["top_logprobs"][0][completion["tokens"][0]] == completion["token_logprobs"][0]
 
 
 async def test_a_template_renders_the_further_fields_of_messages_and_its_arguments() -> None:
