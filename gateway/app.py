@@ -20,9 +20,11 @@ from gateway.context import Gateway
 from gateway.deadlines import Deadlines
 from gateway.http_errors import error_response, read_validation_error
 from gateway.middleware import Authenticated, Measured, WithoutSlash
+from gateway.request_log import REQUEST_ID_HEADER, Logged
 from gateway.routes import chat, completions, messages, models, playground, responses, sessions, status, tokens
 from gateway.tracing import Traced
 from specdec.errors import Internal, InvalidRequest, NotFound, SpecdecError
+from specdec.observability.logging import X_REQUEST_ID
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +67,11 @@ def _answer_head(app: FastAPI, router: APIRouter) -> None:
 def _layers(gateway: Gateway) -> list[Middleware]:
     """Return the layers around the routes, the outermost first."""
     settings = gateway.settings
-    layers = [Middleware(WithoutSlash), Middleware(Measured, metrics=gateway.metrics)]
+    layers = [
+        Middleware(Logged, has_access_log=settings.access_log == "on"),
+        Middleware(WithoutSlash),
+        Middleware(Measured, metrics=gateway.metrics),
+    ]
     if gateway.tracing is not None:
         layers.append(Middleware(Traced, tracing=gateway.tracing))
     if settings.cors_origin:
@@ -75,6 +81,7 @@ def _layers(gateway: Gateway) -> list[Middleware]:
                 allow_origins=list(settings.cors_origin),
                 allow_methods=["GET", "HEAD", "POST", "DELETE"],
                 allow_headers=["*"],
+                expose_headers=[REQUEST_ID_HEADER],
             )
         )
     layers.append(Middleware(Deadlines))
@@ -121,5 +128,7 @@ def _methods_of(request: Request) -> set[str]:
 
 
 async def _on_failure(request: Request, error: Exception) -> Response:
-    """Answer for an error of the gateway itself, whose traceback the server logs."""
-    return error_response(Internal("the gateway failed; its log has the cause"), request.url.path)
+    """Answer for an error of the gateway itself, whose traceback the server logs. No layer sees this answer."""
+    request_id = request.scope["state"][X_REQUEST_ID]
+    failure = Internal(f"the gateway failed; its log has the cause under the request id {request_id}")
+    return error_response(failure, request.url.path, headers={REQUEST_ID_HEADER: request_id})

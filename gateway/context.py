@@ -11,6 +11,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.upstream import Upstream
 from specdec.access.grants import Access
 from specdec.client import AsyncClient
+from specdec.observability.logging import X_REQUEST_ID
 from specdec.observability.tracing import Tracing
 from specdec.settings.gateway import GatewaySettings
 from specdec.state.responses import RedisResponses
@@ -33,8 +34,9 @@ class Gateway:
     tracing: Tracing | None = None
 
     def client(self, request: Request, *, tries_again: bool = True) -> AsyncClient:
-        """Return the client for calls of the request's tenant. Arguments and errors as of `Upstream.client`."""
-        return self.upstream.client(_tenant_of(request), tries_again=tries_again)
+        """Return the client for calls of the request and its tenant. Arguments and errors as of `Upstream.client`."""
+        client = self.upstream.client(_tenant_of(request), tries_again=tries_again)
+        return client.for_request(request.scope["state"][X_REQUEST_ID])
 
     def store_tenant(self, request: Request) -> str:
         """Return the tenant in the store's keys of a request; those of a caller without one have the usual name."""

@@ -1,7 +1,7 @@
 """The ASGI layer that records a span of each HTTP request and continues the trace that its headers name.
 
 The span is the current one while the request runs, so `gateway.generation` sends its trace context to the coordinator.
-Probes and metrics are not recorded.
+Probes and metrics, which would fill a trace store, are not recorded.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdec.observability.tracing import TRACEPARENT, Span, Tracing, current_span, trace_headers
-
-#: Paths that are polled, which would fill a trace store.
-_POLLED = frozenset(("/health", "/ready", "/metrics"))
+from gateway.request_log import POLLED
+from specdec.observability.tracing import TRACEPARENT, Span, Tracing, current_span, request_id_attributes, trace_headers
 
 
 class Traced:
@@ -23,10 +21,10 @@ class Traced:
         self._app, self._tracing = app, tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _POLLED:
+        if scope["type"] != "http" or scope["path"] in POLLED:
             await self._app(scope, receive, send)
             return
-        attributes = {"http.request.method": scope["method"], "url.path": scope["path"]}
+        attributes = {"http.request.method": scope["method"], "url.path": scope["path"], **request_id_attributes()}
         span = self._tracing.begin(scope["method"], trace_headers(_decoded(scope["headers"])), attributes=attributes)
 
         async def note_status(message: Message) -> None:

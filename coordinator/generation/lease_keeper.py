@@ -9,6 +9,7 @@ lease fails.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import threading
 import time
@@ -31,6 +32,8 @@ _log = logging.getLogger(__name__)
 class _Kept:
     lease: Lease
     renew_at: float
+    context: contextvars.Context
+    """Context of the lease's owner, whose ids the records about the lease have."""
 
 
 class LeaseKeeper:
@@ -56,7 +59,7 @@ class LeaseKeeper:
     def keep(self, lease: Lease) -> None:
         """Renew a lease that was just taken, until `drop` or until it is lost."""
         with self._lock:
-            self._kept[lease.key] = _Kept(lease, time.monotonic() + lease.ttl_s / 3)
+            self._kept[lease.key] = _Kept(lease, time.monotonic() + lease.ttl_s / 3, contextvars.copy_context())
         if self._thread is None:
             self._closing = threading.Event()
             self._note_turn()
@@ -113,11 +116,13 @@ class LeaseKeeper:
                 if error is None:
                     kept.renew_at = now + kept.lease.ttl_s / 3
                 elif isinstance(error, LeaseLost | NotFound):
-                    self._note_lost(kept.lease, error)
+                    self._note_lost(kept, error)
 
-    def _note_lost(self, lease: Lease, error: SpecdecError) -> None:
+    def _note_lost(self, kept: _Kept, error: SpecdecError) -> None:
+        lease = kept.lease
         with self._lock:
             is_ours = lease.key in self._kept and self._kept[lease.key].lease is lease
         if is_ours:  # otherwise it was given back during the renewal
-            _log.warning("lease lost: tenant=%s session=%s: %s", lease.tenant, lease.session_id, error)
+            words = "lease lost: tenant=%s session=%s: %s"
+            kept.context.run(_log.warning, words, lease.tenant, lease.session_id, error)
             self.drop(lease)

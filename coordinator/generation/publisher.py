@@ -8,6 +8,7 @@ commit is under way for a generation (docs/adr/0003-commit-beside-next-round).
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import time
 from dataclasses import replace
@@ -55,7 +56,8 @@ class CommitQueue:
         committed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((lease, commit, committed))
         if self._sender is None:
-            self._sender = asyncio.create_task(self._send_all(), name="commits")
+            # An own context: its records must not have the ids of the request that came first.
+            self._sender = asyncio.create_task(self._send_all(), name="commits", context=contextvars.Context())
         return committed
 
     async def _send_all(self) -> None:

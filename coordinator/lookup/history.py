@@ -9,6 +9,7 @@ other work of the event loop. Each tenant has a history of its own, so no text c
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from weakref import WeakValueDictionary
@@ -45,7 +46,8 @@ class TokenHistory:
         self._waiting.extend(token_ids)
         self._waiting.append(SEPARATOR)
         if self._worker is None or self._worker.done():
-            self._worker = asyncio.create_task(self._index(), name="token history")
+            # An own context: its records must not have the ids of the request that came first.
+            self._worker = asyncio.create_task(self._index(), name="token history", context=contextvars.Context())
 
     def limit(self, max_tokens: int) -> None:
         """Set the largest number of tokens from now on."""

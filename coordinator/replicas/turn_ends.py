@@ -8,6 +8,7 @@ sent. A message that is lost costs blocks only for the time that a replica holds
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from typing import Any, NamedTuple, Protocol
 
@@ -46,7 +47,8 @@ class TurnEnds:
         """Note that the turn of a session that ran under an epoch has ended; `may_resume`: before its last token."""
         self._waiting[key] = _End(epoch, may_resume)
         if self._sending is None or self._sending.done():
-            self._sending = asyncio.create_task(self._send(), name="turn ends")
+            # An own context: its records must not have the ids of the request that came first.
+            self._sending = asyncio.create_task(self._send(), name="turn ends", context=contextvars.Context())
 
     async def close(self) -> None:
         """Stop telling. Idempotent."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -66,7 +67,8 @@ class ScoreQueue:
             self.num_dropped += 1
         self._waiting.append(span)
         if self._worker is None or self._worker.done():
-            self._worker = asyncio.create_task(self._work(), name="scores")
+            # An own context: its records must not have the ids of the request that came first.
+            self._worker = asyncio.create_task(self._work(), name="scores", context=contextvars.Context())
 
     async def settle(self) -> None:
         """Wait until the queue is empty."""

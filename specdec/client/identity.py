@@ -18,6 +18,9 @@ _AUTHORIZATION_KEY = "authorization"
 # Printable ASCII without spaces, which is transmitted unchanged everywhere.
 _API_KEY = re.compile(r"[!-~]{1,4096}")
 
+_REQUEST_ID_KEY = "x-request-id"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+
 # A W3C trace context: version, trace id, id of the caller's span, flags.
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -46,6 +49,27 @@ class Identity:
         view = copy.copy(self)
         view._metadata = (*others, (TENANT_KEY, check_tenant(tenant)))
         view._sizes = SessionSizes(remembers=self._sizes.remembers)
+        view._is_view = True
+        return view
+
+    def for_request(self, request_id: str) -> Self:
+        """Return a client whose calls name the request that they belong to, as logs and traces of the system show it.
+
+        The returned client needs no closing: it ends with this one.
+
+        Raises:
+            InvalidRequest: the id is not 1 to 128 of A-Z a-z 0-9 . _ : @ / + = -.
+        """
+        if not isinstance(request_id, str) or not _REQUEST_ID.fullmatch(request_id):
+            raise InvalidRequest(
+                f"request_id must be 1 to 128 of A-Z a-z 0-9 . _ : @ / + = -, got {request_id!r:.80}",
+                field="request_id",
+            )
+        view = copy.copy(self)
+        view._metadata = (
+            *(pair for pair in self._metadata if pair[0] != _REQUEST_ID_KEY),
+            (_REQUEST_ID_KEY, request_id),
+        )
         view._is_view = True
         return view
 

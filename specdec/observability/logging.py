@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,18 @@ from specdec.observability import client_faults
 #: Ids that a record may have, in the order in which they are printed.
 ID_NAMES = ("request_id", "tenant", "session_id", "replica_id", "epoch", "round_id", "trace_id", "span_id")
 
+#: Id of an HTTP request, as its client or the gateway named it. Records of all services that concern it have it.
+X_REQUEST_ID = "x_request_id"
+
+MAX_REQUEST_ID_CHARACTERS = 128
+
+_BOUND_NAMES = (X_REQUEST_ID, *ID_NAMES)
+_NOT_IN_REQUEST_IDS = re.compile(r"[^A-Za-z0-9._:@/+=-]")
+#: Control characters, which would end a line of text or change a terminal.
+_CONTROLS = {number: f"\\x{number:02x}" for number in (*range(0x20), *range(0x7F, 0xA0))} | {
+    0x2028: "\\u2028", 0x2029: "\\u2029",
+}  # fmt: skip
+
 _NO_IDS: Mapping[str, str | int] = MappingProxyType({})
 _ids: ContextVar[Mapping[str, str | int]] = ContextVar("specdec_log_ids", default=_NO_IDS)
 
@@ -35,7 +48,7 @@ def bind(**ids: str | int) -> Iterator[None]:
     """Add ids to every record of this context, and of the tasks started in it, until the block ends.
 
     Raises:
-        ValueError: a name is not in `ID_NAMES`.
+        ValueError: a name is neither in `ID_NAMES` nor `X_REQUEST_ID`.
     """
     token = _ids.set(_with(ids))
     try:
@@ -48,16 +61,26 @@ def bind_task(**ids: str | int) -> None:
     """Add ids to every further record of the current task, and of the tasks that it starts from now on.
 
     Raises:
-        ValueError: a name is not in `ID_NAMES`.
+        ValueError: a name is neither in `ID_NAMES` nor `X_REQUEST_ID`.
     """
     _ids.set(_with(ids))
 
 
 def _with(ids: Mapping[str, str | int]) -> Mapping[str, str | int]:
     for name in ids:
-        if name not in ID_NAMES:
-            raise ValueError(f"{name} is not one of {', '.join(ID_NAMES)}")
+        if name not in _BOUND_NAMES:
+            raise ValueError(f"{name} is not one of {', '.join(_BOUND_NAMES)}")
     return {**_ids.get(), **ids}
+
+
+def clean_request_id(text: str) -> str:
+    """Return an id of a request from outside without the characters that ids do not have, and not too long."""
+    return _NOT_IN_REQUEST_IDS.sub("", text[:MAX_REQUEST_ID_CHARACTERS])
+
+
+def bound_request_id() -> str:
+    """Return the id of the HTTP request that this context serves; "" if it is not known."""
+    return str(_ids.get().get(X_REQUEST_ID, ""))
 
 
 def configure_logging(
@@ -91,7 +114,7 @@ def _attach_ids(record: logging.LogRecord) -> bool:
 
 def _extra(record: logging.LogRecord) -> dict[str, object]:
     ids: Mapping[str, str | int] = getattr(record, "ids", _NO_IDS)
-    fields: dict[str, object] = {name: ids[name] for name in ID_NAMES if name in ids}
+    fields: dict[str, object] = {name: ids[name] for name in _BOUND_NAMES if name in ids}
     # Names with an underscore are private to a library: Ray adds one to every record of a process that has loaded it.
     fields.update(
         (key, value)
@@ -128,5 +151,5 @@ class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
         fields = "".join(f" {key}={value}" for key, value in _extra(record).items())
-        line = f"{at} {record.levelname} {record.name} {record.getMessage()}{fields}"
+        line = f"{at} {record.levelname} {record.name} {record.getMessage()}{fields}".translate(_CONTROLS)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line

@@ -23,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from specdec.errors import SpecdecError
-from specdec.observability.logging import bind
+from specdec.observability.logging import bind, bound_request_id
 from specdec.observability.otlp import missing_package, of_service, otlp_endpoint, process_resource
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 #: Metadata keys and HTTP headers of the W3C trace context.
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
+
+#: Name of OpenTelemetry's conventions.
+_REQUEST_ID_ATTRIBUTE = "http.request.header.x-request-id"
 
 #: Limit on spans that wait for the exporter, about 30 MB.
 MAX_WAITING_SPANS = 8192
@@ -67,7 +70,13 @@ def span_of_call(tracing: Tracing | None, name: str, context: Any) -> AbstractCo
     """Return what makes a span of a gRPC call the current one; it does nothing without traces."""
     if tracing is None:
         return nullcontext()
-    return tracing.begin(name, trace_headers(context.invocation_metadata() or ())).active()
+    headers = trace_headers(context.invocation_metadata() or ())
+    return tracing.begin(name, headers, attributes=request_id_attributes()).active()
+
+
+def request_id_attributes() -> Attributes:
+    """Return the attribute of a span that names the HTTP request which this context serves, if that is known."""
+    return {_REQUEST_ID_ATTRIBUTE: [request_id]} if (request_id := bound_request_id()) else {}
 
 
 def open_tracing(endpoint: str, share: float, *, service: str, environ: Mapping[str, str]) -> Tracing | None:

@@ -9,13 +9,14 @@ an item goes to `specdec.rpc.servicer`, and its reply returns in a frame to the 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from specdec.errors import InvalidRequest, SpecdecError, Unavailable
-from specdec.observability.logging import bind
+from specdec.observability.logging import X_REQUEST_ID, bind, clean_request_id
 from specdec.rpc import status
 from specdec.rpc.framing import FRAME_BYTES, MAX_FRAME_ITEMS
 from specdec.rpc.interceptors import internal_error, new_request_id
@@ -26,6 +27,8 @@ MAX_OPEN_ITEMS = 4096
 
 #: Number of a frame's items that start in one turn of the event loop; other streams wait for the end of the turn.
 _ITEMS_A_TURN = 128
+
+_log = logging.getLogger(__name__)
 
 
 class FrameServer:
@@ -85,7 +88,11 @@ class FrameServer:
 
     async def reply_to(self, item: Any, received_s: float) -> Any:
         """Answer one item; an error becomes the status of its reply."""
-        with bind(session_id=item.round.session_id, epoch=item.round.epoch, round_id=item.round.round_id):
+        ids = {"session_id": item.round.session_id, "epoch": item.round.epoch, "round_id": item.round.round_id}
+        if item.round.x_request_id:
+            ids[X_REQUEST_ID] = clean_request_id(item.round.x_request_id)
+        with bind(**ids):
+            _log.debug("call received")
             try:
                 if self.draining:
                     raise Unavailable("the replica is draining", reason="DRAINING")

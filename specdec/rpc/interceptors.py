@@ -22,7 +22,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from specdec.errors import Internal, InvalidRequest, ResourceExhausted, SpecdecError
-from specdec.observability.logging import bind
+from specdec.observability.logging import X_REQUEST_ID, bind, clean_request_id
 from specdec.rpc import status
 from specdec.rpc.bounds import check_num_fields
 from specdec.rpc.channels import MAX_CALLS
@@ -34,8 +34,6 @@ REQUEST_ID_KEY = "x-request-id"
 
 #: Shortest interval between two log lines about the malformed messages of one peer.
 LOG_INTERVAL_S = 1.0
-
-_MAX_REQUEST_ID_CHARACTERS = 128
 
 _MAX_REMEMBERED_PEERS = 1024
 
@@ -220,8 +218,9 @@ class _MappedErrors:
 
     def __init__(self, context: Any) -> None:
         self._context = context
-        self._request_id = _request_id(context)
-        self._binding = bind(request_id=self._request_id)
+        given = _request_id(context)
+        self._request_id = given or new_request_id()
+        self._binding = bind(request_id=self._request_id, **({X_REQUEST_ID: given} if given else {}))
 
     async def __aenter__(self) -> None:
         self._binding.__enter__()
@@ -243,10 +242,11 @@ class _MappedErrors:
 
 
 def _request_id(context: Any) -> str:
+    """Return the id that the caller gave; "" for none."""
     for key, value in context.invocation_metadata() or ():
-        if key == REQUEST_ID_KEY and isinstance(value, str) and value:
-            return value[:_MAX_REQUEST_ID_CHARACTERS]
-    return new_request_id()
+        if key == REQUEST_ID_KEY and isinstance(value, str):
+            return clean_request_id(value)
+    return ""
 
 
 async def _abort(context: Any, error: SpecdecError, request_id: str) -> None:

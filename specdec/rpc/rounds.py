@@ -8,6 +8,7 @@ from __future__ import annotations
 from specdec.core.chain import HASH_BYTES
 from specdec.core.limits import check_filters, check_token_ids
 from specdec.errors import InvalidRequest
+from specdec.observability.logging import bound_request_id
 from specdec.rpc.arrays import token_ids
 from specdec.tenant import DEFAULT_TENANT, check_tenant, session_on_replica
 from specdec.types import DrawRule, EngineInfo, SamplingFilters, SessionPosition
@@ -20,7 +21,7 @@ _MAX_CACHED = 4096
 #: Longest `LawParams` that is cached. Long lists of biases are rare.
 _MAX_CACHED_FILTERS_BYTES = 512
 
-_encoded_requests: dict[tuple[str, str, int, int, int, int, int, int, int], tuple[SamplingFilters, bytes]] = {}
+_encoded_requests: dict[tuple[str, str, str, int, int, int, int, int, int, int], tuple[SamplingFilters, bytes]] = {}
 """Encoded fields that all rounds of a request share, by these fields and the `id` of its filters. The filters are kept
 beside them, so that their `id` is not used again."""
 
@@ -41,8 +42,9 @@ def encode_round(round_: SessionPosition, message: common_pb2.Round) -> None:
 
 def _encode_request(round_: SessionPosition) -> bytes:
     """Return the encoded fields that are the same in all rounds of a request; they are encoded once."""
-    filters = round_.filters
+    filters, x_request_id = round_.filters, bound_request_id()
     key = (
+        x_request_id,
         round_.tenant,
         round_.session_id,
         round_.epoch,
@@ -67,6 +69,7 @@ def _encode_request(round_: SessionPosition) -> bytes:
             draw_rule=int(round_.draw_rule),  # type: ignore[arg-type]
             tenant=tenant_on_wire(round_.tenant),
             max_session_tokens=round_.max_session_tokens,
+            x_request_id=x_request_id,
         )
         known = _encoded_requests[key] = filters, message.SerializeToString()
     return known[1]

@@ -80,6 +80,10 @@ class GatewaySettings(AccessSettings, TracingSettings, ProcessSettings):
     """Address or network of a proxy whose headers X-Forwarded-For and X-Forwarded-Proto name the client, such as
     10.0.0.0/8; repeatable. *: every caller. Unset: FORWARDED_ALLOW_IPS, or else the loopback addresses."""
 
+    access_log: Literal["on", "off"] = "on"
+    """Access log. on: one log record for each request, with method, path, status, time and its x-request-id; those of
+    /health, /ready and /metrics at debug only. off: none."""
+
     cors_origin: Texts = ()
     """Origin of web pages, such as https://example.com, that browsers allow to call this gateway; repeatable. Unset:
     pages of the gateway itself alone."""

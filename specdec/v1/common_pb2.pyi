@@ -48,7 +48,7 @@ class LawParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_new_tokens: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Round(_message.Message):
-    __slots__ = ("session_id", "epoch", "round_id", "start", "prefix_hash", "token_ids", "law", "seed", "turn", "output_start", "draw_rule", "tenant", "timed", "max_session_tokens")
+    __slots__ = ("session_id", "epoch", "round_id", "start", "prefix_hash", "token_ids", "law", "seed", "turn", "output_start", "draw_rule", "tenant", "timed", "max_session_tokens", "x_request_id")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class Round(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TIMED_FIELD_NUMBER: _ClassVar[int]
     MAX_SESSION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    X_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     round_id: int
@@ -77,7 +78,8 @@ class Round(_message.Message):
     tenant: str
     timed: bool
     max_session_tokens: int
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round_id: _Optional[int] = ..., start: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., law: _Optional[_Union[LawParams, _Mapping]] = ..., seed: _Optional[int] = ..., turn: _Optional[int] = ..., output_start: _Optional[int] = ..., draw_rule: _Optional[_Union[DrawRule, str]] = ..., tenant: _Optional[str] = ..., timed: bool = ..., max_session_tokens: _Optional[int] = ...) -> None: ...
+    x_request_id: str
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round_id: _Optional[int] = ..., start: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., law: _Optional[_Union[LawParams, _Mapping]] = ..., seed: _Optional[int] = ..., turn: _Optional[int] = ..., output_start: _Optional[int] = ..., draw_rule: _Optional[_Union[DrawRule, str]] = ..., tenant: _Optional[str] = ..., timed: bool = ..., max_session_tokens: _Optional[int] = ..., x_request_id: _Optional[str] = ...) -> None: ...
 
 class Stages(_message.Message):
     __slots__ = ("decoded_us", "admitted_us", "step_began_us", "step_ended_us", "answered_us", "encoded_us", "sent_us")

@@ -57,7 +57,7 @@ class CallDesk:
         except SpecdecError as error:
             self.outbox.put(waiter, error)
         except Exception:
-            _log.exception("admission failed")
+            call.context.run(_log.exception, "admission failed")
             failure = Internal("the engine failed to admit the call")
             job = self.calls.jobs.get(call.position.session_id)
             if job is not None:

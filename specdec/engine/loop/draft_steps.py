@@ -83,7 +83,8 @@ class DraftSteps:
             self._watchdog.plan = plan
             kept, non_finite, read = split_non_finite(jobs, self._worker.execute(plan))
             for job in non_finite:
-                _log.error("non-finite logits of a local draft: session=%s", job.sequence.session_id)
+                words = "non-finite logits of a local draft: session=%s"
+                job.call.context.run(_log.error, words, job.sequence.session_id)
                 job.end_draft()
             if kept:
                 self._program.draft(kept, read)

@@ -211,7 +211,7 @@ class StepRunner:
 
     def _fail_non_finite(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
-            _log.error("non-finite logits: session=%s", job.sequence.session_id)
+            job.call.context.run(_log.error, "non-finite logits: session=%s", job.sequence.session_id)
             self._calls.fail(job, Internal("the model produced non-finite logits; the session's KV was dropped"))
 
     def _fail(self, jobs: list[Job], error: Exception) -> None:
@@ -219,6 +219,7 @@ class StepRunner:
             self._sessions.invalidate(job.sequence)  # frees blocks for the probe of the device
         self._health.note_failure(error, self.watchdog.plan)
         for job in jobs:
+            job.call.context.run(_log.error, "the forward pass of a call failed")
             self._calls.end(job, Internal("the forward pass failed; the session's KV was dropped"))
 
     def _report(self, num_sequences: int, num_tokens: int, seconds: float) -> None:

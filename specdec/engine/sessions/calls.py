@@ -17,8 +17,9 @@ steps of the device (`specdec.engine.loop.steps`, or a simulated one), and the a
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from specdec.engine.sessions.block_manager import blocks_for
@@ -56,6 +57,8 @@ class Call:
     may_refuse: bool = False
     """True if the call is refused, instead of waiting longer than the limits, where KV blocks are reserved for others:
     its turn has no output yet, or gets along without the answer."""
+    context: contextvars.Context = field(default_factory=contextvars.copy_context, compare=False, repr=False)
+    """Context in which the call was made, whose ids its log records have on the device thread too."""
 
     @property
     def needed_len(self) -> int:

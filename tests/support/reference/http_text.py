@@ -98,10 +98,12 @@ REQUEST_HEADERS = {
     "Content-Type": "`application/json`, with every body.",
     "Accept": "`text/event-stream` asks for event ids, and for the stream of a session.",
     "Last-Event-ID": "`SESSION:INDEX`, the last event that a client has of a session's stream.",
+    "x-request-id": "Id of the request, of which 128 of A-Z a-z 0-9 . _ : @ / + = - are kept; absent: a new one.",
     "traceparent": "W3C trace context, which the [trace](../how-to/trace.md) of the request continues.",
 }
 ANSWER_HEADERS = {
     "Retry-After": "Seconds after which another attempt may succeed, at least 1. With the codes {retried}.",
+    "x-request-id": "Id of the request. Records and traces of all services that concern it have it as `x_request_id`.",
     "WWW-Authenticate": "`Bearer`, with status 401.",
     "Allow": "The methods of the path, with status 405.",
 }
