@@ -18,7 +18,10 @@ from tests.support.gateway_rig import RunningGateway, running_gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share services
 
-TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}{{ 'w9' if extra is none else '' }}"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content or message.tool_calls[0].function.name }} {% endfor %}"
+    "{{ 'w9' if extra is none else '' }}"
+)
 HELLO = [{"role": "user", "content": "w5 w6"}]
 #: The least that each route accepts.
 BODIES: dict[str, dict[str, Any]] = {
@@ -157,7 +160,7 @@ async def test_null_is_an_absent_field_in_every_object_of_a_request(running: Run
         nulls |= {"thinking": {"type": None}, "output_config": {"format": {"type": None}}, "system": None}
         nulls |= {"tool_choice": {"type": None}}
     if path == "/v1/chat/completions":
-        calls = [{"id": None, "type": "function", "function": {"name": "f", "arguments": "{}", "strict": None}}]
+        calls = [{"id": None, "type": "function", "function": {"name": "w7", "arguments": "{}", "strict": None}}]
         nulls["messages"] = [
             {"role": "user", "content": "w5", "name": None, "tool_calls": None},
             {"role": "assistant", "content": None, "tool_calls": calls},
