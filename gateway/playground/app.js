@@ -7,7 +7,7 @@ import { OutputView } from "./output.js";
 import { RoundsView } from "./rounds.js";
 import { forgetSession, openSession, rememberOpen, Session, showSessions, storeSession } from "./sessions.js";
 import { inputBody, Settings } from "./settings.js";
-import { asCurl, asPython } from "./snippets.js";
+import { CodeView } from "./snippets.js";
 import { followTheme } from "./theme.js";
 import { TokenCard } from "./token_card.js";
 import { Turn } from "./turn.js";
@@ -29,6 +29,8 @@ const rounds = new RoundsView({
   total: byId("acceptance-total"),
 });
 
+const code = new CodeView((said) => showText(byId("status"), said));
+
 /** The session on the page; null before the first request. @type {Session | null} */
 let session = null;
 /** Stops the streams on the page; null while none runs. @type {AbortController | null} */
@@ -38,12 +40,14 @@ let running = null;
 
 /** Start the form's request: a new session, or the next turn of a conversation. */
 async function generate() {
-  const { kind, input } = settings;
+  const { kind, input, system } = settings;
+  if (kind === "chat" && !input.trim()) return;
   if (session?.kind !== "chat" || kind !== "chat") showSession(new Session(kind));
+  session.system = system;
   const turn = new Turn(input);
   const body = {
     ...settings.parameters,
-    ...inputBody(kind, input, session.turns),
+    ...inputBody({ kind, input, system, turns: session.turns }),
     session_id: session.id,
     stream: true,
     stream_options: { include_usage: true },
@@ -51,6 +55,7 @@ async function generate() {
   };
   session.turns.push(turn);
   panes.main.output.begin(turn, kind);
+  if (kind === "chat") settings.input = "";
   rounds.clear();
   await run(turn, (signal) => api.generate(kind, body, signal), settings.isComparison ? body : null);
 }
@@ -119,6 +124,7 @@ async function show(pane, turn, stream, signal) {
       pane.output.update();
       pane.rate.textContent = rateOf(meter);
       if (isMain) rounds.update(turn);
+      if (isMain) stayAtEnd();
       if (isMain && performance.now() - storedMs > STORE_INTERVAL_MS) {
         storeSession(session);
         storedMs = performance.now();
@@ -144,10 +150,18 @@ function begin(isCompared) {
 function end(turn) {
   running = null;
   if (turn.state === "running") turn.state = "failed";
-  const isEmpty = turn.state === "failed" && session.turns.length === 1 && !turn.tokens.length;
-  if (isEmpty) forgetSession(session.id);
+  if (turn.state === "failed" && !turn.tokens.length) takeBack(turn);
   else storeSession(session);
   showState();
+}
+
+/** Take a message that was not answered out of its session, and give it back to the form. */
+function takeBack(turn) {
+  session.turns.pop();
+  if (session.kind === "chat" && !settings.input) settings.input = turn.input;
+  if (session.turns.length) storeSession(session);
+  else forgetSession(session.id);
+  showTurns();
 }
 
 /** Stop the streams on the page, because it goes on to something else. */
@@ -173,6 +187,11 @@ function showSession(shown) {
   leave();
   session = shown;
   rememberOpen(session);
+  showTurns();
+}
+
+/** Show the turns of the session anew. */
+function showTurns() {
   for (const pane of Object.values(panes)) {
     pane.output.clear();
     pane.rate.textContent = "";
@@ -188,6 +207,7 @@ function showSession(shown) {
 async function open(stored, { isReload = false } = {}) {
   showSession(stored);
   settings.kind = stored.kind;
+  settings.system = stored.system ?? "";
   showText(byId("error"), "");
   showState();
   const isResumed = stored.resumeFrom && (!isReload || stored.lastTurn.state === "running");
@@ -234,28 +254,43 @@ function showKind() {
   const isChat = settings.kind === "chat";
   byId("input-label").textContent = isChat ? "Message" : "Prompt";
   byId("generate").textContent = isChat ? "Send" : "Generate";
+  byId("input-help").textContent = isChat ? "Enter sends, Shift+Enter begins a new line." : "Ctrl+Enter generates.";
+  byId("system-label").hidden = !isChat;
+  byId("marks-label").hidden = !isChat;
+  for (const pane of Object.values(panes)) pane.output.hasMarks = settings.hasMarks;
+  showCode();
 }
 
-/** Write the form's request as code, where that is unfolded. */
+/** Send or generate by the keys of the kind; from any field of the form with Ctrl. */
+function onKeyDown(event) {
+  if (event.key !== "Enter" || event.isComposing) return;
+  const isSend = settings.kind === "chat" && event.target === byId("input") && !event.shiftKey && !event.altKey;
+  if (!isSend && !event.ctrlKey && !event.metaKey) return;
+  event.preventDefault();
+  byId("request").requestSubmit();
+}
+
+/** Keep the end of a growing output in view, unless the user has scrolled away from it. */
+function stayAtEnd() {
+  const output = byId("main-output");
+  const { bottom } = output.getBoundingClientRect();
+  const composerTop = document.querySelector(".composer").getBoundingClientRect().top;
+  if (bottom > composerTop && bottom < composerTop + innerHeight / 4) scrollBy(0, bottom - composerTop);
+}
+
+/** Return the request that the page shows: the form's, or in a chat without a new message the one that was sent last. */
+function shownRequest() {
+  const { kind, input, system } = settings;
+  const turns = kind === "chat" && session?.kind === "chat" ? session.turns : [];
+  if (input || !turns.length) return { kind, input, system, turns };
+  return { kind, input: turns.at(-1).input, system, turns: turns.slice(0, -1) };
+}
+
+/** Write the shown request as code, if that is unfolded. */
 function showCode() {
   if (!byId("code").open) return;
-  const { kind, input, parameters } = settings;
-  const turns = kind === "chat" && session?.kind === "chat" ? session.turns : [];
-  const body = { ...parameters, ...inputBody(kind, input, turns) };
-  const hasKey = api.key !== "";
-  byId("curl-code").textContent = asCurl({ url: api.urlOfKind(kind), body, hasKey });
-  byId("python-code").textContent = asPython({ base: api.urlOf("v1"), kind, body, hasKey });
-}
-
-async function copy(code) {
-  try {
-    await navigator.clipboard.writeText(code.textContent);
-    showText(byId("status"), "Copied.");
-  } catch {
-    // Browsers offer the clipboard only to pages from https or from this machine.
-    getSelection().selectAllChildren(code);
-    showText(byId("status"), "The code is selected: copy it with Ctrl+C.");
-  }
+  const { kind, parameters } = settings;
+  code.show({ api, kind, body: { ...parameters, ...inputBody(shownRequest()) } });
 }
 
 /** Ask for the models and offer them. Return whether the server answered. */
@@ -299,17 +334,12 @@ function listen() {
   });
   form.addEventListener("change", showKind);
   form.addEventListener("input", showCode);
-  byId("input").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
-  });
+  form.addEventListener("keydown", onKeyDown);
   byId("key-form").addEventListener("submit", onKey);
   byId("stop").addEventListener("click", () => running?.abort());
   byId("resume").addEventListener("click", resume);
   byId("new-session").addEventListener("click", onNewSession);
   byId("code").addEventListener("toggle", showCode);
-  for (const button of document.querySelectorAll("[data-copy]")) {
-    button.addEventListener("click", () => copy(byId(button.dataset.copy)));
-  }
   addEventListener("pagehide", () => running && storeSession(session));
 }
 

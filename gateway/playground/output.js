@@ -1,6 +1,7 @@
 /** Shows turns as text, each token marked by its source, and lets pointer and keyboard visit the tokens. */
 
 import { element } from "./dom.js";
+import { renderMarkdown } from "./markdown.js";
 
 const STEPS = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
 
@@ -36,14 +37,21 @@ export class OutputView {
   begin(turn, kind) {
     const input = element("span", { className: "input", textContent: turn.input });
     const output = element("span", { className: "tokens" });
+    const markup = kind === "chat" ? element("div", { className: "markup" }) : null;
     const block = element("div", { className: `turn ${kind}` }, input, output);
     if (kind === "chat") {
+      output.after(markup);
       input.before(element("h4", { textContent: "You" }));
       output.before(element("h4", { textContent: "Model" }));
     }
     this.container.append(block);
-    this.#shown = { turn, output, numTokens: 0 };
+    this.#shown = { turn, output, markup, numTokens: 0 };
     this.update();
+  }
+
+  /** Show a chat's answers as tokens with their marks, or as the text that their Markdown describes. */
+  set hasMarks(value) {
+    this.container.classList.toggle("with-marks", value);
   }
 
   /** Show the tokens that the last turn got since the previous call. */
@@ -53,6 +61,17 @@ export class OutputView {
     const added = turn.tokens.slice(numTokens).map((token) => this.#spanOf(token));
     output.append(...added);
     this.#shown.numTokens = turn.tokens.length;
+    if (this.#shown.markup) this.#renderSoon(this.#shown);
+  }
+
+  /** Render the Markdown of a growing text, at most once a frame. */
+  #renderSoon(shown) {
+    if (shown.isDue) return;
+    shown.isDue = true;
+    requestAnimationFrame(() => {
+      shown.isDue = false;
+      shown.markup.replaceChildren(...renderMarkdown(shown.turn.text));
+    });
   }
 
   #spanOf(token) {

@@ -16,7 +16,7 @@ export class RoundsView {
   clear() {
     this.places.rounds.replaceChildren();
     this.places.positions.replaceChildren();
-    this.places.total.textContent = "No draft tokens yet.";
+    this.places.total.textContent = "no draft tokens yet.";
     this.bars = [];
   }
 

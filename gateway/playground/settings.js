@@ -29,6 +29,19 @@ export class Settings {
     this.form.elements.input.value = value;
   }
 
+  /** System prompt of a chat; "" for none. */
+  get system() {
+    return this.form.elements.system.value.trim();
+  }
+
+  set system(value) {
+    this.form.elements.system.value = value;
+  }
+
+  get hasMarks() {
+    return this.kind === "prompt" || this.form.elements.marks.checked;
+  }
+
   get isComparison() {
     return this.form.elements.compare.checked;
   }
@@ -39,6 +52,8 @@ export class Settings {
     const parameters = {};
     if (elements.model.value) parameters.model = elements.model.value;
     for (const name of SAMPLING) if (elements[name].value) parameters[name] = Number(elements[name].value);
+    const stop = elements.stop_strings.value.split("\n").filter((line) => line !== "");
+    if (stop.length) parameters.stop = stop;
     const speculation = {};
     if (elements.mode.value) speculation.mode = elements.mode.value;
     if (elements.gamma.value) speculation.gamma = Number(elements.gamma.value);
@@ -77,13 +92,18 @@ function isMissingOption(field, value) {
   return field instanceof HTMLSelectElement && ![...field.options].some((option) => option.value === value);
 }
 
-/** Return the text of a request as its body holds it: the prompt, or the conversation with the new message. */
-export function inputBody(kind, input, turns = []) {
+/**
+ * Return the text of a request as its body holds it: the prompt, or the conversation with the new message.
+ * @param {{kind: string, input: string, system: string, turns: import("./turn.js").Turn[]}} request
+ *   turns: the conversation before the message
+ */
+export function inputBody({ kind, input, system, turns }) {
   if (kind === "prompt") return { prompt: input };
   const answered = turns.filter((turn) => turn.tokens.length);
+  const first = system ? [{ role: "system", content: system }] : [];
   const messages = answered.flatMap((turn) => [
     { role: "user", content: turn.input },
     { role: "assistant", content: turn.text },
   ]);
-  return { messages: [...messages, { role: "user", content: input }] };
+  return { messages: [...first, ...messages, { role: "user", content: input }] };
 }

@@ -1,11 +1,42 @@
 /** Writes a request as a curl command and as a program for the OpenAI client. The API key is never written. */
 
+import { byId } from "./dom.js";
+
 /** Fields that the OpenAI client has no parameter for. */
 const EXTRA = ["top_k", "min_p", "speculation"];
 const KEY_VARIABLE = "SPECDEC_API_KEY";
 
+/** The two texts on the page, and the buttons that copy them. */
+export class CodeView {
+  /** @param {(said: string) => void} say shows what came of a copy */
+  constructor(say) {
+    this.say = say;
+    for (const button of document.querySelectorAll("[data-copy]")) {
+      button.addEventListener("click", () => this.#copy(byId(button.dataset.copy)));
+    }
+  }
+
+  /** @param {{api: import("./api.js").Api, kind: string, body: object}} request */
+  show({ api, kind, body }) {
+    const hasKey = api.key !== "";
+    byId("curl-code").textContent = asCurl({ url: api.urlOfKind(kind), body, hasKey });
+    byId("python-code").textContent = asPython({ base: api.urlOf("v1"), kind, body, hasKey });
+  }
+
+  async #copy(text) {
+    try {
+      await navigator.clipboard.writeText(text.textContent);
+      this.say("Copied.");
+    } catch {
+      // Browsers offer the clipboard only to pages from https or from this machine.
+      getSelection().selectAllChildren(text);
+      this.say("The code is selected: copy it with Ctrl+C.");
+    }
+  }
+}
+
 /** Return a shell command. @param {{url: string, body: object, hasKey: boolean}} request */
-export function asCurl({ url, body, hasKey }) {
+function asCurl({ url, body, hasKey }) {
   const lines = [`curl -N ${quoted(url)}`, "  -H 'Content-Type: application/json'"];
   if (hasKey) lines.push(`  -H "Authorization: Bearer $${KEY_VARIABLE}"`);
   lines.push(`  -d ${quoted(JSON.stringify({ ...body, stream: true }, null, 2))}`);
@@ -17,7 +48,7 @@ function quoted(text) {
 }
 
 /** Return a Python program. @param {{base: string, kind: string, body: object, hasKey: boolean}} request */
-export function asPython({ base, kind, body, hasKey }) {
+function asPython({ base, kind, body, hasKey }) {
   const known = Object.entries(body).filter(([name]) => !EXTRA.includes(name));
   const extra = Object.entries(body).filter(([name]) => EXTRA.includes(name));
   const fields = known.map(([name, value]) => `    ${name}=${literal(value, 1)},\n`);
