@@ -2,7 +2,8 @@
 
 The pass runs the round's draft tokens again and reports p at the same ids, with the same draws. So p must be equal to
 the live one, and so must the tail token, up to rounding. What was accepted must be possible, and over many rounds it
-must have the expected mean (docs/protocol.md section 9); `specdec.observability.audit` keeps those sums.
+must have the mean sum(min(p, q)) of tokens that were drawn from q (docs/protocol.md section 9);
+`specdec.observability.audit` keeps those sums.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from coordinator.audit.audited_round import Acceptance, AuditedRound, Result, Verdict
-from coordinator.audit.expected_acceptance import acceptance_probabilities
+from coordinator.audit.expected_acceptance import acceptance_probabilities, expected_acceptance
 from coordinator.audit.target_pass import TargetPass
 from coordinator.audit.tolerance import Tolerance, nudged_filters
 from specdec.core.packed import pack_supports
@@ -73,10 +74,9 @@ class DistributionCheck:
     def _acceptance(self, fresh: Verification) -> Acceptance | None:
         if not self._draft_token_ids:
             return None
-        probabilities = self._probabilities(fresh)
-        counts = np.arange(len(probabilities))
-        mean = float(probabilities @ counts)
-        return Acceptance(self._outcome.num_accepted, mean, float(probabilities @ (counts - mean) ** 2))
+        num_accepted, mode = self._outcome.num_accepted, self._audited.setting.mode
+        expected = expected_acceptance(mode, num_accepted, self._draft_token_ids, self._outcome.supports, fresh.rows)
+        return Acceptance(num_accepted, *expected)
 
     def _is_impossible(self, fresh: Verification) -> bool:
         """Return whether no draw could have accepted this number of tokens."""

@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdec.core.packed import pack_rows, pack_supports
+from specdec.core.random import DrawKey
+from specdec.core.sparse import check_drawn
 from specdec.errors import Internal, KvMiss, ResourceExhausted, SpecdecError, StaleEpoch, Unavailable
 from specdec.types import LocalDraft, Proposal, Verification
 
 
-def check_proposal(proposal: Proposal, *, gamma: int, with_supports: bool, vocabulary_size: int) -> None:
+def check_proposal(
+    proposal: Proposal, *, gamma: int, with_supports: bool, vocabulary_size: int, key: DrawKey | None = None
+) -> None:
     """Refuse a draft that contradicts itself or the request.
 
     Args:
@@ -22,9 +26,11 @@ def check_proposal(proposal: Proposal, *, gamma: int, with_supports: bool, vocab
         gamma: number of draft tokens that were requested.
         with_supports: whether this round carries distributions.
         vocabulary_size: number of token ids of the target.
+        key: draw key of the round; None: it is not checked that the tokens were drawn with it.
 
     Raises:
-        Internal: the draft has too many tokens, the wrong number of supports, or a token outside the vocabulary.
+        Internal: the draft has too many tokens, the wrong number of supports, a token outside the vocabulary, or one
+            that was not drawn from its support.
     """
     num_draft_tokens = len(proposal.draft_token_ids)
     if num_draft_tokens > gamma or len(proposal.supports) != (num_draft_tokens if with_supports else 0):
@@ -34,7 +40,10 @@ def check_proposal(proposal: Proposal, *, gamma: int, with_supports: bool, vocab
     token_ids = proposal.draft_token_ids.tolist()
     if with_supports:
         # Each draft token is in its support, whose ids ascend: the last one is the largest.
-        ids = pack_supports(token_ids, proposal.supports).ids
+        supports = pack_supports(token_ids, proposal.supports)
+        if key is not None:
+            check_drawn(supports, key)
+        ids = supports.ids
         token_ids = [int(ids.token_ids[start - 1]) for start in ids.starts]
     _check_ids(token_ids, vocabulary_size, "the draft")
 
@@ -46,6 +55,7 @@ def check_verification(
     vocabulary_size: int,
     local: LocalDraft | None = None,
     with_supports: bool = False,
+    key: DrawKey | None = None,
 ) -> None:
     """Refuse a verification that contains a token outside the vocabulary, or a wrong draft of the target's own.
 
@@ -55,6 +65,7 @@ def check_verification(
         vocabulary_size: number of token ids of the target.
         local: draft that the target was requested to make by itself; None for none.
         with_supports: whether that draft must carry distributions.
+        key: as in `check_proposal`, for that draft.
 
     Raises:
         Internal: the verification is refused.
@@ -69,6 +80,7 @@ def check_verification(
             gamma=local.gamma,
             with_supports=with_supports,
             vocabulary_size=vocabulary_size,
+            key=key,
         )
 
 

@@ -115,6 +115,7 @@ class DraftCalls:
                 gamma=gamma,
                 with_supports=not self._setting.answers_choices,
                 vocabulary_size=self._setting.vocabulary_size,
+                key=self._calls.draw_key,
             )
         except (SpecdecError, TimeoutError) as error:
             cause = self._note_failure(replica, error)

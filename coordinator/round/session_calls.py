@@ -13,6 +13,7 @@ from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.replica import Replica
 from coordinator.round.setting import RoundSetting
 from coordinator.round.tokens import SessionTokens
+from specdec.core.random import DrawKey
 from specdec.errors import KvMiss
 from specdec.types import SessionPosition
 
@@ -32,6 +33,11 @@ class SessionCalls:
     def has_output(self) -> bool:
         """Return whether the request has committed output tokens."""
         return len(self._tokens) > self._setting.output_start
+
+    @property
+    def draw_key(self) -> DrawKey:
+        """Return the key of the draws of the round that begins after the committed tokens."""
+        return DrawKey(self._setting.seed, self._setting.turn, len(self._tokens))
 
     async def call(
         self, replica: Replica[Any], round_id: int, send: Callable[[SessionPosition], Awaitable[AnswerT]]

@@ -127,6 +127,7 @@ class TargetCalls:
             vocabulary_size=self._setting.vocabulary_size,
             local=draft.local,
             with_supports=not self._setting.answers_choices,
+            key=self._calls.draw_key,
         )
 
     def _send(

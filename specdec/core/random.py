@@ -97,6 +97,30 @@ def _lane_keys(seed: int, num_lanes: int) -> tuple[tuple[int, int], ...]:
     return tuple((ones * k0, ones * k1) for k0, k1 in _key_schedule(seed))
 
 
+@lru_cache(maxsize=1024)
+def _draws_of_pair(seed: int, turn: int, committed_len: int, num_draws: int, first_stream: int) -> list[int]:
+    """Return 64 random bits for each index of two adjacent streams, those of the first one first.
+
+    The draws are 64-bit lanes of wide integers, in which products of 32-bit words fit: twice as many lanes take little
+    longer. Cached because a round needs the second stream after the first.
+    """
+    ones, lanes = _lanes(2 * num_draws)
+    second = _lanes(num_draws)[0] << 64 * num_draws
+    words = ones * _MASK
+    c0, c1, c2, c3 = ones * turn, ones * committed_len, lanes - second * num_draws, ones * first_stream + second
+    multiplier0, multiplier1 = _MULTIPLIERS
+    for k0, k1 in _lane_keys(seed, 2 * num_draws):
+        product0, product1 = c0 * multiplier0, c2 * multiplier1
+        c0, c1, c2, c3 = (
+            (product1 >> 32) & words ^ c1 ^ k0,
+            product1 & words,
+            (product0 >> 32) & words ^ c3 ^ k1,
+            product0 & words,
+        )
+    draws: list[int] = np.frombuffer((c0 << 32 | c1).to_bytes(16 * num_draws, "little"), dtype="<u8").tolist()
+    return draws
+
+
 @dataclass(frozen=True, slots=True)
 class DrawKey:
     """The key of one round's draws.
@@ -127,24 +151,16 @@ class DrawKey:
         return float(((high << 20) | (low >> 12)) + 0.5) * 2.0**-UNIFORM_BITS
 
     def uint31s(self, num_draws: int, stream: Stream) -> list[int]:
-        """Return uniform integers below 2^31 for the indices 0 to `num_draws` - 1; each is the same for any count.
+        """Return uniform integers below 2^31 for the indices 0 to `num_draws` - 1; each is the same for any count."""
+        return [draw >> 33 for draw in self.uint64s(num_draws, stream)]
 
-        They are computed in one pass: the draws are 64-bit lanes of wide integers, in which products of 32-bit words
-        fit.
+    def uint64s(self, num_draws: int, stream: Stream) -> list[int]:
+        """Return the 64 bits that `below` scales, for the indices 0 to `num_draws` - 1.
+
+        A round asks for PROPOSE, to check its draft, and then for ACCEPT; both are computed in one pass.
         """
-        ones, indices = _lanes(num_draws)
-        words = ones * _MASK
-        c0, c1, c2, c3 = ones * self.turn, ones * self.committed_len, indices, ones * int(stream)
-        multiplier0, multiplier1 = _MULTIPLIERS
-        for k0, k1 in _lane_keys(self.seed, num_draws):
-            product0, product1 = c0 * multiplier0, c2 * multiplier1
-            c0, c1, c2, c3 = (
-                (product1 >> 32) & words ^ c1 ^ k0,
-                product1 & words,
-                (product0 >> 32) & words ^ c3 ^ k1,
-                product0 & words,
-            )
-        return [draw >> 1 for draw in np.frombuffer(c0.to_bytes(8 * num_draws, "little"), dtype="<u8").tolist()]
+        pair = _draws_of_pair(self.seed, self.turn, self.committed_len, num_draws, stream & ~1)
+        return pair[num_draws:] if stream & 1 else pair[:num_draws]
 
     def below(self, n: int, index: int, stream: Stream) -> int:
         """Return a uniform integer below `n`, 1 <= n <= 2^62; the probability of any range is off by at most 2^-64."""

@@ -11,7 +11,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.core.packed import PackedSupports
 from specdec.core.random import DrawKey, Stream, index_at
+from specdec.errors import Internal
 from specdec.types import MAX_SUPPORT, WEIGHT_TOTAL, Support
 
 #: Support entries of larger vocabularies.
@@ -54,6 +56,32 @@ def draw_from_support(support: Support, key: DrawKey, index: int) -> int:
     """Draw the draft token at `index` of the round from exactly the weights that travel."""
     point = key.below(int(support.weights.sum(dtype=np.int64)), index, Stream.PROPOSE)
     return int(support.token_ids[index_at(support.weights, point)])
+
+
+def check_drawn(supports: PackedSupports, key: DrawKey) -> None:
+    """Draw the tokens of a round again from the supports that were reported for them.
+
+    Args:
+        supports: supports of the round's draft tokens, packed with these tokens.
+        key: the round's draw key.
+
+    Raises:
+        Internal: a token is not the one that `draw_from_support` returns, so the supports are not what it was drawn
+            from.
+    """
+    num_drafted = len(supports)
+    if len(supports.weights) == num_drafted:  # point masses leave no choice
+        return
+    entries = supports.row_entries - np.arange(num_drafted)
+    reached = supports.weights.cumsum(dtype=np.int64)[entries].tolist()
+    before = 0
+    for index, bits in enumerate(key.uint64s(num_drafted, Stream.PROPOSE)):
+        total = supports.totals[index]
+        # The token's points are the last `weight` ones that its entry reaches.
+        above = reached[index] - before - (bits * total >> 64)
+        if not 0 < above <= supports.weights_drawn[index]:
+            raise Internal(f"draft token {index} was not drawn from the distribution that was reported for it")
+        before += total
 
 
 def probability(token_id: int, support: Support) -> float:

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.replicas.replica import TARGET
+from coordinator.replicas.replica import DRAFT, TARGET
 from coordinator.round import runner
+from specdec.core.random import DrawKey, Stream
 from specdec.core.rejection import decision_of
 from specdec.errors import Internal
-from specdec.types import Verification, VerifyRequest
+from specdec.types import Proposal, ProposeRequest, Support, Verification, VerifyRequest
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import (
     VOCABULARY,
@@ -251,6 +252,41 @@ async def test_a_rule_that_accepts_too_much_moves_z_or_is_impossible(monkeypatch
             await ask(coordinator, pb.SPECULATION_MODE_REJECTION, {**SAMPLED, "top_k": 3}, seed=seed)
         assert sample(coordinator, "audit_acceptance_z", mode="rejection") > 5.0
         assert counted(coordinator, "mismatch", "rejection") > 0  # tokens outside the top three
+
+
+@pytest.mark.parametrize("mode", ["rejection", "block"])
+async def test_a_draft_that_chooses_q_by_the_draws_that_follow_moves_z(mode: str) -> None:
+    """It knows the round's key, and reports a point mass on an unlikely token whenever that will be accepted."""
+
+    async def propose(asked: ProposeRequest, honest: Any) -> Proposal:
+        proposal: Proposal = await honest(replace(asked, gamma=1))
+        position, (support,) = asked.position, proposal.supports
+        key = DrawKey(position.seed, position.turn, position.committed_len)
+        place = int(np.argsort(support.weights)[len(support.weights) // 2])
+        share = int(support.weights[place]) / int(support.weights.sum())  # its model is the target's
+        if key.uniform(0, Stream.ACCEPT) > 0.9 * share:
+            return proposal
+        chosen = support.token_ids[place : place + 1]
+        return replace(proposal, draft_token_ids=chosen, supports=(Support(chosen, np.ones(1, np.uint16)),))
+
+    class Knowing:
+        def __init__(self, engine: Any) -> None:
+            self._engine = engine
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._engine, name)
+
+        async def propose(self, asked: ProposeRequest) -> Proposal:
+            return await propose(asked, self._engine.propose)
+
+    async with Rig(drafts=0) as rig:
+        rig.services.append(await start_service(DRAFT, salt=0, between=Knowing))
+        coordinator = await rig.coordinator(audit_share=1.0)
+        asked_mode = getattr(pb, f"SPECULATION_MODE_{mode.upper()}")
+        for seed in range(24):
+            await ask(coordinator, asked_mode, {**SAMPLED, "max_new_tokens": 100}, seed=seed)
+        assert counted(coordinator, "mismatch") == 0  # each round alone is as p and q say
+        assert sample(coordinator, "audit_acceptance_z", mode=mode) > 5.0
 
 
 async def test_audits_are_dropped_while_the_target_is_busy_and_run_afterwards() -> None:
