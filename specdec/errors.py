@@ -139,6 +139,11 @@ class StaleEpoch(SpecdecError):
     code = "ABORTED"
     default_reason = "STALE_EPOCH"
 
+    def __init__(self, message: str, *, epoch: int = 0, retry_after_s: float | None = None) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.epoch = epoch
+        """Newest epoch of the session that the replica has seen; 0: it did not state one."""
+
 
 class LeaseLost(SpecdecError):
     """Another coordinator owns the session now."""

@@ -29,7 +29,8 @@ from coordinator.requests import Finished, OutputChunk, RequestStats
 from coordinator.round.outcome import RoundOutcome
 from coordinator.round.request_router import RequestRouter
 from coordinator.round.runner import RoundRunner
-from specdec.errors import Internal, SpecdecError, Unavailable
+from coordinator.round.session_calls import SessionCalls
+from specdec.errors import Internal, SpecdecError, StaleEpoch, Unavailable
 from specdec.observability.logging import bind
 from specdec.types import FinishReason
 
@@ -80,6 +81,7 @@ class Collaborators:
     """The objects that a generation works with, all made for its turn."""
 
     runner: RoundRunner
+    calls: SessionCalls
     session: HeldSession
     publisher: Publisher
     stream: OutputStream
@@ -95,6 +97,7 @@ class Generation:
         self.turn = turn
         self.stream = collaborators.stream
         self._runner = collaborators.runner
+        self._calls = collaborators.calls
         self._session = collaborators.session
         self._publisher = collaborators.publisher
         self._account = collaborators.account
@@ -177,12 +180,7 @@ class Generation:
         turn, replicas = self.turn, self._session.replicas
         is_first = True
         while True:
-            await self._slot.begin_round()
-            try:
-                outcome = await self._runner.run(turn.round_id, turn.writer.remaining)
-            finally:
-                self._slot.end_round()
-
+            outcome = await self._run_round()
             output = turn.writer.write(outcome.token_ids)
             decided = DecidedRound(turn.round_id, len(turn.tokens), outcome, output)
             turn.round_id += 1
@@ -197,6 +195,22 @@ class Generation:
             if is_first:
                 is_first = False
                 self._session.note_prefixes()  # other sessions may start with the same prompt before this one ends
+
+    async def _run_round(self) -> RoundOutcome:
+        """Run the next round, under a higher epoch if a replica has seen a newer one than the store gave."""
+        turn, calls = self.turn, self._calls
+        while True:
+            if calls.seen_epoch > calls.epoch:
+                await self._publisher.wait()  # its commit belongs to the epoch before
+                calls.epoch = await self._session.raise_epoch(calls.seen_epoch)
+            await self._slot.begin_round()
+            try:
+                return await self._runner.run(turn.round_id, turn.writer.remaining)
+            except StaleEpoch:
+                if calls.seen_epoch <= calls.epoch:
+                    raise
+            finally:
+                self._slot.end_round()
 
     async def _clean_up(self, error: SpecdecError | None) -> SpecdecError | None:
         """Let the last commit end, then release the session; return the error for the readers."""

@@ -105,10 +105,12 @@ class GenerationFactory:
         setting = self._round_setting(turn, is_timed=trace is not None or self._timelines is not None)
         router = self._draft_sources.router(turn.identity.parameters.speculation, setting, turn.tokens)
         replicas = self._replicas(prepared, router)
+        calls = SessionCalls(setting, turn.tokens, replicas)
         return Generation(
             turn,
             Collaborators(
-                runner=self._runner(turn, setting, replicas, router),
+                runner=self._runner(turn, setting, replicas, calls, router),
+                calls=calls,
                 session=self._session(prepared, replicas),
                 publisher=Publisher(
                     turn,
@@ -176,10 +178,14 @@ class GenerationFactory:
         )
 
     def _runner(
-        self, turn: Turn, setting: RoundSetting, replicas: SessionReplicas, router: RequestRouter | None
+        self,
+        turn: Turn,
+        setting: RoundSetting,
+        replicas: SessionReplicas,
+        calls: SessionCalls,
+        router: RequestRouter | None,
     ) -> RoundRunner:
         choice, tokens = turn.identity.parameters.speculation, turn.tokens
-        calls = SessionCalls(setting, tokens, replicas)
         drafts = self._draft_sources.source(choice, setting, tokens, replicas, calls, router)
         return RoundRunner(setting, tokens, replicas, drafts, TargetCalls(setting, replicas, calls))
 

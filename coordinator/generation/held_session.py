@@ -46,6 +46,18 @@ class HeldSession:
         """Renew the lease until `end_turn`."""
         self._lease_keeper.keep(self._turn.lease)
 
+    async def raise_epoch(self, above: int) -> int:
+        """Raise the lease's epoch above one that a replica has seen; return the new one. Raises as the store does."""
+        turn = self._turn
+        _log.warning(
+            "a replica has seen epoch %d, the store gave %d: session=%s", above, turn.lease.epoch, turn.lease.session_id
+        )
+        raised = await self._store.raise_epoch(turn.lease, above=above)
+        self._lease_keeper.drop(turn.lease)
+        turn.lease = raised
+        self.keep()
+        return raised.epoch
+
     def note_prefixes(self) -> None:
         """Tell the prefix directory which replicas hold the session's tokens, as far as it is known now."""
         tokens = self._turn.tokens

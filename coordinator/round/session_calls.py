@@ -6,6 +6,7 @@ choose the replica and handle its failures themselves.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -14,8 +15,12 @@ from coordinator.replicas.replica import Replica
 from coordinator.round.setting import RoundSetting
 from coordinator.round.tokens import SessionTokens
 from specdec.core.random import DrawKey
-from specdec.errors import KvMiss
+from specdec.errors import KvMiss, StaleEpoch
 from specdec.types import SessionPosition
+
+#: Time by which an epoch, the time of a store's server in µs, may be ahead of this machine's clock. A replica that
+#: states a later one is wrong, and epochs must stay far below 2^53.
+_MOST_CLOCK_AHEAD_S = 365 * 86_400.0
 
 AnswerT = TypeVar("AnswerT")
 
@@ -28,6 +33,10 @@ class SessionCalls:
         self._setting = setting
         self._tokens = tokens
         self._replicas = replicas
+        self.epoch = setting.epoch
+        """Epoch that the calls state; the generation raises it."""
+        self.seen_epoch = 0
+        """Newest epoch of the session that a replica has refused a call for."""
 
     @property
     def has_output(self) -> bool:
@@ -54,17 +63,22 @@ class SessionCalls:
             SpecdecError, TimeoutError: as `send` raises.
         """
         try:
-            return await send(self._position(replica, round_id))
-        except KvMiss as miss:
-            self._replicas.learn(replica, miss.have)
-            return await send(self._position(replica, round_id))
+            try:
+                return await send(self._position(replica, round_id))
+            except KvMiss as miss:
+                self._replicas.learn(replica, miss.have)
+                return await send(self._position(replica, round_id))
+        except StaleEpoch as stale:
+            if stale.epoch < (time.time() + _MOST_CLOCK_AHEAD_S) * 1e6:
+                self.seen_epoch = max(self.seen_epoch, stale.epoch)
+            raise
 
     def _position(self, replica: Replica[Any], round_id: int) -> SessionPosition:
         setting, tokens = self._setting, self._tokens
         start = self._replicas.start_for(replica, len(tokens))
         return SessionPosition(
             session_id=setting.session_id,
-            epoch=setting.epoch,
+            epoch=self.epoch,
             round_id=round_id,
             start=start,
             prefix_hash=tokens.prefix_hash(start),

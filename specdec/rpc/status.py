@@ -235,13 +235,19 @@ def trailing_metadata(status: status_pb2.Status) -> tuple[tuple[str, bytes], ...
 def to_item_status(error: SpecdecError) -> common_pb2.ItemStatus:
     """Return the error of one item of a frame."""
     have = error.have if isinstance(error, errors.KvMiss) else 0
+    epoch = error.epoch if isinstance(error, errors.StaleEpoch) else 0
     code = code_pb2.Code.Value(error.code)
     if error.retry_after_s == error.default_retry_after_s:
         retry_after_ms = 0
     else:
         retry_after_ms = _NEVER_MS if error.retry_after_s is None else math.ceil(1e3 * error.retry_after_s)
     return common_pb2.ItemStatus(
-        code=code, reason=error.reason, message=bounded(error.message), have=have, retry_after_ms=retry_after_ms
+        code=code,
+        reason=error.reason,
+        message=bounded(error.message),
+        have=have,
+        retry_after_ms=retry_after_ms,
+        epoch=epoch,
     )
 
 
@@ -251,6 +257,8 @@ def from_item_status(status: common_pb2.ItemStatus) -> SpecdecError:
     error = _build(status.code, status.reason, status.message, have=status.have, retry_after_s=retry_after_s)
     if status.retry_after_ms == _NEVER_MS:
         error.retry_after_s = None
+    if isinstance(error, errors.StaleEpoch):
+        error.epoch = status.epoch
     return error
 
 
@@ -262,6 +270,8 @@ def _build(
         retry_after_s = min(max(0.0, retry_after_s), _MOST_RETRY_S)
     if known is errors.KvMiss:
         return errors.KvMiss(message, have=have)
+    if known is errors.StaleEpoch:
+        return errors.StaleEpoch(message, retry_after_s=retry_after_s)
     name = code_pb2.Code.Name(code) if code in code_pb2.Code.values() else "INTERNAL"
     error_type = known or _BY_CODE.get(name, errors.Internal)
     return error_type(message, reason=reason if known else "", field=field, retry_after_s=retry_after_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from specdec.errors import NotFound, SessionBusy, SpecdecError
@@ -42,6 +43,9 @@ from specdec.types import TokenIds
 DEFAULT_SESSION_TTL_S = 3600.0
 
 ROLES = ("draft", "target", COORDINATOR)
+
+#: Longest TTL of a heartbeat.
+_MOST_TTL_S = 90.0
 
 #: Lifetime of a deletion mark, from which a coordinator that still writes the session learns of the deletion.
 _DELETION_TTL_S = 600.0
@@ -96,6 +100,12 @@ class RedisSessionStore:
         (error,) = await self.renew_all([lease])
         if error is not None:
             raise error
+
+    async def raise_epoch(self, lease: Lease, *, above: int) -> Lease:
+        args = [*self._fence(lease, _milliseconds(lease.ttl_s)), above]
+        answer = await self._run("renew", lease.key, args)
+        check_owned(answer, lease)
+        return lease if len(answer) == 1 else replace(lease, epoch=int(answer[1]))
 
     async def renew_all(self, leases: Sequence[Lease]) -> list[SpecdecError | None]:
         calls = [
@@ -262,7 +272,7 @@ class RedisReplicaRegistry:
     async def publish(self, record: ReplicaRecord, *, ttl_s: float) -> None:
         engine = record.engine
         text = encode_record(record, ttl_s=ttl_s, signer=self._signer, cluster=self._cluster)
-        args: list[str | bytes | int] = [engine.replica_id, text, max(1, round(ttl_s * 1000))]
+        args: list[str | bytes | int] = [engine.replica_id, text, _milliseconds(ttl_s), _milliseconds(_MOST_TTL_S)]
         await self._connection.run_script("publish", replica_keys(engine.role, self._cluster), args)
 
     async def remove(self, replica_id: str) -> None:

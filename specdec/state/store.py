@@ -126,6 +126,8 @@ class SessionStore(Protocol):
     async def acquire(self, session_id: str, *, owner: str, ttl_s: float, create: bool) -> Lease:
         """Take the session's lease and raise its epoch to max(stored + 1, deleted + 1, server time in µs).
 
+        If a replica has seen a newer epoch, `raise_epoch` follows.
+
         Raises:
             NotFound: the session does not exist and `create` is false.
             SessionBusy: another owner's lease is alive.
@@ -134,6 +136,17 @@ class SessionStore(Protocol):
 
     async def renew(self, lease: Lease) -> None:
         """Extend the lease. Raises LeaseLost if another owner has it or it has expired."""
+        ...
+
+    async def raise_epoch(self, lease: Lease, *, above: int) -> Lease:
+        """Return the lease with an epoch above `above`, and renew it. Its older epochs are fenced.
+
+        For a replica that has seen a newer epoch than the store gave: the server's clock was set back, or the session
+        moved to a server whose clock is behind.
+
+        Raises:
+            LeaseLost: another owner has the lease or it has expired.
+        """
         ...
 
     async def renew_all(self, leases: Sequence[Lease]) -> list[SpecdecError | None]:

@@ -108,18 +108,20 @@ class Supports(_message.Message):
     def __init__(self, sizes: _Optional[_Iterable[int]] = ..., id_deltas: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ItemStatus(_message.Message):
-    __slots__ = ("code", "reason", "message", "have", "retry_after_ms")
+    __slots__ = ("code", "reason", "message", "have", "retry_after_ms", "epoch")
     CODE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     HAVE_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     code: int
     reason: str
     message: str
     have: int
     retry_after_ms: int
-    def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., have: _Optional[int] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., have: _Optional[int] = ..., retry_after_ms: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("session_ids", "tenant", "epochs", "resumable_ids")

@@ -268,3 +268,28 @@ async def test_a_lease_states_whether_its_session_was_given_back_in_order(store:
 async def test_an_epoch_is_at_least_the_servers_time_in_microseconds(store: SessionStore, session_id: str) -> None:
     lease = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=True)
     assert abs(lease.epoch / 1e6 - time.time()) < 60  # the server runs on this machine
+
+
+async def test_an_epoch_that_a_replica_has_seen_is_passed_and_fences_the_one_before(
+    store: SessionStore, session_id: str
+) -> None:
+    lease = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=True)
+    ahead = lease.epoch + 600_000_000
+    raised = await store.raise_epoch(lease, above=ahead)
+    assert (raised.epoch, raised.owner, raised.ttl_s) == (ahead + 1, "me", LONG_TTL_S)
+    with pytest.raises(LeaseLost):
+        await store.renew(lease)
+    await store.renew(raised)
+    await store.release(raised)
+    assert (await store.acquire(session_id, owner="you", ttl_s=LONG_TTL_S, create=False)).epoch == ahead + 2
+
+
+async def test_an_epoch_is_never_lowered_and_only_its_owner_raises_it(store: SessionStore, session_id: str) -> None:
+    lease = await store.acquire(session_id, owner="me", ttl_s=LONG_TTL_S, create=True)
+    assert await store.raise_epoch(lease, above=lease.epoch - 1) == lease
+    for other in (replace(lease, owner="you"), replace(lease, epoch=lease.epoch - 1)):
+        with pytest.raises(LeaseLost):
+            await store.raise_epoch(other, above=lease.epoch + 5)
+    record = await store.load(session_id)
+    assert record is not None
+    assert record.epoch == lease.epoch

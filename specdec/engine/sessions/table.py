@@ -124,7 +124,8 @@ class SessionTable:
         elif (request.epoch, request.round_id) < (sequence.epoch, sequence.newest_round):
             raise StaleEpoch(
                 f"session {request.session_id} is at epoch {sequence.epoch} round {sequence.newest_round}, "
-                f"the call is of epoch {request.epoch} round {request.round_id}"
+                f"the call is of epoch {request.epoch} round {request.round_id}",
+                epoch=sequence.epoch,
             )
         self._sessions.move_to_end(request.session_id)
         sequence.called_s = self._clock()

@@ -16,6 +16,7 @@ for depth, key in ipairs(KEYS) do
     end
   end
   redis.call('ZREMRANGEBYSCORE', key, '-inf', string.format('%.0f', now_ms))
+  redis.call('ZREMRANGEBYSCORE', key, '(' .. believed, '+inf') -- of a clock that was ahead
   redis.call('ZREMRANGEBYRANK', key, 0, -1 - tonumber(ARGV[2]))
   redis.call('PEXPIRE', key, ARGV[1])
 end

@@ -1,4 +1,4 @@
--- Extends a lease, and the session with it.
+-- Extends a lease, and the session with it; raises its epoch where a replica has seen a newer one.
 --
 -- KEYS[1] session meta (hash)
 -- KEYS[2] session tokens (string)
@@ -8,7 +8,8 @@
 -- ARGV[2] epoch
 -- ARGV[3] lease ttl, ms
 -- ARGV[4] session ttl, ms
--- RETURNS {'OK'} | {'LEASE_LOST', epoch of the deletion or nil}
+-- ARGV[5] optional: epoch above which the lease's is raised
+-- RETURNS {'OK'} | {'OK', raised epoch} | {'LEASE_LOST', epoch of the deletion or nil}
 
 if redis.call('GET', KEYS[3]) ~= ARGV[1] or redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[2] then
   return { 'LEASE_LOST', redis.call('GET', KEYS[4]) }
@@ -16,4 +17,12 @@ end
 redis.call('PEXPIRE', KEYS[3], ARGV[3])
 redis.call('PEXPIRE', KEYS[1], ARGV[4])
 redis.call('PEXPIRE', KEYS[2], ARGV[4])
+if ARGV[5] and tonumber(ARGV[5]) >= tonumber(ARGV[2]) then
+  local text = string.format('%.0f', tonumber(ARGV[5]) + 1)
+  if redis.call('HGET', KEYS[1], 'begun') == ARGV[2] then
+    redis.call('HSET', KEYS[1], 'begun', text)
+  end
+  redis.call('HSET', KEYS[1], 'epoch', text)
+  return { 'OK', text }
+end
 return { 'OK' }
