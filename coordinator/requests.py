@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -190,6 +191,14 @@ class OutputChunk(NamedTuple):
             return self
         provenance = self.provenance and self.provenance.since(count)
         return OutputChunk(index, self.token_ids[count:], self.texts[count:], provenance)
+
+    def pieces(self, num_tokens: int) -> Iterator[OutputChunk]:
+        """Yield the chunk in parts of at most `num_tokens` tokens."""
+        rest = self
+        while len(rest.token_ids) > num_tokens:
+            yield OutputChunk(rest.start, rest.token_ids[:num_tokens], rest.texts[:num_tokens], rest.provenance)
+            rest = rest.since(rest.start + num_tokens)
+        yield rest
 
 
 class DraftStats(NamedTuple):

@@ -6,6 +6,7 @@ before, and its caller holds a part of the output: it counts among the tenant's 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -66,7 +67,10 @@ class Admission:
             max_running=settings.max_running,
             max_wait_s=settings.max_wait_s,
             count_tokens=self.quotas.count_tokens,
+            num_reading=lambda: max(0, self._readers.total()),
         )
+        self._readers: Counter[str] = Counter()
+        """Readers by tenant, less the generations that they read: a running one counts by its slot."""
 
     @property
     def queue_state(self) -> QueueState:
@@ -81,13 +85,28 @@ class Admission:
             SpecdecError: what `close` or `withdraw` was given.
         """
         tenant = request.key.tenant
-        self.quotas.begin(tenant, self._slots.num_of_tenant(tenant), is_resumption=request.is_resumption)
+        self.quotas.begin(tenant, self._num_streams(tenant), is_resumption=request.is_resumption)
         try:
             return await self._slots.acquire(request)
         except BaseException:
             if not request.is_resumption:
                 self.quotas.take_back(tenant)
             raise
+
+    def note_readers(self, tenant: str, number: int) -> None:
+        """Count readers that came, or left if the number is negative. A generation that begins counts as -1, and as +1
+        when it ends, since its slot counts as long as it runs."""
+        self._readers[tenant] += number
+        if not self._readers[tenant]:
+            del self._readers[tenant]
+
+    def has_all_streams(self, tenant: str) -> bool:
+        """Return whether a tenant may not have a further stream, such as one more reader of a running request."""
+        most = self.quotas.max_streams(tenant)
+        return most is not None and self._num_streams(tenant) >= most
+
+    def _num_streams(self, tenant: str) -> int:
+        return self._slots.num_of_tenant(tenant) + max(0, self._readers[tenant])
 
     def begin_tokens(self, slot: RunningSlot, num_prompt_tokens: int, num_new_tokens: int) -> None:
         """Check the tokens of a new request against its tenant's limits. They count until its slot is released.

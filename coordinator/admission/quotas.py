@@ -94,6 +94,10 @@ class TenantQuotas:
             raise _exceeded(f"{most} tokens per minute", left_s)
         use.requests.use(1, now_s)
 
+    def max_streams(self, tenant: str) -> int | None:
+        """Return the limit on the streams of a tenant at once; None: no limit."""
+        return self._limits_of(tenant).max_concurrent
+
     def take_back(self, tenant: str) -> None:
         """Take back a request that was counted and then did not get a slot."""
         self._use_of(tenant).requests.use(-1, self._clock())

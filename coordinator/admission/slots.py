@@ -110,6 +110,7 @@ class RunningSlots:
         max_running: int | None = None,
         max_wait_s: float,
         count_tokens: Callable[[str, int], None] = lambda tenant, num_tokens: None,
+        num_reading: Callable[[], int] = lambda: 0,
     ) -> None:
         """
         Args:
@@ -118,9 +119,10 @@ class RunningSlots:
             max_running: requests that run at once; None: chosen from measured speeds.
             max_wait_s: predicted wait beyond which a request is refused once one waits for each slot.
             count_tokens: called with the tenant and the number of output tokens of each chunk.
+            num_reading: returns the number of readers that no slot counts, such as replays; part of `max_queue`.
         """
         self._max_queue, self._max_wait_s = max_queue, max_wait_s
-        self._count_tokens = count_tokens
+        self._count_tokens, self._num_reading = count_tokens, num_reading
         self._speeds = StreamSpeeds()
         self._limit = RunningLimit(self._speeds, num_targets, max_running)
         self.num_running = 0
@@ -160,7 +162,7 @@ class RunningSlots:
         """
         if self._closed is not None:
             raise self._closed()
-        if self.num_running + self.num_waiting >= self._max_queue:
+        if self.num_running + self.num_waiting + self._num_reading() >= self._max_queue:
             raise ResourceExhausted(
                 f"the coordinator already has {self._max_queue} requests, its limit (--max-queue); try again later",
                 retry_after_s=_retry_s(self._queue_s()),
@@ -327,8 +329,6 @@ class RunningSlots:
         slot = RunningSlot(self, tenant, length)
         self.running.add(slot)
         return slot
-
-    # ---- predictions -------------------------------------------------------------------------------------------
 
     def _generation_s(self, request: SlotRequest) -> float:
         """Return the predicted time to generate. 0 while nothing is known."""

@@ -50,10 +50,14 @@ class RequestOpener:
             tenant = self._tenants.of(context)
             limits = self._limits()
             checked = validate_request(decode(limits), limits)
-            return await self._generations.open(replace(checked, tenant=tenant, deadline_s=_deadline_s(context)))
+            reader = await self._generations.open(replace(checked, tenant=tenant, deadline_s=_deadline_s(context)))
         except SpecdecError as error:
             self._generations.count_refusal(error)
             raise
+        # gRPC holds the last events until the client reads them, so the call may last longer than the reading.
+        reader.hold()
+        context.add_done_callback(lambda _: reader.let_go())
+        return reader
 
     def tenant_of(self, context: Any) -> str:
         """Return the tenant of a call. Raises as `CallTenants.of`."""

@@ -22,7 +22,7 @@ from coordinator.generation.generation_factory import GenerationFactory
 from coordinator.generation.interrupted_turns import DEFAULT_RECOVERY_S
 from coordinator.generation.leases import Leases
 from coordinator.generation.log_repair import LogRepair
-from coordinator.generation.readers import SessionReaders, replay
+from coordinator.generation.readers import MAX_READERS, SessionReaders
 from coordinator.generation.removal import SessionRemoval
 from coordinator.generation.request_log import (
     LoggedRequest,
@@ -137,7 +137,7 @@ class GenerationService:
         metrics.watch_queue(lambda: self._admission.queue_state)
         metrics.watch_replicas(pools.places, pools.draft_pools, pools.num_faults.copy)
         self._running: dict[SessionKey, Generation] = {}
-        self._readers = SessionReaders()
+        self._readers = SessionReaders(self._admission.note_readers)
         self._locks: WeakValueDictionary[SessionKey, asyncio.Lock] = WeakValueDictionary()
         self._is_draining = False
         #: Id of this process, which is new at every start.
@@ -177,7 +177,8 @@ class GenerationService:
                     if running is None and slot is not None:
                         return self._readers.add(request.key, await self._admit_counted(request, began, slot))
                     if running is not None and (has_waited or _is_about(request, running)):
-                        return self._readers.add(request.key, await self._join(running, request))
+                        reader = await self._join(running, request)
+                        return self._readers.add(request.key, reader, self._max_readers(request.key))
                 # Waits without the lock, so that readers of the running request, and its deletion, are not held up.
                 if running is None:
                     slot = await self._admission.enter(self._slot_request(request))
@@ -265,6 +266,13 @@ class GenerationService:
         output = (await self._turn_preparer.read_log(request.key, identity.request_id)).output
         return running.subscribe(num_held, OutputChunk(0, output.token_ids, output.texts, None))
 
+    def _max_readers(self, key: SessionKey) -> int:
+        """Return how many readers a running request may have, with one that joins it.
+
+        A tenant at its limit of streams gets no further one: the newest reader takes the place of the oldest.
+        """
+        return self._readers.num_of(key) if self._admission.has_all_streams(key.tenant) else MAX_READERS
+
     async def _admit(self, request: GenerationRequest, began: float, slot: RunningSlot) -> Subscription:
         loaded = await self._store.of_tenant(request.tenant).load(request.session_id)
         record = await self._log_repair.repair(request.key, loaded)
@@ -295,12 +303,14 @@ class GenerationService:
         key, num_held = request.key, request.resume_from or 0
         check_same_request(request, stored.request_id, stored.request_digest)
         if stored.finish_reason is not None:
+            if (reader := self._readers.replay_again(key, stored, num_held)) is not None:
+                return reader
             logged = await self._turn_preparer.read_log(key, stored.request_id)
             check_held(num_held, len(logged.output.token_ids), has_finished=True)
-            return replay(logged, num_held)
+            return self._readers.replay(key, logged, num_held)
         resumed = await self._turn_preparer.of_unfinished_turn(key, stored.request_id, num_held, began)
         if isinstance(resumed, LoggedRequest):
-            return replay(resumed, num_held)
+            return self._readers.replay(key, resumed, num_held)
         self._metrics.observe_resumed()
         identity = resumed.turn.identity
         num_most_tokens = identity.output_start + identity.parameters.sampling.max_new_tokens
@@ -316,6 +326,7 @@ class GenerationService:
         slot.hand_on()
         self._running[generation.turn.lease.key] = generation
         self._metrics.request_running(+1)
+        self._admission.note_readers(generation.turn.lease.key.tenant, -1)
         self._activity.begin()
         generation.task.add_done_callback(lambda _: self._forget(generation, slot))
         return generation.subscribe(num_held)
@@ -324,6 +335,7 @@ class GenerationService:
         self._running.pop(generation.turn.lease.key, None)
         slot.release()
         self._metrics.request_running(-1)
+        self._admission.note_readers(generation.turn.lease.key.tenant, +1)
         self._activity.end()
         stream = generation.stream
         if stream.num_tokens:

@@ -23,6 +23,9 @@ from specdec.types import FinishReason
 #: Longest time that sending one event to a reader may take, before the reader is cut off.
 MAX_SENDING_S = 60.0
 
+#: Largest number of tokens of one event. gRPC keeps an event until its client reads, also after the reader was cut off.
+MAX_PIECE_TOKENS = 128
+
 #: Number of output tokens kept for readers that are slower than the generation. The session's log holds all of them.
 MAX_BUFFERED_TOKENS = 2048
 
@@ -101,7 +104,8 @@ class OutputStream:
             parameters.target_changed,
         )
         if (replayed := reader.replayed) is not None and replayed.end > position:
-            yield replayed.since(position)
+            for piece in replayed.since(position).pieces(MAX_PIECE_TOKENS):
+                yield piece
             position = replayed.end
         while True:
             while reader.chunk_index < self._num_dropped + len(self._chunks):
@@ -110,7 +114,8 @@ class OutputStream:
                     raise _behind()
                 reader.chunk_index += 1
                 if chunk.end > position:
-                    yield chunk.since(position)
+                    for piece in chunk.since(position).pieces(MAX_PIECE_TOKENS):
+                        yield piece
                     position = chunk.end
             if self._error is not None:
                 raise self._error
@@ -181,6 +186,9 @@ class Subscription:
         self._watch: asyncio.TimerHandle | None = None
         self.when_closed: Callable[[], None] = lambda: None
         """Called after `on_close`."""
+        self.when_gone: Callable[[], None] = lambda: None
+        """Called once, when the reader is closed and the calls of `hold` have ended."""
+        self._num_holds = 1
         stream.attach(self)
 
     @property
@@ -240,3 +248,14 @@ class Subscription:
         if on_close is not None:
             on_close(self.behind)
             self.when_closed()
+            self.let_go()
+
+    def hold(self) -> None:
+        """Note a call that keeps events of this reader until its client takes them. It calls `let_go` at its end."""
+        self._num_holds += 1
+
+    def let_go(self) -> None:
+        """Note that the reader is closed, or that its call has ended."""
+        self._num_holds -= 1
+        if not self._num_holds:
+            self.when_gone()

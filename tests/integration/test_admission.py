@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from specdec.tenant import TENANT_KEY
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, eventually, read_rest, read_until, request
 from tests.support.held_steps import held_steps_are_no_hangs
+from tests.support.raw_http2 import literal, unread_call
 from tests.support.scraping import served
 
 __all__ = ["held_steps_are_no_hangs"]
@@ -199,6 +201,57 @@ async def test_a_request_has_a_limited_number_of_readers_and_the_newest_ones_sta
             replayed = coordinator.stub.Generate(request(None, session_id="held", resume_from=0))
             assert (await read_rest(replayed, Output())).token_ids == expected
         await eventually(lambda: not coordinator.generations._readers._readers)
+
+
+async def unread_replays(coordinator: Coordinator, tenant: str, number: int) -> list[socket.socket]:
+    """Return connections that replay the output of the session "held", and take no byte of it."""
+    message = request(None, session_id="held", resume_from=0).SerializeToString()
+    path, header = b"/specdec.v1.CoordinatorService/Generate", literal(TENANT_KEY.encode(), tenant.encode())
+    calls = [unread_call(coordinator.server.address, path, message, header) for _ in range(number)]
+    await eventually(lambda: coordinator.generations._admission._readers[tenant] == number)
+    return calls
+
+
+async def test_replays_that_are_not_read_count_as_streams_of_their_tenant() -> None:
+    limits = Limits(max_concurrent=2)
+    async with limited(tenant_header=True, tenant_limits=limits) as (_, coordinator):
+        finished = await turn(coordinator, request(session_id="held"), "a")
+        calls = await unread_replays(coordinator, "a", 2)
+        for asked in (request(), request(None, session_id="held", resume_from=0)):
+            error = await refusal(turn(coordinator, asked, "a"))
+            assert (error.reason, error.retryable, "2 requests at once" in error.message) == (
+                "QUOTA_EXCEEDED", True, True,
+            )  # fmt: skip
+        assert len((await turn(coordinator, request(), "b")).token_ids) == 24
+        for call in calls:
+            call.close()
+        await eventually(lambda: not coordinator.generations._admission._readers)
+        again = await turn(coordinator, request(None, session_id="held", resume_from=0), "a")
+        assert again.token_ids == finished.token_ids
+
+
+async def test_a_client_that_joins_its_request_at_the_limit_takes_the_place_of_the_oldest_reader() -> None:
+    async with limited(tenant_limits=Limits(max_concurrent=1)) as (rig, coordinator):
+        stream, output = await held_slot(rig, coordinator)
+        joined = coordinator.stub.Generate(request(None, session_id="held", resume_from=0))
+        rest = await read_until(joined, 1)
+        error = await refusal(read_rest(stream, output))
+        assert (error.reason, "this one is cut off" in error.message) == ("QUEUE_FULL", True)
+        assert (await refusal(coordinator.generate(request()))).reason == "QUOTA_EXCEEDED"
+        rig.target.worker.gate.set()
+        assert (await read_rest(joined, rest)).token_ids == rig.target.worker.greedy_continuation(PROMPT, 40)
+
+
+async def test_replays_count_in_the_limit_of_requests_of_a_coordinator() -> None:
+    async with limited(tenant_header=True, max_queue=2) as (_, coordinator):
+        await turn(coordinator, request(session_id="held"), "a")
+        calls = await unread_replays(coordinator, "a", 2)
+        error = await refusal(turn(coordinator, request(), "b"))
+        assert (error.reason, error.retryable, "--max-queue" in error.message) == ("QUEUE_FULL", True, True)
+        for call in calls:
+            call.close()
+        await eventually(lambda: not coordinator.generations._admission._readers)
+        assert len((await turn(coordinator, request(), "b")).token_ids) == 24
 
 
 async def test_reserved_tokens_of_a_tenants_requests_are_limited_together() -> None:

@@ -9,6 +9,8 @@ from contextlib import suppress
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS = 0, 1, 3, 4
+#: A setting: the client takes no bytes of messages.
+_NO_WINDOW = struct.pack(">HI", 4, 0)
 _CANCEL = struct.pack(">I", 8)
 END_STREAM, END_HEADERS = 1, 4
 #: Indexes of ":method: POST" and ":scheme: http" in the table of RFC 7541.
@@ -34,6 +36,16 @@ def answer_to(address: str, path: bytes, message: bytes = b"", timeout_s: float 
             while b"grpc-status" not in received and (part := connection.recv(1 << 16)):
                 received += part
     return received
+
+
+def unread_call(address: str, path: bytes, message: bytes, more_headers: bytes = b"") -> socket.socket:
+    """Call a gRPC method and take no message of its answer; return the connection, which ends the call when closed."""
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host, int(port)), 60.0)
+    connection.sendall(PREFACE + frame(SETTINGS, 0, 0, _NO_WINDOW))
+    connection.sendall(frame(HEADERS, END_HEADERS, 1, _headers(path) + more_headers))
+    connection.sendall(frame(DATA, END_STREAM, 1, b"\0" + struct.pack(">I", len(message)) + message))
+    return connection
 
 
 def reset_calls(address: str, path: bytes, is_over: threading.Event) -> int:
