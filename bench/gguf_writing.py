@@ -58,7 +58,7 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
-    _add_tokenizer(writer, checkpoint)
+    add_tokenizer(writer, checkpoint)
     for key, value in (metadata or {}).items():
         writer.kv_data[0].pop(key, None)  # a value of the checkpoint's gives way
         add = {str: writer.add_string, bool: writer.add_bool, float: writer.add_float32}.get(
@@ -96,7 +96,8 @@ def _tensors(checkpoint: Path, config: LlamaConfig) -> dict[str, np.ndarray]:
     return {name: tensor.contiguous().numpy() for name, tensor in arrays.items()}
 
 
-def _add_tokenizer(writer: GGUFWriter, checkpoint: Path) -> None:
+def add_tokenizer(writer: GGUFWriter, checkpoint: Path) -> None:
+    """Write the byte-level tokenizer of a checkpoint."""
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
     settings = json.loads((checkpoint / "tokenizer_config.json").read_text())
     added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}

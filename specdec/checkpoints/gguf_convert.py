@@ -1,10 +1,10 @@
 """Convert a GGUF file to a Hugging Face checkpoint; `specdec.checkpoints.gguf` runs this program as a child process.
 
 `python -m specdec.checkpoints.gguf_convert FILE DIRECTORY [--tokenizer-only]`. transformers reads the file. This module
-does what transformers leaves to its caller: it checks that the whole file was read, finds the tokens that end an
-answer, splits digits as the vocabulary's merges expect, and chooses a dtype that stores every weight without rounding.
-Each line of standard output is a JSON object with the `progress`, a share of 1, with a `warning`, or with the final
-`error` or `unsupported`. The program downloads nothing.
+does what transformers leaves to its caller: it checks that the whole file was read, sets the numbers that transformers
+leaves out (`gguf_numbers`), finds the tokens that end an answer, splits digits as the vocabulary's merges expect, and
+chooses a dtype that stores every weight without rounding. Each line of standard output is a JSON object with the
+`progress`, a share of 1, with a `warning`, or with the final `error` or `unsupported`. The program downloads nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers.integrations.gguf import gguf_tokenizer_mapping
 from transformers.integrations.gguf.reader import read_gguf_metadata
 from transformers.utils.logging import set_tqdm_hook
 
-from specdec.checkpoints.gguf_rope import DIVISORS, is_readable
+from specdec.checkpoints.gguf_numbers import DIVISORS, NotConverted, require_equal_layers, settle
 
 _LINK = "model.gguf"
 
@@ -45,10 +45,6 @@ _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _TOKENIZER_SHARE, _LOADED_SHARE = 0.1, 0.8
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
-
-
-class NotConverted(Exception):
-    """transformers reads the file wrongly or not at all. The message continues a sentence that starts with its name."""
 
 
 def main() -> int:
@@ -88,6 +84,10 @@ def convert(path: Path, directory: Path, *, tokenizer_only: bool) -> None:
         tokenizer = _load_tokenizer(folder, metadata)
         tokenizer.save_pretrained(directory)
         _drop_made_up_tokens(directory / "tokenizer.json", len(metadata["tokenizer.ggml.tokens"]))
+        ends = {
+            "eos_token_id": _end_token_ids(metadata, tokenizer)
+        }  # read beside engines that read the file themselves
+        (directory / "generation_config.json").write_text(json.dumps(ends), "utf-8")
         if not tokenizer_only:
             _say("progress", str(_TOKENIZER_SHARE))
             set_tqdm_hook(_report_weights)
@@ -124,13 +124,13 @@ def _drop_made_up_tokens(path: Path, num_tokens: int) -> None:
 def _save_model(folder: str, directory: Path, metadata: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> None:
     if metadata.get("split.count", 1) > 1:
         raise NotConverted("is one of several parts: join them with llama-gguf-split --merge")
+    require_equal_layers(metadata)
     file = GGUFReader(f"{folder}/{_LINK}")
     scaling = next((tensor.data for tensor in file.tensors if tensor.name == DIVISORS), None)
     try:
         # Build the configuration once: transformers parses the whole file each time, vocabulary included.
         config = AutoConfig.from_pretrained(folder, gguf_file=_LINK, trust_remote_code=False)
-        if not is_readable(config, metadata, scaling):
-            raise NotConverted("uses an unsupported RoPE scaling")
+        settle(config, metadata, scaling)
         model, report = cast(tuple[PreTrainedModel, dict[str, Any]], AutoModelForCausalLM.from_pretrained(
             folder, config=config, gguf_file=_LINK, dtype=torch.float32, output_loading_info=True,
             trust_remote_code=False,

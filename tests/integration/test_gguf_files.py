@@ -21,7 +21,7 @@ from transformers.utils.logging import set_tqdm_hook
 from bench.gguf_writing import write_gguf
 from bench.models import DEMO
 from specdec.checkpoints import gguf_convert
-from specdec.checkpoints.gguf_convert import NotConverted
+from specdec.checkpoints.gguf_numbers import NotConverted
 from specdec.checkpoints.locate import checkpoint_fingerprint, locate_checkpoint
 from specdec.checkpoints.vocabulary import load_vocabulary
 from specdec.errors import InvalidRequest, SpecdecError
