@@ -126,7 +126,7 @@ class ForgetfulTurns:
     def __init__(self, rig: Rig, server: RedisServer, client: AsyncClient, seed: int) -> None:
         self._rig, self._server, self._client = rig, server, client
         self._random = random.Random(seed)
-        self._num_crashes = 0
+        self._num_changes = 0
         self.num_complete = 0
         self.refusals: Counter[str] = Counter()
         self.problems: list[str] = []
@@ -135,8 +135,9 @@ class ForgetfulTurns:
         while True:
             await asyncio.sleep(self._random.uniform(0.2, 0.8))
             lost_bytes = int(self._random.expovariate(1 / 1500))
+            self._num_changes += 1
             await asyncio.to_thread(self._server.restart_without_its_last, lost_bytes)
-            self._num_crashes += 1
+            self._num_changes += 1
 
     async def run_session(self, session_id: str) -> None:
         """Run four turns, or fewer if the store has lost the session: some continue it, some cut it off at a point."""
@@ -148,7 +149,7 @@ class ForgetfulTurns:
             given: dict[str, Any] = {"prompt_token_ids": words}
             if cuts:
                 given = {"messages": [{"role": "user", "content": " ".join(f"w{word}" for word in words)}]}
-            num_tokens, num_crashes = self._random.randint(1, 40), self._num_crashes
+            num_tokens, num_changes = self._random.randint(1, 40), self._num_changes
             try:
                 completion = await self._client.generate(
                     **given, session_id=session_id, max_new_tokens=num_tokens, temperature=0, ignore_eos=True
@@ -161,7 +162,7 @@ class ForgetfulTurns:
             log = [*prompt, *expected]
             self.num_complete += 1
             self._compare(session_id, list(completion.token_ids), expected, "the client")
-            if self._num_crashes == num_crashes or len(stored) == len(log):
+            if self._num_changes == num_changes or len(stored) == len(log):
                 self._compare(session_id, stored, log, "the store")
 
     async def _stored(self, session_id: str) -> list[int]:
