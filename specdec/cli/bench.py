@@ -1,7 +1,8 @@
 """`specdec bench`: measures what speculation gives on a running system, with its own models and your own prompts.
 
-Every prompt runs with speculation and target-only, in turns, so that drift of the machine affects both alike. The
-speedup is the median of the pairs' ratios. The suites of the repository are `python -m bench`.
+Every prompt runs with speculation and target-only, in turns, so that drift of the machine affects both alike, and
+greedily unless a flag says otherwise, so that both make the same text. The speedup is the median of the pairs' ratios.
+The suites of the repository are `python -m bench`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -20,15 +22,17 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.request_flags import add_request_flags, connect, request_options
 from specdec.cli.speedup import acceptance, reason_for, tokens_per_round
-from specdec.client import Completion, GenerateOptions
+from specdec.client import Client, Completion, GenerateOptions
 from specdec.errors import InvalidRequest
+from specdec.types import TokenSource
 
 _PROMPTS = (
     "Explain in three sentences how a suspension bridge carries its load.",
-    "def read_config(path):\n    ",
+    "def read_lines(path):",
     "The five largest lakes of the world, with their areas:\n1.",
 )
 _SHOWN_CHARACTERS = 60
+_WARM_UP_TOKENS = 16
 _SPECULATIVE, _TARGET_ONLY = "speculative", "target-only"
 
 
@@ -36,7 +40,7 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     parser = commands.add_parser(
         "bench", description="Measure speculation against target-only on a running system.", allow_abbrev=False
     )
-    add_request_flags(parser, environ)
+    add_request_flags(parser, environ, temperature=0.0)
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="file with one prompt per line; default: code, prose and a list"
     )
@@ -58,18 +62,25 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         flag = "--mode off" if args.mode == "off" else "--gamma 0"
         args.refuse(f"{flag} is target-only: there is nothing to compare")
     prompts = _prompts(args.prompts) * args.repeats
-    options = request_options(args)
+    options = request_options(args) | GenerateOptions(provenance=True)
     modes: dict[str, GenerateOptions] = {_SPECULATIVE: options, _TARGET_ONLY: {**options, "mode": "off"}}
     done: dict[str, list[Completion]] = {name: [] for name in modes}
     with connect(args) as client, _Bar(len(prompts)) as bar:
+        for mode in modes.values():  # the first pass of a process is slower; neither side is to pay for it
+            _complete(client, prompts[0], mode | GenerateOptions(max_new_tokens=_WARM_UP_TOKENS))
         for index, prompt in enumerate(prompts):
             for name in list(modes)[:: 1 if index % 2 == 0 else -1]:
-                completion = client.generate(prompt, **modes[name])
-                client.delete_session(completion.session_id)
-                done[name].append(completion)
+                done[name].append(_complete(client, prompt, modes[name]))
             bar.advance()
     _print_results(prompts, done, as_json=args.json)
     return 0
+
+
+def _complete(client: Client, prompt: str, options: GenerateOptions) -> Completion:
+    """Return one output. Its session is deleted."""
+    completion = client.generate(prompt, **options)
+    client.delete_session(completion.session_id)
+    return completion
 
 
 def _print_results(prompts: Sequence[str], done: Mapping[str, Sequence[Completion]], *, as_json: bool) -> None:
@@ -83,14 +94,20 @@ def _print_results(prompts: Sequence[str], done: Mapping[str, Sequence[Completio
         prompt: statistics.median(ratio for other, ratio in measured if other == prompt) for prompt in dict(measured)
     }
     reason = reason_for(speedup, done[_SPECULATIVE], done[_TARGET_ONLY])
+    kept = _kept_by_pool(done[_SPECULATIVE])
     if as_json:
-        print_json({"speedup": speedup, "num_pairs": len(ratios), "reason": reason, "by_prompt": by_prompt, **stats})
+        print_json(
+            {"speedup": speedup, "num_pairs": len(ratios), "reason": reason, "kept_draft_tokens": kept}
+            | {"by_prompt": by_prompt, **stats}
+        )
         return
     for name, values in stats.items():
         print(f"{name:12}", *(f"{value:10.4g} {key}" for key, value in values.items()))
     spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
     print(f"speedup {speedup:.2f}{spread}, median of {len(ratios)} pairs")
     print(reason)
+    if kept:
+        print("draft tokens kept:", ", ".join(f"{count} of {pool}" for pool, count in kept.items()))
     for prompt, ratio in by_prompt.items():
         print(f"{ratio:7.2f}  {_shortened(prompt)}")
 
@@ -139,6 +156,13 @@ def _decode_rate(completion: Completion) -> float:
     stats = completion.stats
     seconds = stats.e2el_s - stats.ttft_s
     return (completion.usage.num_output_tokens - 1) / seconds if seconds > 0 else 0.0
+
+
+def _kept_by_pool(completions: Sequence[Completion]) -> dict[str, int]:
+    """Return the number of draft tokens that the target kept, by the pool that drafted them, the largest first."""
+    details = (detail for completion in completions for detail in completion.details)
+    kept = Counter(detail.draft_pool for detail in details if detail.source is TokenSource.ACCEPTED)
+    return dict(kept.most_common())
 
 
 def _shortened(prompt: str) -> str:

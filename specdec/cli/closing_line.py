@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from specdec.cli.draft_pools import ONLY_POOL
 from specdec.client import Client, Completion, GenerateOptions
 from specdec.client.results import CANCELLED
 from specdec.errors import SpecdecError
@@ -44,7 +45,7 @@ def closing_line(completion: Completion, *, drafting: str = "", verbose: bool = 
     is_cancelled = completion.finish_reason == CANCELLED
     parts = [f"stopped after {counted}" if is_cancelled else f"{counted} in {_seconds(completion.stats.e2el_s)}"]
     if num_tested := _num_tested(completion):
-        parts.append(f"draft right {100 * _num_accepted(completion) / num_tested:.0f} % of the time")
+        parts.append(f"{_drafts(completion)} right {100 * _num_accepted(completion) / num_tested:.0f} % of the time")
     if num_steps and num_tested:
         parts.append(f"{num_tokens / num_steps:.1f} tokens a step")
     if drafting:
@@ -81,6 +82,12 @@ def _describe_missing_drafts(client: Client, completion: Completion, options: Ge
     if len(pools) == 1 and pools[0].gamma is not None and pools[0].gamma < _PAUSED_GAMMA:
         return f"drafting paused{where}: it gives no speedup here"
     return f"no draft{where}"
+
+
+def _drafts(completion: Completion) -> str:
+    """Return the names of the pools that drafted; just "draft" for the pool of a lone draft model, which has none."""
+    pools = {detail.draft_pool for detail in completion.details} - {""}
+    return " and ".join(sorted(pools)) if pools - {ONLY_POOL} else "draft"
 
 
 def _num_tested(completion: Completion) -> int:

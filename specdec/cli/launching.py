@@ -108,6 +108,13 @@ class Launcher:
         """The roles that have a model. With several draft pools, each is a role."""
         return ("target", *(pool.group for pool in self._served.drafts))
 
+    @property
+    def _is_routed(self) -> bool:
+        """True if requests are routed among drafts: by the flags, and by default among the demo's."""
+        if self._served.is_demo and not self._settings.is_given(COORDINATOR, "route"):
+            return True
+        return bool(self._settings.value(COORDINATOR, "route") == "auto")
+
     def metrics_addresses(self) -> dict[str, str]:
         """Return where services of this machine are to be asked for their metrics, by name. Any thread may call."""
         return {name: dialled_address(address) for name, address in dict(self._metrics).items()}
@@ -119,7 +126,7 @@ class Launcher:
             InvalidRequest: the name is taken or malformed.
             Unsupported: requests are not routed, so the draft would never be scored.
         """
-        if self._settings.value(COORDINATOR, "route") != "auto":
+        if not self._is_routed:
             raise Unsupported("this specdec up runs without --route auto: a draft that joins is scored first")
         try:
             pool = joining_pool(name, model, [pool.name for pool in self._served.drafts], LOOKUPS)
@@ -151,6 +158,7 @@ class Launcher:
         arguments += self._unless_given(COORDINATOR, "tokenizer", self._served.target)
         arguments += self._unless_given(COORDINATOR, "poll_interval_s", str(_POLL_INTERVAL_S))
         arguments += [word for kind in self._args.lookup for word in ("--lookup", kind)]
+        arguments += self._unless_given(COORDINATOR, "route", "auto") if self._is_routed else []
         if len(self._served.drafts) > 1:
             arguments += self._unless_given(COORDINATOR, "default_draft_pool", self._served.drafts[0].name)
         return arguments + self._common(COORDINATOR)

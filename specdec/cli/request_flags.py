@@ -119,13 +119,24 @@ def token_limit(text: str) -> int:
     raise argparse.ArgumentTypeError(f"must be at least 1, got {text!r}")
 
 
-def add_request_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
-    """Add the flags of every subcommand that generates. The server chooses what is not given."""
+def add_request_flags(
+    parser: argparse.ArgumentParser, environ: Mapping[str, str], *, temperature: float | None = None
+) -> None:
+    """Add the flags of every subcommand that generates. The server chooses what is not given.
+
+    Args:
+        parser: parser of the subcommand.
+        environ: environment of the command.
+        temperature: default of `--temperature`; None: the server's.
+    """
     add_client_flags(parser, environ)
     parser.add_argument(
         "--max-new-tokens", type=token_limit, metavar="N", help="most tokens of the output; default 256"
     )
-    parser.add_argument("--temperature", type=float, metavar="T", help="sampling temperature; default 1.0; 0 is greedy")
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", default=temperature,
+        help=f"sampling temperature; 0 is greedy; default {1.0 if temperature is None else temperature:g}",
+    )  # fmt: skip
     parser.add_argument(
         "--top-p", type=float, metavar="P", help="smallest set of tokens with this probability, in (0, 1]; default 1"
     )

@@ -33,6 +33,9 @@ LOOKUPS = ("ngram", "suffix")
 
 MEMORY_STORE = "memory://"
 
+#: Kind of the head that drafts for the demo's target, and its folder.
+_DEMO_HEAD = "eagle3"
+
 
 @dataclass(frozen=True, slots=True)
 class Models:
@@ -43,6 +46,8 @@ class Models:
     """Draft models; empty for a system without any."""
     local_drafts: tuple[str, ...] = ()
     """In-target drafts, as `--local-draft` of the target takes them."""
+    is_demo: bool = False
+    """True for the demo pair with its own drafts, among which requests are routed."""
 
 
 def check(args: argparse.Namespace) -> None:
@@ -152,18 +157,22 @@ def models(args: argparse.Namespace) -> Models:
         Usage: the demo pair is wanted, and this installation has none.
     """
     demo = _demo_folder()
-    if not (args.target and (args.draft or not num_drafts(args))) and not (demo / "target").is_dir():
+    if not args.target and not (demo / "target").is_dir():
         raise Usage(f"no demo pair in {demo}: give --target and --draft")
+    is_demo = not (args.target or args.draft or args.lookup or args.local_draft) and num_drafts(args) > 0
     target = args.target or str(demo / "target")
     drafts: tuple[DraftPool, ...] = ()
     if num_drafts(args):
         drafts = _pools_given(args) or draft_pools([str(demo / "draft")], LOOKUPS)
     local_drafts = args.local_draft
+    if is_demo and num_ranks(args, "target") == 1:  # ranks do not draft
+        # A step of this small target takes as long as the messages to a draft model, so that only a head can gain.
+        local_drafts = (f"{_DEMO_HEAD}:{demo / _DEMO_HEAD}",)
     if args.ray_address:  # a relative path means another folder on another machine
         target, drafts = _elsewhere(target), tuple(replace(pool, model=_elsewhere(pool.model)) for pool in drafts)
         specs = parse_local_drafts(local_drafts)
         local_drafts = tuple(f"{spec.name}={replace(spec, path=_elsewhere(spec.path))}" for spec in specs)
-    return Models(target, drafts, local_drafts)
+    return Models(target, drafts, local_drafts, is_demo)
 
 
 def _elsewhere(model: str) -> str:

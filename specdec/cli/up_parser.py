@@ -41,7 +41,7 @@ class _ServiceFlag:
 
 _SERVICE_FLAGS = (
     _ServiceFlag("tokenizer", ("coordinator",), default="the target's"),
-    _ServiceFlag("route", ("coordinator",), default="none"),
+    _ServiceFlag("route", ("coordinator",), default="none, and auto among the demo's drafts"),
     _ServiceFlag("tenant", ("coordinator",)),
     _ServiceFlag("learning_log", ("coordinator",)),
     _ServiceFlag("timeline", ("coordinator",)),
@@ -180,7 +180,7 @@ def _add_flags(parser: argparse.ArgumentParser, default_http: str = "") -> None:
         "NAME (default: the last part of its path). ngram: text that followed before in this session; suffix: in other "
         "sessions too; both need no model. [NAME=]early-exit:N[:ADAPTER]: the first N layers of the target. "
         "medusa:PATH, eagle3:PATH, mtp: heads on the target. If a lookup finds nothing, the other drafts are used. "
-        "Default: the demo pair's draft; with --target none.",
+        "Default: the demo pair's draft model and an EAGLE-3 head, with --route auto; with --target none.",
     )  # fmt: skip
     parser.set_defaults(lookup=(), local_draft=(), settings=GivenSettings(), default_http=default_http)
     parser.add_argument(

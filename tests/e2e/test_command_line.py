@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.models import DEMO
 from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_fingerprint
 from specdec.cli import up
 from specdec.cli.__main__ import build_parser
@@ -54,7 +55,8 @@ def system(short_folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     When it is stopped, nothing of it may be left and nothing have been complained of.
     """
     memory = ["--kv-cache-bytes-target", str(NUM_BLOCKS * BLOCK_BYTES), "--gpu-memory-utilization-draft", "0.25"]
-    up, endpoint = start_up("--replicas-draft", "2", *memory, "--dtype", "float32", TMPDIR=str(short_folder))
+    draft = ["--draft", str(DEMO / "draft"), "--replicas-draft", "2"]
+    up, endpoint = start_up(*draft, *memory, "--dtype", "float32", TMPDIR=str(short_folder))
     children = children_of(up)
     assert len(children) == 4
     yield up, endpoint

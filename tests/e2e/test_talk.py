@@ -61,7 +61,7 @@ def test_generate_in_a_terminal_colours_tokens_by_source_and_shows_a_legend(endp
     plain = ANSI.sub("", output).replace("\r\n", "\n")
     assert set(ANSI.findall(text)) & set(ANSI.findall(legend))
     assert ANSI.sub("", legend) == "accepted  corrected  bonus  target-only"
-    assert re.search(r"draft right \d+ % of the time", plain)
+    assert re.search(r"(draft|default|eagle3|default and eagle3) right \d+ % of the time", plain)
     assert plain.startswith(specdec(*args, "--endpoint", endpoint).stdout)
 
 

@@ -46,7 +46,7 @@ def test_ctrl_c_ends_generate_with_its_closing_line_and_130_and_the_shell_begins
         shell.press("C-c")
         screen = shell.wait_for(r"^exit=130$")
         *_, legend, closing, status, prompt = screen.splitlines()
-        assert re.fullmatch(r"stopped after \d+ tokens( · draft right \d+ % of the time)?", closing)
+        assert re.fullmatch(r"stopped after \d+ tokens( · [\w ]+ right \d+ % of the time)?", closing)
         assert legend == "accepted  corrected  bonus  target-only"
         assert (status, prompt.strip()) == ("exit=130", "shell%")
         assert "Traceback" not in screen

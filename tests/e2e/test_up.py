@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from bench.models import DEMO
 from specdec.client import Client
 from specdec.errors import InvalidRequest
 from specdec.rpc.client import TargetLink
@@ -245,11 +246,11 @@ def demo() -> Iterator[tuple[subprocess.Popen[str], str]]:
         yield demo
 
 
-def test_replicas_of_models_that_were_packed_before_share_no_import_of_transformers(
-    demo: tuple[subprocess.Popen[str], str],
-) -> None:
-    """The fixture's start has packed the pair, if no earlier one has."""
-    with running() as (up, endpoint):
+def test_replicas_of_models_that_were_packed_before_share_no_import_of_transformers() -> None:
+    """The first start packs the pair, if no earlier one has. A head on the target needs transformers."""
+    with running("--draft", str(DEMO / "draft")):
+        pass
+    with running("--draft", str(DEMO / "draft")) as (up, endpoint):
         (template,) = Path(f"/proc/{up.pid}/task").glob(f"{up.pid}/children")
         commands = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in template.read_text().split()]
         (imported,) = [command[-3:] for command in commands if "specdec.supervision.process_template" in command]

@@ -88,7 +88,7 @@ def served(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment
     return environment
 
 
-def test_the_wheel_has_the_services_the_demo_pair_and_type_marker_and_no_benchmarks(wheel: Path) -> None:
+def test_the_wheel_has_the_services_the_demo_models_and_type_marker_and_no_benchmarks(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {
         "specdec", "draft_service", "target_service", "coordinator", "gateway",
@@ -97,6 +97,7 @@ def test_the_wheel_has_the_services_the_demo_pair_and_type_marker_and_no_benchma
     for role in ("target", "draft"):
         assert f"specdec/models/demo/{role}/model.safetensors" in names
         assert f"specdec/models/demo/{role}/tokenizer.json" in names
+    assert "specdec/models/demo/eagle3/model.safetensors" in names
 
 
 def test_a_client_only_install_is_small(client: Environment) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from specdec.cli.__main__ import run
@@ -25,6 +27,20 @@ def test_the_line_has_tokens_seconds_accepted_share_and_tokens_per_step() -> Non
     assert (
         closing_line(completion("aacaab", 2)) == "6 tokens in 0.50 s · draft right 80 % of the time · 3.0 tokens a step"
     )
+
+
+@pytest.mark.parametrize(
+    ("pools", "words"),
+    [
+        (["default", "default"], "draft right 50 %"),
+        (["eagle3", "eagle3"], "eagle3 right 50 %"),
+        (["eagle3", "default"], "default and eagle3 right 50 %"),
+    ],
+)
+def test_the_line_names_the_pools_that_drafted(pools: list[str], words: str) -> None:
+    drafted = completion("ac", 1)
+    details = tuple(replace(detail, draft_pool=pool) for detail, pool in zip(drafted.details, pools, strict=True))
+    assert closing_line(replace(drafted, details=details)).startswith(f"2 tokens in 0.50 s · {words} of the time")
 
 
 def test_the_verbose_line_adds_the_figures_under_their_usual_names() -> None:

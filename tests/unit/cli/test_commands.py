@@ -291,10 +291,19 @@ def test_an_error_message_of_several_lines_is_shown_on_one(
     assert capsys.readouterr().err == "error: no such session (SESSION_NOT_FOUND)\n"
 
 
-def test_bench_runs_every_prompt_with_and_without_speculation_and_deletes_its_sessions(
+def drafted(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    """Two tokens that two pools drafted; target-only, none."""
+    is_alone = request.speculation.mode == pb.SPECULATION_MODE_OFF
+    chunk = tokens(0, [1, 2, 3], "ttt" if is_alone else "aaa")
+    for detail, pool in zip(chunk.tokens.details, ("code", "head", "head"), strict=True):
+        detail.draft_pool = "" if is_alone else pool
+    return [started(request), chunk, finished(3)]
+
+
+def test_bench_warms_up_and_runs_every_prompt_with_and_without_speculation_and_deletes_its_sessions(
     coordinator: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    servicer, environ = coordinator(answer)
+    servicer, environ = coordinator(drafted)
     (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
     flags = ["--prompts", str(tmp_path / "prompts.txt"), "--repeats", "2", "--gamma", "3", "--json"]
     assert run(["bench", *flags], environ) == 0
@@ -305,11 +314,33 @@ def test_bench_runs_every_prompt_with_and_without_speculation_and_deletes_its_se
     assert shown["speculative"]["acceptance"] == 0.5
     assert shown["by_prompt"] == {"one": 1.0, "two": 1.0}
     assert shown["reason"].startswith("no gain: a round emits ")
-    modes = [request.speculation.mode for request in servicer.requests]
+    warm_up, requests = servicer.requests[:2], servicer.requests[2:]
+    modes = [request.speculation.mode for request in requests]
     assert modes.count(pb.SPECULATION_MODE_OFF) == 4
     assert modes[:4] == [0, pb.SPECULATION_MODE_OFF, pb.SPECULATION_MODE_OFF, 0]
-    assert [request.prompt for request in servicer.requests] == ["one"] * 2 + ["two"] * 2 + ["one"] * 2 + ["two"] * 2
-    assert len(servicer.deleted) == 8
+    assert [request.prompt for request in requests] == ["one"] * 2 + ["two"] * 2 + ["one"] * 2 + ["two"] * 2
+    assert [request.speculation.mode for request in warm_up] == [0, pb.SPECULATION_MODE_OFF]
+    assert len(servicer.deleted) == 10
+
+
+def test_bench_names_the_pools_whose_draft_tokens_were_kept(
+    coordinator: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, environ = coordinator(drafted)
+    assert run(["bench", "--repeats", "1"], environ) == 0
+    assert "draft tokens kept: 6 of head, 3 of code\n" in capsys.readouterr().out
+    assert run(["bench", "--repeats", "1", "--json"], environ) == 0
+    assert json.loads(capsys.readouterr().out)["kept_draft_tokens"] == {"head": 6, "code": 3}
+
+
+@pytest.mark.parametrize(("flags", "temperature"), [([], 0.0), (["--temperature", "0.5"], 0.5)])
+def test_bench_is_greedy_unless_told_otherwise(
+    flags: list[str], temperature: float, coordinator: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, environ = coordinator(drafted)
+    assert run(["bench", "--repeats", "1", *flags], environ) == 0
+    assert {request.sampling.temperature for request in servicer.requests} == {temperature}
+    assert all(request.sampling.HasField("temperature") for request in servicer.requests)
 
 
 def test_bench_refuses_a_file_without_prompts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -60,3 +60,33 @@ def test_every_replica_is_started_as_deterministic_as_the_system_is(flag: str) -
         started = launcher.replica_arguments(name)
         settings = parse_settings(settings_type, prog=name, argv=started)
         assert settings.deterministic == (flag == "--deterministic")
+
+
+def drafts_of(*flags: str) -> tuple[list[str], list[str], str]:
+    """Return the pools of draft models, the kinds of in-target drafts and the routing of `specdec up` with flags."""
+    args = build_parser({}).parse_args(["up", *flags])
+    models = up_flags.models(args)
+    words = Launcher(args, models, endpoint="h:1", redis_url="", metrics={}, environ={}).coordinator_arguments()
+    kinds = [spec.kind for spec in parse_local_drafts(models.local_drafts)]
+    route = words[words.index("--route") + 1] if "--route" in words else "none"
+    return [pool.name for pool in models.drafts], kinds, route
+
+
+@pytest.mark.parametrize(
+    ("flags", "drafts"),
+    [
+        ([], (["default"], ["eagle3"], "auto")),
+        (["--replicas-draft", "2"], (["default"], ["eagle3"], "auto")),
+        (["--route", "none"], (["default"], ["eagle3"], "none")),
+        (["--tensor-parallel", "2"], (["default"], [], "auto")),
+        (["--replicas-draft", "0"], ([], [], "none")),
+        (["--draft", "suffix"], ([], [], "none")),
+        (["--draft", "medusa:heads"], ([], ["medusa"], "none")),
+        (["--draft", "code=some/model"], (["code"], [], "none")),
+        (["--target", "some/model"], ([], [], "none")),
+    ],
+)  # fmt: skip
+def test_only_the_demo_pair_with_its_own_drafts_gets_a_head_and_routes_between_them(
+    flags: list[str], drafts: tuple[list[str], list[str], str]
+) -> None:
+    assert drafts_of(*flags) == drafts
