@@ -4,7 +4,8 @@ A child process (`specdec.checkpoints.gguf_convert`) does the conversion, becaus
 that this process does not load. The name of a conversion is a hash of the file's size, modification time and samples of
 its content: a changed file is converted again, a moved file is not. A conversion appears whole or not at all. When
 several processes need the same one, the first converts under a file lock and the others wait. Conversions are never
-removed; a user who deletes one only pays for it again. Called by `specdec.checkpoints.locate`.
+removed; a user who deletes one only pays for it again. What an interrupted conversion wrote is removed when it ends, or
+by the next use of a GGUF file. Called by `specdec.checkpoints.locate`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +31,7 @@ from specdec.errors import InvalidRequest, Unsupported
 _log = logging.getLogger(__name__)
 
 _MAGIC = b"GGUF"
+_UNFINISHED, _LOCK = ".unfinished", ".lock"
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _REQUIRED_PACKAGES = ("gguf", "accelerate")
 
@@ -63,11 +65,12 @@ def convert_gguf(path: Path, *, tokenizer_only: bool) -> Path:
     kind = "tokenizer" if tokenizer_only else "model"
     try:
         folder = _folder(path)
+        _remove_interrupted(folder.parent)
         whole = [folder / "model"] + [folder / "tokenizer"] * tokenizer_only
         if found := next(filter(Path.is_dir, whole), None):
             return found
         artifact_cache.make_folder(folder)
-        with _alone(folder / f"{kind}.lock"):
+        with _alone(folder / f"{kind}{_LOCK}"):
             if not whole[-1].is_dir():  # another process may have converted it while this one waited
                 _convert(path, whole[-1], tokenizer_only)
         return whole[-1]
@@ -102,11 +105,21 @@ def _digest(path: Path) -> str:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Hold an exclusive file lock. The operating system releases it when this process ends, even by a crash."""
+def _alone(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold an exclusive file lock. The operating system releases it when this process ends, even by a crash.
+
+    Raises BlockingIOError if another process holds it and this one is not to wait.
+    """
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+
+
+def _remove_interrupted(cache: Path) -> None:
+    """Remove what conversions wrote whose processes were killed: nothing else holds their lock."""
+    for unfinished in cache.glob(f"*/*{_UNFINISHED}"):
+        with suppress(OSError), _alone(unfinished.with_suffix(_LOCK), wait=False):
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _convert(path: Path, directory: Path, tokenizer_only: bool) -> None:
@@ -117,7 +130,7 @@ def _convert(path: Path, directory: Path, tokenizer_only: bool) -> None:
         )
     what = "tokenizer of " if tokenizer_only else ""
     _log.info("converting %sGGUF file: path=%s directory=%s", what, path, directory, extra={"progress": "converting"})
-    unfinished = directory.with_name(f"{directory.name}.unfinished")
+    unfinished = directory.with_name(f"{directory.name}{_UNFINISHED}")
     shutil.rmtree(unfinished, ignore_errors=True)  # left over from a process that was killed
     try:
         _run_child(path, unfinished, tokenizer_only)
@@ -142,9 +155,14 @@ def _run_child(path: Path, directory: Path, tokenizer_only: bool) -> None:
         ) as child,
     ):
         assert child.stdout is not None  # it was opened above
-        for line in child.stdout:
-            if line.startswith("{"):  # other lines are prints of libraries
-                _take(path, json.loads(line), progress)
+        try:
+            for line in child.stdout:
+                if line.startswith("{"):  # other lines are prints of libraries
+                    _take(path, json.loads(line), progress)
+        except BaseException:
+            child.kill()  # else it would go on writing what this process removes
+            child.wait()
+            raise
     if child.returncode:
         raise InvalidRequest(
             f"{str(path)!r} cannot be converted: the conversion ended with exit code {child.returncode}"

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
@@ -56,6 +58,9 @@ def main() -> int:
     args = parser.parse_args()
     try:
         convert(args.file, args.directory, tokenizer_only=args.tokenizer_only)
+    except SystemExit:
+        shutil.rmtree(args.directory, ignore_errors=True)
+        raise
     except NotConverted as error:
         _say("unsupported", str(error))
         return 1
@@ -201,4 +206,5 @@ def _say(kind: str, text: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the parent has ended
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Size of a model from its small files: parameters, layers, and memory of its KV cache. Reads no weights.
+"""Size of a model from its small files or a GGUF header: parameters, layers, memory of its KV cache. Reads no weights.
 
 `specdec advise` compares a target with possible drafts by these numbers.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.checkpoints.locate import locate_checkpoint
-from specdec.checkpoints.preflight import read_config
+from specdec.checkpoints.preflight import read_sizes
 
 _MAX_HEADER_BYTES = 100_000_000
 
@@ -42,16 +42,15 @@ def model_size(model: str) -> ModelSize:
         model: directory, GGUF file or hub id; only the small files of a hub id are downloaded.
 
     Raises:
-        InvalidRequest: the checkpoint does not exist, or its config.json is unreadable or has no layers.
+        InvalidRequest: the checkpoint does not exist, or its config.json or GGUF header is unreadable.
+        Unsupported: a GGUF file holds an encoder.
     """
-    directory = locate_checkpoint(model, small_files_only=not Path(model).expanduser().is_file())
-    config = read_config(model, directory)
-    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    text = read_sizes(model)
     num_layers, width = _count(text, "num_hidden_layers"), _count(text, "hidden_size")
     heads = max(1, _count(text, "num_attention_heads"))
     kv_heads = _count(text, "num_key_value_heads") or heads
     head_dim = _count(text, "head_dim") or width // heads
-    counted = _counted_parameters(directory)
+    counted = text.get("num_weights") or _counted_parameters(locate_checkpoint(model, small_files_only=True))
     return ModelSize(
         counted or _estimated_parameters(text, num_layers, width, heads, kv_heads, head_dim),
         counted == 0,

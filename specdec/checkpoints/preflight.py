@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.checkpoints.gguf import is_gguf
+from specdec.checkpoints.gguf_header import gguf_config
 from specdec.checkpoints.locate import locate_checkpoint, require_plain_weights
 from specdec.checkpoints.weight_files import require_whole_gguf, require_whole_weights
 from specdec.errors import InvalidRequest, SpecdecError, Unsupported
@@ -42,6 +43,10 @@ def require_servable(model: str, *, flag: str) -> None:
     with naming_flag(flag):
         if is_gguf(path := Path(model).expanduser()):  # the conversion checks the rest
             require_whole_gguf(path)
+            if read_sizes(model)["num_parts"] > 1:
+                raise Unsupported(
+                    f"model {model!r} is one of several parts: join them with llama-gguf-split --merge", field="model"
+                )
             return
         directory = locate_checkpoint(model, small_files_only=True)
         config = read_config(model, directory)
@@ -57,7 +62,7 @@ def require_servable(model: str, *, flag: str) -> None:
 
 
 def require_kv_room(model: str, kv_cache_bytes: int, *, num_ranks: int, flag: str) -> None:
-    """Check that a KV cache holds at least one block. A GGUF file is not checked before its conversion.
+    """Check that a KV cache holds at least one block.
 
     Args:
         model: a model that passed `require_servable`.
@@ -68,10 +73,7 @@ def require_kv_room(model: str, kv_cache_bytes: int, *, num_ranks: int, flag: st
     Raises:
         InvalidRequest: the cache is too small for one block in any dtype.
     """
-    if is_gguf(Path(model).expanduser()):
-        return
-    config = read_config(model, locate_checkpoint(model, small_files_only=True))
-    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    text = read_sizes(model)
     layers, heads, kv_heads, head_dim, width = (
         number if isinstance(number := text.get(name), int) and number > 0 else 0
         for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
@@ -108,6 +110,19 @@ def read_config(model: str, directory: Path) -> Mapping[str, Any]:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise InvalidRequest(f"model {model!r} has a config.json that has no model_type", field="model")
     return config
+
+
+def read_sizes(model: str) -> Mapping[str, Any]:
+    """Return the part of a model's config.json that has its sizes; of a GGUF file, its header in that form.
+
+    Raises:
+        InvalidRequest: as `read_config` and `gguf_config`; or the checkpoint does not exist.
+        Unsupported: as `gguf_config`.
+    """
+    if is_gguf(path := Path(model).expanduser()):
+        return gguf_config(path)
+    config = read_config(model, locate_checkpoint(model, small_files_only=True))
+    return config["text_config"] if isinstance(config.get("text_config"), dict) else config
 
 
 def require_decoder_only(model: str, config: Mapping[str, Any]) -> None:

@@ -6,11 +6,7 @@ These checks read JSON but no weights, and import no torch. A rank checks the lo
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from specdec.checkpoints.gguf import is_gguf
-from specdec.checkpoints.locate import locate_checkpoint
-from specdec.checkpoints.preflight import read_config
+from specdec.checkpoints.preflight import read_sizes
 from specdec.errors import InvalidRequest, Unsupported
 
 #: Command-line flag that error messages begin with.
@@ -54,17 +50,13 @@ def require_supported(*, device: str, dtype: str, compile_backend: str, determin
 
 
 def require_divisible(model: str, num_ranks: int) -> None:
-    """Check the number of attention heads in a checkpoint's configuration. A GGUF file is not checked here.
+    """Check the number of attention heads in a checkpoint's configuration or a GGUF file's header.
 
     Raises:
         InvalidRequest: `num_ranks` does not divide the number of attention heads.
     """
-    if is_gguf(Path(model).expanduser()):
-        return
-    config = read_config(model, locate_checkpoint(model, small_files_only=True))
-    text = config.get("text_config")
-    heads = (text if isinstance(text, dict) else config).get("num_attention_heads")
-    if isinstance(heads, int):
+    heads = read_sizes(model).get("num_attention_heads")
+    if isinstance(heads, int) and heads:
         require_even_heads(heads, num_ranks)
 
 

@@ -146,7 +146,10 @@ def _model_advice(args: argparse.Namespace, draft: str, target: ModelSize, measu
     cost = size.num_parameters / max(1, target.num_parameters)
     gains, basis = _gains(cost, measured.get(model_name(draft)))
     memory_bytes = size.num_parameters * _DTYPE_BYTES[args.dtype]
-    return Advice(draft, memory_bytes, size.kv_bytes_per_token, cost, gains, basis, common or "same vocabulary")
+    note = common or "same vocabulary"
+    if max(gains.values()) <= 1.0:
+        note = f"do not use this draft: it costs more than it gains; {note}"
+    return Advice(draft, memory_bytes, size.kv_bytes_per_token, cost, gains, basis, note)
 
 
 def _advices_without_model(target: ModelSize, measured: Mapping[str, float]) -> Iterator[Advice]:

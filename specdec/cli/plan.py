@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from specdec.checkpoints.gguf import is_gguf
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.model_size import model_size
 from specdec.checkpoints.preflight import naming_flag, read_config, require_decoder_only
@@ -123,7 +124,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 def _sized(flag: str, model: str, dtype: str, card: Card) -> PlacedModel:
     with naming_flag(flag):
-        if not Path(model).expanduser().is_file():
+        if not is_gguf(Path(model).expanduser()):  # a header says it in other words, which model_size checks
             require_decoder_only(model, read_config(model, locate_checkpoint(model, small_files_only=True)))
         size = model_size(model)
     weight_bytes = size.num_parameters * _DTYPE_BYTES[dtype]
@@ -165,6 +166,15 @@ def _formula(plan: Plan) -> float:
     return formula_speedup(plan.alpha, chosen.gamma, cost)
 
 
+def _verdict(plan: Plan) -> str:
+    """Return whether the draft is worth its GPUs; "" without a draft, or where the target alone breaks a limit."""
+    if plan.chosen.draft is None or plan.alone is None:
+        return ""
+    cost, gain = plan.chosen.num_gpus / plan.alone.num_gpus, _one_stream_speedup(plan)
+    words = f"{cost:.2f} times the GPU hours of the target alone, a stream is {gain:.2f} times as fast"
+    return f"{'do not use' if cost > gain else 'use'} this draft: {words}"
+
+
 def _as_json(plan: Plan) -> dict[str, Any]:
     chosen, load, price = plan.chosen, plan.load, plan.price_per_gpu_hour
     expected, peak = chosen.expected, chosen.peak
@@ -197,6 +207,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
             name: None if each is None or price is None else each * price for name, each in hours.items()
         },
         "limited_by": chosen.limits(load),
+        "verdict": _verdict(plan),
     }
 
 
@@ -227,6 +238,8 @@ def _print(plan: Plan, environ: Mapping[str, str]) -> None:
         "GPU hours": f"{hours['speculating']:.2f} per million tokens, {_amount(hours['target_only'])} target only",
         "limited by": chosen.limits(load),
     }
+    if report["verdict"]:
+        lines["verdict"] = report["verdict"]
     if plan.price_per_gpu_hour is not None:
         cost = report["cost_per_million_tokens"]
         lines["cost"] = f"{cost['speculating']:.2f} per million tokens, {_amount(cost['target_only'])} target only"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -158,6 +161,34 @@ def test_what_needs_the_tokenizer_alone_converts_no_weights_and_loads_no_torch(t
 
     assert done.stdout.split() == [vocabulary_fingerprint(load_vocabulary(TARGET)), "False"]
     assert not list(cache.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, cache: Path, ended_by: signal.Signals) -> None:
+    path = write_gguf(TARGET, tmp_path / "demo.gguf")
+    program = f"from specdec.checkpoints.locate import locate_checkpoint; locate_checkpoint({str(path)!r})"
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    while not list(cache.glob("*/model.unfinished")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(ended_by)
+    assert process.wait() != 0
+    while list(cache.glob("*/*.unfinished")):  # the child ends after its parent
+        time.sleep(0.01)
+    assert not list(cache.glob("*/model"))
+
+
+def test_what_killed_conversions_left_is_removed_by_the_next_one_unless_it_is_still_written(
+    tmp_path: Path, cache: Path
+) -> None:
+    left, written = cache / "a" / "model.unfinished", cache / "b" / "model.unfinished"
+    for folder in (left, written):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").touch()
+    with (cache / "b" / "model.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        locate_checkpoint(write_gguf(TARGET, tmp_path / "demo.gguf"), small_files_only=True)
+        assert (left.exists(), written.exists()) == (False, True)
 
 
 def test_without_the_packages_that_read_it_the_command_is_told_that_installs_them(tmp_path: Path) -> None:

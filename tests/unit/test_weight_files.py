@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from safetensors.numpy import save_file
 
+from specdec.checkpoints.model_size import ModelSize, model_size
+from specdec.checkpoints.preflight import require_kv_room, require_servable
+from specdec.checkpoints.rank_checks import require_divisible
 from specdec.checkpoints.weight_files import require_whole_gguf, require_whole_weights
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, SpecdecError, Unsupported
 
 TENSORS = {"a": np.ones((3, 5), np.float32), "b": np.ones((7,), np.float16)}
 MODEL = "some/model"
@@ -129,3 +133,63 @@ def test_a_gguf_header_with_an_absurd_number_is_refused_unless_its_version_is_un
         return
     with pytest.raises(InvalidRequest, match="is damaged: "):
         require_whole_gguf(path)
+
+
+def sized_gguf(path: Path, *, arch: str = "llama", without: str = "", **more: Any) -> Path:
+    """Write the header of a model of 2 layers with KV heads of 16 numbers, and 3 tensors of 192 weights each."""
+    split = {"split_max_tensors": 1} if more.pop("in_parts", False) else {}
+    writer = GGUFWriter(path, arch, **split)
+    keys = {"block_count": 2, "embedding_length": 64, "attention.head_count": 4, "attention.head_count_kv": 2}
+    for key, number in (keys | more).items():
+        if key != without:
+            add = writer.add_bool if isinstance(number, bool) else writer.add_uint32
+            add(f"{arch}.{key}", number)
+    writer.add_token_list([str(number) for number in range(2000)])
+    for name in ("first", "second", "third"):
+        writer.add_tensor(name, np.ones((3, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_file_is_sized_by_its_header_and_not_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = sized_gguf(tmp_path / "model.gguf")
+    assert model_size(str(path)) == ModelSize(576, False, 2, 2 * 2 * 2 * 2 * 16, 0)
+    with_mtp = sized_gguf(tmp_path / "mtp.gguf", nextn_predict_layers=1, **{"attention.key_length": 32})
+    assert model_size(str(with_mtp)) == ModelSize(576, False, 1, 2 * 2 * 1 * 2 * 32, 1)
+    require_kv_room(str(path), 1 << 20, num_ranks=1, flag="--kv-cache-bytes-target")
+    with pytest.raises(InvalidRequest, match="--kv-cache-bytes-target must be at least 4096, "):
+        require_kv_room(str(path), 100, num_ranks=1, flag="--kv-cache-bytes-target")
+    with pytest.raises(InvalidRequest, match="--tensor-parallel 3 does not divide the model's 4 attention heads"):
+        require_divisible(str(path), 3)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_gguf_file_in_parts_is_sized_whole_and_served_only_joined(tmp_path: Path) -> None:
+    sized_gguf(tmp_path / "model.gguf", in_parts=True)
+    first, second, third = sorted(tmp_path.glob("*.gguf"))
+    assert [model_size(str(part)).num_parameters for part in (first, second, third)] == [576] * 3
+    with pytest.raises(Unsupported, match="one of several parts: join them with llama-gguf-split --merge"):
+        require_servable(str(first), flag="--target")
+    second.unlink()
+    with pytest.raises(InvalidRequest, match=f"has 3 parts, and {second.name} is missing"):
+        model_size(str(first))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"arch": "clip", "without": "block_count"}, "holds no language model: its header has no clip.block_count"),
+        ({"arch": "bert", "attention.causal": False}, "is an encoder and not a decoder-only language model"),
+    ],
+)
+def test_a_gguf_file_without_a_language_model_is_refused_before_its_conversion(
+    tmp_path: Path, fields: dict[str, Any], words: str
+) -> None:
+    path = str(sized_gguf(tmp_path / "model.gguf", **fields))
+    for check in (model_size, partial(require_servable, flag="--target")):
+        with pytest.raises(SpecdecError, match=words):
+            check(path)

@@ -83,3 +83,10 @@ def test_parameters_are_estimated_from_the_configuration_without_weights(tmp_pat
     counted, estimated = model_size(str(DEMO / "target")), model_size(str(tmp_path))
     assert (counted.is_estimate, estimated.is_estimate) == (False, True)
     assert estimated.num_parameters == pytest.approx(counted.num_parameters, rel=0.01)
+
+
+def test_a_draft_as_large_as_its_target_is_advised_against(capsys: pytest.CaptureFixture[str]) -> None:
+    target = str(DEMO / "target")
+    drafts = advise(capsys, "--target", target, "--draft", target, *NOWHERE)
+    assert str(drafts["target"]["note"]).startswith("do not use this draft: it costs more than it gains")
+    assert "do not use" not in str(drafts["draft"]["note"])

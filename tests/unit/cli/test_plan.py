@@ -91,6 +91,19 @@ def test_a_useless_draft_is_not_faster_than_the_target_alone(models: Path, capsy
     assert useless["speedup"]["formula"] < 1.0 < good["speedup"]["formula"]
 
 
+@pytest.mark.parametrize(("alpha", "verdict"), [("0", "do not use this draft: "), ("0.9", "use this draft: ")])
+def test_a_draft_that_costs_more_than_it_gains_is_advised_against(
+    alpha: str, verdict: str, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(capsys, *words_of(models, alpha=alpha))["verdict"].startswith(verdict)
+    assert run(["plan", *words_of(models, alpha=alpha)], {}) == 0
+    assert f"  {verdict}" in capsys.readouterr().out
+
+
+def test_a_plan_without_a_draft_has_no_verdict(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(capsys, str(models / "8b"), "--rate", "20", "--gpu", "h100")["verdict"] == ""
+
+
 def test_the_calculated_steps_are_those_of_the_measured_card() -> None:
     """docs/performance.md, "On a GPU": within the spread of the two machines that were measured, and the rounds."""
     card = card_of("h100")
