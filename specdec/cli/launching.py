@@ -16,6 +16,7 @@ from dataclasses import replace
 from specdec.checkpoints.packed_names import is_packed
 from specdec.cli.draft_pools import joining_pool
 from specdec.cli.listening import (
+    NO_METRICS,
     SERVICE_KEY_VARIABLE,
     dialled_address,
     later_metrics_address,
@@ -33,6 +34,7 @@ from specdec.cli.up_flags import (
     utilization,
 )
 from specdec.errors import InvalidRequest, Unsupported
+from specdec.settings.addresses import join_address, split_address
 from specdec.settings.devices import likely_device
 from specdec.settings.processors import num_processors
 from specdec.settings.reading import flag_of
@@ -91,7 +93,7 @@ class Launcher:
             loopback: its plaintext address for programs of this machine; "": `endpoint`.
             http: address of the gateway; "" for no gateway.
             redis_url: store that all services share.
-            metrics: metrics addresses of the services that are started first, by name; empty for no metrics.
+            metrics: metrics addresses that `--metrics` gives to the services that are started first, by name.
             environ: environment of the caller.
             ray_address: address of the cluster on whose nodes replicas are placed; "" for this machine alone.
         """
@@ -100,8 +102,10 @@ class Launcher:
         self._metrics, self._environ, self._ray_address = dict(metrics), environ, ray_address
         self._settings: GivenSettings = args.settings
         self._template: ProcessTemplate | None = None
-        self._ports: set[int] = set()
-        """Ports given to replicas so far. A replica that starts may not listen on its port yet."""
+        self._ports = {
+            split_address(address)[1] for address in (endpoint, loopback, http, *metrics.values()) if address
+        }
+        """Ports given to services so far. A service that starts may not listen on its port yet."""
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -224,7 +228,7 @@ class Launcher:
         placed = ["--ray-address", self._ray_address, "--name", name, "--role", role, "--cpus", str(num_cpus)]
         placed += ["--ranks", str(num_ranks(self._args, role))]
         placed += ["--gpus", "none" if self._settings.value(role, "device") == "cpu" else "auto"]
-        placed += ["--metrics"] if self._args.metrics else []
+        placed += ["--metrics"] if self._args.metrics not in ("", NO_METRICS) else []
         share = f"SPECDEC_{role.upper()}__GPU_MEMORY_UTILIZATION"
         # No other rank is on its GPU.
         of_device = self._settings.value(role, "gpu_memory_utilization") or UTILIZATION_ALONE
@@ -281,9 +285,18 @@ class Launcher:
         return [] if self._settings.is_given(service, name) else [flag_of(name), value]
 
     def _metrics_flag(self, name: str) -> list[str]:
-        if self._args.metrics and name not in self._metrics:
-            self._metrics[name] = later_metrics_address(self._args, self._metrics.values())
-        return ["--metrics", self._metrics[name]] if name in self._metrics else []
+        """Return the flag of a service's metrics: at the port after the others', or by default at a free one."""
+        if name not in self._metrics:
+            if self._args.metrics == NO_METRICS or self._environ.get(
+                _variable(role_of_group(role_of(name)), "metrics")
+            ):
+                return []
+            self._metrics[name] = (
+                later_metrics_address(self._args, self._metrics.values())
+                if self._args.metrics
+                else join_address("127.0.0.1", self._free_port())
+            )
+        return ["--metrics", self._metrics[name]]
 
     def _replica_environ(self, role: str, num_alike: int) -> Mapping[str, str]:
         quiet = dict(QUIET_THREADS)
@@ -301,7 +314,7 @@ class Launcher:
         return utilization(self._args, role) / max(1, num_replicas(self._args, role))
 
     def _free_port(self) -> int:
-        """Return a free port that no replica was given before."""
+        """Return a free port that no service was given before."""
         while (port := free_ports(1)[0]) in self._ports:
             pass
         self._ports.add(port)

@@ -25,6 +25,8 @@ API_KEY_VARIABLE = "SPECDEC_GATEWAY__API_KEY"
 SERVICE_KEY_VARIABLE = "SPECDEC_SERVICE_KEY"
 
 _NO_GATEWAY = "none"
+#: Value of `--metrics` for services without metrics.
+NO_METRICS = "none"
 
 
 def listen_address(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
@@ -118,7 +120,7 @@ def dialled_address(address: str) -> str:
 
 
 def metrics_addresses(args: argparse.Namespace, names: list[str], endpoint: str, http: str = "") -> dict[str, str]:
-    """Return where each of the named services serves its metrics; empty without `--metrics`.
+    """Return where `--metrics` lets each of the named services serve its metrics; empty without such an address.
 
     Args:
         args: the flags.
@@ -130,7 +132,7 @@ def metrics_addresses(args: argparse.Namespace, names: list[str], endpoint: str,
         Usage: `--metrics` is not an address, has too few ports after it, or would take one of these addresses.
         Unavailable: one of them is in use (ADDRESS_IN_USE).
     """
-    if not args.metrics:
+    if args.metrics in ("", NO_METRICS):
         return {}
     host, port = split_flag("--metrics", args.metrics)
     ports = list(range(port, port + len(names))) if port else free_ports(len(names))

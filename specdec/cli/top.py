@@ -15,11 +15,13 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.text import Text
 
 from specdec.cli import control
 from specdec.cli.answer import Interrupts
@@ -27,13 +29,18 @@ from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.pool_tables import console_for
 from specdec.cli.request_flags import add_client_flags, connect
 from specdec.cli.top_figures import Figures, Reader, figures_of
-from specdec.cli.top_view import frame_of
+from specdec.cli.top_view import frame_of, plot_of
 from specdec.errors import SpecdecError, error_line
 from specdec.settings.addresses import check_dialable
 
 _INTERVAL_S = 1.0
 _CALL_TIMEOUT_S = 5.0
 _HINT = "q ends"
+
+#: Number of rates that are kept: more than a terminal has columns.
+_MOST_RATES = 600
+#: Rows of the plot, and the empty row and the line with the scale above it.
+_LEAST_PLOT_ROWS, _MOST_PLOT_ROWS, _PLOT_MARGIN_ROWS = 2, 8, 2
 
 
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
@@ -92,6 +99,7 @@ def _watch(reader: Reader, console: Console, interrupted: threading.Event) -> No
         KeyboardInterrupt: `interrupted` is set.
     """
     last = now = reader.read()
+    rates: deque[float | None] = deque(maxlen=_MOST_RATES)
     with _key_presses() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
         live.update(frame_of(figures_of(last, now), _HINT), refresh=True)
         while not _has_ended(keys):
@@ -100,9 +108,19 @@ def _watch(reader: Reader, console: Console, interrupted: threading.Event) -> No
                 note = _HINT
             except SpecdecError as error:
                 note = error_line(error)
-            live.update(frame_of(figures_of(last, now), note), refresh=True)
+            figures = figures_of(last, now)
+            rates.append(figures.tokens_per_s if note == _HINT else None)
+            live.update(_with_plot(frame_of(figures, note), rates, console), refresh=True)
             if interrupted.is_set():
                 raise KeyboardInterrupt
+
+
+def _with_plot(frame: RenderableType, rates: Sequence[float | None], console: Console) -> RenderableType:
+    """Return a frame with a plot of the tokens/s in the rows that it leaves free, if any are known and two rows fit."""
+    rows = console.height - len(console.render_lines(frame)) - _PLOT_MARGIN_ROWS
+    if rows < _LEAST_PLOT_ROWS or all(rate is None for rate in rates):
+        return frame
+    return Group(frame, Text(), plot_of(rates, console.width, min(rows, _MOST_PLOT_ROWS)))
 
 
 @contextlib.contextmanager

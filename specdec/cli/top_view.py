@@ -1,8 +1,8 @@
-"""One frame of `specdec top`: a summary, a table of pools and a table of replicas, 80 columns wide."""
+"""One frame of `specdec top`: a summary, a table of pools and one of replicas, 80 columns wide, and a plot of rates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -19,6 +19,8 @@ _REPLICA_COLUMNS = {
     **dict.fromkeys(("sessions", "KV used"), "right"),
 }
 _UNKNOWN = "-"
+#: Bars of none to eight eighths of a row.
+_BARS = " ▁▂▃▄▅▆▇█"
 
 
 def frame_of(figures: Figures, note: str = "") -> RenderableType:
@@ -35,6 +37,17 @@ def frame_of(figures: Figures, note: str = "") -> RenderableType:
     )
 
 
+def plot_of(rates: Sequence[float | None], columns: int, rows: int) -> RenderableType:
+    """Return a bar for each of the newest tokens/s, the newest at the right, below a line with their scale."""
+    shown = [rate or 0.0 for rate in rates][-columns:]
+    most = max(shown)
+    eighths = [round(8 * rows * rate / most) if most else 0 for rate in shown]
+    lines = [f"tokens/s in the last {len(shown)} s, up to {most:.0f}"]
+    for row in reversed(range(rows)):
+        lines.append("".join(_BARS[min(8, max(0, height - 8 * row))] for height in eighths).rjust(columns))
+    return Group(*map(Text, lines))
+
+
 def _requests(figures: Figures) -> str:
     counts = f"{_number(figures.num_running)} of {_number(figures.capacity)} requests running"
     starting = f"{_number(figures.num_admitting)} starting"
@@ -45,7 +58,7 @@ def _missing(figures: Figures) -> str:
     """Return why figures are missing; "" if none is."""
     if figures.unreachable:
         return f"no metrics from {', '.join(figures.unreachable)}"
-    return "" if figures.num_pages else "no metrics: start specdec up with --metrics HOST:PORT, or name addresses here"
+    return "" if figures.num_pages else "no metrics: give each service --metrics HOST:PORT, and name the addresses here"
 
 
 def _pool_row(figures: PoolFigures) -> list[str]:

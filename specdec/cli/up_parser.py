@@ -203,7 +203,8 @@ def _add_flags(parser: argparse.ArgumentParser, default_http: str = "") -> None:
     parser.add_argument(
         "--metrics", default="", metavar="HOST:PORT",
         help="Address of the coordinator's Prometheus metrics. Each target, each draft replica and then the gateway "
-        "takes the next port. Port 0 takes free ones. Default: no metrics.",
+        "takes the next port. Port 0 takes free ones; none: no metrics. Default: free ports of 127.0.0.1, which "
+        "`specdec top` finds.",
     )  # fmt: skip
     parser.add_argument(
         "--redis-url", default=MEMORY_STORE, metavar="URL",

@@ -158,6 +158,14 @@ def test_up_ends_when_its_coordinator_refuses_a_replica(
     assert "[coordinator] refused: draft replica " in capsys.readouterr().err
 
 
+def test_top_finds_the_metrics_of_every_service_of_up_without_a_flag(
+    system: tuple[subprocess.Popen[str], str], short_folder: Path
+) -> None:
+    shown = json.loads(specdec("top", "--json", "--endpoint", system[1], TMPDIR=str(short_folder)).stdout)
+    assert shown["metrics"] == {"num_services": len(children_of(system[0])), "unreachable": []}
+    assert (shown["requests"]["running"], shown["tokens_per_s"]) == (0, 0.0)
+
+
 def test_memory_is_given_to_each_role_of_up(system: tuple[subprocess.Popen[str], str]) -> None:
     started, endpoint = system
     with Client(endpoint) as client:

@@ -15,10 +15,12 @@ from fcntl import ioctl
 
 import grpc
 import pytest
+from rich.console import Console
 
 from specdec.cli.__main__ import run
 from specdec.cli.metrics_page import MetricsPage
 from specdec.cli.top_figures import Reader, figures_of
+from specdec.cli.top_view import plot_of
 from specdec.client import Client
 from specdec.engine_api import EngineStats
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
@@ -105,7 +107,7 @@ def test_without_metrics_a_frame_has_what_the_coordinator_knows_and_says_what_is
     title, requests, note, _, pools, draft, target, _, replicas, *rows = capsys.readouterr().out.splitlines()
     assert title == "specdec 9 · [bold]m · context 512 tokens"
     assert requests == "- of - requests running, - starting · - tokens/s · - accepted"
-    assert "start specdec up with --metrics HOST:PORT" in note
+    assert "give each service --metrics HOST:PORT, and name the addresses here" in note
     assert pools.split() == ["role", "pool", "model", "up", "accepted", "gamma", "waiting", "running", "draft/s"]
     assert draft.split() == ["draft", "default", "draft-model", "2", "75%", "3.5", "-", "-", "-"]
     assert target.split() == ["target", "default", "target-model", "1", "-", "-", "-"]
@@ -145,14 +147,31 @@ def test_a_page_is_read_whatever_its_labels_hold() -> None:
     assert (page.total("n"), page.total("n", pool="a"), page.total("n", pool="c")) == (12.0, 2.0, None)
 
 
+def plotted(rates: list[float | None], columns: int, rows: int) -> list[str]:
+    console = Console(width=80, no_color=True, highlight=False)
+    with console.capture() as captured:
+        console.print(plot_of(rates, columns, rows))
+    return captured.get().splitlines()
+
+
+def test_the_plot_has_a_bar_for_each_of_the_newest_rates_under_their_scale() -> None:
+    assert plotted([400.0, None, 200.0, 100.0, 50.0], 4, 2) == [
+        "tokens/s in the last 4 s, up to 200",
+        " █  ",
+        " ██▄",
+    ]  # fmt: skip
+    assert plotted([100.0, 100.0], 3, 1)[1] == " ██"
+    assert plotted([0.0, 0.0], 3, 1) == ["tokens/s in the last 2 s, up to 0", "   "]
+
+
 class Screen:
     """`specdec top` in a terminal of 80 columns."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, *flags: str) -> None:
         self.ours, theirs = pty.openpty()
         ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.process = subprocess.Popen(
-            [*SPECDEC, "top", "--endpoint", endpoint], stdin=theirs, stdout=theirs, stderr=theirs,
+            [*SPECDEC, "top", "--endpoint", endpoint, *flags], stdin=theirs, stdout=theirs, stderr=theirs,
             env=ENVIRON | {"TERM": "xterm", "NO_COLOR": "1"}, preexec_fn=os.setsid,
         )  # fmt: skip
         self.theirs = theirs
@@ -197,6 +216,25 @@ def test_in_a_terminal_frames_follow_each_other_until_q_and_the_terminal_is_as_b
     assert top.process.wait() == 0
     assert top.echoes
     assert "Traceback" not in top.shown
+
+
+def test_in_a_terminal_the_free_rows_have_the_history_of_tokens_per_second(
+    coordinator: Serve, services: Services
+) -> None:
+    servicer, environ = coordinator(answer)
+    servicer.served = served_pair()
+    flags = [word for address in services.addresses for word in ("--metrics", address)]
+    top = Screen(environ["SPECDEC_ENDPOINT"], *flags)
+    try:
+        while "█" not in top.shown:  # a frame after tokens were made
+            services.coordinator.observe_tokens(100, None)
+            top.read_until("tokens/s in the last ")
+        os.write(top.ours, b"q")
+        assert top.process.wait() == 0
+    finally:
+        top.process.kill()
+        top.process.wait()
+        top.close()
 
 
 def test_a_coordinator_that_is_gone_is_told_above_tables_that_are_longer_than_the_screen(
