@@ -34,7 +34,7 @@ from specdec.cli.listening import (
 )
 from specdec.cli.up_flags import Models
 from specdec.cli.up_parser import add_parser, add_serve_parser
-from specdec.cli.waiting import Waiting
+from specdec.cli.waiting import LastMessage, Waiting
 from specdec.client import Budgets, Client
 from specdec.cross_vocabulary.pair_preflight import require_servable_pair
 from specdec.errors import SpecdecError, Unavailable
@@ -66,9 +66,10 @@ class _Start:
     def is_stopped(self) -> bool:
         return self._system.stop.is_set()
 
-    def show(self, stage: str) -> None:
+    def show(self, stage: str, *, line: str | None = None) -> None:
+        """Show a stage; `line`: see `Waiting.show`."""
         self._system.stage = stage
-        self._waiting.show(stage)
+        self._waiting.show(stage, line=line)
 
     def poll(self, services: Callable[[], list[Service]], done: Callable[[], bool], *, also: str = "") -> None:
         """Wait until `done` or a stop.
@@ -90,7 +91,10 @@ class _Start:
                 if service.address in running[-1].refusals:
                     raise running[-1].refusals[service.address]
             stages = [f"{service.name}: {service.stage}" for service in running]
-            self.show(", ".join([*stages, also] if also else stages))
+            late = ", ".join(service.name for service in running if not service.has_started)
+            # Without a terminal the services' own lines say what they do.
+            line = also or (f"waiting for {late}" if late else "")
+            self.show(", ".join([*stages, also] if also else stages), line=line)
             self._system.stop.wait(_POLL_S)
 
 
@@ -298,9 +302,10 @@ def _check_models(args: argparse.Namespace, served: Models, start: _Start) -> Mo
 
     # A daemon thread: Ctrl-C does not wait for the hub, from which the files may come.
     threading.Thread(target=check, name="check-models", daemon=True).start()
-    while not (start.is_stopped or outcome.done()):
-        start.show(f"checking {' and '.join(models.values())}")
-        wait([outcome], _POLL_S)
+    with LastMessage("specdec.checkpoints") as doing:
+        while not (start.is_stopped or outcome.done()):
+            start.show(": ".join(filter(None, (f"checking {' and '.join(models.values())}", doing.text))))
+            wait([outcome], _POLL_S)
     if not outcome.done():
         return served
     in_common = outcome.result()

@@ -293,6 +293,7 @@ def load_request(
         note_loaded: takes the share of the weights that are loaded.
         local_drafts: drafts that the worker computes itself.
     """
+    from specdec.engine.model.start_progress import logging_shares
     from specdec.engine.options import CompileOptions, LoadRequest, row_counts
 
     compiling = CompileOptions(
@@ -313,7 +314,7 @@ def load_request(
         self_check=settings.self_check == "on",
         local_drafts=local_drafts,
         kept_in=packed_folder(os.environ),
-        note_loaded=note_loaded,
+        note_loaded=logging_shares(note_loaded),
     )
 
 
