@@ -126,7 +126,9 @@ def _convert(path: Path, directory: Path, tokenizer_only: bool) -> None:
     missing = [name for name in _REQUIRED_PACKAGES if find_spec(name) is None]
     if missing:
         raise InvalidRequest(
-            f"reading {str(path)!r} needs {' and '.join(missing)}: pip install {' '.join(missing)}", field="model"
+            f"reading {str(path)!r} needs {' and '.join(missing)}, which this installation lacks: run pip install "
+            '"specdec[gguf]"',
+            field="model",
         )
     what = "tokenizer of " if tokenizer_only else ""
     _log.info("converting %sGGUF file: path=%s directory=%s", what, path, directory, extra={"progress": "converting"})

@@ -51,7 +51,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise Unsupported(f"--ray-address needs the package ray (pip install 'specdec[ray]'): {error}") from error
+        raise Unsupported(f'--ray-address needs the package ray: run pip install "specdec[ray]" ({error})') from error
     return ray
 
 

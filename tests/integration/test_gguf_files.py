@@ -191,7 +191,7 @@ def test_what_killed_conversions_left_is_removed_by_the_next_one_unless_it_is_st
         assert (left.exists(), written.exists()) == (False, True)
 
 
-def test_without_the_packages_that_read_it_the_command_is_told_that_installs_them(tmp_path: Path) -> None:
+def test_without_the_packages_that_read_it_the_extra_is_told_that_installs_them(tmp_path: Path) -> None:
     path = write_gguf(TARGET, tmp_path / "demo.gguf")
     program = (
         "import importlib.util, sys\n"
@@ -202,7 +202,10 @@ def test_without_the_packages_that_read_it_the_command_is_told_that_installs_the
     flags = ["--tokenizer", str(path), "--redis-url", "memory://", "--target-endpoint", "127.0.0.1:1"]
     done = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    told = f"error: reading {str(path)!r} needs gguf: pip install gguf (INVALID_REQUEST)"
+    told = (
+        f"error: reading {str(path)!r} needs gguf, which this installation lacks: run pip install "
+        '"specdec[gguf]" (INVALID_REQUEST)'
+    )
     assert done.stderr.splitlines()[-1] == told
 
 

@@ -71,6 +71,7 @@ def _require_plan(config: PreTrainedConfig, num_ranks: int) -> None:
     require_even_kv_heads(kv_heads, num_ranks, may_share=False)
     if find_spec("accelerate") is None:
         raise Unsupported(
-            f"{FLAG} for a model of type {config.model_type} needs the package accelerate (pip install accelerate)",
+            f"{FLAG} for a model of type {config.model_type} needs the package accelerate, which is not installed: run "
+            'pip install "specdec[gguf]"',
             field="tensor_parallel",
         )
