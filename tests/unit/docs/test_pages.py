@@ -112,3 +112,14 @@ def test_every_path_that_a_page_names_exists(path: Path) -> None:
 
 def test_the_citation_names_the_version() -> None:
     assert f"version: {specdec.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_recipe_of_a_sampling_field_names_every_file_that_has_the_example() -> None:
+    recipe = (ROOT / "CONTRIBUTING.md").read_text().partition("## Add a sampling field")[2].partition("\n## ")[0]
+    named = {Path(name).name for name in re.findall(r"`([\w/]+\.\w+)`", recipe)}
+    tops = ("specdec", "coordinator", "draft_service", "target_service", "gateway", "protos")
+    files = [
+        path for top in tops for path in (ROOT / top).rglob("*.*") if path.suffix in (".py", ".proto", ".js", ".html")
+    ]
+    having = {path.name for path in files if re.search(r"\bmin_p\b", path.read_text())}
+    assert {name for name in having if "_pb2" not in name} - named == set()
