@@ -162,7 +162,7 @@ test: setup redis  ## all tests against real gRPC and a real Redis (18 minutes o
 test-full: setup redis  ## the long products as well; properties are tried on new examples, not on the same ones
 	$(PYTEST) -m "$(NO_EXTRAS)" --timeout 3600
 
-test-real: $(REAL)  ## SmolLM2 and Gemma 3 against Transformers: chat, turns, vocabulary, sliding window (20 minutes)
+test-real: $(REAL) $(DEMO_PAIR)  ## SmolLM2 and Gemma 3 against Transformers, and the examples with real models (30 minutes, 2 GB)
 	$(BIN)/python -m pytest tests/real --timeout 3600
 
 test-engines: setup redis $(REAL) $(DEMO_PAIR) $(LLAMA_CPP) $(PEERS)/vllm/.specdec  ## targets in front of a real vLLM and llama.cpp: texts, laws, faults (25 minutes)

@@ -20,7 +20,8 @@ from one_machine import TransformersPeer, print_answer, with_system
 from bench.real_models import QWEN_DRAFT, QWEN_TARGET
 from bench.report import progress, waiting
 from specdec.checkpoints.locate import locate_checkpoint
-from specdec.cli.terminal import TokenWriter, closing_line, tokens_per_s, wants_colour
+from specdec.cli.closing_line import closing_line, tokens_per_s
+from specdec.cli.terminal import TokenWriter, wants_colour
 from specdec.client import Client
 from specdec.errors import SpecdecError
 

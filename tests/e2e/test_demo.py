@@ -1,4 +1,4 @@
-"""`make demo`'s script, run as make runs it."""
+"""`make demo`'s script, run as make runs it, and the imports of the other examples."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from specdec.cli.speedup import GAIN
 
@@ -33,6 +35,16 @@ def test_the_demo_streams_a_text_makes_it_in_every_way_and_leaves_nothing_behind
     assert "All texts are the same, token for token." in result.stdout
     assert "\x1b[" not in result.stdout, "colour was asked not to be used"
     assert not processes_marked(f"SPECDEC_DEMO_RUN={os.getpid()}")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_every_example_finds_what_it_imports(path: Path) -> None:
+    """The tests in tests/real run those that need a real model."""
+    result = subprocess.run(
+        [sys.executable, "-c", f"import {path.stem}"], capture_output=True, text=True, cwd=path.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
 
 
 def processes_marked(entry: str) -> list[str]:
