@@ -22,8 +22,9 @@ from specdec.errors import Unavailable
 from specdec.state.store import KvLocation
 from specdec.tenant import SessionKey
 
-#: Number of sessions remembered between their turns. A forgotten one costs one KV_MISS per replica, nothing else.
-MAX_REMEMBERED_SESSIONS = 65536
+#: Number of sessions remembered between their turns, as many as `log_repair` remembers. The store knows where it left
+#: the KV of the others.
+MAX_REMEMBERED_SESSIONS = 4096
 
 #: Assumed rows of a request before the first one has ended: about a hundred tokens, at five rows for four of them.
 FIRST_REQUEST_ROWS = 128.0
@@ -267,9 +268,8 @@ class SessionReplicas:
 class Placement:
     """The replicas of every session that this coordinator has served lately."""
 
-    def __init__(self, pools: ReplicaPools, *, capacity: int = MAX_REMEMBERED_SESSIONS) -> None:
+    def __init__(self, pools: ReplicaPools) -> None:
         self._pools = pools
-        self._capacity = capacity
         self.rule = PrefixRule()
         self._sessions: OrderedDict[SessionKey, SessionReplicas] = OrderedDict()
 
@@ -277,7 +277,7 @@ class Placement:
         """Return a session's replicas; new ones for an unknown session."""
         replicas = self._sessions.pop(key, None) or SessionReplicas(key.session_id, self._pools, self.rule)
         self._sessions[key] = replicas
-        while len(self._sessions) > self._capacity:
+        while len(self._sessions) > MAX_REMEMBERED_SESSIONS:
             self._sessions.popitem(last=False)
         return replicas
 

@@ -28,8 +28,8 @@ from specdec.checkpoints.vocabulary import (
 )
 from specdec.errors import Internal, InvalidRequest
 
-#: Number of tokens whose spelling is cached.
-_MAX_REMEMBERED_TOKENS = 1 << 16
+#: Number of tokens whose spelling is cached: nearly all tokens of a text are among so many of a vocabulary.
+_MAX_REMEMBERED_TOKENS = 1 << 13
 #: A longer text is encoded in the other process, where it can be given up. Text of this length takes a tenth of a
 #: second to encode, or a second in the worst case.
 _MAX_CHARACTERS_HERE = 1 << 17

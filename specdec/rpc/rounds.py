@@ -16,7 +16,7 @@ from specdec.v1 import common_pb2
 
 _MAX_SESSION_ID_BYTES = 256
 
-#: Limit of cached requests and of cached filters; it exceeds the number that run at once.
+#: Limit of cached requests and of cached filters, of which the oldest leave; it exceeds the number that run at once.
 _MAX_CACHED = 4096
 #: Longest `LawParams` that is cached. Long lists of biases are rare.
 _MAX_CACHED_FILTERS_BYTES = 512
@@ -58,7 +58,7 @@ def _encode_request(round_: SessionPosition) -> bytes:
     known = _encoded_requests.get(key)
     if known is None:
         if len(_encoded_requests) >= _MAX_CACHED:
-            _encoded_requests.clear()
+            del _encoded_requests[next(iter(_encoded_requests))]
         message = common_pb2.Round(
             session_id=round_.session_id,
             epoch=round_.epoch,
@@ -157,7 +157,7 @@ def _decode_filters(message: common_pb2.LawParams, limits: EngineInfo) -> Sampli
         filters = _read_filters(message, limits)
         if len(key[0]) <= _MAX_CACHED_FILTERS_BYTES:
             if len(_decoded_filters) >= _MAX_CACHED:
-                _decoded_filters.clear()
+                del _decoded_filters[next(iter(_decoded_filters))]
             _decoded_filters[key] = filters
     return filters
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 
+from coordinator.generation import log_repair
+from coordinator.replicas import placement as placement_module
 from coordinator.replicas.placement import Placement, SessionReplicas, choose_replica
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import TARGET, TargetReplica
 from specdec.errors import NotFound, Unavailable
+from specdec.rpc import rounds
 from specdec.rpc.client import TargetLink, open_link
 from specdec.tenant import SessionKey
 from specdec.types import EngineInfo
-from tests.support.coordinator_rig import Rig
+from tests.support.coordinator_rig import Rig, request, started_coordinator
 
 
 def make_replica(address: str, *, num_sessions: int = 0, num_running: int = 0, draining: bool = False) -> TargetReplica:
@@ -220,8 +225,9 @@ def test_only_tokens_that_a_replica_may_lack_are_sent() -> None:
     assert replicas.start_for(make_replica("b:1"), 10) == 9
 
 
-def test_the_least_recently_used_sessions_are_forgotten_first() -> None:
-    placement = Placement(ReplicaPools("v", open_link), capacity=2)
+def test_the_least_recently_used_sessions_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement_module, "MAX_REMEMBERED_SESSIONS", 2)
+    placement = Placement(ReplicaPools("v", open_link))
     first, second = placement.session(SessionKey("t", "a")), placement.session(SessionKey("t", "b"))
     assert placement.session(SessionKey("t", "a")) is first
     third = placement.session(SessionKey("t", "c"))
@@ -242,3 +248,32 @@ async def test_a_session_finds_its_own_replicas_in_the_pools_of_its_coordinator(
         chosen.add(replicas.choose_target().address)
     assert chosen == {service.address for service in rig.of_role(TARGET)}
     await pools.close()
+
+
+def _kept_objects() -> Counter[str]:
+    """Return the number of live objects of the coordinator's classes, and of what it sends to replicas, by class."""
+    gc.collect()
+    names = (f"{type(each).__module__}.{type(each).__name__}" for each in gc.get_objects())
+    kept = ("coordinator.", "specdec.tenant.", "specdec.state.", "specdec.types.SamplingFilters")
+    return Counter(name for name in names if name.startswith(kept))
+
+
+async def test_requests_one_after_another_leave_no_more_behind_than_the_remembered_sessions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    most = 16
+    for module, limit in (
+        (log_repair, "MAX_SESSIONS"), (placement_module, "MAX_REMEMBERED_SESSIONS"), (rounds, "_MAX_CACHED")
+    ):  # fmt: skip
+        monkeypatch.setattr(module, limit, most)
+    async with started_coordinator() as (_, coordinator):
+
+        async def ask(count: int) -> None:
+            for number in range(count):
+                await coordinator.generate(request([3 + number % 20, 4], max_new_tokens=2))
+
+        await ask(2 * most)
+        before = _kept_objects()
+        await ask(4 * most)
+        grown = {name: number for name, number in (_kept_objects() - before).items() if number > most // 2}
+    assert not grown
