@@ -45,7 +45,10 @@ from specdec.v1 import coordinator_pb2 as pb
 
 
 class AsyncClient(Identity):
-    """Client of a coordinator, for one event loop. Close it or use `async with`; calls then raise ClientClosed."""
+    """Client of a coordinator, for the event loop of its first call. Close it, or use `async with`.
+
+    Once it is closed, every call raises ClientClosed.
+    """
 
     def __init__(
         self,

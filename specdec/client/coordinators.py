@@ -14,7 +14,9 @@ health of the connection is checked first. Any coordinator can resume any sessio
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import threading
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -28,8 +30,8 @@ from specdec.client.failures import closed, read_failure
 from specdec.client.identity import Metadata
 from specdec.client.looks import Looks
 from specdec.client.recovery import CHANNEL_OPTIONS, Recovery
-from specdec.errors import InvalidRequest, ResourceExhausted, SpecdecError, Unavailable
-from specdec.rpc.channels import Options, dial, dial_blocking
+from specdec.errors import InvalidRequest, ResourceExhausted, SpecdecError, Unavailable, Unsupported
+from specdec.rpc.channels import Options, dial, dial_blocking, forked
 from specdec.rpc.status import is_ours
 from specdec.tls import Signature, Tls
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -67,19 +69,32 @@ class _Connection(Generic[ChannelT]):
 class _Coordinators(Generic[ChannelT]):
     """Base of the blocking and the asyncio class."""
 
-    def __init__(self, endpoint: str, tls: Tls | None, first: ChannelT) -> None:
+    first: _Connection[ChannelT]
+    chosen: _Connection[ChannelT]
+
+    def __init__(self, endpoint: str, tls: Tls | None) -> None:
         self.endpoint, self.tls = endpoint, tls
-        self.first: _Connection[ChannelT] = _Connection.over(first)
-        self.chosen: _Connection[ChannelT] = self.first
+        self._process = 0
+        """Process of the first call, which makes the first connection; 0 before it."""
         self.suspect: _Connection[ChannelT] | None = None
         """Connection on which a call's deadline passed without an answer."""
         self._others: _Connection[ChannelT] | None = None
-        self._files: Signature = () if tls is None else tls.signature()
+        self._files: Signature = ()
         """Version of the certificate files that the connections were made with."""
         self._left: list[_Connection[ChannelT]] = []
         """Connections that were replaced, whose calls may not have ended."""
         self._closed = False
         self.looks = Looks(are_needed=may_name_several(endpoint))
+
+    def open(self) -> None:
+        """Make the first connection unless there is one. Raises ClientClosed, InvalidRequest, and as `dial`."""
+        self.require_open()
+        if not self._process:
+            self._files = () if self.tls is None else self.tls.signature()
+            self.first = self.chosen = _Connection.over(self._dial(CHANNEL_OPTIONS))
+            self._process = os.getpid()
+        elif self._process != os.getpid():
+            raise forked()
 
     def note_unreached(self, connection: _Connection[ChannelT]) -> None:
         """Note that a call over a connection reached no coordinator."""
@@ -113,11 +128,10 @@ class _Coordinators(Generic[ChannelT]):
         raise NotImplementedError
 
     def _connections(self) -> list[_Connection[ChannelT]]:
-        connections = list(self._left)
-        connections.append(self.first)
-        if self._others is not None:
-            connections.append(self._others)
-        return connections
+        if self._process != os.getpid():
+            return []  # there are none, or they are the parent's
+        connections: list[_Connection[Any]] = [*self._left, self.first]
+        return connections if self._others is None else [*connections, self._others]
 
     @property
     def is_closed(self) -> bool:
@@ -183,12 +197,18 @@ def _reports_serving(response: health_pb2.HealthCheckResponse) -> bool:
 
 
 class AsyncCoordinators(_Coordinators[grpc.aio.Channel]):
-    """Connections of an `AsyncClient`, for the running event loop."""
+    """Connections of an `AsyncClient`, for the event loop of its first call."""
 
     def __init__(self, endpoint: str, tls: Tls | None) -> None:
-        """Prepare a connection that opens at the first call. Raises InvalidRequest for files that cannot be used."""
-        super().__init__(endpoint, tls, dial(endpoint, CHANNEL_OPTIONS, tls=tls))
+        super().__init__(endpoint, tls)
         self._looking = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def open(self) -> None:
+        super().open()
+        self._loop = self._loop or asyncio.get_running_loop()
+        if self._loop is not asyncio.get_running_loop():
+            raise Unsupported("an AsyncClient belongs to the event loop of its first call; make one in each loop")
 
     async def look(self, timeout_s: float) -> None:
         """Choose as `choose_serving`, unless a call beside this one has done so meanwhile."""
@@ -245,7 +265,7 @@ class AsyncAttempts(_Attempts[grpc.aio.Channel]):
 
         Raises ClientClosed.
         """
-        self._coordinators.require_open()
+        self._coordinators.open()
         must_choose, suspect = self._take_must_choose(), self._coordinators.take_suspect()
         if suspect is not None:
             must_choose |= not await self._coordinators.serves(suspect, _health_timeout_s(recovery))
@@ -260,9 +280,12 @@ class Coordinators(_Coordinators[grpc.Channel]):
     """Connections of a `Client`, for any number of threads."""
 
     def __init__(self, endpoint: str, tls: Tls | None) -> None:
-        """Prepare a connection that opens at the first call. Raises InvalidRequest for files that cannot be used."""
-        super().__init__(endpoint, tls, dial_blocking(endpoint, CHANNEL_OPTIONS, tls=tls))
+        super().__init__(endpoint, tls)
         self._lock, self._looking = threading.Lock(), threading.Lock()
+
+    def open(self) -> None:
+        with contextlib.nullcontext() if self._process else self._lock:  # the lock may be held for ever after a fork
+            super().open()
 
     def look(self, timeout_s: float) -> None:
         """Choose as `choose_serving`, unless a call beside this one has done so meanwhile."""
@@ -326,7 +349,7 @@ class Attempts(_Attempts[grpc.Channel]):
 
         Raises ClientClosed.
         """
-        self._coordinators.require_open()
+        self._coordinators.open()
         must_choose, suspect = self._take_must_choose(), self._coordinators.take_suspect()
         if suspect is not None:
             must_choose |= not self._coordinators.serves(suspect, _health_timeout_s(recovery))

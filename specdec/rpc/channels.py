@@ -6,13 +6,14 @@ server, the client and the command line; it loads gRPC and nothing heavier.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from typing import Any
 
 import grpc
 
-from specdec.errors import Unavailable
+from specdec.errors import Unavailable, Unsupported
 from specdec.rpc.credentials import channel_credentials, server_credentials
 from specdec.settings.addresses import is_loopback_host, split_address
 from specdec.tls import Tls
@@ -52,6 +53,10 @@ def call_limits(max_calls: int = MAX_CALLS) -> Options:
     )
 
 
+_dialling_process = 0
+"""Process that made the first channel; 0 before."""
+
+
 def dial(address: str, options: Options = (), *, tls: Tls | None = None) -> grpc.aio.Channel:
     """Return a channel for the running event loop; it connects at the first call.
 
@@ -62,7 +67,9 @@ def dial(address: str, options: Options = (), *, tls: Tls | None = None) -> grpc
 
     Raises:
         InvalidRequest: the files of `tls` cannot be used.
+        Unsupported: see `forked`.
     """
+    _require_own_process()
     options = (*_NO_RETRIES, *options)
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
@@ -71,10 +78,30 @@ def dial(address: str, options: Options = (), *, tls: Tls | None = None) -> grpc
 
 def dial_blocking(address: str, options: Options = (), *, tls: Tls | None = None) -> grpc.Channel:
     """Return a channel for threads; otherwise as `dial`."""
+    _require_own_process()
     options = (*_NO_RETRIES, *options)
     if tls is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, channel_credentials(tls), options=(*options, *_server_name(tls)))
+
+
+def forked() -> Unsupported:
+    """Return the error of a process that was forked after its parent had made a channel.
+
+    The threads and locks of gRPC do not survive the fork: about one such process in fifty would wait for ever while it
+    makes its first channel, also with GRPC_ENABLE_FORK_SUPPORT.
+    """
+    return Unsupported(
+        "this process was forked after connections had been made, which gRPC does not survive: start processes by "
+        'multiprocessing.get_context("spawn"), or make the first call after the fork'
+    )
+
+
+def _require_own_process() -> None:
+    global _dialling_process
+    if _dialling_process not in (0, os.getpid()):
+        raise forked()
+    _dialling_process = os.getpid()
 
 
 def is_local(address: str) -> bool:

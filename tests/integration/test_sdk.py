@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 
 import pytest
 
 from specdec.client import AsyncClient, Client
-from specdec.errors import InvalidRequest, NotFound
+from specdec.errors import InvalidRequest, NotFound, SpecdecError
 from specdec.types import TokenSource
 from tests.support.coordinator_rig import MESSAGE_LIMIT_BYTES, PROMPT, Rig, started_coordinator, text_of
 
@@ -132,3 +133,81 @@ async def test_a_message_over_the_servers_limit_is_refused_in_one_sentence_that_
                 caught.value.message,
             )
         sync_client.close()
+
+
+#: Forks processes that call, with clients of their own or with their parent's, and prints how each of them ended.
+FORKS = """
+import multiprocessing, sys
+from specdec.client import Client
+from specdec.errors import SpecdecError
+
+def call(answers, client=None):
+    try:
+        with client or Client(sys.argv[1]) as used:
+            answers.put(used.info().max_gamma > 0)
+    except SpecdecError as error:
+        answers.put(error_line(error))
+
+def ask_in_a_fork(client=None):
+    answers = context.SimpleQueue()
+    process = context.Process(target=call, args=(answers, client))
+    process.start()
+    process.join(60)
+    if process.is_alive():
+        process.kill()
+        sys.exit("a forked process hangs")
+    print(answers.get())
+
+from specdec.errors import error_line
+context = multiprocessing.get_context("fork")
+unused = Client(sys.argv[1])
+for _ in range(3):
+    ask_in_a_fork()
+    ask_in_a_fork(unused)
+for _ in range(50):
+    with Client(sys.argv[1]) as client:
+        client.info()
+    ask_in_a_fork()
+    with Client(sys.argv[1]) as client:
+        client.info()
+        ask_in_a_fork(client)
+"""
+
+
+async def test_forked_processes_call_by_themselves_or_are_told_in_one_line_how_to_start() -> None:
+    async with started_coordinator() as (_, coordinator):
+        forking = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", FORKS, coordinator.server.address, stdout=asyncio.subprocess.PIPE
+        )
+        written, _ = await forking.communicate()
+    assert forking.returncode == 0
+    before, after = written.decode().splitlines()[:6], written.decode().splitlines()[6:]
+    assert before == ["True"] * 6  # nothing had been called when they were forked
+    assert len(after) == 100
+    (line,) = set(after)
+    assert "forked" in line
+    assert "spawn" in line
+    assert line.endswith("(UNSUPPORTED)")
+
+
+async def test_an_async_client_that_was_made_before_its_event_loop_works_in_one_loop_only() -> None:
+    async with started_coordinator() as (_, coordinator):
+        client = AsyncClient(coordinator.server.address)
+
+        async def ask() -> int:
+            return (await client.info()).max_gamma
+
+        def ask_in_loops() -> SpecdecError:
+            with asyncio.Runner() as runner:
+                assert runner.run(ask()) > 0
+                with pytest.raises(SpecdecError) as caught:
+                    asyncio.run(ask())
+                runner.run(client.close())
+            return caught.value
+
+        made_before = await asyncio.to_thread(lambda: AsyncClient(coordinator.server.address))
+        assert (await made_before.info()).max_gamma > 0
+        await made_before.close()
+        error = await asyncio.to_thread(ask_in_loops)
+    assert error.reason == "UNSUPPORTED"
+    assert "make one in each loop" in error.message
