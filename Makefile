@@ -35,7 +35,7 @@ NO_EXTRAS := not gpu and not real and not engines and not pods
 
 .PHONY: help setup demo real demo-real demo-pair peers test test-full test-real model-list reference docs docs-serve \
 	wheel-check test-gpu test-clients test-engines test-pods test-failure \
-	test-loaded mutants sbom audit bench lint type proto proto-check k8s-tools k8s-validate images up down ci clean redis browser \
+	test-loaded mutants sbom audit bench bench-quick lint type proto proto-check k8s-tools k8s-validate images up down ci clean redis browser \
 	prometheus dashboards environments programs container-programs
 
 help:  ## list the targets
@@ -259,6 +259,15 @@ bench: setup redis  ## all CPU suites (under 40 minutes): tables, bench/results 
 	@status=0; for suite in wire latency throughput orchestration; do \
 		$(BIN)/python -m bench $$suite --json bench/results/$$suite.json --plot bench/results || status=1; done; exit $$status
 
+# The other suites need what a machine may lack; they are named at the end.
+QUICK_SUITES ?= wire latency throughput orchestration drafts elastic faults gateway observability planning autoscaling
+
+bench-quick: setup redis  ## whether the suites still run: short runs, whose figures say nothing (QUICK_SUITES='wire' for some)
+	@status=0; for suite in $(QUICK_SUITES); do echo "bench $$suite --quick"; \
+		nice $(BIN)/python -m bench $$suite --quick >$(VENV)/bench.log 2>&1 \
+			|| { cat $(VENV)/bench.log; echo "error: the suite does not run: $$suite" >&2; status=1; }; done; \
+	echo "left out: gpu needs an NVIDIA GPU, real needs make real, peers and engines need make peers"; exit $$status
+
 lint: setup  ## ruff, and buf for the protos where Node is installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -320,6 +329,7 @@ programs:
 ci:  ## what CI runs: a test that fails runs once more, alone, and is listed in tests/flaky.txt if it passes then
 	@$(MAKE) -j4 --no-print-directory environments
 	@$(MAKE) --no-print-directory lint type proto-check docs k8s-validate
+	@$(MAKE) --no-print-directory bench-quick QUICK_SUITES="wire 'orchestration --rows 10'"  # about a minute
 	@$(MAKE) --no-print-directory test RUNNER='tests.support.flaky tests/flaky.txt'
 
 clean:  ## forget environments and caches
