@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.simulated_system import write_tokenizer
 from bench.zipf import EXPONENT, ZipfWorker
 from specdec.engine.simulated.text import VOCABULARY_SIZE
 from specdec.types import TokenSource
-from tests.support.coordinator_rig import write_tokenizer
 from tests.support.model_stack import ModelStack
 
 SUPPORT = 64

@@ -62,7 +62,9 @@ def test_every_reason_has_advice_and_no_advice_is_left_over() -> None:
 
 def test_the_comment_beside_a_field_and_the_one_above_a_method_are_read() -> None:
     comments = read_comments("specdec/v1/coordinator.proto")
-    assert comments["GenerateRequest.prompt"] == "text, appended to what the session holds"
+    assert comments["GenerateRequest.prompt"] == (
+        "text, appended as it is to what the session holds; the output's text continues it"
+    )
     assert comments["CoordinatorService.GetSession"].startswith("Reads a session's record.")
     assert comments["GenerateRequest.expected_session_tokens"].startswith("Tokens the caller believes")
 
