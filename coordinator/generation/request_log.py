@@ -22,9 +22,13 @@ from coordinator.requests import (
 from coordinator.round.tokens import SessionTokens
 from coordinator.text.output import OutputStep, OutputWriter
 from coordinator.text.tokenizer import ServedTokenizer
+from specdec.core.limits import check_filters
 from specdec.errors import InvalidRequest, NotFound, SessionLost
 from specdec.state.store import KvLocation, RequestRecord, SessionRecord, SessionStore
 from specdec.types import FinishReason, Mode, SamplingFilters, SamplingParams
+
+#: Errors of JSON, or of values in it, that another program wrote.
+_MALFORMED = (AttributeError, InvalidRequest, KeyError, OverflowError, RecursionError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,7 @@ async def read_logged_request(
     stored = record.request
     if len(token_ids) < stored.output_start:
         raise SessionLost(f"session {session_id} has lost part of its prompt")
+    check_known(session_id, token_ids, tokenizer.vocabulary_size)
     identity = identity_of(session_id, stored)
     eos_token_ids = eos_of(identity.parameters.target_fingerprint)
     prompt, output = token_ids[: stored.output_start], token_ids[stored.output_start :]
@@ -119,6 +124,16 @@ def check_sealed(record: SessionRecord, token_ids: Sequence[int]) -> None:
 def _writer_of(record: SessionRecord) -> tuple[int, str | None]:
     """Return the epoch and the request id under which a session was last written."""
     return record.epoch, None if record.request is None else record.request.request_id
+
+
+def check_known(session_id: str, token_ids: Sequence[int], vocabulary_size: int) -> None:
+    """Raise SessionLost if the log holds a token id that the tokenizer does not know."""
+    if max(token_ids, default=0) >= vocabulary_size:
+        raise SessionLost(
+            f"the log of session {session_id!r} in the store is damaged; delete the session, or use another: it holds "
+            f"token id {max(token_ids)}, and the vocabulary has {vocabulary_size}",
+            field="session_id",
+        )
 
 
 def no_session(session_id: str) -> NotFound:
@@ -231,7 +246,46 @@ def encode_parameters(parameters: RequestParameters) -> str:
 
 
 def decode_parameters(text: str) -> RequestParameters:
-    """Return the parameters that `encode_parameters` wrote."""
+    """Return the parameters that `encode_parameters` wrote. Raises SessionLost for a text that it did not write."""
+    try:
+        parameters = _read_parameters(text)
+        _check_parameters(parameters)
+    except _MALFORMED as error:
+        raise _damaged("parameters_json", error) from error
+    return parameters
+
+
+def _damaged(field: str, error: Exception) -> SessionLost:
+    return SessionLost(
+        "the record of the session in the store is damaged; delete the session, or use another: "
+        f"{field}: {type(error).__name__}: {str(error)[:200]}",
+        field="session_id",
+    )
+
+
+def _check_parameters(parameters: RequestParameters) -> None:
+    """Raise ValueError, TypeError or InvalidRequest for parameters that no request can have."""
+    sampling, speculation = parameters.sampling, parameters.speculation
+    filters = sampling.filters
+    check_filters(filters, 1 << 32)
+    counts = {
+        "max_new_tokens": (sampling.max_new_tokens, 1, 1 << 31),
+        "seed": (sampling.seed, 0, 1 << 64),
+        "num_logprobs": (sampling.num_logprobs or 0, 0, 1 << 16),
+        "top_k": (filters.top_k, 0, 1 << 31),
+        "min_new_tokens": (filters.min_new_tokens, 0, 1 << 31),
+        "gamma": (speculation.gamma or 0, 0, 1 << 16),
+    }
+    for name, (value, least, limit) in counts.items():
+        if not isinstance(value, int) or not least <= value < limit:
+            raise ValueError(f"{name} is {value!r}")
+    texts = (*sampling.stop, speculation.draft_pool, speculation.task, parameters.target_fingerprint)
+    ids = (*sampling.stop_token_ids, *filters.end_token_ids)
+    if not (all(isinstance(text, str) for text in texts) and all(isinstance(token_id, int) for token_id in ids)):
+        raise TypeError("a field has another type")
+
+
+def _read_parameters(text: str) -> RequestParameters:
     fields = json.loads(text)
     filters, sampling, speculation = fields["sampling"].pop("law"), fields["sampling"], fields["speculation"]
     filters |= {
@@ -266,5 +320,18 @@ def encode_stats(stats: RequestStats) -> str:
 
 
 def decode_stats(text: str) -> RequestStats:
-    """Return the statistics that `encode_stats` wrote; a missing counter is 0."""
-    return RequestStats(**json.loads(text))
+    """Return the statistics that `encode_stats` wrote; a missing counter is 0.
+
+    Raises SessionLost for a text that it did not write.
+    """
+    try:
+        stats = RequestStats(**json.loads(text))
+        for name, usual in asdict(RequestStats()).items():
+            values = getattr(stats, name)
+            for value in values if isinstance(usual, list) else (values,):
+                limit = 1 << (64 if name == "wire_bytes" else 32)
+                if not isinstance(value, float if isinstance(usual, float) else int) or not 0 <= value < limit:
+                    raise ValueError(f"{name} is {value!r}")
+    except _MALFORMED as error:
+        raise _damaged("stats_json", error) from error
+    return stats

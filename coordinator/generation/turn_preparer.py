@@ -21,6 +21,7 @@ from coordinator.generation.request_log import (
     LoggedRequest,
     check_expected,
     check_held,
+    check_known,
     check_left,
     check_sealed,
     decode_parameters,
@@ -117,6 +118,7 @@ class TurnPreparer:
         if record is not None:
             held = (await store.read_tokens(session_id))[: record.num_tokens]
             check_sealed(record, held.tolist())
+            check_known(session_id, held.tolist(), self._tokenizer.vocabulary_size)
         check_expected(request.expected_session_tokens, session_id, len(held) if record else None)
         check_left(request, record)
         max_context_tokens = self._pools.max_context_tokens

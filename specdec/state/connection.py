@@ -7,6 +7,7 @@ The URL chooses what is behind it: a single server, a primary that Sentinels nam
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from redis.exceptions import (
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
+    ResponseError,
 )
 
 from specdec.errors import InvalidRequest, InvalidSetting, Unavailable
@@ -136,7 +138,19 @@ class RedisConnection:
 
     def _unavailable(self, error: Exception) -> Unavailable:
         self.num_failures += 1
+        if type(error) is ResponseError and _OF_VALUES.search(str(error)):
+            return DamagedValue(f"the store at {self._place} holds a damaged value: {_words(error)}")
         return Unavailable(f"the store at {self._place} is not available: {_words(error)}", reason="STORE_UNAVAILABLE")
+
+
+class DamagedValue(Unavailable):
+    """A key holds what specdec never writes there: another type, or no number. The server works."""
+
+    default_reason = "STORE_UNAVAILABLE"
+
+
+#: Errors of a server that come from the value of a key: its own, and those of a script that reads it.
+_OF_VALUES = re.compile(r"WRONGTYPE|attempt to |bad argument|invalid value|not an integer|not a valid float")
 
 
 def _open(url: RedisUrl, original: str) -> _Servers:

@@ -14,7 +14,7 @@ from typing import Any
 
 from specdec.errors import NotFound, SessionBusy, SpecdecError
 from specdec.settings.cluster_names import DEFAULT_CLUSTER, check_cluster
-from specdec.state.connection import RedisConnection
+from specdec.state.connection import DamagedValue, RedisConnection
 from specdec.state.coordinators import COORDINATOR
 from specdec.state.keys import TOKEN_BYTES, pack_tokens, replica_keys, session_keys, unpack_tokens
 from specdec.state.prefix_directory import RedisPrefixDirectory
@@ -26,9 +26,11 @@ from specdec.state.replica_records import (
     decode_record,
     encode_record,
 )
-from specdec.state.session_answers import check_log, check_owned, loss_of, refusal_of
+from specdec.state.session_answers import check_log, check_owned, damage_of, loss_of, refusal_of
 from specdec.state.session_fields import (
+    MAX_EPOCH,
     read_locations,
+    read_number,
     read_request,
     read_seal,
     request_fields,
@@ -160,13 +162,21 @@ class RedisSessionStore:
         answer = await self._run("load", self._key(session_id), [])
         if not answer:
             return None
-        flat, num_bytes, owner, expires_in_ms = answer
+        try:
+            return self._record(session_id, *answer)
+        except (KeyError, ValueError) as error:
+            raise damage_of(session_id, error) from error
+
+    def _record(
+        self, session_id: str, flat: Sequence[bytes], num_bytes: int, owner: bytes, expires_in_ms: int
+    ) -> SessionRecord:
+        """Return the record in an answer of `load`. Raises KeyError or ValueError for a field that was damaged."""
         meta = {name.decode(): value.decode() for name, value in zip(flat[::2], flat[1::2], strict=True)}
         seal = read_seal(meta)
         return SessionRecord(
             session_id=session_id,
-            epoch=int(meta["epoch"]),
-            round_id=int(meta["round"]),
+            epoch=read_number(meta, "epoch", MAX_EPOCH),
+            round_id=read_number(meta, "round"),
             num_tokens=num_bytes // TOKEN_BYTES if seal is None else min(num_bytes // TOKEN_BYTES, seal.num_tokens),
             request=read_request(meta),
             owner=owner.decode(),
@@ -179,7 +189,10 @@ class RedisSessionStore:
     async def read_tokens(self, session_id: str, start: int = 0) -> TokenIds:
         """See `SessionStore.read_tokens`. Empty beyond the log's end, and if the session does not exist."""
         tokens_key = session_keys(*self._key(session_id), self._cluster)[1]
-        return unpack_tokens(await self._connection.run_command("GETRANGE", tokens_key, start * TOKEN_BYTES, -1))
+        try:
+            return unpack_tokens(await self._connection.run_command("GETRANGE", tokens_key, start * TOKEN_BYTES, -1))
+        except DamagedValue as error:
+            raise damage_of(session_id, error) from error
 
     async def delete(self, session_id: str) -> None:
         await self._run("delete", self._key(session_id), [_milliseconds(_DELETION_TTL_S)])
@@ -224,7 +237,10 @@ class RedisSessionStore:
         await self._connection.close()
 
     async def _run(self, script: str, key: SessionKey, args: list[str | bytes | int]) -> Any:
-        return await self._connection.run_script(script, session_keys(*key, self._cluster), args)
+        try:
+            return await self._connection.run_script(script, session_keys(*key, self._cluster), args)
+        except DamagedValue as error:
+            raise damage_of(key.session_id, error) from error
 
     def _key(self, session_id: str) -> SessionKey:
         return SessionKey(self._tenant, session_id)

@@ -95,6 +95,8 @@ def _decode_record(value: bytes) -> ResponseRecord:
         is_valid = isinstance(record.answer, dict) and isinstance(record.messages, list)
         if not (is_valid and isinstance(record.session_id, str) and isinstance(record.num_tokens, int)):
             raise TypeError("a field has another type")
+        if not 0 <= record.num_tokens < 1 << 32:
+            raise ValueError("the session's number of tokens is out of range")
     except (ValueError, TypeError, RecursionError) as error:
         raise Internal("the record of the response in the store cannot be read; send the whole conversation") from error
     return record

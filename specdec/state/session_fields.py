@@ -10,9 +10,22 @@ from specdec.types import FinishReason
 #: `finish_reason` of a running request.
 RUNNING = 0
 
+#: Largest numbers of a session's fields; epochs are exact in Lua up to theirs.
+MAX_NUMBER = (1 << 32) - 1
+MAX_EPOCH = (1 << 53) - 1
+_MAX_DIGITS = 16
+
 #: Limits of a session's stored KV locations: their number, a target and a draft, and the digits of a token count.
 _MAX_LOCATIONS = 2
 _MAX_COUNT_DIGITS = 9
+
+
+def read_number(meta: dict[str, str], name: str, most: int = MAX_NUMBER) -> int:
+    """Return a field that is a whole number. Raises KeyError or ValueError."""
+    text = meta[name]
+    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS and int(text) <= most):
+        raise ValueError(f"{name} is {text[:40]!r}, and must be a whole number up to {most}")
+    return int(text)
 
 
 def write_finish_reason(reason: FinishReason | None) -> int:
@@ -37,13 +50,13 @@ def read_request(meta: dict[str, str]) -> RequestRecord | None:
     """Return the request in a session's fields; None before the first one."""
     if "request_id" not in meta:
         return None
-    finish_reason = int(meta["finish_reason"])
+    finish_reason = read_number(meta, "finish_reason")
     return RequestRecord(
         request_id=meta["request_id"],
         request_digest=meta["request_digest"],
         parameters_json=meta["parameters_json"],
-        turn=int(meta["turn"]),
-        output_start=int(meta["output_start"]),
+        turn=read_number(meta, "turn"),
+        output_start=read_number(meta, "output_start"),
         finish_reason=None if finish_reason == RUNNING else FinishReason(finish_reason),
         stats_json=meta["stats_json"],
     )
@@ -53,7 +66,7 @@ def read_seal(meta: dict[str, str]) -> LogSeal | None:
     """Return the seal of the log; None if a version that writes none has written the session since."""
     if meta.get("length_at") != f"{meta.get('turn')}:{meta.get('round')}":
         return None
-    return LogSeal(int(meta["length"]), bytes.fromhex(meta["chain_hash"]))
+    return LogSeal(read_number(meta, "length"), bytes.fromhex(meta["chain_hash"]))
 
 
 def write_locations(locations: Sequence[KvLocation]) -> str:

@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from specdec.errors import InvalidRequest, Unavailable
+from specdec.errors import InvalidRequest, SessionLost, Unavailable
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import session_keys
 from specdec.state.redis_store import open_store
@@ -57,7 +57,7 @@ async def test_a_script_that_fails_fails_alone(store: SessionStore, raw: RedisCo
         before, broken, after = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(before, Lease)
         assert isinstance(after, Lease)
-        assert isinstance(broken, Unavailable)
+        assert isinstance(broken, SessionLost)
     finally:
         await raw.run_command("DEL", broken_meta)
 

@@ -32,9 +32,9 @@ local epoch = tonumber(now[1]) * 1000000 + tonumber(now[2])
 if stored and tonumber(stored) >= epoch then
   epoch = tonumber(stored) + 1
 end
-local deleted = redis.call('GET', KEYS[4])
-if deleted and tonumber(deleted) >= epoch then
-  epoch = tonumber(deleted) + 1
+local deleted = tonumber(redis.call('GET', KEYS[4]) or '')
+if deleted and deleted >= epoch and deleted < 2 ^ 53 then
+  epoch = deleted + 1
 end
 local text = string.format('%.0f', epoch)
 

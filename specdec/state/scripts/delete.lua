@@ -10,9 +10,17 @@
 
 local now = redis.call('TIME')
 local epoch = tonumber(now[1]) * 1000000 + tonumber(now[2])
-for _, known in ipairs({ redis.call('HGET', KEYS[1], 'epoch'), redis.call('GET', KEYS[4]) }) do
-  if known and tonumber(known) > epoch then -- the clock was set back
-    epoch = tonumber(known)
+-- A damaged session can be deleted, too: what is no epoch counts as none.
+local function is_a(kind, key)
+  local found = redis.call('TYPE', key)
+  return (type(found) == 'table' and found.ok or found) == kind
+end
+local stored = is_a('hash', KEYS[1]) and redis.call('HGET', KEYS[1], 'epoch') or ''
+local noted = is_a('string', KEYS[4]) and redis.call('GET', KEYS[4]) or ''
+for _, known in ipairs({ stored, noted }) do
+  local number = tonumber(known)
+  if number and number > epoch and number < 2 ^ 53 then -- the clock was set back
+    epoch = number
   end
 end
 redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
