@@ -26,7 +26,9 @@ def sampled_rows(num_prompts: int, quick: bool) -> list[Row]:
     ):
 
         def run_ours(index: int) -> SystemRun:
-            return ours.run(prompts[index], max_new_tokens=NUM_NEW_TOKENS, temperature=1.0, seed=index)
+            return ours.run(
+                prompts[index], max_new_tokens=NUM_NEW_TOKENS, temperature=1.0, seed=index, mode="rejection"
+            )
 
         def run_peer(index: int) -> PeerRun:
             return peer.run("assisted", prompts[index], NUM_NEW_TOKENS, GAMMA, seed=index)

@@ -118,7 +118,7 @@ def _run(system: RunningSystem, pool: str, num_cut: int, triple: Triple) -> list
         num_cut: first tokens to drop from each prompt, different for each system, so that no prefix is cached.
     """
     return [
-        system.run(prompt[num_cut:], NUM_NEW_TOKENS, draft_pool=pool, seed=len(prompt), **sampling)
+        system.run(prompt[num_cut:], NUM_NEW_TOKENS, draft_pool=pool, seed=len(prompt), mode="rejection", **sampling)
         for prompt, sampling in zip(triple, KINDS.values(), strict=True)
     ]
 

@@ -22,7 +22,7 @@ DRAFTED, ALONE = "other_tokenizer", "target_only"
 NUM_PROMPTS, NUM_QUICK_PROMPTS = 8, 2
 NUM_TOKENS, NUM_QUICK_TOKENS = 64, 16
 GAMMA = 3
-SAMPLING = {"greedy": {"temperature": 0.0}, "T = 1": {"temperature": 1.0, "seed": 1}}
+SAMPLING = {"greedy": {"temperature": 0.0}, "T = 1": {"temperature": 1.0, "seed": 1, "mode": "rejection"}}
 
 
 def rows(suite: str, quick: bool) -> list[Row]:

@@ -91,8 +91,9 @@ class SamplingFields(Body):
     logit_bias: Annotated[dict[str, Number], BeforeValidator(_require_few)] | None = None
     """Amount that is added to the logit of each token id."""
     seed: Annotated[StrictInt, Field(ge=-(1 << 63), lt=1 << 64), WHOLE] | None = None
-    """Seed of the draws. The same request and seed give the same text if the drafts have the same lengths, which
-    speculation.gamma sets, and in the mode coupled in any case. Output number i draws with seed + i."""
+    """Seed of the draws. The same request and seed give the same text, whatever drafts and load are: without
+    speculation.mode the request is served in the mode coupled. In the modes rejection and block, the drafts must have
+    the same lengths as well. Output number i draws with seed + i."""
     stop: Text | Items[Text] | None = None
     """Text, or texts, before which the output ends."""
     stop_token_ids: TokenIds | None = None

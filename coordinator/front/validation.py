@@ -67,16 +67,16 @@ def validate_request(raw: RawGenerationParams, limits: ServingLimits) -> Generat
     _check_input(raw)
     _check_not_negative("resume_from", raw.resume_from)
     _check_not_negative("expected_session_tokens", raw.expected_session_tokens)
-    sampling = _sampling(raw.sampling, limits)
-    _check_supported(sampling, limits)
-    speculation = _speculation(raw.speculation, limits)
+    sampling, is_seeded = _sampling(raw.sampling, limits), raw.sampling.seed is not None
+    _check_supported(sampling, is_seeded, limits)
+    speculation = _speculation(raw.speculation, limits, must_repeat=is_seeded and not sampling.filters.is_greedy)
     check_template_arguments(raw.template_arguments_json)
     token_ids = None if raw.prompt_token_ids is None else _prompt_token_ids(raw.prompt_token_ids, limits)
     return GenerationRequest(
         session_id=session_id,
         request_id=request_id,
         sampling=sampling,
-        is_seeded=raw.sampling.seed is not None,
+        is_seeded=is_seeded,
         speculation=speculation,
         text=None if raw.prompt is None else _prompt(raw.prompt),
         token_ids=token_ids,
@@ -197,12 +197,14 @@ def _sampling(raw: RawSamplingParams, limits: ServingLimits) -> SamplingParams:
     )
 
 
-def _check_supported(sampling: SamplingParams, limits: ServingLimits) -> None:
+def _check_supported(sampling: SamplingParams, is_seeded: bool, limits: ServingLimits) -> None:
     """Refuse a field that the target's backend cannot serve exactly."""
     for name in limits.unsupported_fields:
         field = name.removeprefix("sampling.")
         if field == "logprobs":
             is_set = sampling.num_logprobs is not None
+        elif field == "seed":
+            is_set = is_seeded and not sampling.filters.is_greedy
         else:
             is_set = getattr(sampling.filters, field, None) != getattr(_DEFAULT_FILTERS, field, None)
         if is_set:
@@ -280,7 +282,15 @@ def _number(field: str, value: float | None, default: float) -> float:
     return float(value)
 
 
-def _speculation(raw: RawSpeculationParams, limits: ServingLimits) -> SpeculationChoice:
+def _speculation(raw: RawSpeculationParams, limits: ServingLimits, *, must_repeat: bool) -> SpeculationChoice:
+    """Check speculation parameters.
+
+    Args:
+        raw: as sent.
+        limits: of the server.
+        must_repeat: True if a seed decides the output. A request that names no mode then gets one in which draft tokens
+            do not change the text: coupled, or off if that is the server's default, which gives the same text.
+    """
     if raw.mode and raw.mode not in tuple(Mode):
         raise _invalid("speculation.mode", f"must be a SpeculationMode, got {raw.mode}")
     _check_not_negative("speculation.gamma", raw.gamma)
@@ -289,6 +299,8 @@ def _speculation(raw: RawSpeculationParams, limits: ServingLimits) -> Speculatio
     if len(raw.task) > MAX_TASK_CHARACTERS:
         raise _invalid("speculation.task", f"must be at most {MAX_TASK_CHARACTERS} characters, got {len(raw.task)}")
     mode = Mode(raw.mode) if raw.mode else limits.default_mode
+    if must_repeat and not raw.mode and mode is not Mode.OFF:
+        mode = Mode.COUPLED
     return SpeculationChoice(mode=mode, gamma=raw.gamma, draft_pool=raw.draft_pool, task=raw.task)
 
 

@@ -128,7 +128,8 @@ class Speculation(Request):
     """Choice of drafts and of their verification. An absent field is the server's choice."""
 
     mode: Text | None = None
-    """Verification mode: off, rejection, block or coupled."""
+    """Verification mode: off, rejection, block or coupled. Without it, a sampled request with a seed is served in the
+    mode coupled, any other one in the server's default."""
     gamma: Int | None = None
     """Number of draft tokens a round."""
     draft_pool: Text | None = None

@@ -150,12 +150,17 @@ def add_request_flags(
     parser.add_argument(
         "--stop", action="append", metavar="TEXT", help="text that ends the output and is left out; repeatable"
     )
-    parser.add_argument("--seed", type=int, metavar="SEED", help="seed of the sampling; default: drawn by the server")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        metavar="SEED",
+        help="seed, which gives one text; default: drawn by the server",
+    )
     parser.add_argument("--gamma", type=int, metavar="G", help="draft tokens per round; default: the server's choice")
     parser.add_argument(
         "--mode",
         choices=[mode.name.lower() for mode in Mode],
-        help="acceptance rule; off: without drafts; default: rejection",
+        help="acceptance rule; off: without drafts; default: rejection; coupled with --seed",
     )
     parser.add_argument(
         "--draft-pool", metavar="POOL", help="draft pool (see specdec pools); default: the server's choice"

@@ -77,7 +77,7 @@ class GenerateOptions(TypedDict, total=False):
     """Number n of top tokens whose log-probability is returned beside that of the emitted token. They are `logprob`
     and `top_logprobs` in `Chunk.details` and `Completion.details`, whose other fields are then filled as well."""
     mode: Mode | str | None
-    """Verification mode: off | rejection | block | coupled."""
+    """Verification mode: off | rejection | block | coupled. None: coupled with a seed, else the server's default."""
     gamma: int | None
     """Number of draft tokens per round. None: the server chooses."""
     draft_pool: str | None

@@ -118,7 +118,8 @@ class CoordinatorSettings(AccessSettings, TracingSettings, ServiceSettings):
     text and no tokens; `specdec timeline FILE` draws it. Unset: no file."""
 
     default_mode: Literal["off", "rejection", "block", "coupled"] = "rejection"
-    """Speculation mode of requests that name none."""
+    """Speculation mode of requests that name none. A sampled request with a seed is served in the mode coupled instead,
+    unless this is off, which gives the same text: so one seed gives one text."""
 
     draft_timeout_s: float | None = Field(default=5.0, gt=0.0)
     """Limit on the seconds that a round waits for its draft before it continues without one. The usual wait is far

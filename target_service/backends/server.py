@@ -83,9 +83,11 @@ async def open_server(
     server = await open_completions(
         connection, model=model, served_name=served_name, max_context_tokens=max_context_tokens
     )
+    ignored = await _ignored_fields(server)
     if not await _heeds_seeds(server):
-        _log.warning("%s ignores seeds: a repeated request may give another text", connection.url)
-    return ServerBackend(server, await _ignored_fields(server))
+        _log.warning("%s ignores seeds: sampled requests with a seed are refused", connection.url)
+        ignored.append("sampling.seed")
+    return ServerBackend(server, ignored)
 
 
 async def _heeds_seeds(server: CompletionServer) -> bool:

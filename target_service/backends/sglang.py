@@ -12,6 +12,7 @@ fields of these sources; the backend has not run with a real SGLang yet.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +32,8 @@ from specdec.tenant import DEFAULT_TENANT
 from specdec.types import SamplingFilters, TokenIds
 from target_service.backends.contract import BackendShape, Law, Question, TopTokens, sampled
 from target_service.backends.top_backend import PENALTIES, TopBackend, seed_at
+
+_log = logging.getLogger(__name__)
 
 _GENERATE = "/generate"
 
@@ -118,9 +121,21 @@ async def open_sglang(
         model_fingerprint=fingerprint,
         max_context_tokens=min(context_tokens(files, listed, max_context_tokens), int(info["max_req_input_len"])),
         eos_token_ids=files.eos_token_ids,
-        unsupported_fields=PENALTIES,
+        unsupported_fields=(*PENALTIES, *_unsupported_seeds(connection, info)),
     )
     return SglangBackend(connection, shape, min(_MAX_LOGPROBS, files.vocabulary_size))
+
+
+def _unsupported_seeds(connection: Connection, info: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the field of seeds if the server ignores those of tokens that it samples."""
+    if info.get("enable_deterministic_inference"):
+        return ()
+    _log.warning(
+        "%s ignores seeds: sampled requests with a seed are refused; start SGLang with "
+        "--enable-deterministic-inference to serve them",
+        connection.url,
+    )
+    return ("sampling.seed",)
 
 
 async def _server_info(connection: Connection) -> Mapping[str, Any]:

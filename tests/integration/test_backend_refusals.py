@@ -59,12 +59,22 @@ async def test_a_field_that_the_server_ignores_is_refused(ignored: str, field: s
             await system.coordinator.generate(request(temperature=0.8, **asked))
 
 
-async def test_a_server_that_ignores_seeds_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    async with backend_system("server", EngineOptions(ignored=("seed",))):
-        assert "ignores seeds: a repeated request may give another text" in caplog.text
+@pytest.mark.parametrize("backend", ["server", "sglang"])
+async def test_a_seed_that_the_server_ignores_is_refused_where_it_decides(
+    backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with backend_system(backend, EngineOptions(ignored=("seed",))) as system:
+        assert "ignores seeds: sampled requests with a seed are refused" in caplog.text
+        with pytest.raises(grpc.aio.AioRpcError, match=r"sampling\.seed cannot be served exactly"):
+            await system.coordinator.generate(request(temperature=0.8, seed=7))
+        for served in ({"temperature": 0.0, "seed": 7}, {"temperature": 0.8}):
+            assert (await system.coordinator.generate(request(**served))).token_ids
     caplog.clear()
-    async with backend_system("server"):
+    async with backend_system(backend) as system:
         assert "ignores seeds" not in caplog.text
+        asked = [request(temperature=0.8, seed=7, mode=0, gamma=gamma) for gamma in (0, 3)]
+        outputs = [await system.coordinator.generate(each) for each in asked]
+        assert outputs[0].token_ids == outputs[1].token_ids
 
 
 async def test_an_endless_answer_is_given_up(tmp_path: Path) -> None:

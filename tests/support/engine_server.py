@@ -193,6 +193,7 @@ class EngineServer:
             "speculative_algorithm": "EAGLE3" if options.speculates else None,
             "disable_radix_cache": not options.caches_prefixes,
             "skip_tokenizer_init": options.skips_tokenizer,
+            "enable_deterministic_inference": "seed" not in options.ignored,
             "max_req_input_len": options.max_model_len - 6,
         }
 
