@@ -45,6 +45,8 @@ _MAX_AGE_S = 3600.0
 _FETCH_TIMEOUT_S = 5.0
 _MAX_JWKS_BYTES = 1 << 20
 _MAX_VERIFIED = 4096
+#: Limits on what the log shows of keys that cannot be used.
+_MAX_SHOWN_KEYS, _MAX_SHOWN_CHARACTERS = 5, 64
 
 #: Tolerated difference between the issuer's clock and this one's.
 _LEEWAY_S = 30.0
@@ -165,7 +167,8 @@ class _RemoteKeys:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._keys = _fetch(url)
+        self._text = _fetch(url)
+        self._keys = _parse_jwks(self._text)
         self._fetched_s = time.monotonic()
         self._wanted = threading.Event()
         threading.Thread(target=self._keep_fresh, name="fetch-jwks", daemon=True).start()
@@ -183,11 +186,26 @@ class _RemoteKeys:
             self._wanted.wait(_FRESH_S)
             self._wanted.clear()
             try:
-                self._keys = _fetch(self._url)
+                self._take(_fetch(self._url))
                 self._fetched_s = time.monotonic()
             except SpecdecError as error:
                 _log.error("cannot fetch the keys of tokens again, keeping the old ones: %s", error)
             time.sleep(_MIN_INTERVAL_S)
+
+    def _take(self, text: str) -> None:
+        """Use the keys of a text; a set without any withdraws them all. Raises InvalidRequest unless it is a set."""
+        if text == self._text:
+            return
+        try:
+            self._keys = _parse_jwks(text)
+        except _NoUsableKeyError as error:
+            _log.error("every token is refused: %s", error)
+            self._keys = {}
+        self._text = text
+
+
+class _NoUsableKeyError(InvalidRequest):
+    """A set of keys has none that can verify tokens."""
 
 
 class _NoPlaintext(urllib.request.HTTPRedirectHandler):
@@ -219,25 +237,42 @@ def _access(claims: Mapping[str, Any]) -> Access:
     return Access(tenant, frozenset(granted))
 
 
-def _fetch(url: str) -> Keys:
-    """Return the keys at a URL. Raises Unavailable and InvalidRequest."""
+def _fetch(url: str) -> str:
+    """Return the text at a URL. Raises Unavailable."""
     try:
         with urllib.request.build_opener(_NoPlaintext).open(url, timeout=_FETCH_TIMEOUT_S) as answer:
-            text = answer.read(_MAX_JWKS_BYTES + 1).decode()
+            text: str = answer.read(_MAX_JWKS_BYTES + 1).decode()
     except (OSError, ValueError, HTTPException) as error:
         raise Unavailable(f"{_FIELD}: cannot fetch {url}: {error}", reason="REPLICA_UNAVAILABLE") from error
-    return _parse_jwks(text[: _MAX_JWKS_BYTES + 1])
+    return text[: _MAX_JWKS_BYTES + 1]
 
 
 def _parse_jwks(text: str) -> Keys:
-    """Return the public keys of a JWKS. Raises InvalidRequest where there is none that may verify tokens."""
+    """Return the public keys of a JWKS that may verify tokens, without those that cannot be used (RFC 7517, section 5).
+
+    Raises InvalidRequest unless the text is such a set, and _NoUsableKeyError for a set without keys that can be used.
+    """
     try:
-        entries = [entry for entry in json.loads(text)["keys"] if isinstance(entry, dict)]
-        keys = {str(entry.get("kid") or ""): _public_key(entry) for entry in entries if _may_verify(entry)}
-    except (ValueError, KeyError, TypeError, jwt.PyJWTError, RecursionError) as error:
+        entries = list(json.loads(text)["keys"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InvalidRequest(f"{_FIELD}: not a JSON web key set: {type(error).__name__}", field=_FIELD) from None
+    keys: dict[str, PublicKey] = {}
+    left_out = []
+    for entry in entries:
+        try:
+            if _may_verify(entry):
+                keys[str(entry.get("kid") or "")] = _public_key(entry)
+        except Exception as error:  # whatever PyJWT and cryptography make of it, the other keys are good
+            kid = entry.get("kid") if isinstance(entry, dict) else None
+            left_out.append(f"{str(kid)[:_MAX_SHOWN_CHARACTERS]!r} ({type(error).__name__})")
+    counts = f"{len(left_out)} of {len(entries)} keys cannot be used"
+    shown = f"{counts} and are left out: {', '.join(left_out[:_MAX_SHOWN_KEYS])}" if left_out else ""
     if not keys:
-        raise InvalidRequest(f"{_FIELD}: the set has no public key of {', '.join(sorted(ALGORITHMS))}", field=_FIELD)
+        raise _NoUsableKeyError(
+            f"{_FIELD}: the set has no public key of {', '.join(sorted(ALGORITHMS))}; {shown or counts}", field=_FIELD
+        )
+    if left_out:
+        _log.warning("JWKS: %s", shown)
     return keys
 
 

@@ -99,7 +99,8 @@ def test_several_lines_of_a_service_key_are_accepted_and_the_first_is_sent(tmp_p
     ("jwks", "words"),
     [
         ("{}", "not a JSON web key set"),
-        ('{"keys": [{"kty": "EC", "crv": "P-256"}]}', "not a JSON web key set"),
+        ('{"keys": [{"kty": "EC", "crv": "P-256"}]}', "the set has no public key of"),
+        ('{"keys": 5}', "not a JSON web key set"),
         (json.dumps({"keys": [{"kty": "oct", "k": "c2VjcmV0", "alg": "HS256"}]}), "the set has no public key of"),
     ],
 )

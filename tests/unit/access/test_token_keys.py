@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
 
 import jwt
 import pytest
@@ -112,3 +114,55 @@ def test_keys_that_have_not_been_fetched_for_long_are_not_believed(
 def test_keys_that_cannot_be_fetched_keep_a_service_from_starting() -> None:
     with pytest.raises(Unavailable, match=r"jwt_jwks: cannot fetch http://127\.0\.0\.1:1/jwks"):
         TokenVerifier("http://127.0.0.1:1/jwks", issuer="i", audience="a")
+
+
+#: Entries that a set may hold beside good ones: unknown, incomplete, out of range, or no keys at all.
+UNUSABLE: dict[str, Any] = {
+    "an unknown curve": {"kty": "EC", "crv": "P-999", "x": "AA", "y": "AA", "use": "sig"},
+    "an unknown curve of OKP": {"kty": "OKP", "crv": "X99", "x": "AA"},
+    "no curve": {"kty": "EC", "x": "AA", "y": "AA"},
+    "no modulus": {"kty": "RSA", "e": "AQAB", "alg": "RS256"},
+    "a modulus of zero": {"kty": "RSA", "e": "AQAB", "n": "AA"},
+    "no base64": {"kty": "RSA", "e": "AQAB", "n": "\u00e4"},
+    "a number as modulus": {"kty": "RSA", "e": "AQAB", "n": 5},
+    "a point off the curve": {"kty": "EC", "crv": "P-256", "x": "A" * 43, "y": "A" * 43},
+    "an algorithm of the other type": {"kty": "RSA", "e": "AQAB", "n": "AQAB", "alg": "ES256"},
+    "a list as algorithm": {"kty": "EC", "crv": "P-256", "alg": ["ES256"]},
+    "an unknown type": {"kty": "AKP", "alg": "ML-DSA-44", "pub": "AA"},
+    "no type": {},
+    "no object": "key",
+    "null": None,
+}
+
+
+@pytest.mark.parametrize("entry", UNUSABLE.values(), ids=UNUSABLE)
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("has_same_id", [True, False])
+def test_a_key_that_cannot_be_used_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, entry: Any, is_first: bool, has_same_id: bool
+) -> None:
+    issuing, path = Issuer(), tmp_path / "jwks"
+    (good,) = json.loads(issuing.jwks)["keys"]
+    bad = entry | {"kid": good["kid"] if has_same_id else "bad"} if isinstance(entry, dict) else entry
+    path.write_text(json.dumps({"keys": [bad, good] if is_first else [good, bad]}))
+    assert TokenVerifier(str(path), issuer="i", audience="a").identify(issuing.token()).tenant == "acme"
+    if bad is not None and "kty" in bad and bad["kty"] != "AKP":
+        assert "1 of 2 keys cannot be used and are left out" in caplog.text
+
+
+@pytest.mark.parametrize("remaining", ["good", "none"])
+def test_a_key_that_cannot_be_used_does_not_keep_a_withdrawn_key_alive(
+    issuer: tuple[Issuer, str], monkeypatch: pytest.MonkeyPatch, remaining: str
+) -> None:
+    monkeypatch.setattr(json_web_tokens, "_FRESH_S", 0.05)
+    monkeypatch.setattr(json_web_tokens, "_MIN_INTERVAL_S", 0.01)
+    issuing, url = issuer
+    tokens = TokenVerifier(url, issuer="i", audience="a")
+    old = issuing.token()
+    assert tokens.identify(old).tenant == "acme"
+    issuing.change_key("second")
+    keys = json.loads(issuing.jwks)["keys"] if remaining == "good" else []
+    issuing.jwks = json.dumps({"keys": [UNUSABLE["an unknown curve"], *keys]}).encode()
+    wait_until_refused(tokens, old)
+    if remaining == "good":
+        assert tokens.identify(issuing.token()).tenant == "acme"
