@@ -24,6 +24,7 @@ import numpy as np
 import redis.asyncio
 
 from bench.line_child import LineChild
+from specdec.rpc.channels import dial
 
 _SERVICE = "specdec.bench.Echo"
 _ECHO, _TAKE = f"/{_SERVICE}/Echo", f"/{_SERVICE}/Take"
@@ -122,7 +123,7 @@ async def _connected(addresses: dict[str, str], carrier: str) -> AsyncIterator[_
         yield _Socket(reader, writer)
         writer.close()
     else:
-        async with grpc.aio.insecure_channel(addresses["grpc"]) as channel:
+        async with dial(addresses["grpc"]) as channel:
             call = channel.stream_stream(_ECHO)()
             yield _Stream(call)
             call.cancel()
@@ -168,7 +169,7 @@ async def _cpu_s(addresses: dict[str, str], redis_url: str, carrier: str, num_st
     async with (
         _connected(addresses, carrier) as to_draft,
         _connected(addresses, carrier) as to_target,
-        grpc.aio.insecure_channel(addresses["grpc"]) as to_clients,
+        dial(addresses["grpc"]) as to_clients,
         redis.asyncio.Redis.from_url(redis_url) as store,
     ):
         draft, target, commit = _Link(to_draft), _Link(to_target), store.register_script(_COMMIT)

@@ -9,7 +9,6 @@ same. `tier_rule` covers targets of other speeds.
 import contextlib
 import json
 import time
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +20,7 @@ from bench.models import DEMO
 from bench.pairs import interleave, median_ratio
 from bench.report import progress
 from bench.rows import Row
+from bench.scrape import page_of
 from bench.simulated_system import ProcessSystem, ReplicaCommand, redis_server
 from bench.tier_rule import measure_rule
 from specdec.client import Client
@@ -184,8 +184,7 @@ def _total(figures: dict[str, float], name: str, label: str = "") -> float:
 
 def _figures(metrics: str) -> dict[str, float]:
     """The target's series of the tier."""
-    with urllib.request.urlopen(f"http://{metrics}/metrics") as response:
-        lines = response.read().decode().splitlines()
+    lines = page_of(metrics).splitlines()
     beginning = "specdec:kv_tier_"
     series = (line.removeprefix(beginning).rpartition(" ") for line in lines if line.startswith(beginning))
     return {name: float(value) for name, _, value in series}

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import grpc
-
 from bench.fault_outages import PROMPT, model_replicas
 from bench.models import DEMO
 from bench.pairs import interleave, median_ratio
@@ -21,6 +19,7 @@ from bench.rows import Row
 from bench.simulated_system import ProcessSystem
 from specdec.cli.health import is_serving
 from specdec.client import Client
+from specdec.rpc.channels import dial_blocking
 from specdec.types import TokenSource
 
 NUM_PAIRS, NUM_QUICK_PAIRS = 15, 2
@@ -94,7 +93,7 @@ def _return_s(system: ProcessSystem, client: Client, drafts: list[str]) -> float
 
 
 def _note_serving(address: str, served: list[float]) -> None:
-    with grpc.insecure_channel(address) as channel:
+    with dial_blocking(address) as channel:
         while not is_serving(channel):
             time.sleep(_POLL_S)
     served.append(time.monotonic())

@@ -7,17 +7,16 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.models import DEMO
 from bench.peer_clients import MAX_CONCURRENCY, PeerClient
+from bench.scrape import page_of
 from bench.workload import NUM_NEW_TOKENS
 
 _REPORT = "report.json"
 _SERIES = "vllm:spec_decode_num_"
-_TIMEOUT_S = 10.0
 
 
 class GuideLlmClient(PeerClient):
@@ -46,9 +45,7 @@ class GuideLlmClient(PeerClient):
 
     def figures(self, folder: Path, port: int) -> Mapping[str, Any]:
         report = json.loads((folder / _REPORT).read_text())
-        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=_TIMEOUT_S) as response:
-            page = response.read().decode()
-        return report_figures(report) | acceptance_figures(page)
+        return report_figures(report) | acceptance_figures(page_of(f"127.0.0.1:{port}"))
 
 
 def report_figures(report: Mapping[str, Any]) -> dict[str, float]:

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import sys
-import urllib.request
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,12 +15,14 @@ from bench.models import DEMO
 from bench.pairs import MIN_PAIRS
 from bench.report import progress
 from bench.rows import Row
+from bench.scrape import page_of
 from bench.servers.answers import Answer
 from bench.servers.figures import batch_rows, ratio_row
 from bench.servers.http_servers import VllmServer, free_port
 from bench.servers.process import ServerProcess
 from bench.servers.served_pairs import prompts_of
 from bench.servers.systems import VLLM, own_draft_model, peer_program
+from specdec.rpc.channels import dial
 
 _POOL, _OWN = "vllm_with_pool", "vllm_with_draft_model"
 _DEADLINE_MS = 50
@@ -42,9 +43,7 @@ class _DraftService(ServerProcess):
         super().__init__("draft service", [*command, "--redis-url", "memory://"])
 
     async def _wait_until_ready(self) -> None:
-        from grpc.aio import insecure_channel
-
-        async with insecure_channel(self.address) as channel:
+        async with dial(self.address) as channel:
             await channel.channel_ready()
 
     def signal(self, number: int) -> None:
@@ -101,8 +100,7 @@ def pool_rows(make_row: Callable[..., Row], run: Run, peers: Path, quick: bool) 
 
 def _acceptance(server: VllmServer) -> float:
     """Return the share of draft tokens that vLLM has accepted so far."""
-    with urllib.request.urlopen(server.url + "/metrics") as answer:
-        lines = answer.read().decode().splitlines()
+    lines = page_of(server.url.removeprefix("http://")).splitlines()
 
     def total(name: str) -> float:
         return sum(

@@ -15,8 +15,10 @@ import time
 import urllib.request
 from collections.abc import Mapping
 from http.client import HTTPException
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
 
 import jwt
 
@@ -237,10 +239,21 @@ def _access(claims: Mapping[str, Any]) -> Access:
     return Access(tenant, frozenset(granted))
 
 
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    """Return what fetches a URL: directly from this machine, from others through a proxy that the environment names."""
+    host = urlsplit(url).hostname or ""
+    try:
+        is_here = ip_address(host).is_loopback
+    except ValueError:
+        is_here = host == "localhost"
+    direct = (urllib.request.ProxyHandler({}),) if is_here else ()
+    return urllib.request.build_opener(_NoPlaintext, *direct)
+
+
 def _fetch(url: str) -> str:
     """Return the text at a URL. Raises Unavailable."""
     try:
-        with urllib.request.build_opener(_NoPlaintext).open(url, timeout=_FETCH_TIMEOUT_S) as answer:
+        with _opener(url).open(url, timeout=_FETCH_TIMEOUT_S) as answer:
             text: str = answer.read(_MAX_JWKS_BYTES + 1).decode()
     except (OSError, ValueError, HTTPException) as error:
         raise Unavailable(f"{_FIELD}: cannot fetch {url}: {error}", reason="REPLICA_UNAVAILABLE") from error

@@ -30,6 +30,7 @@ from specdec.client.failures import closed, read_failure
 from specdec.client.identity import Metadata
 from specdec.client.looks import Looks
 from specdec.client.recovery import CHANNEL_OPTIONS, Recovery
+from specdec.client.transport import resolve_proxy
 from specdec.errors import InvalidRequest, ResourceExhausted, SpecdecError, Unavailable, Unsupported
 from specdec.rpc.channels import Options, dial, dial_blocking, forked
 from specdec.rpc.status import is_ours
@@ -73,7 +74,8 @@ class _Coordinators(Generic[ChannelT]):
     chosen: _Connection[ChannelT]
 
     def __init__(self, endpoint: str, tls: Tls | None) -> None:
-        self.endpoint, self.tls = endpoint, tls
+        """Raises InvalidRequest for a proxy that cannot be used."""
+        self.endpoint, self.tls, self.proxy = endpoint, tls, resolve_proxy(endpoint)
         self._process = 0
         """Process of the first call, which makes the first connection; 0 before it."""
         self.suspect: _Connection[ChannelT] | None = None
@@ -244,7 +246,7 @@ class AsyncCoordinators(_Coordinators[grpc.aio.Channel]):
         return _reports_serving(response)
 
     def _dial(self, options: Options) -> grpc.aio.Channel:
-        return dial(self.endpoint, options, tls=self.tls)
+        return dial(self.endpoint, options, tls=self.tls, proxy=self.proxy)
 
     async def close(self) -> None:
         """End every call and connection. Idempotent."""
@@ -326,7 +328,7 @@ class Coordinators(_Coordinators[grpc.Channel]):
             super().renew()
 
     def _dial(self, options: Options) -> grpc.Channel:
-        return dial_blocking(self.endpoint, options, tls=self.tls)
+        return dial_blocking(self.endpoint, options, tls=self.tls, proxy=self.proxy)
 
     def close(self) -> None:
         """End every call and connection. Idempotent."""

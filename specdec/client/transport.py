@@ -1,4 +1,4 @@
-"""Transport security of a client: plaintext, or the certificate files that it is given or finds in the environment.
+"""The way of a client to its server: plaintext or certificate files, and the proxy that it is told to use.
 
 Both clients use this module, and the command line for the names of the variables.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from functools import lru_cache
+from urllib.parse import urlsplit
 
 from specdec.errors import InvalidRequest
 from specdec.rpc.channels import is_local
@@ -17,6 +18,7 @@ CA_VARIABLE = "SPECDEC_TLS_CA"
 CERT_VARIABLE = "SPECDEC_TLS_CERT"
 KEY_VARIABLE = "SPECDEC_TLS_KEY"
 SERVER_NAME_VARIABLE = "SPECDEC_TLS_SERVER_NAME"
+PROXY_VARIABLE = "SPECDEC_PROXY"
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +58,30 @@ def tls_of(ca: str, cert: str, key: str, *, server_name: str) -> Tls | None:
             field="tls_ca",
         )
     return Tls(ca=ca, cert=cert, key=key, server_name=server_name) if ca else None
+
+
+def resolve_proxy(endpoint: str) -> str:
+    """Return the URL of the HTTP proxy to an endpoint, from SPECDEC_PROXY; "" for none, as to this machine.
+
+    Variables for web traffic, such as `https_proxy`, do not count.
+
+    Raises:
+        InvalidRequest: the variable is not such a URL. It may hold a password, so the message leaves it out.
+    """
+    proxy = os.environ.get(PROXY_VARIABLE, "")
+    if not proxy or is_local(endpoint):
+        return ""
+    try:
+        url = urlsplit(proxy)
+        is_usable = url.scheme == "http" and bool(url.hostname) and bool(url.port) and url.path in ("", "/")
+    except ValueError:
+        is_usable = False
+    if not is_usable:
+        raise InvalidRequest(
+            f"{PROXY_VARIABLE}: the proxy must be named as http://HOST:PORT or http://USER:PASSWORD@HOST:PORT",
+            field="proxy",
+        )
+    return proxy
 
 
 def exposes_key(endpoint: str, tls: Tls | None, api_key: str | None) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from specdec.errors import InvalidRequest
-from specdec.observability.otlp import missing_package, of_service, otlp_endpoint, process_resource
+from specdec.observability.otlp import NO_PROXY, missing_package, of_service, otlp_endpoint, process_resource
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Histogram
@@ -94,7 +94,7 @@ class GenAiMetrics:
         from opentelemetry.sdk.metrics import MeterProvider
         from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
-        reader = PeriodicExportingMetricReader(OTLPMetricExporter(endpoint=endpoint))
+        reader = PeriodicExportingMetricReader(OTLPMetricExporter(endpoint=endpoint, channel_options=NO_PROXY))
         self._provider = MeterProvider([reader], of_service(process_resource(), service), shutdown_on_exit=False)
         self._meter = self._provider.get_meter("specdec")
         self._is_closed = False

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from specdec.errors import Unsupported
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
+
+
+#: Channel arguments of exporters: a collector is reached directly, also if http_proxy is set in the environment.
+NO_PROXY: tuple[Any] = (("grpc.enable_http_proxy", 0),)
 
 
 def otlp_endpoint(endpoint: str, signal: Literal["TRACES", "METRICS"], environ: Mapping[str, str]) -> str:

@@ -12,6 +12,8 @@ from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
+from specdec.observability.otlp import NO_PROXY
+
 
 class _CountingExporter(SpanExporter):
     """The OTLP exporter, with counts. It is called by one thread at a time."""
@@ -53,7 +55,7 @@ class SpanQueue(BatchSpanProcessor):
         self._max_waiting = max_waiting
         self._num_accepted = 0
         self._num_dropped = 0
-        self._exporter = _CountingExporter(OTLPSpanExporter(endpoint=endpoint))
+        self._exporter = _CountingExporter(OTLPSpanExporter(endpoint=endpoint, channel_options=NO_PROXY))
         super().__init__(
             self._exporter, max_queue_size=max_waiting, schedule_delay_millis=interval_ms, max_export_batch_size=batch
         )

@@ -26,6 +26,10 @@ Options = Sequence[tuple[str, Any]]
 #: Callers repeat what may be repeated.
 _NO_RETRIES = (("grpc.enable_retries", 0),)
 
+#: gRPC must not send links through a proxy that `http_proxy`, `https_proxy` or `grpc_proxy` name for web traffic: it
+#: could not reach this machine, and would see what links in plaintext carry, keys included.
+NO_PROXY = (("grpc.enable_http_proxy", 0),)
+
 #: Calls of a port at once, and streams of a connection to it, unless the port is given another number.
 MAX_CALLS = 4096
 
@@ -57,29 +61,30 @@ _dialling_process = 0
 """Process that made the first channel; 0 before."""
 
 
-def dial(address: str, options: Options = (), *, tls: Tls | None = None) -> grpc.aio.Channel:
+def dial(address: str, options: Options = (), *, tls: Tls | None = None, proxy: str = "") -> grpc.aio.Channel:
     """Return a channel for the running event loop; it connects at the first call.
 
     Args:
         address: HOST:PORT or a gRPC target.
         options: channel arguments of the caller.
         tls: authorities of the server, and this side's certificate if it has one; None: plaintext.
+        proxy: URL of the HTTP proxy to connect through; "": none, whatever the environment names.
 
     Raises:
         InvalidRequest: the files of `tls` cannot be used.
         Unsupported: see `forked`.
     """
     _require_own_process()
-    options = (*_NO_RETRIES, *options)
+    options = (*_NO_RETRIES, *_way(proxy), *options)
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, channel_credentials(tls), options=(*options, *_server_name(tls)))
 
 
-def dial_blocking(address: str, options: Options = (), *, tls: Tls | None = None) -> grpc.Channel:
+def dial_blocking(address: str, options: Options = (), *, tls: Tls | None = None, proxy: str = "") -> grpc.Channel:
     """Return a channel for threads; otherwise as `dial`."""
     _require_own_process()
-    options = (*_NO_RETRIES, *options)
+    options = (*_NO_RETRIES, *_way(proxy), *options)
     if tls is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, channel_credentials(tls), options=(*options, *_server_name(tls)))
@@ -147,6 +152,10 @@ def open_port(
         return server.add_insecure_port(address)
     credentials = server_credentials(tls, demands_client_certificate=demands_client_certificate)
     return server.add_secure_port(address, credentials)
+
+
+def _way(proxy: str) -> Options:
+    return (("grpc.http_proxy", proxy),) if proxy else NO_PROXY
 
 
 def _server_name(tls: Tls) -> Options:

@@ -166,3 +166,13 @@ def test_a_key_that_cannot_be_used_does_not_keep_a_withdrawn_key_alive(
     wait_until_refused(tokens, old)
     if remaining == "good":
         assert tokens.identify(issuing.token()).tenant == "acme"
+
+
+def test_keys_on_this_machine_are_fetched_without_a_proxy(
+    issuer: tuple[Issuer, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    issuing, url = issuer
+    assert TokenVerifier(url, issuer="i", audience="a").identify(issuing.token()).tenant == "acme"
