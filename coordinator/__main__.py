@@ -58,7 +58,7 @@ from specdec.rpc.health import Health
 from specdec.rpc.server import COORDINATOR_SERVICE, VLLM_SERVICE, ServiceServer
 from specdec.service import memory
 from specdec.service.lifecycle import require_addresses, run_to_exit_code, stop_on_signals
-from specdec.settings.addresses import advertised_address, is_loopback, split_address
+from specdec.settings.addresses import advertised_address, guarded_address, is_loopback
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.reading import opened, parse_settings
 from specdec.state.coordinators import coordinator_info
@@ -172,7 +172,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
             opener = RequestOpener(generations, pools, tenants, default_mode)
             _add_smg_contract(server, settings.tokenizer, opener, generations, pools, tracing)
         if settings.metrics:
-            ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
+            ending.callback(start_metrics_server(metrics.registry, *guarded_address(settings.metrics)))
         await server.start()
         if settings.admin:
             servicer.admin_address = await open_admin_port(

@@ -34,7 +34,7 @@ from specdec.observability.genai_metrics import open_genai_metrics
 from specdec.observability.logging import configure_logging
 from specdec.observability.metrics_server import start_metrics_server
 from specdec.observability.tracing import SpanCollector, open_tracing
-from specdec.settings.addresses import split_address
+from specdec.settings.addresses import guarded_address
 from specdec.settings.gateway import GatewaySettings
 from specdec.settings.reading import opened, parse_settings
 from specdec.state.responses import RedisResponses
@@ -87,7 +87,7 @@ async def _serve(settings: GatewaySettings, keys: ApiKeys, service_key: ServiceK
         if metrics.genai is not None:
             ending.push_async_callback(asyncio.to_thread, metrics.genai.close)
         if settings.metrics:
-            ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
+            ending.callback(start_metrics_server(metrics.registry, *guarded_address(settings.metrics)))
         if not settings.coordinator:
             with contextlib.suppress(Unavailable):  # it may be late; a wrong one is refused before anything listens
                 await wait_for_store(settings.redis_url, 0.0)

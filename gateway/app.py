@@ -19,12 +19,13 @@ from gateway.bodies import LimitedBody
 from gateway.context import Gateway
 from gateway.deadlines import Deadlines
 from gateway.http_errors import error_response, read_validation_error
-from gateway.middleware import Authenticated, Measured, WithoutSlash
+from gateway.middleware import Authenticated, KnownHosts, Measured, WithoutSlash
 from gateway.request_log import REQUEST_ID_HEADER, Logged
 from gateway.routes import chat, completions, messages, models, playground, responses, sessions, status, tokens
 from gateway.tracing import Traced
 from specdec.errors import Internal, InvalidRequest, NotFound, SpecdecError
 from specdec.observability.logging import X_REQUEST_ID
+from specdec.settings.addresses import host_rule
 
 _log = logging.getLogger(__name__)
 
@@ -74,6 +75,8 @@ def _layers(gateway: Gateway) -> list[Middleware]:
     ]
     if gateway.tracing is not None:
         layers.append(Middleware(Traced, tracing=gateway.tracing))
+    if gateway.keys.answers_anyone:
+        layers.append(Middleware(KnownHosts, serves=host_rule(settings.listen, settings.allowed_host)))
     if settings.cors_origin:
         layers.append(
             Middleware(

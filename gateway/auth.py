@@ -68,6 +68,8 @@ class ApiKeys:
             anonymous=Access() if allow_anonymous else None,
             clock=clock,
         )
+        self.answers_anyone = allow_anonymous
+        """True if a request without a key is answered."""
         self._usage: dict[str, _Usage] = {}
         self._clock = clock
 

@@ -1,4 +1,4 @@
-"""ASGI layers around the routes: measuring, and API keys. `gateway.bodies` has the one that reads bodies.
+"""ASGI layers around the routes: measuring, hosts and API keys. `gateway.bodies` has the one that reads bodies.
 
 They are plain ASGI: a stream passes them without a task or a queue of its own. A request that passes goes to a route,
 such as `gateway.routes.chat`.
@@ -20,11 +20,13 @@ from gateway.sse import CLIENT_GONE, ClientGone
 from specdec.access.grants import Access
 from specdec.access.refusals import RefusalLog
 from specdec.errors import Forbidden, SpecdecError, Unauthenticated
+from specdec.settings.addresses import HostRule
 
 #: Paths that need a key where there are keys.
 _GUARDED = ("/v1/", "/tokenize", "/detokenize")
 _BEARER = "bearer "
 _FAILED = 500
+_MAX_SHOWN_CHARACTERS = 64
 
 
 class WithoutSlash:
@@ -105,6 +107,25 @@ class Authenticated:
             host, port = scope.get("client") or ("", 0)
             self._refusals.note(f"{host}:{port}", error)
             raise
+
+
+class KnownHosts:
+    """Refuses requests whose Host is not served."""
+
+    def __init__(self, app: ASGIApp, serves: HostRule) -> None:
+        self._app, self._serves = app, serves
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        hosts = Headers(scope=scope).getlist("host") if scope["type"] == "http" else []
+        if self._serves(hosts):
+            await self._app(scope, receive, send)
+            return
+        error = Forbidden(
+            f"host: without API keys, {', '.join(hosts)[:_MAX_SHOWN_CHARACTERS]!r} is not served; use a name of "
+            "loopback such as localhost, or start the gateway with --allowed-host NAME or with API keys",
+            field="host",
+        )
+        await error_response(error, scope["path"])(scope, receive, send)
 
 
 def _is_resumption(scope: Scope) -> bool:

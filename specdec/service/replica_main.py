@@ -48,7 +48,7 @@ from specdec.service.lifecycle import (
 )
 from specdec.service.model_grace import ModelGrace
 from specdec.service.rank_group import run_ranks
-from specdec.settings.addresses import split_address
+from specdec.settings.addresses import guarded_address
 from specdec.settings.base import ReplicaSettings
 from specdec.settings.devices import require_device
 from specdec.settings.draft_specs import LocalDraftSpec
@@ -153,7 +153,7 @@ async def serve_replica(
             health.open_port(settings.health)
             ending.callback(health.close_port)
         if settings.metrics:  # from now on, so that the load can be watched
-            ending.callback(start_metrics_server(metrics.registry, *split_address(settings.metrics)))
+            ending.callback(start_metrics_server(metrics.registry, *guarded_address(settings.metrics)))
         service_key = read_service_key(settings.service_key, os.environ)
         registry = None
         if not settings.redis_url.startswith("memory:"):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Callable, Iterable, Sequence
 from ipaddress import IPv6Address, ip_address
 
 WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 # The standard forbids underscores in host names, but container networks use them.
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
+_HOST_HEADER = re.compile(rf"(\[[0-9A-Fa-f:.]+\]|{_HOST_NAME.pattern.replace('(', '(?:', 1)})(?::[0-9]*)?")
 _MAX_ADDRESS_CHARACTERS = 300
 _MAX_SHOWN_CHARACTERS = 64
 
@@ -16,6 +18,9 @@ _MAX_SHOWN_CHARACTERS = 64
 _SCHEMES = frozenset(
     ("dns", "google-c2p", "google-c2p-experimental", "ipv4", "ipv6", "unix", "unix-abstract", "vsock", "xds")
 )
+
+HostRule = Callable[[Sequence[str]], bool]
+"""Tells whether a request with these Host headers is answered."""
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -62,6 +67,43 @@ def is_loopback_host(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def guarded_address(address: str) -> tuple[str, int, HostRule]:
+    """Return host and port of a plain HTTP port at `address`, and the rule for Host headers of its requests."""
+    return *split_address(address), host_rule(address)
+
+
+def host_rule(address: str, listed: Iterable[str] = ()) -> HostRule:
+    """Return the rule for Host headers of requests without credentials at a port.
+
+    On loopback, and wherever names are listed, a Host must be a name of loopback or a listed one: by another name, a
+    page of any site could call the port, since the site's name may resolve to this machine for a moment (DNS
+    rebinding). Beyond loopback without a list, every Host is served.
+
+    Args:
+        address: HOST:PORT at which the port listens.
+        listed: further names that are served, without ports.
+    """
+    names = frozenset(map(name_of_host, listed))
+    if not names and not is_loopback(address):
+        return lambda hosts: True
+
+    def serves(hosts: Sequence[str]) -> bool:
+        found = [name_of_host(host) for host in hosts]  # a client that sends none is not a browser
+        return len(found) <= 1 and all(name and (name in names or _names_loopback(name)) for name in found)
+
+    return serves
+
+
+def name_of_host(host: str) -> str:
+    """Return the name or address in a Host header, in lower case and without its last dot; "" for a malformed one."""
+    found = _HOST_HEADER.fullmatch(host.strip())
+    return found[1].strip("[]").lower().removesuffix(".") if found else ""
+
+
+def _names_loopback(name: str) -> bool:
+    return is_loopback_host(name) or name.endswith(".localhost")
 
 
 def join_address(host: str, port: int) -> str:

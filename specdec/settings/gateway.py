@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from specdec.settings.access import AccessSettings
-from specdec.settings.addresses import is_loopback
+from specdec.settings.addresses import is_loopback, name_of_host
 from specdec.settings.base import DAY_S, Address, ProcessSettings, split_commas
 from specdec.settings.tracing import TracingSettings
 
@@ -87,6 +87,17 @@ class GatewaySettings(AccessSettings, TracingSettings, ProcessSettings):
     cors_origin: Texts = ()
     """Origin of web pages, such as https://example.com, that browsers allow to call this gateway; repeatable. Unset:
     pages of the gateway itself alone."""
+
+    allowed_host: Texts = ()
+    """Name in the Host header, such as llm.example.com, under which a gateway that answers without API keys is served
+    beside the names of loopback; repeatable. Unset: names of loopback alone on loopback, every name beyond it."""
+
+    @model_validator(mode="after")
+    def _check_hosts(self) -> Self:
+        for host in self.allowed_host:
+            if not name_of_host(host):
+                raise ValueError(f"--allowed-host {host[:64]}: must be a host name, such as llm.example.com")
+        return self
 
     @model_validator(mode="after")
     def _check_upstream(self) -> Self:

@@ -34,7 +34,7 @@ _VALUE_NAMES = {
     "learning-log": "DIR",
     "api-key": "KEY",
     "cors-origin": "ORIGIN",
-    "served-model-name": "NAME",
+    **dict.fromkeys(("served-model-name", "allowed-host"), "NAME"),
     **dict.fromkeys(("utilization", "share"), "SHARE"),
     "-s": "SECONDS",
     "-ms": "MILLISECONDS",

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from specdec.observability.metrics_server import start_metrics_server
+from specdec.settings.addresses import guarded_address
 from tests.support.stack import free_port
 
 
@@ -62,7 +63,7 @@ class Endpoint:
 def served(registry: CollectorRegistry) -> Iterator[Endpoint]:
     """Serve a registry as a service does."""
     port = free_port()
-    stop = start_metrics_server(registry, "127.0.0.1", port)
+    stop = start_metrics_server(registry, *guarded_address(f"127.0.0.1:{port}"))
     try:
         yield Endpoint(f"127.0.0.1:{port}")
     finally:
