@@ -42,7 +42,7 @@ EXCUSES = {
     r"specdec up .*(--device cuda|Qwen/|\.gguf)": "needs a GPU, the Hugging Face hub or a model of the reader's own",
     rf"specdec up( --http {re.escape(HTTP_ADDRESS)})?( &| --detach)?$": "is what the other commands run on here",
     r"specdec up --draft suffix --draft code=": "starts a system of its own; test_draft_pools has one",
-    r"specdec (serve|advise --target) (Qwen/|.*\.gguf)": "needs the Hugging Face hub or a model of the reader's own",
+    r"specdec (serve|plan|advise --target) (Qwen/|.*\.gguf)": "needs the Hugging Face hub or a model of one's own",
     r"python -m (target_service|draft_service|coordinator|gateway) .*redis://redis": "needs a GPU and other machines",
     r"specdec up --set coordinator.worker_contract=": "starts a system of its own; test_smg_router has one",
     r"(smg launch|curl -s http://127\.0\.0\.1:30000)": "needs a router; test_smg_router has one",
