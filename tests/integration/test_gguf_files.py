@@ -28,6 +28,7 @@ from specdec.checkpoints.gguf_numbers import NotConverted
 from specdec.checkpoints.locate import checkpoint_fingerprint, locate_checkpoint
 from specdec.checkpoints.vocabulary import load_vocabulary
 from specdec.errors import InvalidRequest, SpecdecError
+from specdec.remote_engines.remote_model import read_model_files
 
 TARGET = DEMO / "target"
 ODD_TEXTS = [
@@ -189,6 +190,12 @@ def test_what_killed_conversions_left_is_removed_by_the_next_one_unless_it_is_st
         fcntl.flock(lock, fcntl.LOCK_EX)
         locate_checkpoint(write_gguf(TARGET, tmp_path / "demo.gguf"), small_files_only=True)
         assert (left.exists(), written.exists()) == (False, True)
+
+
+def test_a_server_that_reads_the_file_itself_is_told_its_end_tokens(tmp_path: Path) -> None:
+    """Only the tokenizer is converted then."""
+    path = write_gguf(TARGET, tmp_path / "demo.gguf")
+    assert read_model_files(str(path)).eos_token_ids == (2,)
 
 
 def test_without_the_packages_that_read_it_the_extra_is_told_that_installs_them(tmp_path: Path) -> None:
