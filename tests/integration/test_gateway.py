@@ -81,7 +81,7 @@ async def test_a_client_that_leaves_ends_its_generation_whether_it_streams_or_no
         for number, stream in enumerate((True, False), start=1):
             body = json.dumps({"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": stream, "n": 2})
             _, writer = await running.connect()
-            head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
             await eventually(lambda: coordinator.generations.num_running > 0)
             writer.transport.abort()

@@ -93,7 +93,7 @@ async def rig() -> AsyncIterator[Rig]:
 
 def request_bytes(body: dict[str, Any], accept: str = "*/*") -> bytes:
     content = json.dumps(body).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\naccept: {accept}\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\naccept: {accept}\r\n"
     return f"{head}content-length: {len(content)}\r\nconnection: close\r\n\r\n".encode() + content
 
 

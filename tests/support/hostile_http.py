@@ -78,7 +78,7 @@ def _served_at(route: tuple[str, str]) -> dict[str, Any]:
 
 
 def _request(route: tuple[str, str], body: bytes, headers: list[bytes], *, states_length: bool) -> bytes:
-    lines = [f"{route[0]} {route[1]} HTTP/1.1".encode(), b"host: x", b"connection: close", *headers]
+    lines = [f"{route[0]} {route[1]} HTTP/1.1".encode(), b"host: localhost", b"connection: close", *headers]
     if states_length:
         lines.append(f"content-length: {len(body)}".encode())
     return b"\r\n".join(lines) + b"\r\n\r\n" + body

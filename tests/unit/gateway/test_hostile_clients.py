@@ -19,7 +19,7 @@ CHAT = "/v1/chat/completions"
 async def test_a_client_that_sends_its_headers_too_slowly_is_told_and_cut_off() -> None:
     async with running_gateway(header_timeout_s=0.3) as running:
         reader, writer = await running.connect()
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-slow: ")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-slow: ")
         answer = await reader.read()  # until the gateway closes the connection
         assert answer.startswith(b"HTTP/1.1 408 ")
         writer.close()
@@ -35,7 +35,7 @@ async def test_a_connection_that_sends_nothing_is_closed() -> None:
 async def test_a_body_that_stops_half_way_is_refused_with_408() -> None:
     async with running_gateway(body_timeout_s=0.3) as running:
         reader, writer = await running.connect()
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
         answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b"did not arrive within 0.3 s" in answer
@@ -121,7 +121,9 @@ async def test_many_slow_clients_leave_nothing_behind() -> None:
         assert running.count("specdec:http_requests_in_flight") == 0
 
 
-@pytest.mark.parametrize("begin", [b"GET /health HTTP/1.1\r\nhost: x\r\nx: ", b"GET /health HTTP/1.1\r\n", b"GET /"])
+@pytest.mark.parametrize(
+    "begin", [b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: ", b"GET /health HTTP/1.1\r\n", b"GET /"]
+)
 async def test_headers_without_end_are_refused_before_they_fill_the_memory(begin: bytes) -> None:
     async with running_gateway() as running:
         reader, writer = await running.connect()
@@ -150,12 +152,12 @@ async def test_headers_of_the_usual_size_are_read_however_they_are_divided() -> 
     "request_bytes",
     [
         b"nonsense\r\n\r\n",
-        b"GET / HTTP/1.1\r\nhost: x\r\nx: a\0b\r\n\r\n",
-        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",
-        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n",
-        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: " + b"9" * 5000 + b"\r\n\r\n",
-        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n0\r\n\r\n",
-        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\nx: a\0b\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: " + b"9" * 5000 + b"\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
     ],
 )
 async def test_what_is_not_http_gets_the_error_object_and_a_closed_connection(request_bytes: bytes) -> None:
@@ -172,7 +174,7 @@ async def test_half_a_request_behind_another_waits_for_its_answer_and_is_then_re
     async with running_gateway(header_timeout_s=0.2, retry_s=1.0) as running:
         reader, writer = await running.connect()
         body = b'{"prompt": "x"}'
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body + b"GET /hea")
         answers = await reader.read()
         writer.close()
@@ -192,7 +194,7 @@ async def test_a_body_beside_a_wish_for_another_protocol_is_refused_in_words() -
 async def test_blank_lines_between_requests_do_not_keep_a_connection() -> None:
     async with running_gateway(header_timeout_s=0.3) as running:
         reader, writer = await running.connect()
-        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert await reader.readuntil(b"}")
         writer.write(b"\r\n")
         assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
