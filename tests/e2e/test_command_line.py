@@ -253,7 +253,7 @@ def test_only_the_user_reaches_the_sockets_of_up(system: tuple[subprocess.Popen[
     # `up` itself listens on no port, because any user of the machine could dial it.
     assert listening_ports(up.pid) == set()
     services = {port for pid in children_of(up) for port in listening_ports(pid)}
-    assert len(services) == 5  # the coordinator has one for operators
+    assert len(services) == 9  # one to serve and one for metrics each, and the coordinator's for operators
     assert int(endpoint.rpartition(":")[2]) in services
 
 

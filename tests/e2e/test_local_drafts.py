@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from coordinator.round import answers
 from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
@@ -140,8 +141,9 @@ class MisstatesLocalDrafts(Verifier):
         return replace(verification, drafted=replace(drafted, supports=tuple(stated)))
 
 
-async def test_a_local_draft_with_a_wrong_q_would_be_detected(target: Path) -> None:
-    """Negative control."""
+async def test_a_local_draft_with_a_wrong_q_would_be_detected(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control, with a coordinator that does not draw the tokens again."""
+    monkeypatch.setattr(answers, "check_drawn", lambda *_: None)
     options = {"mode": "rejection", "temperature": 1.0}
     counts, _ = await sample(load(target), target, NUM_QUICK_SAMPLES, MisstatesLocalDrafts, **options)
     assert p_value(counts, joint_law(target, SamplingFilters())) < FALSE_ALARM / len(CASES)

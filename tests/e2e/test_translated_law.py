@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coordinator.round import answers
 from draft_service.cross_vocabulary_proposer import CrossVocabularyProposer
 from specdec.types import Proposal, ProposeRequest, SamplingFilters
 from tests.e2e.test_sampled_law import FALSE_ALARM, GAMMA, NUM_AT_ONCE, NUM_TOKENS, PROMPT, joint_law, p_value
@@ -114,8 +115,11 @@ class RenormalisesAfterDrawing(CrossVocabularyProposer):
         return replace(proposal, draft_token_ids=np.array(likeliest, dtype=np.uint32))
 
 
-async def test_renormalising_after_drawing_would_be_noticed(models: dict[str, Path]) -> None:
-    """Negative control."""
+async def test_renormalising_after_drawing_would_be_noticed(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control, with a coordinator that does not draw the tokens again."""
+    monkeypatch.setattr(answers, "check_drawn", lambda *_: None)
     options = {"temperature": 1.0, "mode": "rejection"}
     counts, _ = await sample(models, "in common", NUM_SAMPLES, options, RenormalisesAfterDrawing)
     assert p_value(counts, joint_law(models["target"], SamplingFilters())) < FALSE_ALARM / len(CASES)

@@ -48,7 +48,7 @@ async def _serve(folder: Path, target: Path, draft: Path) -> None:
     ]
     log = CountedLog(folder / "log")
     async with ModelStack(target, workers[0], {"default": workers[1]}, learning_log=log) as stack:
-        asked = {"max_new_tokens": 48, "temperature": 1.0, "ignore_eos": True, "gamma": 3}
+        asked = {"max_new_tokens": 48, "temperature": 1.0, "ignore_eos": True, "gamma": 3, "mode": "rejection"}
         for seed in range(NUM_SESSIONS):
             # A hash of the session id decides which sessions are held out.
             await stack.generate([5 + seed, 9, 17], seed=seed, session_id=f"s{seed}", **asked)
