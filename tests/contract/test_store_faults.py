@@ -35,7 +35,6 @@ async def test_a_store_that_forgot_rounds_takes_the_owners_next_one_after_a_repa
     await store.commit(lease, a_round(1, 4, 5))
     meta = session_keys("default", session_id)[0]
     await raw.run_command("HSET", meta, "round", 0)
-    await raw.run_command("HDEL", meta, "commit_base", "commit_count")
     await lose_tokens(raw, session_id, keep=3)
     with pytest.raises(SessionLost):
         await store.commit(lease, a_round(2, 5, 6))

@@ -50,16 +50,15 @@ for i = 6, #ARGV do
     request[ARGV[i]] = ARGV[i + 1]
   end
 end
--- `commit` accepts rounds only of a turn that was begun under its own epoch: a store that lost the beginning of a turn,
--- and not the lease before it, still holds the tokens of an older turn.
+-- The last round before this turn is not answered again, so its hash is cleared. `commit` accepts rounds only of a turn
+-- that was begun under its own epoch: a store that lost the beginning of a turn, and not the lease before it, still holds
+-- the tokens of an older turn.
 redis.call('HSET', KEYS[1],
   'begun', ARGV[2],
   'length', string.format('%.0f', (kept + #ARGV[5]) / 4),
   'length_at', request.turn .. ':' .. request.round,
   'chain_hash', '',
   unpack(fields))
--- The last round before this turn can no longer be told from a new one by the log, so it is not answered again.
-redis.call('HDEL', KEYS[1], 'commit_base', 'commit_count')
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
 return { 'OK' }
