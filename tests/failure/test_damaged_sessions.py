@@ -20,6 +20,9 @@ from tests.support.redis_fixture import redis_server, redis_url
 __all__ = ["redis_server", "redis_url"]
 
 META, TOKENS, LEASE, DELETED = session_keys("default", "s", "default")
+#: Long enough for a starved machine to renew its leases, short enough to wait for one that an injury keeps.
+LEASE_TTL_S = 5.0
+
 NUMBERS = (b"", b"x", b"-1", b"1.5", b"nan", b"inf", b"1e400", b"9" * 30, b"\xff\xfe", b"\xd9\xa1")
 TEXTS = (b"", b"{", b"[]", b"null", b"NaN", b"[" * 5000, b"\xff\xfe", b'{"sampling": 1}', b'"x"')
 FIELDS = {
@@ -152,8 +155,8 @@ async def test_no_injury_of_a_session_is_an_internal_error_or_reaches_another_on
     wrong: dict[str, list[str]] = {}
     num_lost = 0
     async with Rig(store_url=redis_url) as rig:
-        writer = await rig.coordinator(lease_ttl_s=1.0)
-        reader = await rig.coordinator(lease_ttl_s=1.0)  # knows nothing of the session but what the store has
+        writer = await rig.coordinator(lease_ttl_s=LEASE_TTL_S)
+        reader = await rig.coordinator(lease_ttl_s=LEASE_TTL_S)  # knows nothing of the session but what the store has
         for name, injure in injuries().items():
             await raw.run_command("DEL", META, TOKENS, LEASE, DELETED)
             await begun(writer, is_unfinished=is_unfinished)
@@ -187,7 +190,7 @@ async def test_an_injury_under_a_running_stream_ends_it_with_its_reason_or_is_me
     redis_url: str, raw: RedisConnection, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Rig(store_url=redis_url) as rig:
-        coordinator = await rig.coordinator(lease_ttl_s=1.0)
+        coordinator = await rig.coordinator(lease_ttl_s=LEASE_TTL_S)
         stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=300, gamma=0))
         other = coordinator.stub.Generate(request(session_id="other", max_new_tokens=300, gamma=0))
         output, beside = await read_until(stream, 5), await read_until(other, 5)
