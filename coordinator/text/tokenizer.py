@@ -28,7 +28,7 @@ from specdec.checkpoints.vocabulary import (
 )
 from specdec.errors import Internal, InvalidRequest
 
-#: Number of tokens whose spelling is cached: nearly all tokens of a text are among so many of a vocabulary.
+#: Number of tokens whose spelling is cached. A text uses few of a vocabulary's tokens, so nearly all are found here.
 _MAX_REMEMBERED_TOKENS = 1 << 13
 #: A longer text is encoded in the other process, where it can be given up. Text of this length takes a tenth of a
 #: second to encode, or a second in the worst case.

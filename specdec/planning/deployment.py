@@ -75,7 +75,7 @@ class Deployment:
     peak: SteadyState
     """At the load with room for peaks, at which the limits hold."""
     slot_gain: float
-    """Gain of further streams at the peak, which decides whether coordinators give the targets so many slots."""
+    """Gain of further streams at the peak. At less than `SLOT_GAIN`, coordinators give the targets fewer slots."""
 
     def kv_bytes_per_target(self, load: Load) -> float:
         """Return the KV of the streams of one target at their full length, at the peak."""

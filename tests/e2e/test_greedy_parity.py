@@ -182,7 +182,7 @@ async def test_greedy_output_with_int8_weights_is_that_targets_own_for_every_arc
 async def test_end_tokens_that_the_vocabulary_lacks_end_nothing_as_in_generate(
     min_new_tokens: int, tmp_path: Path
 ) -> None:
-    """Of a target and a draft that were cut from models with larger vocabularies."""
+    """The target and the draft were cut from models with larger vocabularies."""
     ends = [5, 24, 151_645, -1]
     target, draft = build_tiny_pair("llama", tmp_path, vocabulary_size=24, eos_token_ids=tuple(ends))
     model = AutoModelForCausalLM.from_pretrained(target).eval()
