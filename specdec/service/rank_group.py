@@ -87,7 +87,8 @@ class _Watcher:
             pause_s = pauses.next_s(lived_s=time.monotonic() - began_s)
             _log.warning("a rank ended; restarting all ranks in %.0f s", pause_s)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await stop.wait()
 
 
 class Ranks:
@@ -134,7 +135,8 @@ class Ranks:
         patience = () if at_once else (_LEAVE_S, *[_FOLLOW_S] * self._num_ranks)
         for process, patience_s in zip(self._processes, patience, strict=False):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), patience_s)
+                async with asyncio.timeout(patience_s):
+                    await process.wait()
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()

@@ -6,8 +6,10 @@ A client of Sentinels follows the primary that they name (`sentinel_pool`). A Re
 
 from __future__ import annotations
 
+import asyncio
 import ssl
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -42,6 +44,33 @@ RETRY_CAP_S = 0.3
 REDIS_VERSION = (7, 0)
 
 
+@contextmanager
+def cancellation_kept() -> Iterator[None]:
+    """Raise CancelledError at the end of the block if its task was cancelled inside.
+
+    redis-py sends a command under `asyncio.wait_for`, which on Python 3.11 drops a cancellation that arrives just when
+    the command was sent; fakeredis drops most of them. A loop that is cancelled then would never end.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    num_before = task.cancelling()
+    try:
+        yield
+    finally:
+        if task.cancelling() > num_before:
+            raise asyncio.CancelledError
+
+
+@cache
+def _keeping_cancellation(client_class: Any) -> Any:
+    class Client(client_class):  # type: ignore[misc]
+        async def execute_command(self, *args: Any, **options: Any) -> Any:
+            with cancellation_kept():
+                return await super().execute_command(*args, **options)
+
+    return Client
+
+
 def open_client(url: RedisUrl, original: str) -> Any:
     """Return a client that tries lost commands again. It connects at its first command.
 
@@ -59,14 +88,14 @@ def open_client(url: RedisUrl, original: str) -> Any:
     }
     check_tls_files(url)
     if url.kind == SENTINEL:
-        return Redis.from_pool(_open_primary_pool(url, options))
-    return Redis.from_pool(BlockingConnectionPool.from_url(original, **options))
+        return _keeping_cancellation(Redis).from_pool(_open_primary_pool(url, options))
+    return _keeping_cancellation(Redis).from_pool(BlockingConnectionPool.from_url(original, **options))
 
 
 def open_node(url: RedisUrl, host: str, port: int) -> Any:
     """Return a client of one node of a Redis Cluster. It tries nothing again, because the slot may have moved."""
     options = {**_limits(NODE_TIMEOUT_S, NODE_TIMEOUT_S), "retry": Retry(NoBackoff(), 0)}
-    return Redis.from_pool(BlockingConnectionPool.from_url(url.of_server(host, port), **options))
+    return _keeping_cancellation(Redis).from_pool(BlockingConnectionPool.from_url(url.of_server(host, port), **options))
 
 
 def _limits(connect_timeout_s: float, reply_timeout_s: float) -> dict[str, Any]:
@@ -91,7 +120,9 @@ def _open_primary_pool(url: RedisUrl, options: dict[str, Any]) -> PrimaryPool:
 
 def _open_sentinel(url: RedisUrl, host: str, port: int) -> Any:
     options = {**_limits(SENTINEL_TIMEOUT_S, SENTINEL_TIMEOUT_S), "retry": Retry(NoBackoff(), 0)}
-    return Redis.from_pool(BlockingConnectionPool.from_url(url.of_sentinel(host, port), **options))
+    return _keeping_cancellation(Redis).from_pool(
+        BlockingConnectionPool.from_url(url.of_sentinel(host, port), **options)
+    )
 
 
 def check_tls_files(url: RedisUrl) -> None:
@@ -127,7 +158,7 @@ def _open_in_memory(name: str) -> Any:
     require_fakeredis("a memory:// store", "give --redis-url redis://HOST:PORT")
     from fakeredis import FakeAsyncRedis
 
-    return FakeAsyncRedis(server=_memory_server(name), protocol=2)
+    return _keeping_cancellation(FakeAsyncRedis)(server=_memory_server(name), protocol=2)
 
 
 def require_fakeredis(store: str, instead: str) -> None:

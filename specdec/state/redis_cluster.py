@@ -31,7 +31,7 @@ from redis.exceptions import (
 
 from specdec.settings.addresses import join_address
 from specdec.settings.redis_url import RedisUrl
-from specdec.state.clients import check_tls_files, open_node
+from specdec.state.clients import cancellation_kept, check_tls_files, open_node
 from specdec.state.script_runner import ScriptCall, ScriptRunner, script_text
 
 NUM_SLOTS = 16384
@@ -231,7 +231,8 @@ class ClusterRunner:
         async with receiver.client.pipeline(transaction=False) as pipeline:
             pipeline.execute_command("ASKING")
             pipeline.execute_command(*parts)
-            _, answer = await pipeline.execute(raise_on_error=False)
+            with cancellation_kept():
+                _, answer = await pipeline.execute(raise_on_error=False)
         if isinstance(answer, Exception):
             raise answer
         return answer

@@ -16,6 +16,8 @@ from typing import Any
 
 from redis.exceptions import ConnectionError, NoScriptError, ReadOnlyError, RedisError, ResponseError, TimeoutError
 
+from specdec.state.clients import cancellation_kept
+
 #: Limit of scripts in one pipeline; its last reply waits for all of them.
 MAX_BATCH = 256
 
@@ -131,7 +133,8 @@ class ScriptRunner:
         async with self._client.pipeline(transaction=False) as pipeline:
             for name, (keys, args) in commands:
                 pipeline.execute_command("EVALSHA", _script_sha(name), len(keys), *keys, *args)
-            answers: list[Any] = await pipeline.execute(raise_on_error=False)
+            with cancellation_kept():
+                answers: list[Any] = await pipeline.execute(raise_on_error=False)
             return answers
 
 

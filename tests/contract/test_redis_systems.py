@@ -26,6 +26,7 @@ from tests.contract.test_store_batches import (
     test_leases_of_several_tenants_are_renewed_and_committed_in_one_message,
 )
 from tests.contract.test_store_faults import (
+    test_a_loop_over_a_store_ends_however_many_turns_later_it_is_cancelled,
     test_a_shorter_log_is_a_lost_session_until_its_owner_repairs_it,
     test_a_store_that_forgot_rounds_takes_the_owners_next_one_after_a_repair,
 )
@@ -40,6 +41,7 @@ from tests.support.store_sessions import LONG_TTL_S, REQUEST, a_round, held_toke
 #: Conformance tests that run here on both systems.
 __all__ = [
     "test_a_long_log_is_read_whole_and_from_any_position",
+    "test_a_loop_over_a_store_ends_however_many_turns_later_it_is_cancelled",
     "test_a_script_cancelled_before_it_was_sent_never_runs",
     "test_a_script_that_fails_fails_alone",
     "test_a_shorter_log_is_a_lost_session_until_its_owner_repairs_it",

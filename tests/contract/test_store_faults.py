@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from specdec.errors import InvalidRequest, LeaseLost, SessionLost, Unavailable
@@ -45,6 +47,26 @@ async def test_a_store_that_forgot_rounds_takes_the_owners_next_one_after_a_repa
     assert (record.round_id, record.num_tokens) == (3, 6)
     with pytest.raises(LeaseLost):
         await store.commit(lease, a_round(9, 6, 7))
+
+
+@pytest.mark.parametrize("operation", ["ping", "load"])
+async def test_a_loop_over_a_store_ends_however_many_turns_later_it_is_cancelled(
+    store: SessionStore, session_id: str, lease: Lease, operation: str
+) -> None:
+    async def use_for_ever() -> None:
+        while True:
+            await (store.ping() if operation == "ping" else store.load(session_id))
+            await asyncio.sleep(0)  # the in-memory store never waits
+
+    await store.ping()  # connected
+    for num_turns in range(60):
+        task = asyncio.create_task(use_for_ever())
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        ended, _ = await asyncio.wait([task], timeout=60)
+        assert ended, f"cancelled after {num_turns} turns of the event loop"
+        assert task.cancelled()
 
 
 async def test_an_incomplete_token_at_the_end_of_a_log_is_ignored(

@@ -266,6 +266,8 @@ async def test_requests_one_after_another_leave_no_more_behind_than_the_remember
         (log_repair, "MAX_SESSIONS"), (placement_module, "MAX_REMEMBERED_SESSIONS"), (rounds, "_MAX_CACHED")
     ):  # fmt: skip
         monkeypatch.setattr(module, limit, most)
+    for cache in ("_encoded_requests", "_decoded_filters"):  # full of other tests' entries, which share their filters
+        monkeypatch.setattr(rounds, cache, {})
     async with started_coordinator() as (_, coordinator):
 
         async def ask(count: int) -> None:
