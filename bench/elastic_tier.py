@@ -24,10 +24,10 @@ from bench.scrape import page_of
 from bench.simulated_system import ProcessSystem, ReplicaCommand, redis_server
 from bench.tier_rule import measure_rule
 from specdec.client import Client
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.core.chain import ChainHasher
 from specdec.engine.cold_tier import RUN_BLOCKS
 from specdec.supervision.processes import free_ports
-from specdec.types import BLOCK_TOKENS
 
 PROMPT_TOKENS = 1_500
 NEW_TOKENS = (7, 8, 9, 10)

@@ -19,8 +19,8 @@ from bench.rows import Row
 from bench.simulated_system import ProcessSystem
 from specdec.cli.health import is_serving
 from specdec.client import Client
+from specdec.contract.types import TokenSource
 from specdec.rpc.channels import dial_blocking
-from specdec.types import TokenSource
 
 NUM_PAIRS, NUM_QUICK_PAIRS = 15, 2
 NUM_TOKENS = 200

@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 
 from bench.report import progress
 from bench.rows import Row
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import SequenceSlice
 from specdec.engine.cuda_graphs.buckets import Buckets
 from specdec.engine.cuda_graphs.capture import CudaCapture
@@ -24,7 +25,6 @@ from specdec.engine.cuda_graphs.static_inputs import StaticInputs, StepNumbers, 
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.kv_cache import KvCache, LayerShape
 from specdec.engine.options import first_line
-from specdec.types import BLOCK_TOKENS
 
 #: (sequences, tokens of each one's context)
 SIZES = ((1, 512), (1, 2100), (1, 8000), (16, 512), (16, 8000), (64, 512))

@@ -20,12 +20,12 @@ from bench.random_pair import PairModel, RandomPair
 from bench.report import progress
 from bench.rows import Row
 from bench.workload import GAMMA
-from specdec.artifact_cache import cache_directory
+from specdec.checkpoints.artifact_cache import cache_directory
+from specdec.contract.errors import SpecdecError
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest, row_counts
 from specdec.engine.sessions.block_manager import blocks_for
-from specdec.errors import SpecdecError
 
 TARGET_LIMIT, DRAFT_LIMIT = 1.25, 2.0
 CONTEXT_TOKENS = 512

@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from specdec.client import AsyncClient, Budgets
-from specdec.errors import SpecdecError
-from specdec.tenant import DEFAULT_TENANT
+from specdec.contract.errors import SpecdecError
+from specdec.contract.tenant import DEFAULT_TENANT
 
 PROMPT_TOKENS = 64
 NUM_TOKENS = 64

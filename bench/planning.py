@@ -21,9 +21,9 @@ from bench.rows import Origin, Row
 from bench.scrape import scrape
 from bench.simulated_system import ProcessSystem, ReplicaCommand, write_tokenizer
 from bench.streams import StreamProcess, StreamRequest, StreamRun
+from specdec.cli.planning.steady_state import CallTimes, Requests, SteadyState, steady_state
 from specdec.engine.simulated.device import ForwardTime
 from specdec.engine.simulated.pair import SimulatedPair, simulated_pair
-from specdec.planning.steady_state import CallTimes, Requests, SteadyState, steady_state
 from specdec.supervision.processes import free_ports
 
 SUITE = "planning"

@@ -20,9 +20,9 @@ from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
 from specdec.client import Budgets, Client
+from specdec.contract.errors import SpecdecError
 from specdec.engine.simulated.pair import SimulatedPair
 from specdec.engine.simulated.text import EOS_TOKEN_ID, simulated_vocabulary
-from specdec.errors import SpecdecError
 from specdec.supervision.processes import Child, free_ports
 
 _START_S = 120.0

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from bench.rows import Row
 from bench.simulated_system import redis_server
+from specdec.contract.types import BLOCK_TOKENS, DrawRule, SamplingFilters, SessionPosition, VerifyRequest
 from specdec.engine.base import KvLayout, ModelShape, StepPlan, Worker
 from specdec.engine.cold_tier import run_blocks
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.engine.simulated.device import ForwardTime
 from specdec.state.kv_tier import KvTier
 from specdec.state.kv_values import KvSpace
-from specdec.types import BLOCK_TOKENS, DrawRule, SamplingFilters, SessionPosition, VerifyRequest
 from target_service.verifier import Verifier
 
 PROMPT_TOKENS = 1_500

@@ -22,7 +22,6 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
-import specdec
 from coordinator.admission.admission import AdmissionSettings
 from coordinator.front.access import CoordinatorAccess, open_access
 from coordinator.front.admin_port import open_admin_port
@@ -45,7 +44,9 @@ from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.checkpoints.generation_config import recommended_sampling
 from specdec.checkpoints.locate import locate_checkpoint
-from specdec.errors import Unsupported
+from specdec.contract.errors import Unsupported
+from specdec.contract.types import EngineInfo, Mode
+from specdec.contract.version import __version__
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.observability.logging import configure_logging
 from specdec.observability.loop_lag import watch_loop_lag
@@ -66,7 +67,6 @@ from specdec.state.redis_store import open_registry, open_store
 from specdec.state.registry import Heartbeat
 from specdec.state.store import ReplicaRegistry
 from specdec.state.store_wait import store_answers
-from specdec.types import EngineInfo, Mode
 
 #: Calls at once relative to --max-queue, so that requests beyond it are refused with a reason.
 _CALLS_PER_REQUEST = 2
@@ -255,7 +255,7 @@ def _register(
     def describe() -> EngineInfo:
         return coordinator_info(
             generations.coordinator_id,
-            version=specdec.__version__,
+            version=__version__,
             model=settings.tokenizer,
             vocabulary_fingerprint=vocabulary_fingerprint,
             num_running=generations.num_running,

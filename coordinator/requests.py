@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from specdec.tenant import DEFAULT_TENANT, SessionKey
-from specdec.types import FinishReason, Mode, SamplingParams, TokenIds, TokenSource
+from specdec.contract.tenant import DEFAULT_TENANT, SessionKey
+from specdec.contract.types import FinishReason, Mode, SamplingParams, TokenIds, TokenSource
 
 #: Output limit of a request that names none; a full context lowers it.
 DEFAULT_MAX_NEW_TOKENS = 256

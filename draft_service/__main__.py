@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 from draft_service.servicer import DraftServicer
 from specdec.checkpoints.vocabulary import load_tokenizer
+from specdec.contract.engine_api import DraftEngine, Engine
+from specdec.contract.errors import SpecdecError
 from specdec.engine.simulated.engines import SimulatedDraft
-from specdec.engine_api import DraftEngine, Engine
-from specdec.errors import SpecdecError
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.server import DRAFT_SERVICE
 from specdec.service.lifecycle import end_process
@@ -31,7 +31,7 @@ from specdec.settings.draft import DraftSettings
 from specdec.settings.engine_servers import OWN
 
 if TYPE_CHECKING:
-    from specdec.cross_vocabulary.pair import TokenizerPair
+    from specdec.checkpoints.cross_vocabulary.pair import TokenizerPair
     from specdec.engine.base import Worker
     from specdec.engine.loop.replica import ReplicaOptions
 
@@ -51,7 +51,7 @@ def _build_proposer(
 
     drafting = DraftOptions(settings.max_support, settings.support_coverage, Predraft(settings.predraft))
     if (pair := _pair_of(settings)) is not None:
-        from draft_service.cross_vocabulary_proposer import CrossVocabularyProposer
+        from draft_service.cross_vocabulary.proposer import CrossVocabularyProposer
 
         return CrossVocabularyProposer(worker, pair, options, drafting, observer=metrics)
     return Proposer(worker, options, drafting, observer=metrics)
@@ -70,7 +70,7 @@ def _pair_of(settings: DraftSettings) -> TokenizerPair | None:
 
 @lru_cache(maxsize=1)
 def _load_pair(model: str, target: str) -> TokenizerPair | None:
-    from specdec.cross_vocabulary.pair import make_pair
+    from specdec.checkpoints.cross_vocabulary.pair import make_pair
 
     try:
         own, theirs = (model, load_tokenizer(model)), (target, load_tokenizer(target))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from draft_service.scoring import score_of
+from specdec.contract.types import Proposal, ProposeRequest, Score, ScoreRequest
 from specdec.engine.base import MultiStepDrafts
 from specdec.engine.drafting.drawing import Draft, Drawing
 from specdec.engine.drafting.multi_step import DeviceMultiStep, GreedyMultiStep
@@ -17,7 +18,6 @@ from specdec.engine.drafting.multi_step_policy import MultiStepPolicy
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.job import Job, MultiStepDraft, Program
 from specdec.engine.sessions.calls import Call
-from specdec.types import Proposal, ProposeRequest, Score, ScoreRequest
 
 
 class DraftProgram(Program):

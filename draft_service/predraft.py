@@ -37,13 +37,13 @@ import torch
 
 from draft_service.drafting import DraftProgram, is_complete, proposal_of, request_of
 from draft_service.fan_out_policy import MAX_FAN_OUT, FanOutPolicy, Predraft
+from specdec.contract.types import BLOCK_TOKENS, ProposeRequest, SessionPosition
 from specdec.engine.drafting.drawing import Draft
 from specdec.engine.loop.idle_drafting import Branch, IdleDrafting
 from specdec.engine.loop.job import Job, split_non_finite
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.sequence import Sequence
 from specdec.engine.sessions.table import SessionTable
-from specdec.types import BLOCK_TOKENS, ProposeRequest, SessionPosition
 
 #: Top tokens that a draft notes at each position: the guesses, and the sampled token, which may be one of them.
 NUM_LIKELIEST = MAX_FAN_OUT + 1

@@ -17,14 +17,14 @@ import numpy as np
 from draft_service.drafting import DraftProgram
 from draft_service.fan_out_policy import Predraft
 from draft_service.predraft import MAX_TREES, NUM_LIKELIEST, Predrafter, PredraftObserver
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.types import Proposal, ProposeRequest, SamplingFilters, Score, ScoreRequest
 from specdec.core.sparse import DEFAULT_COVERAGE, default_s_max
 from specdec.engine.base import StepObserver, Worker
 from specdec.engine.loop.replica import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.kv_queue import WaitLimits
 from specdec.engine.sessions.request_checks import check_round, check_scored, digest_of
-from specdec.errors import InvalidRequest
-from specdec.types import Proposal, ProposeRequest, SamplingFilters, Score, ScoreRequest
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
@@ -49,7 +49,7 @@ _PLAIN_DRAFTS = DraftOptions()
 
 
 class Proposer(ReplicaEngine):
-    """The draft service's engine (`specdec.engine_api.DraftEngine`) on its own worker."""
+    """The draft service's engine (`specdec.contract.engine_api.DraftEngine`) on its own worker."""
 
     role = "draft"
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from specdec.contract.types import Score, ScoreRequest, Support
 from specdec.core.sparse import probability
 from specdec.engine.logits.filters import filtered_distributions, greedy_choices
 from specdec.engine.logits.penalties import FilterContext
 from specdec.engine.logits.rows import coupled_choices
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.job import Job, RowKind, row_kind
-from specdec.types import Score, ScoreRequest, Support
 
 #: Function that cuts distributions (float64 [R, V]) to supports, each with the mass outside it.
 Cut = Callable[[torch.Tensor], Sequence[tuple[Support, float]]]

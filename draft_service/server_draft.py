@@ -13,16 +13,8 @@ from typing import cast
 
 import numpy as np
 
-import specdec
-from specdec.engine.sessions.calls import Call
-from specdec.engine.sessions.request_checks import check_round, digest_of
-from specdec.errors import InvalidRequest, Unsupported
-from specdec.observability.engine_metrics import EngineMetrics
-from specdec.remote_engines.completions import CompletionServer, open_completions
-from specdec.remote_engines.opening import open_remote
-from specdec.remote_engines.replica import NUM_BLOCKS, RemoteJob, RemoteReplica
-from specdec.settings.draft import DraftSettings
-from specdec.types import (
+from specdec.contract.errors import InvalidRequest, Unsupported
+from specdec.contract.types import (
     BLOCK_TOKENS,
     EngineInfo,
     Proposal,
@@ -32,6 +24,14 @@ from specdec.types import (
     Support,
     TokenIds,
 )
+from specdec.contract.version import __version__
+from specdec.engine.remote.completions import CompletionServer, open_completions
+from specdec.engine.remote.opening import open_remote
+from specdec.engine.remote.replica import NUM_BLOCKS, RemoteJob, RemoteReplica
+from specdec.engine.sessions.calls import Call
+from specdec.engine.sessions.request_checks import check_round, digest_of
+from specdec.observability.engine_metrics import EngineMetrics
+from specdec.settings.draft import DraftSettings
 
 _GREEDY = {"temperature": 0.0, "ignore_eos": True}
 _WEIGHT = np.ones(1, dtype=np.uint16)
@@ -39,7 +39,7 @@ _NO_TOKENS: TokenIds = np.empty(0, dtype=np.uint32)
 
 
 class ServerDraft(RemoteReplica[Proposal]):
-    """A `specdec.engine_api.DraftEngine` in front of a server. Use from one event loop."""
+    """A `specdec.contract.engine_api.DraftEngine` in front of a server. Use from one event loop."""
 
     def __init__(
         self, server: CompletionServer, settings: DraftSettings, replica_id: str, metrics: EngineMetrics
@@ -47,7 +47,7 @@ class ServerDraft(RemoteReplica[Proposal]):
         """`metrics` receives every answered call as a step."""
         super().__init__(
             EngineInfo(
-                version=specdec.__version__,
+                version=__version__,
                 role="draft",
                 pool=settings.pool,
                 replica_id=replica_id,

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from specdec.engine_api import DraftEngine
+from specdec.contract.engine_api import DraftEngine
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc import codec, proposals
 from specdec.rpc.servicer import Answered, ReplicaServicer

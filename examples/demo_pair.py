@@ -23,7 +23,7 @@ from specdec.checkpoints.locate import locate_checkpoint
 from specdec.cli.closing_line import closing_line, tokens_per_s
 from specdec.cli.terminal import TokenWriter, wants_colour
 from specdec.client import Client
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
 
 PROMPTS = (
     "def quicksort(items):\n",

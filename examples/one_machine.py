@@ -15,7 +15,7 @@ from typing import Any
 
 from specdec.cli.terminal import TokenWriter
 from specdec.client import Client, Completion
-from specdec.errors import SpecdecError, error_line
+from specdec.contract.errors import SpecdecError, error_line
 
 
 def with_system(flags: Sequence[str], show: Callable[[str], int]) -> int:

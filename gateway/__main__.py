@@ -29,7 +29,7 @@ from gateway.server import bind, serve
 from gateway.upstream import Upstream
 from specdec.access.callers import open_tokens
 from specdec.access.service_key import ServiceKey, read_service_key
-from specdec.errors import InvalidSetting, SpecdecError, Unavailable, error_line
+from specdec.contract.errors import InvalidSetting, SpecdecError, Unavailable, error_line
 from specdec.observability.genai_metrics import open_genai_metrics
 from specdec.observability.logging import configure_logging
 from specdec.observability.metrics_server import start_metrics_server

@@ -14,7 +14,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route
 
-import specdec
 from gateway.bodies import LimitedBody
 from gateway.context import Gateway
 from gateway.deadlines import Deadlines
@@ -23,7 +22,8 @@ from gateway.middleware import Authenticated, KnownHosts, Measured, WithoutSlash
 from gateway.request_log import REQUEST_ID_HEADER, Logged
 from gateway.routes import chat, completions, messages, models, playground, responses, sessions, status, tokens
 from gateway.tracing import Traced
-from specdec.errors import Internal, InvalidRequest, NotFound, SpecdecError
+from specdec.contract.errors import Internal, InvalidRequest, NotFound, SpecdecError
+from specdec.contract.version import __version__
 from specdec.observability.logging import X_REQUEST_ID
 from specdec.settings.addresses import host_rule
 
@@ -37,7 +37,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     app = FastAPI(
         title="specdec",
         summary="OpenAI-compatible HTTP over distributed speculative decoding",
-        version=specdec.__version__,
+        version=__version__,
         middleware=_layers(gateway),
         docs_url=None,
         redoc_url=None,

@@ -14,7 +14,7 @@ from pathlib import Path
 from specdec.access.callers import Callers, Tokens
 from specdec.access.grants import GENERATE, Access
 from specdec.access.keys import hash_key
-from specdec.errors import ResourceExhausted
+from specdec.contract.errors import ResourceExhausted
 
 _MINUTE_S = 60.0
 

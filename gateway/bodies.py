@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.http_errors import error_response
 from gateway.sse import ClientGone
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 _BAD = 400
 _TIMED_OUT = 408

@@ -22,8 +22,8 @@ from gateway.schemas.common import StreamOptions
 from gateway.sse import DONE, encode_event
 from gateway.usage import FINISH_REASONS, metrics_object, usage_object, usage_of
 from specdec.client import Chunk, Completion, TokenDetail
-from specdec.errors import SpecdecError
-from specdec.types import TokenSource
+from specdec.contract.errors import SpecdecError
+from specdec.contract.types import TokenSource
 
 FINGERPRINT_CHARS = 12
 

@@ -11,11 +11,11 @@ from gateway.metrics import GatewayMetrics
 from gateway.upstream import Upstream
 from specdec.access.grants import Access
 from specdec.client import AsyncClient
+from specdec.contract.tenant import DEFAULT_TENANT
 from specdec.observability.logging import X_REQUEST_ID
 from specdec.observability.tracing import Tracing
 from specdec.settings.gateway import GatewaySettings
 from specdec.state.responses import RedisResponses
-from specdec.tenant import DEFAULT_TENANT
 
 #: Key of the request's state under which `access` puts what the caller may do.
 ACCESS = "access"

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.http_errors import error_response
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 #: Header with which a client says how many seconds it waits for the whole answer.
 TIMEOUT_HEADER = "specdec-timeout"

@@ -21,7 +21,7 @@ from gateway.operations import measured_operation
 from gateway.tracing import traceparent
 from gateway.upstream import Served
 from specdec.client import AsyncClient, AsyncStream, Chunk, Completion, GenerateOptions
-from specdec.errors import InvalidRequest, NotFound, SessionLost, SpecdecError
+from specdec.contract.errors import InvalidRequest, NotFound, SessionLost, SpecdecError
 from specdec.observability.genai_metrics import Operation
 
 _SEEDS = 1 << 64

@@ -1,6 +1,6 @@
 """Errors as HTTP answers: status, headers and OpenAI's error object.
 
-Routes raise errors of the tree (`specdec.errors`); `app` installs the handlers.
+Routes raise errors of the tree (`specdec.contract.errors`); `app` installs the handlers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from specdec.errors import InvalidRequest, ResourceExhausted, SpecdecError, Unavailable
+from specdec.contract.errors import InvalidRequest, ResourceExhausted, SpecdecError, Unavailable
 
 _STATUS_BY_CODE = {
     "INVALID_ARGUMENT": 400,

@@ -13,7 +13,7 @@ from gateway.schemas.messages import MessagesRequest
 from gateway.sse import encode_event
 from gateway.usage import metrics_object
 from specdec.client import Completion
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
 
 _STOP_REASONS = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_tokens"}
 

@@ -19,7 +19,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.sse import CLIENT_GONE, ClientGone
 from specdec.access.grants import Access
 from specdec.access.refusals import RefusalLog
-from specdec.errors import Forbidden, SpecdecError, Unauthenticated
+from specdec.contract.errors import Forbidden, SpecdecError, Unauthenticated
 from specdec.settings.addresses import HostRule
 
 #: Paths that need a key where there are keys.

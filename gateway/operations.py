@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from specdec.client import Completion
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
 from specdec.observability.genai_metrics import Ended, GenAiMetrics, Operation
 
 #: `error.type` of an output whose request was left by its client, or of which another output failed.

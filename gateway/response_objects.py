@@ -15,7 +15,7 @@ from gateway.schemas.responses import ResponseRequest
 from gateway.sse import encode_event
 from gateway.usage import metrics_object
 from specdec.client import Chunk, Completion
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
 
 _PLACE = {"output_index": 0, "content_index": 0}
 

@@ -16,7 +16,7 @@ from gateway.generation import Event, Outputs
 from gateway.schemas.errors import AnthropicErrorAnswer, ErrorAnswer
 from gateway.sse import EventStream
 from specdec.client import Chunk, Completion
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
 
 _STATUSES = {
     400: "The request can never succeed unchanged; `param` names the field.",

@@ -30,7 +30,7 @@ from gateway.schemas.common import (
     without_nulls,
 )
 from specdec.client import GenerateOptions
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 #: Most choices of one prompt.
 MAX_N = 8

@@ -12,10 +12,10 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from gateway.limits import protocol_with
-from specdec.errors import Unavailable
+from specdec.access.tls import reloading_context
+from specdec.contract.errors import Unavailable
 from specdec.settings.addresses import advertised_address, is_loopback, split_address
 from specdec.settings.gateway import GatewaySettings
-from specdec.tls import reloading_context
 
 _BACKLOG = 2048
 #: Seconds for which an idle connection is kept; longer than clients and proxies keep theirs (60 s).

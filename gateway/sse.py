@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from specdec.errors import Internal, SpecdecError
+from specdec.contract.errors import Internal, SpecdecError
 
 DONE = b"data: [DONE]\n\n"
 #: Status in metrics for a client that went away before its answer began; nothing is sent.

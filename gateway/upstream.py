@@ -19,7 +19,7 @@ from typing import Any
 from specdec.access.service_key import ServiceKey
 from specdec.client import AsyncClient, Budgets, ServerInfo
 from specdec.client.endpoints import join_endpoints
-from specdec.errors import Forbidden, NotFound, SpecdecError, Unauthenticated, Unavailable
+from specdec.contract.errors import Forbidden, NotFound, SpecdecError, Unauthenticated, Unavailable
 from specdec.settings.addresses import join_address, split_address
 from specdec.settings.gateway import GatewaySettings
 from specdec.state.coordinators import live_coordinators

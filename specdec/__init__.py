@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from specdec.contract.version import __version__
+
 if TYPE_CHECKING:
     from specdec.client import AsyncClient, Client, Tls
 
-__version__ = "0.1.0"
 __all__ = ["AsyncClient", "Client", "Tls", "__version__"]
 
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from specdec.contract.engine_api import Engine
 from specdec.engine.simulated.engines import SimulatedTarget
-from specdec.engine_api import Engine
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.server import TARGET_SERVICE
 from specdec.service.lifecycle import end_process

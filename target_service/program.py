@@ -13,15 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.core.random import DrawKey
-from specdec.engine.drafting.drawing import Draft, Drawing
-from specdec.engine.logits.filters import filtered_distributions, greedy_choices, split_batches
-from specdec.engine.logits.penalties import FilterContext
-from specdec.engine.logits.rows import coupled_choices, distribution_rows, logit_rows
-from specdec.engine.logits.step_logits import StepLogits
-from specdec.engine.loop.job import Job, Program, RowKind, row_kind
-from specdec.engine.sessions.concurrent_rounds import ConcurrentRounds, OtherAnswers
-from specdec.types import (
+from specdec.contract.types import (
     DistributionRow,
     LogitRow,
     Proposal,
@@ -31,6 +23,14 @@ from specdec.types import (
     Verification,
     VerifyRequest,
 )
+from specdec.core.random import DrawKey
+from specdec.engine.drafting.drawing import Draft, Drawing
+from specdec.engine.logits.filters import filtered_distributions, greedy_choices, split_batches
+from specdec.engine.logits.penalties import FilterContext
+from specdec.engine.logits.rows import coupled_choices, distribution_rows, logit_rows
+from specdec.engine.logits.step_logits import StepLogits
+from specdec.engine.loop.job import Job, Program, RowKind, row_kind
+from specdec.engine.sessions.concurrent_rounds import ConcurrentRounds, OtherAnswers
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
 _NO_PROBABILITIES = np.empty(0, dtype=np.float64)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.types import VerifyRequest
 from specdec.core.limits import check_token_ids
 from specdec.engine.sessions.request_checks import check_round
-from specdec.errors import InvalidRequest
-from specdec.types import VerifyRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.types import SCORED_GAMMA, Score, ScoreRequest, TokenIds
 from specdec.engine.base import ModelShape
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.request_checks import check_round, check_scored
-from specdec.errors import InvalidRequest
-from specdec.types import SCORED_GAMMA, Score, ScoreRequest, TokenIds
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
 

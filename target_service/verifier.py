@@ -17,13 +17,13 @@ from itertools import count
 
 import numpy as np
 
+from specdec.contract.types import LocalDraft, SamplingFilters, Score, ScoreRequest, Verification, VerifyRequest
 from specdec.core.sparse import DEFAULT_COVERAGE, default_s_max
 from specdec.engine.base import StepObserver, Worker
 from specdec.engine.drafting.drawing import Drawing
 from specdec.engine.loop.replica import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.request_checks import digest_of, is_first_of_turn
-from specdec.types import LocalDraft, SamplingFilters, Score, ScoreRequest, Verification, VerifyRequest
 from target_service.program import TargetProgram
 from target_service.request_checks import VerifyLimits, check_verify
 from target_service.scoring import ScoredSpan, check_scorable
@@ -32,7 +32,7 @@ _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
 
 class Verifier(ReplicaEngine):
-    """The target service's engine (`specdec.engine_api.TargetEngine`) on its own worker."""
+    """The target service's engine (`specdec.contract.engine_api.TargetEngine`) on its own worker."""
 
     role = "target"
 

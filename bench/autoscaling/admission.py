@@ -11,9 +11,9 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from specdec.planning.deployment import BASE_STREAMS, SLOT_GAIN, Deployment, Load, base_tpot_s, slot_gain
-from specdec.planning.steady_state import steady_state
-from specdec.planning.step_times import CALLS
+from specdec.cli.planning.deployment import BASE_STREAMS, SLOT_GAIN, Deployment, Load, base_tpot_s, slot_gain
+from specdec.cli.planning.steady_state import steady_state
+from specdec.cli.planning.step_times import CALLS
 
 if TYPE_CHECKING:
     from bench.autoscaling.pools import Stream

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from bench.autoscaling.cluster import History
 from bench.autoscaling.pools import Workload
-from specdec.planning.deployment import Deployment, best_deployment
+from specdec.cli.planning.deployment import Deployment, best_deployment
 
 #: Time for which a number of replicas may follow an earlier plan: two stabilisation windows, because the second replica
 #: leaves when the signals of the smaller pool have held for one, and three minutes for a replica a minute.

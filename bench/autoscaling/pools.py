@@ -21,8 +21,8 @@ import simpy
 from simpy.events import Event
 
 from bench.autoscaling.admission import Slots
-from specdec.planning.deployment import Deployment, Load
-from specdec.planning.step_times import CALLS
+from specdec.cli.planning.deployment import Deployment, Load
+from specdec.cli.planning.step_times import CALLS
 
 _NUM_DRAWS = 1 << 16
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import redis.asyncio
 
+from specdec.contract.types import EngineInfo
 from specdec.state.own_redis import throwaway_redis
 from specdec.state.redis_store import RedisReplicaRegistry, RedisSessionStore
 from specdec.state.store import Commit, Lease, ReplicaRecord, RequestRecord
-from specdec.types import EngineInfo
 
 NUM_REPLICAS = 50
 _NUM_SESSIONS, _NUM_ROUNDS, _NUM_READS = 50, 40, 100

@@ -13,9 +13,9 @@ from bench.autoscaling.outcomes import Planner
 from bench.autoscaling.pools import Workload
 from bench.autoscaling.traces import Trace
 from coordinator.round.draft_deadline import LEAST_DEADLINE_S
-from specdec.planning.cards import card_of
-from specdec.planning.deployment import Load, best_deployment
-from specdec.planning.step_times import PlacedModel
+from specdec.cli.planning.cards import card_of
+from specdec.cli.planning.deployment import Load, best_deployment
+from specdec.cli.planning.step_times import PlacedModel
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.target import TargetSettings
 

@@ -14,9 +14,9 @@ from coordinator.admission.quotas import TenantQuotas, limits_over
 from coordinator.admission.slot_request import QueueState, SlotRequest
 from coordinator.admission.slots import RunningSlot, RunningSlots
 from specdec.access.grants import UNLIMITED, Limits
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
+from specdec.contract.tenant import SessionKey
 from specdec.settings.coordinator import CoordinatorSettings
-from specdec.tenant import SessionKey
 
 
 @dataclass(frozen=True, slots=True)

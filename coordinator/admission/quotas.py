@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import fields
 
 from specdec.access.grants import UNLIMITED, Limits
-from specdec.errors import ResourceExhausted
-from specdec.tenant import SessionKey
+from specdec.contract.errors import ResourceExhausted
+from specdec.contract.tenant import SessionKey
 
 #: Number of tenants that are remembered. A forgotten one begins with full allowances.
 MAX_TENANTS = 4096

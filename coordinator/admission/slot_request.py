@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from coordinator.admission.speeds import OutputLength
-from specdec.tenant import SessionKey
+from specdec.contract.tenant import SessionKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from coordinator.admission.shares import TenantShares
 from coordinator.admission.slot_request import QueueState, SlotRequest
 from coordinator.admission.speeds import OutputLength, RunningLimit, StreamSpeeds
 from coordinator.admission.waiting import Waiter, WaitingRequests
-from specdec.errors import ResourceExhausted, SpecdecError
-from specdec.tenant import SessionKey
+from specdec.contract.errors import ResourceExhausted, SpecdecError
+from specdec.contract.tenant import SessionKey
 
 #: Factor on predicted times before they are compared with a deadline.
 CAUTION = 1.5

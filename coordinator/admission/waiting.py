@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any
 
 from coordinator.admission.slot_request import SlotRequest
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
 
 
 @dataclass(order=True, slots=True)

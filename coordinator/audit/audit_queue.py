@@ -19,7 +19,7 @@ from coordinator.audit.choices import check_choices
 from coordinator.audit.distributions import DistributionCheck
 from coordinator.audit.target_pass import TargetPass
 from coordinator.audit.tolerance import tolerance_of
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
 from specdec.observability.audit import AuditMetrics
 
 #: Largest number of waiting rounds; a further one is dropped.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from coordinator.replicas.replica import TargetReplica
 from coordinator.round.outcome import RoundOutcome
 from coordinator.round.setting import RoundSetting
-from specdec.types import Mode, TokenIds
+from specdec.contract.types import Mode, TokenIds
 
 
 @dataclass(frozen=True, slots=True)

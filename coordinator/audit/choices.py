@@ -13,8 +13,8 @@ import numpy as np
 from coordinator.audit.audited_round import AuditedRound, Result, Verdict
 from coordinator.audit.target_pass import TargetPass
 from coordinator.audit.tolerance import Tolerance, nudged_filters
+from specdec.contract.types import DrawRule, TokenIds
 from specdec.core.random import gumbel_noise
-from specdec.types import DrawRule, TokenIds
 
 
 async def check_choices(audited: AuditedRound, target_pass: TargetPass, tolerance: Tolerance) -> Verdict:

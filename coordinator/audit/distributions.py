@@ -16,8 +16,8 @@ from coordinator.audit.audited_round import Acceptance, AuditedRound, Result, Ve
 from coordinator.audit.expected_acceptance import acceptance_probabilities, expected_acceptance
 from coordinator.audit.target_pass import TargetPass
 from coordinator.audit.tolerance import Tolerance, nudged_filters
+from specdec.contract.types import MAX_SUPPORT, WEIGHT_TOTAL, DistributionRow, SamplingFilters, TokenIds, Verification
 from specdec.core.packed import pack_supports
-from specdec.types import MAX_SUPPORT, WEIGHT_TOTAL, DistributionRow, SamplingFilters, TokenIds, Verification
 
 
 class DistributionCheck:

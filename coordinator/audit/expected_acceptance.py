@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.types import WEIGHT_TOTAL, DistributionRow, Mode, Support
+from specdec.contract.types import WEIGHT_TOTAL, DistributionRow, Mode, Support
 
 
 def acceptance_probabilities(

@@ -13,7 +13,7 @@ import numpy as np
 
 from coordinator.audit.audited_round import AuditedRound
 from coordinator.round.answers import check_verification
-from specdec.types import DrawRule, SamplingFilters, SessionPosition, TokenIds, Verification, VerifyRequest
+from specdec.contract.types import DrawRule, SamplingFilters, SessionPosition, TokenIds, Verification, VerifyRequest
 
 
 class TargetPass:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from specdec.types import SamplingFilters
+from specdec.contract.types import SamplingFilters
 
 #: Difference of two logits that rounding may explain, for float32 and for every other dtype of a target.
 FLOAT32_LOGIT_GAP = 1e-3

@@ -14,7 +14,7 @@ from coordinator.replicas.placement import SessionReplicas
 from coordinator.round.outcome import RoundOutcome
 from coordinator.round.setting import RoundSetting
 from coordinator.round.tokens import SessionTokens
-from specdec.errors import Unavailable
+from specdec.contract.errors import Unavailable
 
 
 class Auditor:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from coordinator.requests import ChatTurn
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 MAX_MESSAGES = 4096
 #: Limit on the further fields of all messages of a conversation together.

@@ -17,8 +17,8 @@ from coordinator.front.validation import ServingLimits, validate_request
 from coordinator.generation.generation_service import GenerationService
 from coordinator.generation.stream import Subscription
 from coordinator.replicas.pool import ReplicaPools
-from specdec.errors import SpecdecError
-from specdec.types import Mode
+from specdec.contract.errors import SpecdecError
+from specdec.contract.types import Mode
 
 
 class RequestOpener:

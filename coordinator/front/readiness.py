@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
 from specdec.rpc.ticks import tick
 from specdec.state.store import SessionStore
 

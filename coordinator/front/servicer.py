@@ -15,7 +15,6 @@ from typing import Any
 
 import grpc
 
-import specdec
 from coordinator.front.chat_validation import check_template_arguments, validate_messages
 from coordinator.front.opening import RequestOpener
 from coordinator.front.tenants import CallTenants
@@ -37,12 +36,13 @@ from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.routing.promotion import Canary
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.errors import Forbidden, InvalidRequest, Unavailable, Unsupported
+from specdec.contract.errors import Forbidden, InvalidRequest, Unavailable, Unsupported
+from specdec.contract.tenant import SessionKey
+from specdec.contract.types import Mode
+from specdec.contract.version import __version__
 from specdec.observability.series import served_name
 from specdec.observability.tracing import Tracing, span_of_call
 from specdec.state.store import Promotion, SessionStore
-from specdec.tenant import SessionKey
-from specdec.types import Mode
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 #: Limit on the tokens to encode or decode in one call while no target replica has told its context length.
@@ -178,7 +178,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         sees_all = self._tenants.sees_all(self._tenants.of(context))
         target = self._pools.target_info
         return coordinator_pb2.GetInfoResponse(
-            version=specdec.__version__,
+            version=__version__,
             target_model=target.model if sees_all else served_name(target.model),
             vocabulary_fingerprint=self._pools.vocabulary_fingerprint,
             vocabulary_size=target.vocabulary_size,

@@ -20,14 +20,14 @@ from typing import Any
 import grpc
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 
-import specdec
 from coordinator.front.opening import RequestOpener
 from coordinator.front.smg_wire import Answer, decode_request
 from coordinator.front.tokenizer_bundle import tokenizer_bundle
 from coordinator.generation.generation_service import GenerationService
 from coordinator.generation.stream import Subscription
 from coordinator.replicas.pool import ReplicaPools
-from specdec.errors import SpecdecError, Unsupported
+from specdec.contract.errors import SpecdecError, Unsupported
+from specdec.contract.version import __version__
 from specdec.observability.series import served_name
 from specdec.observability.tracing import Tracing, span_of_call
 
@@ -174,7 +174,7 @@ class SmgServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc
             token_usage=sum(usages) / len(usages) if usages else 0.0,
         )
         return vllm_engine_pb2.GetLoadsResponse(
-            timestamp=datetime.now(UTC).isoformat(), version=specdec.__version__, dp_rank_count=1, loads=[load]
+            timestamp=datetime.now(UTC).isoformat(), version=__version__, dp_rank_count=1, loads=[load]
         )
 
     async def GetTokenizer(  # noqa: N802

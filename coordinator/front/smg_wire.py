@@ -11,8 +11,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 
 from coordinator.front.raw_params import RawGenerationParams, RawSamplingParams
 from coordinator.requests import Event, Finished, OutputChunk, Started, TokenLogprobs
-from specdec.errors import InvalidRequest
-from specdec.types import FinishReason
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.types import FinishReason
 
 _FINISH_REASONS = {
     FinishReason.STOP: "stop",

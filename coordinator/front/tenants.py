@@ -3,7 +3,7 @@
 A caller with a key or token belongs to its tenant. A caller with the right *service*, such as a gateway, names the
 tenant of each call in the metadata. A coordinator with `--tenant-header on` and without keys believes every caller, so
 only trusted gateways may reach it. From here on the tenant is part of the session's key
-(`specdec.tenant.SessionKey`), which the store and the replicas use too.
+(`specdec.contract.tenant.SessionKey`), which the store and the replicas use too.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from specdec.access.grants import OPERATE, SERVICE, Access
 from specdec.access.guards import caller
 from specdec.access.refusals import RefusalLog
-from specdec.errors import Forbidden, InvalidRequest
+from specdec.contract.errors import Forbidden, InvalidRequest
+from specdec.contract.tenant import DEFAULT_TENANT, TENANT_KEY, check_tenant
 from specdec.observability.logging import bind_task
-from specdec.tenant import DEFAULT_TENANT, TENANT_KEY, check_tenant
 
 
 class CallTenants:

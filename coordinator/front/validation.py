@@ -20,8 +20,8 @@ import numpy as np
 from coordinator.front.chat_validation import check_template_arguments, validate_messages
 from coordinator.front.raw_params import RawGenerationParams, RawSamplingParams, RawSpeculationParams
 from coordinator.requests import DEFAULT_MAX_NEW_TOKENS, ChatTurn, GenerationRequest, SpeculationChoice
-from specdec.errors import InvalidRequest, Unsupported
-from specdec.types import Mode, SamplingFilters, SamplingParams, TokenIds
+from specdec.contract.errors import InvalidRequest, Unsupported
+from specdec.contract.types import Mode, SamplingFilters, SamplingParams, TokenIds
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 1024

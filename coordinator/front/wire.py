@@ -27,9 +27,9 @@ from coordinator.requests import (
     RouteStats,
     Started,
 )
+from specdec.contract.types import TokenSource
 from specdec.observability.series import served_name
 from specdec.state.store import Promotion, SessionRecord
-from specdec.types import TokenSource
 from specdec.v1 import coordinator_pb2
 
 #: Sources of tokens that depend on a draft token.

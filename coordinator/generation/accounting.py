@@ -13,10 +13,10 @@ from coordinator.admission.slots import RunningSlot
 from coordinator.generation.request_trace import RequestTrace
 from coordinator.requests import GenerationIdentity, RequestStats
 from coordinator.round.outcome import RoundOutcome
+from specdec.contract.tenant import DEFAULT_TENANT
+from specdec.contract.types import FinishReason
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.observability.genai_metrics import Ended, Operation
-from specdec.tenant import DEFAULT_TENANT
-from specdec.types import FinishReason
 
 _LOGGED_COUNTS = (
     "num_cached_prompt_tokens", "num_rounds", "num_draft_tokens", "num_accepted_tokens", "num_target_only_steps",

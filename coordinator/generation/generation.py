@@ -30,9 +30,9 @@ from coordinator.round.outcome import RoundOutcome
 from coordinator.round.request_router import RequestRouter
 from coordinator.round.runner import RoundRunner
 from coordinator.round.session_calls import SessionCalls
-from specdec.errors import Internal, SpecdecError, StaleEpoch, Unavailable
+from specdec.contract.errors import Internal, SpecdecError, StaleEpoch, Unavailable
+from specdec.contract.types import FinishReason
 from specdec.observability.logging import bind
-from specdec.types import FinishReason
 
 _log = logging.getLogger(__name__)
 

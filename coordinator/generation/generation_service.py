@@ -44,10 +44,10 @@ from coordinator.requests import DEFAULT_MAX_NEW_TOKENS, GenerationRequest, Outp
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.round.timeline import TimelineLog
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.errors import SessionBusy, SpecdecError, Unavailable
+from specdec.contract.errors import SessionBusy, SpecdecError, Unavailable
+from specdec.contract.tenant import SessionKey
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.state.store import PrefixDirectory, RequestRecord, SessionStore
-from specdec.tenant import SessionKey
 
 #: Time that a session's next request waits for the running one. Its client may have just cancelled the running one:
 #: gRPC does not promise to report the end of one call before the start of another.

@@ -13,7 +13,7 @@ from coordinator.generation.removal import SessionRemoval
 from coordinator.generation.turn import Turn
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.prefixes import Prefixes
-from specdec.errors import NotFound, SessionLost, SpecdecError
+from specdec.contract.errors import NotFound, SessionLost, SpecdecError
 from specdec.state.store import SessionStore
 
 _log = logging.getLogger(__name__)

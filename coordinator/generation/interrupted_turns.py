@@ -11,10 +11,10 @@ import asyncio
 import logging
 
 from coordinator.requests import GenerationIdentity
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
+from specdec.contract.tenant import SessionKey
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.state.store import SessionRecord, SessionStore
-from specdec.tenant import SessionKey
 
 #: Time in which a turn must be resumed. The SDK tries for about this long.
 DEFAULT_RECOVERY_S = 30.0

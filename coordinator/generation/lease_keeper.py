@@ -15,9 +15,9 @@ import threading
 import time
 from dataclasses import dataclass
 
-from specdec.errors import LeaseLost, NotFound, SpecdecError
+from specdec.contract.errors import LeaseLost, NotFound, SpecdecError
+from specdec.contract.tenant import SessionKey
 from specdec.state.store import Lease, SessionStore
-from specdec.tenant import SessionKey
 
 #: Time without a turn of the event loop after which the loop is taken for hung.
 LOOP_TIMEOUT_S = 10.0

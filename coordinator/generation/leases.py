@@ -12,9 +12,9 @@ import secrets
 import time
 from contextlib import suppress
 
-from specdec.errors import SessionBusy, SpecdecError
+from specdec.contract.errors import SessionBusy, SpecdecError
+from specdec.contract.tenant import SessionKey
 from specdec.state.store import Lease, SessionStore
-from specdec.tenant import SessionKey
 
 #: Pause between attempts to take over a session whose owner may be dead.
 TAKEOVER_PAUSE_S = 0.1

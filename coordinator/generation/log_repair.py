@@ -20,10 +20,10 @@ from coordinator.generation.leases import Leases
 from coordinator.generation.request_log import encode_stats, record_of
 from coordinator.generation.turn import Turn
 from coordinator.requests import RequestStats
-from specdec.errors import SessionLost, SpecdecError
+from specdec.contract.errors import SessionLost, SpecdecError
+from specdec.contract.tenant import SessionKey
+from specdec.contract.types import FinishReason, TokenIds
 from specdec.state.store import Lease, RequestRecord, SessionRecord, SessionStore
-from specdec.tenant import SessionKey
-from specdec.types import FinishReason, TokenIds
 
 #: Limits on remembered sessions and on tokens of each. A store that syncs its log every second cannot lose more.
 MAX_SESSIONS = 4096

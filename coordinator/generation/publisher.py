@@ -24,7 +24,7 @@ from coordinator.generation.turn import Turn
 from coordinator.round.outcome import RoundOutcome
 from coordinator.round.timeline import RoundTimeline, TimelineLog
 from coordinator.text.output import OutputStep
-from specdec.errors import SessionLost, SpecdecError, Unavailable
+from specdec.contract.errors import SessionLost, SpecdecError, Unavailable
 from specdec.state.store import Commit, Lease, SessionStore
 
 #: Pauses between attempts of a commit while the store refuses connections; the lease outlives their sum. Where one

@@ -13,9 +13,9 @@ from weakref import WeakValueDictionary
 from coordinator.generation.request_log import LoggedRequest, check_held
 from coordinator.generation.stream import OutputStream, Subscription
 from coordinator.requests import Finished
-from specdec.errors import ResourceExhausted
+from specdec.contract.errors import ResourceExhausted
+from specdec.contract.tenant import SessionKey
 from specdec.state.store import RequestRecord
-from specdec.tenant import SessionKey
 
 #: Limit of readers of one session at a coordinator. Each holds a place in the output, and perhaps a copy of it.
 MAX_READERS = 16

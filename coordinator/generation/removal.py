@@ -11,9 +11,9 @@ from contextlib import suppress
 from coordinator.generation.log_repair import LogRepair
 from coordinator.replicas.placement import Placement
 from coordinator.replicas.pool import ReplicaPools
-from specdec.errors import NotFound, Unavailable
+from specdec.contract.errors import NotFound, Unavailable
+from specdec.contract.tenant import SessionKey
 from specdec.state.store import Lease, SessionStore
-from specdec.tenant import SessionKey
 
 
 class SessionRemoval:

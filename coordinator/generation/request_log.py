@@ -22,10 +22,10 @@ from coordinator.requests import (
 from coordinator.round.tokens import SessionTokens
 from coordinator.text.output import OutputStep, OutputWriter
 from coordinator.text.tokenizer import ServedTokenizer
+from specdec.contract.errors import InvalidRequest, NotFound, SessionLost
+from specdec.contract.types import FinishReason, Mode, SamplingFilters, SamplingParams
 from specdec.core.limits import check_filters
-from specdec.errors import InvalidRequest, NotFound, SessionLost
 from specdec.state.store import KvLocation, RequestRecord, SessionRecord, SessionStore
-from specdec.types import FinishReason, Mode, SamplingFilters, SamplingParams
 
 #: Errors of JSON, or of values in it, that another program wrote.
 _MALFORMED = (AttributeError, InvalidRequest, KeyError, OverflowError, RecursionError, TypeError, ValueError)

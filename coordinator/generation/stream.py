@@ -17,8 +17,8 @@ from typing import Any
 
 from coordinator.requests import Event, Finished, GenerationIdentity, OutputChunk, Provenance, Started
 from coordinator.text.output import OutputStep
-from specdec.errors import ResourceExhausted, SpecdecError
-from specdec.types import FinishReason
+from specdec.contract.errors import ResourceExhausted, SpecdecError
+from specdec.contract.types import FinishReason
 
 #: Longest time that sending one event to a reader may take, before the reader is cut off.
 MAX_SENDING_S = 60.0

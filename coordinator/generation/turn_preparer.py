@@ -40,10 +40,10 @@ from coordinator.text.output import OutputWriter
 from coordinator.text.prompt import Prompt, encode_prompt, resolve_sampling
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.errors import NotFound, SessionBusy, SessionLost, SpecdecError
+from specdec.contract.errors import NotFound, SessionBusy, SessionLost, SpecdecError
+from specdec.contract.tenant import SessionKey
+from specdec.contract.types import SamplingParams, TokenIds
 from specdec.state.store import Lease, SessionRecord, SessionStore
-from specdec.tenant import SessionKey
-from specdec.types import SamplingParams, TokenIds
 
 _log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 from specdec.learning.log_files import SUFFIX, TENANT_PREFIX, LogFacts, LoggedTurn, encode_segment, tenant_folder
 
 #: Largest number of tasks that wait for the thread, and of bytes of unfinished turns; anything more is dropped.

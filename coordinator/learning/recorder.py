@@ -12,8 +12,8 @@ from coordinator.learning.log import LearningLog
 from coordinator.learning.turn_record import TurnRecord
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.round.setting import RoundSetting
+from specdec.contract.types import SamplingFilters
 from specdec.learning.log_files import LogFacts
-from specdec.types import SamplingFilters
 
 
 class Recorder:

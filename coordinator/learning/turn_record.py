@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from coordinator.learning.log import LearningLog
 from coordinator.round.tokens import SessionTokens
+from specdec.contract.types import WEIGHT_TOTAL, Support, TokenIds, Verification
 from specdec.learning.log_files import MAX_ENTRIES, LogFacts, LoggedTurn
-from specdec.types import WEIGHT_TOTAL, Support, TokenIds, Verification
 
 #: Number of rounds that are passed to the log's thread together.
 ROUNDS_PER_BATCH = 16

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from coordinator.replicas.replica import DRAFT, TARGET, Replica
-from specdec.errors import NotFound, Unsupported
+from specdec.contract.errors import NotFound, Unsupported
 
 #: Largest number of names, local drafts included. Each name has statistics.
 MAX_POOLS = 256

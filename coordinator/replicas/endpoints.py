@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, Iterable
 
 from coordinator.replicas.replica import DRAFT, TARGET
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
 from specdec.state.store import ReplicaRegistry
 
 _log = logging.getLogger(__name__)

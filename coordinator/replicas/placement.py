@@ -17,10 +17,10 @@ from typing import Any
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DraftReplica, LinkT, Replica, TargetReplica
 from coordinator.replicas.target_wait import wait_for_target
+from specdec.contract.errors import Unavailable
+from specdec.contract.tenant import SessionKey
 from specdec.core.forward_time import RunningMean
-from specdec.errors import Unavailable
 from specdec.state.store import KvLocation
-from specdec.tenant import SessionKey
 
 #: Number of sessions remembered between their turns, as many as `log_repair` remembers. The store knows where it left
 #: the KV of the others.

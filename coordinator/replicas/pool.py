@@ -20,12 +20,12 @@ from coordinator.replicas.activity import IDLE_FACTOR, Activity
 from coordinator.replicas.draft_pool_names import DraftPoolNames, local_drafts, unknown_pool
 from coordinator.replicas.endpoints import Endpoint, ReplicaEndpoints
 from coordinator.replicas.replica import DRAFT, TARGET, DraftReplica, Replica, TargetReplica
-from specdec.errors import SpecdecError, Unavailable, Unsupported, VocabularyMismatch
+from specdec.contract.errors import SpecdecError, Unavailable, Unsupported, VocabularyMismatch
+from specdec.contract.tenant import DEFAULT_TENANT
+from specdec.contract.types import EngineInfo
 from specdec.rpc.client import DraftLink, TargetLink
 from specdec.rpc.ticks import until_tick_s
 from specdec.state.store import ReplicaRegistry
-from specdec.tenant import DEFAULT_TENANT
-from specdec.types import EngineInfo
 
 #: Shortest time between two polls, however often a replica is in doubt.
 MIN_POLL_INTERVAL_S = 0.05

@@ -15,9 +15,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.state.store import PrefixDirectory
-from specdec.types import BLOCK_TOKENS
 
 #: Length of the shortest prefix, in blocks. Every chain begins with it.
 LEAST_BLOCKS = 4

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from coordinator.replicas.turn_ends import TurnEnds
+from specdec.contract.errors import Internal, SpecdecError, Unsupported, VocabularyMismatch
+from specdec.contract.types import EngineInfo
 from specdec.core.limits import check_description
-from specdec.errors import Internal, SpecdecError, Unsupported, VocabularyMismatch
 from specdec.rpc.client import DraftLink, TargetLink
 from specdec.settings.pool_names import check_pool_name
-from specdec.types import EngineInfo
 
 DRAFT = "draft"
 TARGET = "target"

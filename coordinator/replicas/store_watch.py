@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from coordinator.replicas.activity import Activity
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
 
 #: Interval at which decisions are exchanged with the store.
 POLL_S = 1.0

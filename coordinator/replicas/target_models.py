@@ -21,9 +21,9 @@ from math import inf, log
 
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.store_watch import StoreWatch
-from specdec.errors import NotFound
+from specdec.contract.errors import NotFound
+from specdec.contract.types import EngineInfo
 from specdec.state.store import TargetShare, TargetShares
-from specdec.types import EngineInfo
 
 #: Most models that an error names.
 _MAX_LISTED = 8

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from coordinator.replicas.pool import ReplicaPools
-from specdec.errors import Unavailable
+from specdec.contract.errors import Unavailable
 
 #: A target that is registered although it has not answered for this long lives, and is cut off from this coordinator.
 #: The registry forgets a dead one 10 s after its last heartbeat.

@@ -12,8 +12,8 @@ import contextvars
 import logging
 from typing import Any, NamedTuple, Protocol
 
-from specdec.errors import SpecdecError
-from specdec.tenant import SessionKey
+from specdec.contract.errors import SpecdecError
+from specdec.contract.tenant import SessionKey
 
 #: Largest number of turns in one message; the replica's limit is higher.
 MAX_TURNS = 1024

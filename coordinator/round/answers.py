@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specdec.contract.errors import Internal, KvMiss, ResourceExhausted, SpecdecError, StaleEpoch, Unavailable
+from specdec.contract.types import LocalDraft, Proposal, Verification
 from specdec.core.packed import pack_rows, pack_supports
 from specdec.core.random import DrawKey
 from specdec.core.sparse import check_drawn
-from specdec.errors import Internal, KvMiss, ResourceExhausted, SpecdecError, StaleEpoch, Unavailable
-from specdec.types import LocalDraft, Proposal, Verification
 
 
 def check_proposal(

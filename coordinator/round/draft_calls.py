@@ -22,9 +22,9 @@ from coordinator.round.answers import check_proposal
 from coordinator.round.draft_deadline import DraftDeadline
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
+from specdec.contract.types import LocalDraft, Proposal, ProposeRequest, SessionPosition
 from specdec.rpc.calls import CallTimeout, WireStats
-from specdec.types import LocalDraft, Proposal, ProposeRequest, SessionPosition
 
 #: Largest number of rounds that a session skips its draft after repeated failures.
 MAX_ROUNDS_WITHOUT_DRAFT = 63

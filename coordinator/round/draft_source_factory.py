@@ -34,7 +34,7 @@ from coordinator.round.tokens import SessionTokens
 from coordinator.routing.classes import MOST_PROMPT_TOKENS
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
-from specdec.types import Mode
+from specdec.contract.types import Mode
 
 
 class DraftSourceFactory:

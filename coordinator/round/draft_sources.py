@@ -16,7 +16,7 @@ from coordinator.round.draft_calls import Draft, DraftCalls
 from coordinator.round.gamma import GammaChooser, RoundTimes
 from coordinator.round.request_router import RequestRouter
 from coordinator.round.target_calls import TargetAnswer
-from specdec.types import LocalDraft
+from specdec.contract.types import LocalDraft
 
 #: Causes of a missing draft after which another pool may have one.
 _OUTGROWN = "draft_context"

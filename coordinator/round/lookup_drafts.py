@@ -17,7 +17,7 @@ from coordinator.round.draft_sources import AdaptiveDraftSource
 from coordinator.round.gamma import GammaChooser, RoundTimes
 from coordinator.round.target_calls import TargetAnswer
 from coordinator.round.tokens import SessionTokens
-from specdec.types import Proposal, Support
+from specdec.contract.types import Proposal, Support
 
 #: While a model's draft is faster, a found draft is tried once in this many rounds in which there was one.
 ROUNDS_PER_TRIAL = 16

@@ -13,8 +13,8 @@ import numpy as np
 
 from coordinator.requests import Provenance, TokenLogprobs, TopLogprob
 from coordinator.round.timeline import RoundTimeline
+from specdec.contract.types import LogitRow, Proposal, Support, TokenIds, Verification
 from specdec.core.rejection import Decision
-from specdec.types import LogitRow, Proposal, Support, TokenIds, Verification
 
 
 class RoundOutcome(NamedTuple):

@@ -20,7 +20,7 @@ from coordinator.round.setting import RoundSetting
 from coordinator.round.tokens import SessionTokens
 from coordinator.routing.expected_rounds import ExpectedRounds, expected_rounds, rounds_of
 from coordinator.routing.scoring import MAX_CONTEXT_TOKENS, Span
-from specdec.types import MAX_SCORED_TOKENS, Score, ScoreRequest, SessionPosition, TokenIds
+from specdec.contract.types import MAX_SCORED_TOKENS, Score, ScoreRequest, SessionPosition, TokenIds
 
 #: Spans shorter than this are not worth a call.
 LEAST_SPAN_TOKENS = 8

@@ -24,8 +24,8 @@ from coordinator.routing.expected_rounds import ExpectedRounds
 from coordinator.routing.hedge import Hedge
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
+from specdec.contract.types import Mode, SamplingFilters, Score, TokenIds
 from specdec.core.forward_time import RunningMean
-from specdec.types import Mode, SamplingFilters, Score, TokenIds
 
 #: Weight of a class's counts for a pool that is left one span later, and of its rounds one round later.
 _SPAN_KEEP = 0.97

@@ -18,12 +18,12 @@ from coordinator.round.setting import RoundSetting
 from coordinator.round.target_calls import TargetAnswer, TargetCalls
 from coordinator.round.timeline import RoundTimeline
 from coordinator.round.tokens import SessionTokens
+from specdec.contract.types import Mode, Proposal, Verification
 from specdec.core.block import verify_block
 from specdec.core.coupling import verify_choices
 from specdec.core.random import DrawKey
 from specdec.core.rejection import Decision, verify_rejection
 from specdec.rpc.calls import WireStats
-from specdec.types import Mode, Proposal, Verification
 
 
 class RoundRunner:

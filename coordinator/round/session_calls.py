@@ -14,9 +14,9 @@ from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.replica import Replica
 from coordinator.round.setting import RoundSetting
 from coordinator.round.tokens import SessionTokens
+from specdec.contract.errors import KvMiss, StaleEpoch
+from specdec.contract.types import SessionPosition
 from specdec.core.random import DrawKey
-from specdec.errors import KvMiss, StaleEpoch
-from specdec.types import SessionPosition
 
 #: Time by which an epoch, the time of a store's server in µs, may be ahead of this machine's clock. A replica that
 #: states a later one is wrong, and epochs must stay far below 2^53.

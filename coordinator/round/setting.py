@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specdec.tenant import DEFAULT_TENANT
-from specdec.types import DrawRule, Mode, SamplingFilters, carries_distributions
+from specdec.contract.tenant import DEFAULT_TENANT
+from specdec.contract.types import DrawRule, Mode, SamplingFilters, carries_distributions
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,10 @@ from coordinator.round.answers import check_verification, target_fault
 from coordinator.round.draft_calls import Draft
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
+from specdec.contract.errors import KvMiss, ResourceExhausted, SpecdecError, StaleEpoch, Unavailable
+from specdec.contract.types import SessionPosition, Verification, VerifyRequest
 from specdec.core.packed import pack_supports
-from specdec.errors import KvMiss, ResourceExhausted, SpecdecError, StaleEpoch, Unavailable
 from specdec.rpc.calls import WireStats
-from specdec.types import SessionPosition, Verification, VerifyRequest
 
 #: Pause before a target that lacked KV blocks is called again, at most; the target may name a shorter one.
 MAX_KV_PAUSE_S = 1.0

@@ -15,9 +15,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdec.errors import InvalidRequest
-from specdec.tenant import SessionKey
-from specdec.types import Stages
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.tenant import SessionKey
+from specdec.contract.types import Stages
 
 #: Largest number of rounds that are buffered before they are written.
 _MAX_LINES = 64

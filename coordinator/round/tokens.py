@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specdec.contract.types import TokenIds
 from specdec.core.chain import ChainHasher
-from specdec.types import TokenIds
 
 
 class SessionTokens:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.types import Mode, SamplingFilters, TokenIds
+from specdec.contract.types import Mode, SamplingFilters, TokenIds
 
 #: Number of tokens at the end of a prompt that are examined.
 MOST_PROMPT_TOKENS = 512

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from specdec.types import SCORED_GAMMA, Score
+from specdec.contract.types import SCORED_GAMMA, Score
 
 
 class ExpectedRounds(NamedTuple):

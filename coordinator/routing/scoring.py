@@ -19,8 +19,8 @@ from typing import Any
 
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import Replica
-from specdec.errors import SpecdecError
-from specdec.types import Score, ScoreRequest
+from specdec.contract.errors import SpecdecError
+from specdec.contract.types import Score, ScoreRequest
 
 #: Largest number of waiting spans; the oldest ones are dropped first.
 MAX_WAITING = 32

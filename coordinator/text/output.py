@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from coordinator.text.detokenizer import IncrementalDetokenizer
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.types import FinishReason, SamplingParams
+from specdec.contract.types import FinishReason, SamplingParams
 
 
 class OutputStep(NamedTuple):

@@ -14,8 +14,8 @@ import numpy as np
 
 from coordinator.requests import DEFAULT_MAX_NEW_TOKENS, GenerationRequest
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.errors import InvalidRequest
-from specdec.types import SamplingParams, TokenIds
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.types import SamplingParams, TokenIds
 
 
 @dataclass(frozen=True, slots=True)

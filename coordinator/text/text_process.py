@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from coordinator.text.text_child import TEMPLATE_CPU_S, read_message, write_message
-from specdec.errors import InvalidRequest, Unavailable
+from specdec.contract.errors import InvalidRequest, Unavailable
 
 _CHILD = Path(__file__).with_name("text_child.py")
 #: The child is ended after a text of more characters than this, because its memory has grown by hundreds of bytes a

@@ -26,7 +26,7 @@ from specdec.checkpoints.vocabulary import (
     vocabulary_fingerprint,
     vocabulary_size,
 )
-from specdec.errors import Internal, InvalidRequest
+from specdec.contract.errors import Internal, InvalidRequest
 
 #: Number of tokens whose spelling is cached. A text uses few of a vocabulary's tokens, so nearly all are found here.
 _MAX_REMEMBERED_TOKENS = 1 << 13

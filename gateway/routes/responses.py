@@ -25,7 +25,7 @@ from gateway.schemas.common import unicode_text
 from gateway.schemas.responses import ResponseRequest
 from gateway.sse import while_connected
 from specdec.client import AsyncClient, ChatMessage, Completion
-from specdec.errors import NotFound, SpecdecError
+from specdec.contract.errors import NotFound, SpecdecError
 from specdec.state.responses import ResponseRecord, encode_record
 
 #: Length of `resp_` and a number of 128 bits.

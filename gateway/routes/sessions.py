@@ -15,7 +15,7 @@ from gateway.generation import resumed
 from gateway.responses import ANSWERS, ERRORS, event_stream, json_response
 from gateway.schemas.common import whole_number
 from specdec.client import Session
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 #: Encoders of a resumed stream, by the object whose chunks it sends.
 _ENCODERS: dict[str, type[ChunkEncoder]] = {"chat.completion": ChatChunks, "text_completion": CompletionChunks}

@@ -6,10 +6,10 @@ from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response
 
-import specdec
 from gateway.context import Gateway
 from gateway.responses import ERRORS, json_response
-from specdec.errors import Unavailable
+from specdec.contract.errors import Unavailable
+from specdec.contract.version import __version__
 
 _TARGET = "target"
 
@@ -35,7 +35,7 @@ def router(gateway: Gateway) -> APIRouter:
     @routes.get("/version", response_model=None)
     async def version() -> Response:
         """Return the version of this gateway."""
-        return json_response({"version": specdec.__version__})
+        return json_response({"version": __version__})
 
     @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

@@ -13,7 +13,7 @@ from gateway.context import Gateway
 from gateway.responses import ERRORS, json_response
 from gateway.schemas.chat import MAX_MESSAGES, Message
 from gateway.schemas.common import Body, Flag, FreeObject, Items, Text, TokenIds, refuse
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 
 class TokenizeRequest(Body):

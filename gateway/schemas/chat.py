@@ -21,7 +21,7 @@ from gateway.schemas.common import (
     refuse,
 )
 from specdec.client import ChatMessage, GenerateOptions
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 #: Most messages of a conversation.
 MAX_MESSAGES = 4096

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 #: Fields of other servers that limit what a model may write, such as grammar, guided_json, json_schema and regex.
 _CONSTRAINT = re.compile(

@@ -10,7 +10,7 @@ from pydantic import Field
 from gateway.sampling import SamplingFields
 from gateway.schemas.common import WHOLE, Flag, Items, Positive, StrictInt, Text, TokenIds, refuse
 from specdec.client import GenerateOptions
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
 #: Most outputs of one request, those of all its prompts together.

@@ -22,7 +22,7 @@ from gateway.schemas.common import (
     unicode_text,
 )
 from specdec.client import ChatMessage, GenerateOptions
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 Content = Text | Items[Object]
 """A text, or content blocks."""

@@ -26,7 +26,7 @@ from gateway.schemas.common import (
 )
 from specdec.client import ChatMessage, GenerateOptions
 from specdec.client.messages import TextPart
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 MAX_METADATA = 16
 #: Types of the parts of a message's content that have text.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pydantic_settings import BaseSettings
 
-from specdec.errors import parse_error_line
+from specdec.contract.errors import parse_error_line
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.draft import DraftSettings
 from specdec.settings.gateway import GatewaySettings

@@ -16,7 +16,7 @@ from specdec.access.grants import GENERATE, SERVICE, UNLIMITED, Access, Limits
 from specdec.access.keys import hash_key, parse_keys
 from specdec.access.service_key import ServiceKey
 from specdec.access.watched_files import WatchedFile
-from specdec.errors import InvalidRequest, Unauthenticated
+from specdec.contract.errors import InvalidRequest, Unauthenticated
 
 _SERVICE_ACCESS = Access(rights=frozenset((SERVICE,)))
 

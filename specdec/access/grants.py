@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specdec.errors import Forbidden
+from specdec.contract.errors import Forbidden
 
 #: Right to generate, and to read and delete sessions, for one tenant.
 GENERATE = "generate"

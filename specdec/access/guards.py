@@ -14,7 +14,7 @@ from typing import Any
 from specdec.access.callers import Callers, bearer_of
 from specdec.access.grants import GENERATE, OPERATE, SERVICE, Access
 from specdec.access.refusals import RefusalLog
-from specdec.errors import Forbidden, InvalidRequest, Unauthenticated
+from specdec.contract.errors import Forbidden, InvalidRequest, Unauthenticated
 
 _OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 _AUTHORIZATION_KEY = "authorization"

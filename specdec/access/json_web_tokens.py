@@ -24,8 +24,8 @@ import jwt
 
 from specdec.access.grants import GENERATE, RIGHTS, Access
 from specdec.access.watched_files import WatchedFile
-from specdec.errors import InvalidRequest, SpecdecError, Unauthenticated, Unavailable
-from specdec.tenant import check_tenant
+from specdec.contract.errors import InvalidRequest, SpecdecError, Unauthenticated, Unavailable
+from specdec.contract.tenant import check_tenant
 
 #: Algorithms of signatures. `none` and those with a shared secret are left out: with HMAC, anyone who knows the public
 #: key could sign.

@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 
 from specdec.access.grants import RIGHTS, Access, Limits
-from specdec.errors import InvalidRequest
-from specdec.tenant import check_tenant
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.tenant import check_tenant
 
 _HASH_CHARACTERS = 64
 _MAX_LIMIT = (1 << 31) - 1

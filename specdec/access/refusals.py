@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
 
 #: Shortest interval between two log lines about one host.
 LOG_INTERVAL_S = 1.0

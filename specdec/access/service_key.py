@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from specdec.access.watched_files import read_credentials
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 _FIELD = "service_key"
 _ENVIRONMENT = "env:"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from specdec.errors import InvalidRequest, SpecdecError
+from specdec.contract.errors import InvalidRequest, SpecdecError
 
 #: Interval of the checks whether the file has changed.
 CHECK_INTERVAL_S = 1.0

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.checkpoints.locate import locate_checkpoint
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 _log = logging.getLogger(__name__)
 

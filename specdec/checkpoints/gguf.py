@@ -24,9 +24,9 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from specdec import artifact_cache
+from specdec.checkpoints import artifact_cache
 from specdec.checkpoints.gguf_progress import ConversionProgress
-from specdec.errors import InvalidRequest, Unsupported
+from specdec.contract.errors import InvalidRequest, Unsupported
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from specdec.checkpoints.gguf import convert_gguf, is_gguf
-from specdec.errors import InvalidRequest, Unsupported
+from specdec.contract.errors import InvalidRequest, Unsupported
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from specdec.artifact_cache import cache_directory
+from specdec.checkpoints.artifact_cache import cache_directory
 from specdec.checkpoints.gguf import converted_gguf, is_gguf
 from specdec.checkpoints.locate import checkpoint_fingerprint
 

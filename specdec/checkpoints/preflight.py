@@ -19,8 +19,8 @@ from specdec.checkpoints.gguf import is_gguf
 from specdec.checkpoints.gguf_header import gguf_config
 from specdec.checkpoints.locate import locate_checkpoint, require_plain_weights
 from specdec.checkpoints.weight_files import require_whole_gguf, require_whole_weights
-from specdec.errors import InvalidRequest, SpecdecError, Unsupported
-from specdec.types import BLOCK_TOKENS
+from specdec.contract.errors import InvalidRequest, SpecdecError, Unsupported
+from specdec.contract.types import BLOCK_TOKENS
 
 _CAUSAL_NAMES = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 _MASKED_NAMES = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"

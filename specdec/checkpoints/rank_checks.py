@@ -7,7 +7,7 @@ These checks read JSON but no weights, and import no torch. A rank checks the lo
 from __future__ import annotations
 
 from specdec.checkpoints.preflight import read_sizes
-from specdec.errors import InvalidRequest, Unsupported
+from specdec.contract.errors import InvalidRequest, Unsupported
 
 #: Command-line flag that error messages begin with.
 FLAG = "--tensor-parallel"

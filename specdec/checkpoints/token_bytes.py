@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from specdec.errors import Unsupported
+from specdec.contract.errors import Unsupported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.checkpoints.locate import locate_checkpoint
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

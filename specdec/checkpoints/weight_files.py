@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from specdec.checkpoints.gguf_header import DamagedHeader, read_gguf_header
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 #: Limit of a safetensors header, set by the format.
 _MOST_HEADER_BYTES = 100_000_000

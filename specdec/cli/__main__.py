@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
-import specdec
 from specdec.cli import INTERRUPTED, Usage
 from specdec.cli.command_parser import CommandParser, print_error, wants_json
 from specdec.cli.extras import missing_extra
-from specdec.errors import Internal, InvalidRequest, SpecdecError
+from specdec.contract.errors import Internal, InvalidRequest, SpecdecError
+from specdec.contract.version import __version__
 
 #: The subcommands, with their lines in `specdec --help`. Each is a module of this package, except `serve`.
 _COMMANDS = {
@@ -61,7 +61,7 @@ def build_parser(environ: Mapping[str, str], command: str = "") -> argparse.Argu
     """
     description = "Distributed speculative decoding: run it, talk to it, measure it."
     parser = CommandParser(prog="specdec", description=description, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"specdec {specdec.__version__}")
+    parser.add_argument("--version", action="version", version=f"specdec {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in _COMMANDS.items():
         if command not in ("", name) or (not command and not _is_installed(name)):

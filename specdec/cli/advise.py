@@ -15,14 +15,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from specdec.checkpoints.cross_vocabulary.pair_preflight import require_servable_pair
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.model_size import ModelSize, model_size
 from specdec.checkpoints.preflight import read_config, require_servable
 from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.pool_tables import model_name, print_table
 from specdec.cli.request_flags import add_client_flags, connect
-from specdec.cross_vocabulary.pair_preflight import require_servable_pair
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
 
 #: Acceptances for which the gain is listed if none is measured.
 ASSUMED_ALPHAS = (0.6, 0.8)

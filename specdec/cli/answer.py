@@ -15,7 +15,7 @@ from typing import Self
 
 from specdec.client import Chunk, Client, Completion, Stream
 from specdec.client.failures import is_without_target
-from specdec.errors import SpecdecError, Unavailable
+from specdec.contract.errors import SpecdecError, Unavailable
 
 #: Context manager in which Ctrl-C calls the given action.
 Interrupts = Callable[[Callable[[], None]], contextlib.AbstractContextManager[None]]

@@ -23,8 +23,8 @@ from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.request_flags import add_request_flags, connect, request_options
 from specdec.cli.speedup import acceptance, reason_for, tokens_per_round
 from specdec.client import Client, Completion, GenerateOptions
-from specdec.errors import InvalidRequest
-from specdec.types import TokenSource
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.types import TokenSource
 
 _PROMPTS = (
     "Explain in three sentences how a suspension bridge carries its load.",

@@ -24,7 +24,7 @@ from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.request_flags import PATIENT_BUDGETS, add_request_flags, connect, request_options
 from specdec.cli.terminal import TokenWriter, wants_colour
 from specdec.client import ChatMessage, Client, GenerateOptions
-from specdec.errors import InvalidRequest, SessionLost, SpecdecError
+from specdec.contract.errors import InvalidRequest, SessionLost, SpecdecError
 
 _HELP = """\
 /help         show this list

@@ -11,8 +11,8 @@ import sys
 from specdec.cli.draft_pools import ONLY_POOL
 from specdec.client import Client, Completion, GenerateOptions
 from specdec.client.results import CANCELLED
-from specdec.errors import SpecdecError
-from specdec.types import TokenSource
+from specdec.contract.errors import SpecdecError
+from specdec.contract.types import TokenSource
 
 #: Mean number of draft tokens per step below which the server is taken to have paused drafting.
 _PAUSED_GAMMA = 0.5

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from specdec.errors import InvalidRequest, SpecdecError, error_line
+from specdec.contract.errors import InvalidRequest, SpecdecError, error_line
 
 _SERVING_HINTS = {
     **dict.fromkeys(("--model", "-m", "-hf", "--hf-repo"), "--target PATH_OR_HUB_ID"),

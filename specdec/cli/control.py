@@ -29,7 +29,7 @@ from typing import Any, Self, TextIO
 
 from specdec.cli.control_folder import control_folder
 from specdec.client.endpoints import DEFAULT_ENDPOINT
-from specdec.errors import Internal, InvalidRequest, SpecdecError, Unavailable, error_line, parse_error_line
+from specdec.contract.errors import Internal, InvalidRequest, SpecdecError, Unavailable, error_line, parse_error_line
 from specdec.settings.addresses import join_address, split_address
 from specdec.supervision.fleet import Fleet, Scaling
 

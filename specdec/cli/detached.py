@@ -19,7 +19,7 @@ from specdec.cli import INTERRUPTED
 from specdec.cli.control import down_command
 from specdec.cli.control_folder import control_folder
 from specdec.cli.listening import listen_address
-from specdec.errors import Unavailable
+from specdec.contract.errors import Unavailable
 from specdec.settings.addresses import split_address
 from specdec.supervision.service_process import python_path
 from specdec.supervision.services import tell

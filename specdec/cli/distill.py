@@ -22,9 +22,9 @@ from specdec.cli.join import join
 from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.request_flags import add_client_flags
 from specdec.cli.waiting import Waiting
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.tenant import DEFAULT_TENANT, check_tenant
 from specdec.settings.draft_specs import is_local_draft, parse_local_draft
-from specdec.tenant import DEFAULT_TENANT, check_tenant
 
 if TYPE_CHECKING:
     from specdec.learning.training import Learned

@@ -28,7 +28,7 @@ from specdec.cli.terminal import wants_colour
 from specdec.cli.top import metrics_addresses_of
 from specdec.client import Client, Tls
 from specdec.client.endpoints import DEFAULT_ENDPOINT, ENDPOINT_VARIABLE
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 _STYLES = {Status.OK: Style(color="green"), Status.WARN: Style(color="yellow"), Status.FAIL: Style(color="red")}
 _STATUS_COLUMNS, _NAME_COLUMNS = 6, 20

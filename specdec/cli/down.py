@@ -10,7 +10,7 @@ from specdec.cli import control
 from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.request_flags import add_endpoint_flag
 from specdec.cli.waiting import Waiting
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:

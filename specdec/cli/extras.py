@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from specdec.errors import Unsupported
+from specdec.contract.errors import Unsupported
 
 #: Top-level modules that the gateway needs beside those of `specdec up`.
 GATEWAY_MODULES = ("fastapi", "uvicorn", "httptools")

@@ -18,7 +18,7 @@ from specdec.cli.request_flags import PATIENT_BUDGETS, add_request_flags, connec
 from specdec.cli.terminal import TokenWriter, wants_colour
 from specdec.client import Chunk, Client, Completion, GenerateOptions
 from specdec.client.results import CANCELLED
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.request_flags import add_tls_flags, address, tls_of_flags
 from specdec.client import Tls
-from specdec.errors import SpecdecError, Unavailable
+from specdec.contract.errors import SpecdecError, Unavailable
 from specdec.rpc.channels import dial_blocking
 from specdec.rpc.credentials import describe_refused_connection
 from specdec.rpc.status import from_rpc_error

@@ -16,7 +16,7 @@ from specdec.cli import Usage
 from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.request_flags import add_client_flags, connect
 from specdec.cli.scale import request_of_system
-from specdec.errors import InvalidRequest, VocabularyMismatch
+from specdec.contract.errors import InvalidRequest, VocabularyMismatch
 
 
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:

@@ -33,7 +33,8 @@ from specdec.cli.up_flags import (
     role_of_group,
     utilization,
 )
-from specdec.errors import InvalidRequest, Unsupported
+from specdec.contract.errors import InvalidRequest, Unsupported
+from specdec.contract.types import SIMULATED_PREFIX
 from specdec.settings.addresses import join_address, split_address
 from specdec.settings.devices import likely_device
 from specdec.settings.processors import num_processors
@@ -43,7 +44,6 @@ from specdec.supervision.process_template import ProcessTemplate
 from specdec.supervision.processes import Child, free_ports
 from specdec.supervision.service_process import environment_of
 from specdec.supervision.services import Service
-from specdec.types import SIMULATED_PREFIX
 
 #: Services that check the credentials of clients.
 _GUARDED = (COORDINATOR, GATEWAY)
@@ -235,7 +235,7 @@ class Launcher:
         own = {**QUIET_THREADS, "OMP_NUM_THREADS": str(num_cpus), share: str(of_device)}
         return Child(
             name,
-            "specdec.cluster.placed_replica",
+            "specdec.supervision.ray.placed_replica",
             [*placed, "--", *self.replica_arguments(name)],
             {**own, **self._environ},
             shown_level=self._args.log_level,

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 
 from specdec.cli import Usage
 from specdec.cli.control import require_unused
-from specdec.errors import Unavailable
+from specdec.contract.errors import Unavailable
 from specdec.rpc.channels import require_free
 from specdec.settings.addresses import WILDCARD_HOSTS, is_loopback, join_address, split_address
 from specdec.supervision.processes import free_ports

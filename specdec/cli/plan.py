@@ -2,8 +2,8 @@
 
 It prints the replicas of each pool, GPUs of a replica, gamma, memory of KV and Redis, coordinators, start time, the
 speedup to expect, GPU hours per million tokens beside the target alone, and what limits. Step times are calculated from
-the sizes of the models and a card's data sheet (`specdec.planning`). The acceptance is given, or read from a running
-system by `--measured`.
+the sizes of the models and a card's data sheet (`planning`). The acceptance is given, or read from a running system by
+`--measured`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,8 @@ from specdec.checkpoints.model_size import model_size
 from specdec.checkpoints.preflight import naming_flag, read_config, require_decoder_only
 from specdec.cli import Usage
 from specdec.cli.json_output import add_json_flag, print_json
-from specdec.cli.pool_tables import model_name, print_table
-from specdec.cli.request_flags import add_tls_flags, tls_of_flags
-from specdec.client import Client
-from specdec.errors import SpecdecError
-from specdec.planning.cards import CARDS, Card, card_of
-from specdec.planning.deployment import (
+from specdec.cli.planning.cards import CARDS, Card, card_of
+from specdec.cli.planning.deployment import (
     PLANNED_SHARE,
     Deployment,
     Load,
@@ -35,8 +31,12 @@ from specdec.planning.deployment import (
     lone_stream,
     placed,
 )
-from specdec.planning.overlay import write_overlay
-from specdec.planning.step_times import PlacedModel
+from specdec.cli.planning.overlay import write_overlay
+from specdec.cli.planning.step_times import PlacedModel
+from specdec.cli.pool_tables import model_name, print_table
+from specdec.cli.request_flags import add_tls_flags, tls_of_flags
+from specdec.client import Client
+from specdec.contract.errors import SpecdecError
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "int8": 1}
 _COORDINATOR, _DRAFT, _TARGET = "coordinator", "draft", "target"

@@ -21,7 +21,7 @@ from specdec.cli.pool_tables import model_name
 from specdec.cli.request_flags import add_client_flags, address, connect
 from specdec.cli.waiting import Waiting
 from specdec.client import Client, Promotion, Route, TargetModel
-from specdec.errors import Forbidden, InvalidRequest, NotFound
+from specdec.contract.errors import Forbidden, InvalidRequest, NotFound
 
 #: Fewest draft tokens of a score. From there on the standard error of an acceptance rate is below 0.03.
 MIN_TESTED = 300

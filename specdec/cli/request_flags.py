@@ -10,8 +10,8 @@ from specdec.cli import Usage
 from specdec.client import Budgets, Client, GenerateOptions, Tls
 from specdec.client.endpoints import DEFAULT_ENDPOINT, ENDPOINT_VARIABLE, check_endpoint
 from specdec.client.transport import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, SERVER_NAME_VARIABLE, exposes_key, tls_of
-from specdec.errors import InvalidRequest
-from specdec.types import Mode
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.types import Mode
 
 #: Variable that holds the API key of client commands.
 _API_KEY_VARIABLE = "SPECDEC_API_KEY"

@@ -15,7 +15,7 @@ from specdec.cli import Usage, control
 from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.request_flags import add_endpoint_flag
 from specdec.cli.waiting import Waiting
-from specdec.errors import InvalidRequest, Unavailable
+from specdec.contract.errors import InvalidRequest, Unavailable
 
 
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:

@@ -9,7 +9,7 @@ import time
 from specdec.cli import control
 from specdec.cli.control_folder import is_any_starting
 from specdec.cli.waiting import Waiting
-from specdec.errors import Unavailable
+from specdec.contract.errors import Unavailable
 from specdec.settings.addresses import split_address
 
 #: Time in which a `specdec up` that was started at the same moment makes its marker.

@@ -12,7 +12,7 @@ from rich.color import ColorSystem
 from rich.style import Style
 
 from specdec.client import Chunk
-from specdec.types import TokenSource
+from specdec.contract.types import TokenSource
 
 _STYLES = {
     TokenSource.ACCEPTED: Style(color="green"),

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from specdec.cli.json_output import add_json_flag, print_json
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 _WIDTH = 40
 _EIGHTHS = " ▏▎▍▌▋▊▉█"

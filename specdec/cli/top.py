@@ -30,7 +30,7 @@ from specdec.cli.pool_tables import console_for
 from specdec.cli.request_flags import add_client_flags, connect
 from specdec.cli.top_figures import Figures, Reader, figures_of
 from specdec.cli.top_view import frame_of, plot_of
-from specdec.errors import SpecdecError, error_line
+from specdec.contract.errors import SpecdecError, error_line
 from specdec.settings.addresses import check_dialable
 
 _INTERVAL_S = 1.0

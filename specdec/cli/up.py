@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 
+from specdec.checkpoints.cross_vocabulary.pair_preflight import require_servable_pair
 from specdec.checkpoints.preflight import require_kv_room
 from specdec.checkpoints.rank_checks import require_divisible, require_supported
 from specdec.cli import up_flags
@@ -36,8 +37,8 @@ from specdec.cli.up_flags import Models
 from specdec.cli.up_parser import add_parser, add_serve_parser
 from specdec.cli.waiting import LastMessage, Waiting
 from specdec.client import Budgets, Client
-from specdec.cross_vocabulary.pair_preflight import require_servable_pair
-from specdec.errors import SpecdecError, Unavailable
+from specdec.contract.errors import SpecdecError, Unavailable
+from specdec.contract.types import SIMULATED_PREFIX
 from specdec.rpc.channels import dial_blocking
 from specdec.settings.addresses import split_address
 from specdec.settings.base import current_backend
@@ -47,7 +48,6 @@ from specdec.state.own_redis import OwnRedis, throwaway_redis
 from specdec.supervision.fleet import GATEWAY, Fleet, role_of
 from specdec.supervision.processes import Child
 from specdec.supervision.services import Service, tell
-from specdec.types import SIMULATED_PREFIX
 
 __all__ = ["add_parser", "add_serve_parser", "run"]
 
@@ -236,7 +236,7 @@ def _own_ray(
     """Return the running Ray cluster of `--ray-address local`, else None. Raises SpecdecError if it does not start."""
     if args.ray_address != "local":
         return None
-    ray = Child("ray", "specdec.cluster.own_ray", [], environ)
+    ray = Child("ray", "specdec.supervision.ray.own_ray", [], environ)
     stack.callback(ray.stop)
     start.poll(lambda: [ray], lambda: ray.has_started)
     ray.relay()

@@ -16,10 +16,10 @@ from specdec.cli.draft_pools import DraftPool, draft_pools
 from specdec.cli.listening import split_flag
 from specdec.cli.service_settings import SETTINGS_TYPES
 from specdec.client import Tls
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.types import SIMULATED_PREFIX
 from specdec.settings.draft_specs import EARLY_EXIT, parse_local_drafts
 from specdec.settings.reading import checked_value, flag_of
-from specdec.types import SIMULATED_PREFIX
 
 ROLES = ("target", "draft")
 

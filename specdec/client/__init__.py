@@ -11,6 +11,7 @@ it.
             print(chunk.text, end="")
 """
 
+from specdec.access.tls import Tls
 from specdec.client.async_client import AsyncClient
 from specdec.client.async_stream import AsyncStream
 from specdec.client.messages import ChatMessage, TextPart
@@ -27,7 +28,6 @@ from specdec.client.results import (
 )
 from specdec.client.server_info import Pool, Promotion, Replica, Route, ServerInfo, TargetModel
 from specdec.client.sync_client import Client, Stream
-from specdec.tls import Tls
 
 __all__ = [
     "AsyncClient",

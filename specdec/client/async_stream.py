@@ -18,7 +18,7 @@ from specdec.client.coordinators import AsyncAttempts
 from specdec.client.recovery import Recovery, ended_early
 from specdec.client.results import Chunk, Completion
 from specdec.client.transcript import Transcript
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
 from specdec.v1 import coordinator_pb2 as pb
 
 

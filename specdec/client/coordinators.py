@@ -25,16 +25,16 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from specdec.access.tls import Signature, Tls
 from specdec.client.endpoints import may_name_several
 from specdec.client.failures import closed, read_failure
 from specdec.client.identity import Metadata
 from specdec.client.looks import Looks
 from specdec.client.recovery import CHANNEL_OPTIONS, Recovery
 from specdec.client.transport import resolve_proxy
-from specdec.errors import InvalidRequest, ResourceExhausted, SpecdecError, Unavailable, Unsupported
+from specdec.contract.errors import InvalidRequest, ResourceExhausted, SpecdecError, Unavailable, Unsupported
 from specdec.rpc.channels import Options, dial, dial_blocking, forked
 from specdec.rpc.status import is_ours
-from specdec.tls import Signature, Tls
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
 #: Time that the next attempt waits for another coordinator to report SERVING.

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from ipaddress import ip_address
 
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 #: Port of a coordinator unless another one is given.
 DEFAULT_PORT = 50051

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 import grpc
 
-from specdec.errors import ClientClosed, SpecdecError, Unavailable
+from specdec.access.tls import Tls
+from specdec.contract.errors import ClientClosed, SpecdecError, Unavailable
 from specdec.rpc.credentials import describe_refused_connection
 from specdec.rpc.status import from_rpc_error, http2_reset_code, is_ours
-from specdec.tls import Tls
 
 #: What another program at the endpoint does, by a part of gRPC's message. The first match counts.
 _OTHER_PROGRAM = (

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "True or False"}
 

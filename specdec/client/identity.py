@@ -7,8 +7,8 @@ import re
 from typing import Any, Self
 
 from specdec.client.sessions import SessionSizes
-from specdec.errors import InvalidRequest
-from specdec.tenant import TENANT_KEY, check_tenant
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.tenant import TENANT_KEY, check_tenant
 
 Metadata = tuple[tuple[str, str], ...]
 """gRPC metadata: keys and values."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NotRequired, TypedDict
 
 from specdec.client.fields import as_json, assign, extend
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 from specdec.v1 import coordinator_pb2 as pb
 
 _EXTRA_FIELDS = ("name", "tool_calls", "tool_call_id", "reasoning_content")

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import tenacity
 
 from specdec.client.failures import is_without_target
-from specdec.errors import (
+from specdec.contract.errors import (
     DeadlineExceeded,
     InvalidRequest,
     LeaseLost,

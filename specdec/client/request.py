@@ -16,8 +16,8 @@ from google.protobuf.message import Message
 
 from specdec.client.fields import assign, extend
 from specdec.client.messages import ChatMessage, fill_messages
-from specdec.errors import InvalidRequest
-from specdec.types import Mode
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.types import Mode
 from specdec.v1 import coordinator_pb2 as pb
 
 _SAMPLING_SCALARS = (

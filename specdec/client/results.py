@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Self
 
-from specdec.types import FinishReason, TokenSource
+from specdec.contract.types import FinishReason, TokenSource
 from specdec.v1 import coordinator_pb2 as pb
 
 #: Finish reason of an output whose stream was closed before its end.

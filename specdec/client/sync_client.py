@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, Unpack, overload
 import grpc
 import tenacity
 
+from specdec.access.tls import Tls
 from specdec.client.coordinators import Attempts, Coordinators
 from specdec.client.endpoints import resolve_endpoint
 from specdec.client.failures import closed
@@ -38,8 +39,7 @@ from specdec.client.server_info import (
 )
 from specdec.client.transcript import Transcript
 from specdec.client.transport import require_private_key, resolve_tls
-from specdec.errors import SpecdecError
-from specdec.tls import Tls
+from specdec.contract.errors import SpecdecError
 from specdec.v1 import coordinator_pb2 as pb
 
 

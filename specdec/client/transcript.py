@@ -18,7 +18,7 @@ from specdec.client.results import (
     read_usage,
 )
 from specdec.client.sessions import SessionSizes
-from specdec.errors import Internal, PartialOutput
+from specdec.contract.errors import Internal, PartialOutput
 from specdec.v1 import coordinator_pb2 as pb
 
 

@@ -10,9 +10,9 @@ import os
 from functools import lru_cache
 from urllib.parse import urlsplit
 
-from specdec.errors import InvalidRequest
+from specdec.access.tls import Tls
+from specdec.contract.errors import InvalidRequest
 from specdec.rpc.channels import is_local
-from specdec.tls import Tls
 
 CA_VARIABLE = "SPECDEC_TLS_CA"
 CERT_VARIABLE = "SPECDEC_TLS_CERT"

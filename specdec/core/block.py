@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.contract.types import WEIGHT_TOTAL, DistributionRow, Support, TokenIds
 from specdec.core.random import DrawKey, Stream, index_at_uniform
 from specdec.core.rejection import Decision, decision_of, entry_of
-from specdec.types import WEIGHT_TOTAL, DistributionRow, Support, TokenIds
 
 
 def acceptance_levels(

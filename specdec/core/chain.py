@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specdec.tenant import DEFAULT_TENANT
-from specdec.types import BLOCK_TOKENS, TokenIds
+from specdec.contract.tenant import DEFAULT_TENANT
+from specdec.contract.types import BLOCK_TOKENS, TokenIds
 
 #: Length of a chain hash and of a block's name.
 HASH_BYTES = 16

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.contract.types import TokenIds
 from specdec.core.rejection import Decision, sources_of
-from specdec.types import TokenIds
 
 
 def verify_choices(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 
-from specdec.errors import InvalidRequest
-from specdec.types import EngineInfo, SamplingFilters, TokenIds
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.types import EngineInfo, SamplingFilters, TokenIds
 
 _FEW = 32
 

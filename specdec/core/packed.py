@@ -13,8 +13,8 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.errors import Internal
-from specdec.types import WEIGHT_TOTAL, DistributionRow, Support, TokenIds
+from specdec.contract.errors import Internal
+from specdec.contract.types import WEIGHT_TOTAL, DistributionRow, Support, TokenIds
 
 #: The bonus position's row: its support is empty, so all mass is tail mass.
 _BONUS_WEIGHTS = np.array([WEIGHT_TOTAL], dtype=np.uint32)

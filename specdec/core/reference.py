@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.contract.types import DistributionRow, SamplingFilters, Support, TokenIds
 from specdec.core.chain import ChainHasher
 from specdec.core.random import gumbel_noise, index_at_uniform
 from specdec.core.sparse import DEFAULT_COVERAGE, integer_weights, support_of_top
-from specdec.types import DistributionRow, SamplingFilters, Support, TokenIds
 
 
 def filtered_distribution(

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.contract.errors import Internal
+from specdec.contract.types import WEIGHT_TOTAL, DistributionRow, Support, TokenIds, TokenSource
 from specdec.core.packed import PackedRows, PackedSupports, pack_rows, pack_supports
 from specdec.core.random import DrawKey, Stream
-from specdec.errors import Internal
-from specdec.types import WEIGHT_TOTAL, DistributionRow, Support, TokenIds, TokenSource
 
 
 class Decision(NamedTuple):

@@ -11,10 +11,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.contract.errors import Internal
+from specdec.contract.types import MAX_SUPPORT, WEIGHT_TOTAL, Support
 from specdec.core.packed import PackedSupports
 from specdec.core.random import DrawKey, Stream, index_at
-from specdec.errors import Internal
-from specdec.types import MAX_SUPPORT, WEIGHT_TOTAL, Support
 
 #: Support entries of larger vocabularies.
 LARGE_VOCABULARY_SUPPORT = 64

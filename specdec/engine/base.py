@@ -1,7 +1,7 @@
 """Contracts inside an engine: step plans, the worker that runs them, and observers of steps.
 
 Only a `Worker` touches model weights and KV tensors. Everything above it works on plain numbers, so a worker can run
-alone or as one rank of several. Services call engines by `specdec.engine_api`.
+alone or as one rank of several. Services call engines by `specdec.contract.engine_api`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.errors import Unavailable, Unsupported
+from specdec.contract.errors import Unavailable, Unsupported
 
 if TYPE_CHECKING:  # simulated replicas import the contract and do without torch
     import torch

@@ -12,7 +12,7 @@ from typing import Self
 
 import torch
 
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 _GIB = 1 << 30
 # Share of the KV pool in the memory that is left once the weights are loaded. CUDA graphs keep their working memory.

@@ -17,6 +17,8 @@ import torch
 
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.packed_names import packed_name
+from specdec.contract.errors import Unsupported
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import KvLayout, ModelShape, Worker
 from specdec.engine.kernels.library import load_library
 from specdec.engine.model.batch_invariance import require_batch_invariance
@@ -26,9 +28,7 @@ from specdec.engine.model.thread_tuning import settle_threads
 from specdec.engine.native.kept_layout import KeptLayout, Unreadable, keep, open_kept
 from specdec.engine.native.runner import NativeRunner
 from specdec.engine.options import AUTO, NATIVE, LoadRequest
-from specdec.errors import Unsupported
 from specdec.settings.devices import likely_device
-from specdec.types import BLOCK_TOKENS
 
 _log = logging.getLogger(__name__)
 

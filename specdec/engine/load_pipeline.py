@@ -21,6 +21,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_size
+from specdec.contract.errors import Unsupported
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import KvLayout, ModelShape, Worker
 from specdec.engine.cuda_device import cuda_pool_bytes, settle_cuda
 from specdec.engine.cuda_graphs.steps import capture_steps, wants_capture
@@ -47,8 +49,6 @@ from specdec.engine.model.model_runner import ForwardPass, GraphSource, ModelRun
 from specdec.engine.model.self_check import Arithmetic, Reference, require_same, take_reference
 from specdec.engine.options import AUTO, CUDA_GRAPHS, EAGER, Agreement, CompileOptions, LoadRequest, require_backend
 from specdec.engine.torch_compile import compile_steps
-from specdec.errors import Unsupported
-from specdec.types import BLOCK_TOKENS
 
 _log = logging.getLogger(__name__)
 

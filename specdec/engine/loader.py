@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.engine.base import ModelShape, Worker
 from specdec.engine.kept_worker import keep_worker
 from specdec.engine.kernels.library import load_library
@@ -37,7 +38,6 @@ from specdec.engine.native.model_layout import ModelLayout, fits, round_weight
 from specdec.engine.native.packing import Packing
 from specdec.engine.native.runner import NativeRunner
 from specdec.engine.options import AUTO, NATIVE, CompileOptions, LoadRequest
-from specdec.errors import InvalidRequest, Unsupported
 
 _log = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from typing import cast
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec.contract.errors import Unsupported
 from specdec.engine.heads.base import DraftHead, TargetParts
 from specdec.engine.heads.factory import load_head
 from specdec.engine.heads.paged_head import PagedHead, layers_of
@@ -20,7 +21,6 @@ from specdec.engine.model.early_exit import EarlyExit, load_early_exit, shortene
 from specdec.engine.model.kv_cache import KvCache, LayerShape
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass, TransformersForward
-from specdec.errors import Unsupported
 from specdec.settings.draft_specs import EARLY_EXIT, LocalDraftSpec
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 from specdec.settings.draft_specs import LocalDraftSpec
 
 #: PyTorch's operations one by one.

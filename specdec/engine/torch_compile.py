@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from specdec.contract.errors import Unsupported
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.model.attention import PagedContext
 from specdec.engine.model.batch import AttentionKind, KvView, StepBatch
 from specdec.engine.model.kv_cache import KvCache
@@ -22,8 +24,6 @@ from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass, GraphSource
 from specdec.engine.model.start_progress import shown
 from specdec.engine.options import CompileOptions, first_line
-from specdec.errors import Unsupported
-from specdec.types import BLOCK_TOKENS
 
 _log = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from specdec.errors import InvalidSetting, KvMiss, SpecdecError, Unavailable
+from specdec.access.tls import Tls
+from specdec.contract.errors import InvalidSetting, KvMiss, SpecdecError, Unavailable
+from specdec.contract.types import EngineInfo, TokenIds
 from specdec.integrations.row_sessions import RowSession, RowSessions
 from specdec.rpc.client import DraftLink
 from specdec.rpc.identity import Metadata
-from specdec.tls import Tls
-from specdec.types import EngineInfo, TokenIds
 
 #: Time in which the replicas must describe themselves at the start.
 _CONNECT_S = 30.0

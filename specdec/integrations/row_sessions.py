@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from specdec.contract.types import DrawRule, ProposeRequest, SamplingFilters, SessionPosition, TokenIds
 from specdec.core.chain import ChainHasher
-from specdec.types import DrawRule, ProposeRequest, SamplingFilters, SessionPosition, TokenIds
 
 #: Steps after which a session without a row is forgotten.
 _KEPT_STEPS = 64

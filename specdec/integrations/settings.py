@@ -9,10 +9,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from specdec.access.tls import Tls
 from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_fingerprint
-from specdec.errors import InvalidSetting
+from specdec.contract.errors import InvalidSetting
 from specdec.integrations.draft_pool import DraftPool
-from specdec.tls import Tls
 
 
 @dataclass(frozen=True, slots=True)

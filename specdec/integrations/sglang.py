@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.errors import Unsupported
+from specdec.contract.errors import Unsupported
+from specdec.contract.types import TokenIds
 from specdec.integrations.settings import open_draft_pool, read_settings
-from specdec.types import TokenIds
 
 #: Name of the algorithm, as --speculative-algorithm takes it.
 ALGORITHM = "SPECDEC"

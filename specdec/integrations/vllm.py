@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.errors import Unsupported
+from specdec.contract.errors import Unsupported
 from specdec.integrations.settings import open_draft_pool, read_settings
 
 

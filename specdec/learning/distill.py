@@ -13,12 +13,12 @@ from typing import Any, Protocol
 
 import torch
 
-import specdec
 from specdec.checkpoints.locate import checkpoint_fingerprint, locate_checkpoint
 from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_fingerprint, vocabulary_size
+from specdec.contract.errors import InvalidRequest, Unsupported
+from specdec.contract.version import __version__
 from specdec.engine.heads.head_file import HeadFile
 from specdec.engine.model.checkpoint_model import SERVED_DTYPES
-from specdec.errors import InvalidRequest, Unsupported
 from specdec.learning.heads import Head
 from specdec.learning.learner import DraftModel, ExitAdapter, Learner
 from specdec.learning.samples import Samples
@@ -100,7 +100,7 @@ def distill(
             "target_fingerprint": samples.target_fingerprint,
             "tenant": distillation.tenant,
             "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "specdec": specdec.__version__,
+            "specdec": __version__,
             **asdict(learned),
         }
         draft.write(distillation.out, provenance)

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import save
 
-from specdec.errors import InvalidRequest
-from specdec.tenant import check_tenant
-from specdec.types import WEIGHT_TOTAL, TokenIds
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.tenant import check_tenant
+from specdec.contract.types import WEIGHT_TOTAL, TokenIds
 
 SUFFIX = ".safetensors"
 

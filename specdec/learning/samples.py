@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.errors import InvalidRequest, VocabularyMismatch
+from specdec.contract.errors import InvalidRequest, VocabularyMismatch
+from specdec.contract.types import WEIGHT_TOTAL, TokenIds
 from specdec.learning.log_files import SUFFIX, LogFacts, LoggedTurn, read_segment, tenant_folder
-from specdec.types import WEIGHT_TOTAL, TokenIds
 
 #: Maximum number of tokens in a row, and of those at its end whose distributions are learned. The others are context.
 ROW_TOKENS = 512

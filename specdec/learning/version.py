@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from specdec.checkpoints.locate import locate_checkpoint
-from specdec.errors import InvalidRequest, Unsupported
+from specdec.contract.errors import InvalidRequest, Unsupported
 
 #: Name of the provenance file beside the new version's weights.
 PROVENANCE = "distilled.json"

@@ -1,7 +1,7 @@
 """The state of a replica as gauges and counters that are read at a scrape: loading, waiting calls, KV blocks, device.
 
-The engine counts for itself and without a lock (`specdec.engine_api.EngineStats`); nothing here costs a step. Before
-the engine exists, while its model is loaded, every series is 0.
+The engine counts for itself and without a lock (`EngineStats`); nothing here costs a step. Before the engine exists,
+while its model is loaded, every series is 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PHASES = ("starting", "loading", "warming_up", "serving")
 
 
 class EngineStats(Protocol):
-    """The part of `specdec.engine_api.EngineStats` that is read here."""
+    """The part of `specdec.contract.engine_api.EngineStats` that is read here."""
 
     @property
     def num_waiting_calls(self) -> int: ...
@@ -42,7 +42,7 @@ class EngineStats(Protocol):
 
 
 class EngineDescription(Protocol):
-    """The part of `specdec.types.EngineInfo` that is read here."""
+    """The part of `specdec.contract.types.EngineInfo` that is read here."""
 
     @property
     def num_sessions(self) -> int: ...

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 from specdec.observability.otlp import NO_PROXY, missing_package, of_service, otlp_endpoint, process_resource
 
 if TYPE_CHECKING:

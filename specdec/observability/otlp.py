@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from specdec.errors import Unsupported
+from specdec.contract.errors import Unsupported
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-import specdec
+from specdec.contract.version import __version__
 from specdec.observability.tallies import Buckets, Count, CounterTally, GaugeTally, HistogramTally
 
 PREFIX = "specdec:"
@@ -39,7 +39,7 @@ class ServiceSeries:
         self.registry = CollectorRegistry()
         self._labels = dict(labels)
         ProcessCollector(registry=self.registry)
-        build = {"version": specdec.__version__, "python_version": platform.python_version()}
+        build = {"version": __version__, "python_version": platform.python_version()}
         self.read(lambda: [self.gauge_family("build_info", "Version of this service; always 1.", [(build, 1)])])
 
     def counter(self, name: str, text: str) -> Count:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
 from specdec.observability.logging import bind, bound_request_id
 from specdec.observability.otlp import missing_package, of_service, otlp_endpoint, process_resource
 
@@ -249,7 +249,7 @@ class Span:
         self._span.add_event(name, timestamp=at_ns)
 
     def fail(self, reason: str, message: str = "") -> None:
-        """Mark the span as failed; `reason` is one of the reasons of `specdec.errors`."""
+        """Mark the span as failed; `reason` is one of the reasons of `specdec.contract.errors`."""
         from opentelemetry.trace import StatusCode
 
         self._span.set_attribute("error.type", reason)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.contract.types import TokenIds
 from specdec.core.packed import NO_IDS, PackedIds
-from specdec.types import TokenIds
 from specdec.v1 import common_pb2
 
 _FEW = 32

@@ -9,7 +9,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.errors import Unavailable
+from specdec.contract.errors import Unavailable
 
 _CALL_ID_MODULUS = 1 << 32
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import grpc
 
-from specdec.errors import Unavailable, Unsupported
+from specdec.access.tls import Tls
+from specdec.contract.errors import Unavailable, Unsupported
 from specdec.rpc.credentials import channel_credentials, server_credentials
 from specdec.settings.addresses import is_loopback_host, split_address
-from specdec.tls import Tls
 
 Options = Sequence[tuple[str, Any]]
 """gRPC channel arguments: name and value."""

@@ -21,7 +21,18 @@ from typing import Any, Generic, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from specdec.errors import Internal, InvalidRequest, Unavailable
+from specdec.access.tls import Tls
+from specdec.contract.errors import Internal, InvalidRequest, Unavailable
+from specdec.contract.tenant import DEFAULT_TENANT
+from specdec.contract.types import (
+    EngineInfo,
+    Proposal,
+    ProposeRequest,
+    Score,
+    ScoreRequest,
+    Verification,
+    VerifyRequest,
+)
 from specdec.rpc import codec, proposals, status, verifications
 from specdec.rpc.bounds import check_num_fields
 from specdec.rpc.calls import CallTimeout, WireStats
@@ -31,9 +42,6 @@ from specdec.rpc.identity import Metadata, check_answering
 from specdec.rpc.replica_stream import ReplicaStream
 from specdec.rpc.rounds import tenant_on_wire
 from specdec.rpc.transport_selector import Route, TransportSelector
-from specdec.tenant import DEFAULT_TENANT
-from specdec.tls import Tls
-from specdec.types import EngineInfo, Proposal, ProposeRequest, Score, ScoreRequest, Verification, VerifyRequest
 from specdec.v1 import common_pb2, draft_pb2, target_pb2
 
 RequestT = TypeVar("RequestT")

@@ -1,4 +1,4 @@
-"""Requests of both links and replica descriptions: protobuf messages <-> the dataclasses of `specdec.types`.
+"""Requests of both links and replica descriptions: protobuf messages <-> the dataclasses of `specdec.contract.types`.
 
 The coordinator's link (`client`) encodes a request here; the replica's `servicer` decodes it here and hands it on.
 Received values are checked against the replica's limits; InvalidRequest names the field. Replies are in `proposals` and
@@ -15,11 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from specdec.core.limits import check_token_ids
-from specdec.errors import InvalidRequest
-from specdec.rpc.arrays import ReceivedIds, decode_supports, encode_supports, from_bytes, to_bytes, token_ids
-from specdec.rpc.rounds import decode_round, encode_round, require, require_context
-from specdec.types import (
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.types import (
     MAX_SCORED_TOKENS,
     WIRE_NAMES,
     EngineInfo,
@@ -30,6 +27,9 @@ from specdec.types import (
     TokenIds,
     VerifyRequest,
 )
+from specdec.core.limits import check_token_ids
+from specdec.rpc.arrays import ReceivedIds, decode_supports, encode_supports, from_bytes, to_bytes, token_ids
+from specdec.rpc.rounds import decode_round, encode_round, require, require_context
 from specdec.v1 import common_pb2, draft_pb2, target_pb2
 
 _MAX_LOGPROBS = 1024

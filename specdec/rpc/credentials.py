@@ -1,4 +1,4 @@
-"""gRPC's credentials, made from certificate files (`specdec.tls`), and words for connections that TLS refused.
+"""gRPC's credentials, made from certificate files (`specdec.access.tls`), and words for connections that TLS refused.
 
 Called by `channels`, which dials and binds every address, and where failed calls are described.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from specdec.tls import Pem, ReloadedFiles, Tls
+from specdec.access.tls import Pem, ReloadedFiles, Tls
 
 #: What is wrong with the other side, by a part of gRPC's message about a handshake. The first match counts.
 _HANDSHAKE_FAILURES = (

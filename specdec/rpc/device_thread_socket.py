@@ -16,7 +16,7 @@ import logging
 import socket
 from typing import Protocol, runtime_checkable
 
-from specdec.engine_api import Engine
+from specdec.contract.engine_api import Engine
 from specdec.rpc.ticks import until_tick_s
 from specdec.rpc.unix_socket_server import MAX_CONNECTIONS, UnixSocketConnection, UnixSocketHost
 from specdec.rpc.unix_sockets import new_name, socket_path

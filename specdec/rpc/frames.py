@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-from specdec.errors import InvalidRequest, SpecdecError, Unavailable
+from specdec.contract.errors import InvalidRequest, SpecdecError, Unavailable
 from specdec.observability.logging import X_REQUEST_ID, bind, clean_request_id
 from specdec.rpc import status
 from specdec.rpc.framing import FRAME_BYTES, MAX_FRAME_ITEMS

@@ -27,7 +27,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from specdec.errors import Unavailable
+from specdec.contract.errors import Unavailable
 from specdec.rpc.channels import call_limits, open_port, require_free
 from specdec.rpc.ticks import tick
 

@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from specdec.errors import Internal, InvalidRequest, ResourceExhausted, SpecdecError
+from specdec.contract.errors import Internal, InvalidRequest, ResourceExhausted, SpecdecError
 from specdec.observability.logging import X_REQUEST_ID, bind, clean_request_id
 from specdec.rpc import status
 from specdec.rpc.bounds import check_num_fields

@@ -1,4 +1,4 @@
-"""Draft replies: `Proposal` messages <-> `specdec.types.Proposal`.
+"""Draft replies: `Proposal` messages <-> `specdec.contract.types.Proposal`.
 
 A draft servicer encodes a proposal here on its way into a frame (`frames`); the coordinator's link (`client`) decodes
 it. A received reply is checked against its request; one that does not fit becomes Internal, because the replica broke
@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from specdec.contract.errors import Internal
+from specdec.contract.types import MAX_SUPPORT, Proposal, ProposeRequest, SessionPosition, Support
 from specdec.core.packed import PackedSupports, locate_drawn
-from specdec.errors import Internal
 from specdec.rpc.arrays import cut, decode_supports, encode_supports, gather, split, to_bytes, token_ids
 from specdec.rpc.stages import decode_stages
-from specdec.types import MAX_SUPPORT, Proposal, ProposeRequest, SessionPosition, Support
 from specdec.v1 import draft_pb2
 
 AnswerT = TypeVar("AnswerT")

@@ -16,7 +16,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from specdec.errors import Internal, Unavailable
+from specdec.contract.errors import Internal, Unavailable
 from specdec.rpc import status
 from specdec.rpc.calls import CallTimeout, OpenCalls, PendingCall, UnexpectedReply, WireStats
 from specdec.rpc.frame_transport import FrameTransport

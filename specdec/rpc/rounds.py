@@ -5,13 +5,13 @@ A value out of range raises InvalidRequest, which names the field and its limit.
 
 from __future__ import annotations
 
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.tenant import DEFAULT_TENANT, check_tenant, session_on_replica
+from specdec.contract.types import DrawRule, EngineInfo, SamplingFilters, SessionPosition
 from specdec.core.chain import HASH_BYTES
 from specdec.core.limits import check_filters, check_token_ids
-from specdec.errors import InvalidRequest
 from specdec.observability.logging import bound_request_id
 from specdec.rpc.arrays import token_ids
-from specdec.tenant import DEFAULT_TENANT, check_tenant, session_on_replica
-from specdec.types import DrawRule, EngineInfo, SamplingFilters, SessionPosition
 from specdec.v1 import common_pb2
 
 _MAX_SESSION_ID_BYTES = 256

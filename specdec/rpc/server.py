@@ -21,13 +21,13 @@ import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from specdec.errors import Unavailable
+from specdec.access.tls import Tls
+from specdec.contract.errors import Unavailable
 from specdec.rpc.channels import MAX_CALLS, call_limits, open_port, require_free
 from specdec.rpc.health import Health
 from specdec.rpc.interceptors import ErrorInterceptor
 from specdec.rpc.unknown_methods import aio_server
 from specdec.settings.addresses import is_loopback, join_address, split_address
-from specdec.tls import Tls
 
 DRAFT_SERVICE = "specdec.v1.DraftService"
 TARGET_SERVICE = "specdec.v1.TargetService"

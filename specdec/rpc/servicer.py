@@ -1,7 +1,7 @@
 """The common part of the draft and the target servicer: streams, scores, release, identity, drain and metrics.
 
 A round's item comes here from a frame (`specdec.rpc.frames`), goes through the service's own `servicer` into its engine
-(`specdec.engine_api`), a proposer or a verifier, and the reply returns the same way.
+(`specdec.contract.engine_api`), a proposer or a verifier, and the reply returns the same way.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from specdec.engine_api import EndedTurn, Engine
-from specdec.errors import InvalidRequest, Unavailable
+from specdec.contract.engine_api import EndedTurn, Engine
+from specdec.contract.errors import InvalidRequest, Unavailable
+from specdec.contract.tenant import session_on_replica
+from specdec.contract.types import EngineInfo, Stages
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc import codec
 from specdec.rpc.device_thread_socket import DeviceThreadEngine, DeviceThreadSocket
@@ -27,8 +29,6 @@ from specdec.rpc.open_turns import OpenTurns
 from specdec.rpc.rounds import tenant_of
 from specdec.rpc.stages import encode_stages
 from specdec.rpc.unix_socket_server import UnixSocketHost, UnixSocketServer
-from specdec.tenant import session_on_replica
-from specdec.types import EngineInfo, Stages
 from specdec.v1 import common_pb2
 
 #: Limit of sessions in one Release call.

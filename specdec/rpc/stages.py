@@ -1,4 +1,4 @@
-"""The stages of a call (`specdec.types.Stages`) in a reply.
+"""The stages of a call (`specdec.contract.types.Stages`) in a reply.
 
 Clocks of two machines differ, so a replica states microseconds since it had read the frame with the call. Written by
 `specdec.rpc.servicer` and, for the last stage, by `specdec.rpc.frames`; read by `specdec.rpc.proposals` and
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.types import Stages
+from specdec.contract.types import Stages
 from specdec.v1 import common_pb2
 
 _MICROSECOND_S = 1e-6

@@ -19,8 +19,8 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from specdec import errors
-from specdec.errors import SpecdecError
+from specdec.contract import errors
+from specdec.contract.errors import SpecdecError
 from specdec.v1 import common_pb2
 
 MessageT = TypeVar("MessageT", bound=Message)

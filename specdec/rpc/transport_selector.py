@@ -14,13 +14,13 @@ from typing import Any
 
 import grpc
 
-from specdec.errors import InvalidRequest, Unavailable
+from specdec.access.tls import Signature, Tls
+from specdec.contract.errors import InvalidRequest, Unavailable
 from specdec.rpc.channels import dial
 from specdec.rpc.frame_transport import FrameTransport, GrpcTransport
 from specdec.rpc.identity import Metadata, meant_for
 from specdec.rpc.unix_socket_transport import UnixSocketTransport
 from specdec.rpc.unix_sockets import is_name
-from specdec.tls import Signature, Tls
 
 #: Consecutive calls that started while no other was pending, after which calls are taken to come one at a time.
 LONE_CALLS = 8

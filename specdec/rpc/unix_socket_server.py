@@ -16,7 +16,8 @@ from typing import Any
 
 from google.protobuf.message import DecodeError, Message
 
-from specdec.errors import InvalidRequest, Unavailable
+from specdec.contract.errors import InvalidRequest, Unavailable
+from specdec.contract.types import EngineInfo
 from specdec.rpc.bounds import check_num_fields
 from specdec.rpc.frames import MAX_OPEN_ITEMS, FrameServer, take_replies
 from specdec.rpc.framing import MAX_FRAME_ITEMS
@@ -32,7 +33,6 @@ from specdec.rpc.unix_sockets import (
     received_handshake,
     socket_path,
 )
-from specdec.types import EngineInfo
 
 #: Limit of open connections; a coordinator has one for each model.
 MAX_CONNECTIONS = 256

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 
-from specdec.errors import Unavailable
+from specdec.contract.errors import Unavailable
 from specdec.rpc.calls import UnexpectedReply
 from specdec.rpc.frame_transport import FrameExchange
 from specdec.rpc.identity import INCARNATION_KEY, MODEL_KEY

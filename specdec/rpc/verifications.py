@@ -1,4 +1,4 @@
-"""Target replies: `Verification` messages <-> `specdec.types.Verification`.
+"""Target replies: `Verification` messages <-> `specdec.contract.types.Verification`.
 
 A target servicer encodes a verification here on its way into a frame (`frames`); the coordinator's link (`client`)
 decodes it. A received reply is checked against its request; one that does not fit becomes Internal, because the replica
@@ -16,12 +16,12 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.contract.errors import Internal
+from specdec.contract.types import WEIGHT_TOTAL, LogitRow, Proposal, ProposeRequest, Verification, VerifyRequest
 from specdec.core.packed import NO_IDS, PackedIds, PackedRows, pack_supports
-from specdec.errors import Internal
 from specdec.rpc.arrays import cut, encode_supports, from_bytes, gather, split, to_bytes, token_ids
 from specdec.rpc.proposals import check_progress, each_alone, read_proposals
 from specdec.rpc.stages import decode_stages
-from specdec.types import WEIGHT_TOTAL, LogitRow, Proposal, ProposeRequest, Verification, VerifyRequest
 from specdec.v1 import draft_pb2, target_pb2
 
 #: Rounding by which a logit may exceed its row's logsumexp.

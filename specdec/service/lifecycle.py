@@ -18,8 +18,9 @@ from typing import Any, NoReturn, Protocol
 
 import grpc
 
-from specdec.engine_api import Engine
-from specdec.errors import InvalidSetting, SpecdecError, error_line
+from specdec.contract.engine_api import Engine
+from specdec.contract.errors import InvalidSetting, SpecdecError, error_line
+from specdec.contract.types import EngineInfo
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.channels import require_free
 from specdec.rpc.health import Health
@@ -30,7 +31,6 @@ from specdec.service.model_grace import ModelGrace
 from specdec.settings.addresses import advertised_address
 from specdec.settings.base import ReplicaSettings, ServiceSettings
 from specdec.settings.standard_streams import flush_outputs
-from specdec.types import EngineInfo
 
 #: Interval of the checks whether the device hangs.
 _DEVICE_CHECK_INTERVAL_S = 0.5

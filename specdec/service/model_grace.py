@@ -14,11 +14,11 @@ import logging
 import time
 from collections.abc import Callable
 
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
+from specdec.contract.types import EngineInfo
 from specdec.rpc.open_turns import OpenTurns
 from specdec.state.coordinators import COORDINATOR
 from specdec.state.store import ReplicaRegistry
-from specdec.types import EngineInfo
 
 #: Interval at which turns and registry are looked at.
 _LOOK_S = 0.25

@@ -29,8 +29,8 @@ from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import TYPE_CHECKING
 
+from specdec.contract.errors import Internal, SpecdecError, Unavailable, error_line
 from specdec.engine.parallel.rank_heartbeat import listen
-from specdec.errors import Internal, SpecdecError, Unavailable, error_line
 from specdec.observability.logging import configure_logging
 from specdec.service import memory
 from specdec.service.lifecycle import end_process, run_to_exit_code

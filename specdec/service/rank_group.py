@@ -22,13 +22,13 @@ import specdec
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.preflight import require_servable
 from specdec.checkpoints.rank_checks import FLAG, require_divisible, require_supported
-from specdec.errors import InvalidRequest, Unavailable
+from specdec.contract.errors import InvalidRequest, Unavailable
+from specdec.contract.types import SIMULATED_PREFIX
 from specdec.service.lifecycle import run_to_exit_code, stop_on_signals
 from specdec.settings.base import ReplicaSettings
 from specdec.settings.devices import likely_device, require_device, require_gpu_each
 from specdec.settings.processors import num_processors
 from specdec.supervision.backoff import RestartPauses
-from specdec.types import SIMULATED_PREFIX
 
 _HOST = "127.0.0.1"
 #: Time for the first rank, after another one has ended, to fail its calls and leave the registry.

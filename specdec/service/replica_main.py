@@ -24,15 +24,16 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from specdec.access.callers import Callers
 from specdec.access.guards import replica_guard
 from specdec.access.service_key import read_service_key
-from specdec.artifact_cache import cache_directory
+from specdec.checkpoints.artifact_cache import cache_directory
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.packed_names import packed_folder
 from specdec.checkpoints.preflight import require_servable
+from specdec.contract.engine_api import Engine
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.types import SIMULATED_PREFIX
 from specdec.engine.schedule.scheduler import Scheduler
 from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
 from specdec.engine.simulated.pair import simulated_pair
-from specdec.engine_api import Engine
-from specdec.errors import InvalidRequest
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics_server import start_metrics_server
@@ -57,7 +58,6 @@ from specdec.settings.reading import opened, parse_settings
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
 from specdec.state.store_wait import wait_for_store
-from specdec.types import SIMULATED_PREFIX
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from specdec.engine.base import ModelShape, Worker

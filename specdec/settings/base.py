@@ -13,13 +13,13 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.tenant import check_tenant
 from specdec.settings.addresses import check_advertised, split_address
 from specdec.settings.cluster_names import DEFAULT_CLUSTER, ClusterName
 from specdec.settings.pool_names import PoolName
 from specdec.settings.redis_url import SINGLE, UNIX, parse_redis_url
 from specdec.settings.transport import TransportSettings
-from specdec.tenant import check_tenant
 
 #: Upper limit of durations: a longer one is a mistake, and may exceed what Redis counts in milliseconds.
 DAY_S = 86_400.0

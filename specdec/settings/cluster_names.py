@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from specdec.errors import InvalidRequest
-from specdec.tenant import check_tenant
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.tenant import check_tenant
 
 DEFAULT_CLUSTER = "default"
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from specdec.contract.tenant import DEFAULT_TENANT
 from specdec.settings.access import AccessSettings
 from specdec.settings.addresses import is_loopback
 from specdec.settings.base import (
@@ -21,7 +22,6 @@ from specdec.settings.base import (
 )
 from specdec.settings.pool_names import OptionalPoolName
 from specdec.settings.tracing import TracingSettings
-from specdec.tenant import DEFAULT_TENANT
 
 LookupKinds = Annotated[tuple[Literal["ngram", "suffix"], ...], NoDecode, BeforeValidator(split_commas)]
 

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 _NAME = re.compile(r"(?P<kind>cpu|cuda)(:(?P<index>\d{1,4}))?")
 

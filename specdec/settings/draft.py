@@ -7,9 +7,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from specdec.contract.types import MAX_SUPPORT, SIMULATED_PREFIX
 from specdec.settings.base import Address
 from specdec.settings.engine_servers import EngineServerSettings
-from specdec.types import MAX_SUPPORT, SIMULATED_PREFIX
 
 
 class DraftSettings(EngineServerSettings):

@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn, TypeVar, get_args
 from pydantic import TypeAdapter, ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource, SettingsError
 
-from specdec.errors import InvalidRequest, error_line
+from specdec.contract.errors import InvalidRequest, error_line
 
 #: Name of a flag's value in `--help`, by the end of the flag, else by its type.
 _VALUE_NAMES = {

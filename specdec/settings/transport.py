@@ -7,9 +7,9 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from specdec.errors import InvalidRequest
+from specdec.access.tls import Tls
+from specdec.contract.errors import InvalidRequest
 from specdec.settings.addresses import is_loopback
-from specdec.tls import Tls
 
 
 class TransportSettings(BaseModel):

@@ -21,7 +21,7 @@ from redis.asyncio.sentinel import SentinelManagedConnection, SentinelManagedSSL
 from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.exceptions import BusyLoadingError, ConnectionError, TimeoutError
 
-from specdec.errors import InvalidSetting, Unsupported
+from specdec.contract.errors import InvalidSetting, Unsupported
 from specdec.settings.redis_url import MEMORY, SENTINEL, RedisUrl
 from specdec.state.sentinel_pool import PrimaryPool
 

@@ -21,7 +21,7 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from specdec.errors import InvalidRequest, InvalidSetting, Unavailable
+from specdec.contract.errors import InvalidRequest, InvalidSetting, Unavailable
 from specdec.settings.redis_url import CLUSTER, RedisUrl, parse_redis_url
 from specdec.state.clients import open_client
 from specdec.state.redis_cluster import ClusterRunner, NotACluster

@@ -6,8 +6,8 @@ that is given no address finds its coordinators here.
 
 from __future__ import annotations
 
+from specdec.contract.types import EngineInfo
 from specdec.state.store import ReplicaRegistry
-from specdec.types import EngineInfo
 
 #: Role under which coordinators register.
 COORDINATOR = "coordinator"

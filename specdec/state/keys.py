@@ -12,10 +12,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.tenant import check_tenant
+from specdec.contract.types import TokenIds
 from specdec.settings.cluster_names import DEFAULT_CLUSTER
-from specdec.tenant import check_tenant
-from specdec.types import TokenIds
 
 #: Token ids in Redis: unsigned, 32 bits, little-endian, without separators.
 PACKED_TOKEN = np.dtype("<u4")

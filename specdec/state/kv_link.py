@@ -15,7 +15,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 from specdec.settings.redis_url import parse_redis_url
 
 #: Time limit of an answer, or of a part of one. The caller continues without it much earlier.

@@ -10,8 +10,8 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from specdec.contract.errors import Unavailable
 from specdec.core.restore_rule import RestoreRule
-from specdec.errors import Unavailable
 from specdec.settings.redis_url import parse_redis_url
 from specdec.state.kv_link import KvLink
 

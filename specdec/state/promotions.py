@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from specdec.errors import Internal
+from specdec.contract.errors import Internal
 from specdec.settings.cluster_names import DEFAULT_CLUSTER
 from specdec.settings.pool_names import is_pool_name
 from specdec.state.connection import RedisConnection

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from specdec.errors import NotFound, SessionBusy, SpecdecError
+from specdec.contract.errors import NotFound, SessionBusy, SpecdecError
+from specdec.contract.tenant import DEFAULT_TENANT, SessionKey, check_tenant
+from specdec.contract.types import TokenIds
 from specdec.settings.cluster_names import DEFAULT_CLUSTER, check_cluster
 from specdec.state.connection import DamagedValue, RedisConnection
 from specdec.state.coordinators import COORDINATOR
@@ -39,8 +41,6 @@ from specdec.state.session_fields import (
 )
 from specdec.state.store import Commit, KvLocation, Lease, ReplicaRecord, ReplicaRegistry, RequestRecord, SessionRecord
 from specdec.state.target_shares import RedisTargetShares
-from specdec.tenant import DEFAULT_TENANT, SessionKey, check_tenant
-from specdec.types import TokenIds
 
 DEFAULT_SESSION_TTL_S = 3600.0
 

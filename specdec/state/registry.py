@@ -8,9 +8,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from specdec.errors import Unavailable
+from specdec.contract.errors import Unavailable
+from specdec.contract.types import EngineInfo
 from specdec.state.store import ReplicaRecord, ReplicaRegistry
-from specdec.types import EngineInfo
 
 DEFAULT_HEARTBEAT_TTL_S = 10.0
 

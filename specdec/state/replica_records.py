@@ -15,12 +15,12 @@ from dataclasses import asdict, fields
 from functools import cache
 from typing import Any, Protocol, get_type_hints
 
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.types import WIRE_NAMES, EngineInfo
 from specdec.core.limits import MAX_NAME_CHARACTERS, check_description
-from specdec.errors import InvalidRequest
 from specdec.settings.addresses import check_dialable
 from specdec.settings.cluster_names import DEFAULT_CLUSTER
 from specdec.state.store import ReplicaRecord
-from specdec.types import WIRE_NAMES, EngineInfo
 
 MAX_RECORD_BYTES = 32 << 10
 MAX_REPLICA_ID_BYTES = 256

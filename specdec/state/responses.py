@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specdec.errors import Internal, InvalidRequest
+from specdec.contract.errors import Internal, InvalidRequest
 from specdec.settings.cluster_names import DEFAULT_CLUSTER
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import response_key

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.errors import Internal, LeaseLost, NotFound, SessionLost, SpecdecError
+from specdec.contract.errors import Internal, LeaseLost, NotFound, SessionLost, SpecdecError
 from specdec.state.connection import DamagedValue
 from specdec.state.store import Commit, Lease
 

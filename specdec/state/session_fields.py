@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specdec.contract.types import FinishReason
 from specdec.state.store import KvLocation, LogSeal, RequestRecord
-from specdec.types import FinishReason
 
 #: `finish_reason` of a running request.
 RUNNING = 0

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from specdec.errors import SpecdecError
-from specdec.tenant import DEFAULT_TENANT, SessionKey
-from specdec.types import EngineInfo, FinishReason, TokenIds
+from specdec.contract.errors import SpecdecError
+from specdec.contract.tenant import DEFAULT_TENANT, SessionKey
+from specdec.contract.types import EngineInfo, FinishReason, TokenIds
 
 
 @dataclass(frozen=True, slots=True)

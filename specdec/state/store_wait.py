@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 
-from specdec.errors import Unavailable
+from specdec.contract.errors import Unavailable
 from specdec.state.connection import RedisConnection
 
 #: Pause between two attempts.

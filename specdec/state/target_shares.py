@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from specdec.errors import Internal
+from specdec.contract.errors import Internal
 from specdec.settings.cluster_names import DEFAULT_CLUSTER
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import target_share_key

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Protocol
 
-from specdec.errors import InvalidRequest, SpecdecError, StaleEpoch, Unavailable
+from specdec.contract.errors import InvalidRequest, SpecdecError, StaleEpoch, Unavailable
 from specdec.supervision.services import STOP_GRACE_S, Service
 from specdec.supervision.supervisor import Supervisor
 

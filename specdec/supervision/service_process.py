@@ -1,6 +1,6 @@
 """Starts a service module as a child process that never outlives its parent (the child's side is `child`).
 
-Called by the parent of a service: `specdec up` on its own machine, and an actor of `specdec.cluster` on its node.
+Called by the parent of a service: `specdec up` on its own machine, and an actor of `ray` on its node.
 """
 
 from __future__ import annotations

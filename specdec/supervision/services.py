@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Self
 
-from specdec.errors import Internal, SpecdecError, Unavailable, parse_error_line, type_of_reason
+from specdec.contract.errors import Internal, SpecdecError, Unavailable, parse_error_line, type_of_reason
 
 #: Time that a service gets to drain and end once it was asked to stop.
 STOP_GRACE_S = 10.0

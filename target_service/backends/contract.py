@@ -18,8 +18,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.errors import Internal
-from specdec.types import SamplingFilters, SessionPosition, TokenIds
+from specdec.contract.errors import Internal
+from specdec.contract.types import SamplingFilters, SessionPosition, TokenIds
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A target replica in front of a backend.
 
 A checked round becomes a question to the backend about the laws of its positions, and `laws` makes the answer of them.
-`specdec.remote_engines.replica` has the part that drafts of other engines share. Called by the target service's
+`specdec.engine.remote.replica` has the part that drafts of other engines share. Called by the target service's
 servicer.
 """
 
@@ -12,13 +12,8 @@ from typing import Protocol, cast
 
 import numpy as np
 
-import specdec
-from specdec.engine.sessions.calls import Call
-from specdec.engine.sessions.concurrent_rounds import ConcurrentRounds
-from specdec.engine.sessions.request_checks import digest_of
-from specdec.errors import Internal, Unsupported
-from specdec.remote_engines.replica import NUM_BLOCKS, RemoteJob, RemoteReplica
-from specdec.types import (
+from specdec.contract.errors import Internal, Unsupported
+from specdec.contract.types import (
     BLOCK_TOKENS,
     DistributionRow,
     EngineInfo,
@@ -29,6 +24,11 @@ from specdec.types import (
     Verification,
     VerifyRequest,
 )
+from specdec.contract.version import __version__
+from specdec.engine.remote.replica import NUM_BLOCKS, RemoteJob, RemoteReplica
+from specdec.engine.sessions.calls import Call
+from specdec.engine.sessions.concurrent_rounds import ConcurrentRounds
+from specdec.engine.sessions.request_checks import digest_of
 from target_service.backends.contract import Answer, Backend, Question
 from target_service.backends.laws import choices, distribution_rows, logit_rows
 from target_service.request_checks import VerifyLimits, check_verify
@@ -53,7 +53,7 @@ class BackendObserver(Protocol):
 
 
 class BackendTarget(RemoteReplica[Verification]):
-    """A `specdec.engine_api.TargetEngine` in front of a backend. Use from one event loop."""
+    """A `specdec.contract.engine_api.TargetEngine` in front of a backend. Use from one event loop."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class BackendTarget(RemoteReplica[Verification]):
         shape = backend.shape
         super().__init__(
             EngineInfo(
-                version=specdec.__version__,
+                version=__version__,
                 role="target",
                 pool=pool,
                 replica_id=replica_id,

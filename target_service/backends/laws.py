@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.contract.types import DistributionRow, DrawRule, LogitRow, SessionPosition, TokenIds, VerifyRequest
 from specdec.core.random import DrawKey, gumbel_noise, index_at_uniform
 from specdec.core.sparse import integer_weights
-from specdec.types import DistributionRow, DrawRule, LogitRow, SessionPosition, TokenIds, VerifyRequest
 from target_service.backends.contract import Law
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)

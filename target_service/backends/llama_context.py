@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.errors import Internal, InvalidSetting, ResourceExhausted, Unsupported
+from specdec.contract.errors import Internal, InvalidSetting, ResourceExhausted, Unsupported
 
 
 @dataclass(frozen=True, slots=True)

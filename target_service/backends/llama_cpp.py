@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.errors import Internal, InvalidSetting, ResourceExhausted, SpecdecError
-from specdec.remote_engines.remote_model import ModelFiles, read_model_files
+from specdec.contract.errors import Internal, InvalidSetting, ResourceExhausted, SpecdecError
+from specdec.contract.types import TokenIds
+from specdec.engine.remote.remote_model import ModelFiles, read_model_files
 from specdec.settings.processors import num_processors
-from specdec.types import TokenIds
 from target_service.backends.contract import Answer, BackendShape, Question
 from target_service.backends.llama_context import LlamaContext, LlamaOptions, Part
 from target_service.backends.logit_laws import laws_of

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.contract.errors import Internal
 from specdec.core.reference import processed_logits
-from specdec.errors import Internal
 from target_service.backends.contract import Law, Question, TopTokens
 from target_service.backends.top_laws import law_of, may_decide
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
+from specdec.engine.remote.opening import open_remote
 from specdec.observability.engine_metrics import EngineMetrics
-from specdec.remote_engines.opening import open_remote
 from specdec.settings.target import TargetSettings
 from target_service.backends.contract import Backend
 from target_service.backends.engine import BackendTarget

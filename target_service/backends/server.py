@@ -18,9 +18,9 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from specdec.remote_engines.completions import CompletionServer, open_completions, sampling_options
-from specdec.remote_engines.connection import Connection
-from specdec.remote_engines.remote_model import NUM_PROBED_TOKENS
+from specdec.engine.remote.completions import CompletionServer, open_completions, sampling_options
+from specdec.engine.remote.connection import Connection
+from specdec.engine.remote.remote_model import NUM_PROBED_TOKENS
 from target_service.backends.contract import Answer, BackendShape, Question, sampled
 from target_service.backends.top_backend import PENALTIES, seed_at
 

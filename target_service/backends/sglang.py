@@ -19,17 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from specdec.errors import Internal
-from specdec.remote_engines.completions import context_tokens, listed_model, unsuited
-from specdec.remote_engines.connection import Connection, Refused
-from specdec.remote_engines.remote_model import (
+from specdec.contract.errors import Internal
+from specdec.contract.tenant import DEFAULT_TENANT
+from specdec.contract.types import SamplingFilters, TokenIds
+from specdec.engine.remote.completions import context_tokens, listed_model, unsuited
+from specdec.engine.remote.connection import Connection, Refused
+from specdec.engine.remote.remote_model import (
     NUM_PROBED_TOKENS,
     fingerprint_of,
     read_model_files,
     require_token_ids,
 )
-from specdec.tenant import DEFAULT_TENANT
-from specdec.types import SamplingFilters, TokenIds
 from target_service.backends.contract import BackendShape, Law, Question, TopTokens, sampled
 from target_service.backends.top_backend import PENALTIES, TopBackend, seed_at
 

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Sequence
 
 from specdec.core.random import DrawKey, Stream
-from specdec.remote_engines.connection import Connection
+from specdec.engine.remote.connection import Connection
 from target_service.backends.contract import Answer, BackendShape, Law, Question, TopTokens
 from target_service.backends.top_laws import law_of, may_decide, num_wanted
 

@@ -15,7 +15,7 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.types import SamplingFilters
+from specdec.contract.types import SamplingFilters
 from target_service.backends.contract import Law, TopTokens
 
 #: Error of a probability that an engine computed in 32 bits, with room: it states logarithms rounded to 2^-22.

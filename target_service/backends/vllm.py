@@ -19,23 +19,23 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.errors import Internal
-from specdec.remote_engines.completions import (
+from specdec.contract.errors import Internal
+from specdec.contract.tenant import DEFAULT_TENANT
+from specdec.contract.types import TokenIds
+from specdec.engine.remote.completions import (
     context_tokens,
     listed_model,
     require_tokenizer_of,
     sampling_options,
     unsuited,
 )
-from specdec.remote_engines.connection import Connection, Refused
-from specdec.remote_engines.remote_model import (
+from specdec.engine.remote.connection import Connection, Refused
+from specdec.engine.remote.remote_model import (
     NUM_PROBED_TOKENS,
     fingerprint_of,
     read_model_files,
     require_token_ids,
 )
-from specdec.tenant import DEFAULT_TENANT
-from specdec.types import TokenIds
 from target_service.backends.contract import BackendShape, Law, Question, TopTokens, sampled
 from target_service.backends.top_backend import MAX_LOGPROBS, PENALTIES, TopBackend, seed_at
 from target_service.backends.vllm_checks import check_cache, check_laws, find_max_logprobs, require_endpoint

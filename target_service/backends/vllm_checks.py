@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from specdec.errors import Internal
-from specdec.remote_engines.completions import unsuited
-from specdec.remote_engines.connection import Connection, Refused
+from specdec.contract.errors import Internal
+from specdec.engine.remote.completions import unsuited
+from specdec.engine.remote.connection import Connection, Refused
 from target_service.backends.vllm_wire import (
     FLAGS,
     GENERATE,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.errors import Internal
+from specdec.contract.errors import Internal
 from target_service.backends.contract import TopTokens
 
 GENERATE = "/inference/v1/generate"

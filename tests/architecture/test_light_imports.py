@@ -32,11 +32,11 @@ def run_without(dependencies: tuple[str, ...], statement: str) -> subprocess.Com
     [
         "specdec.cli.doctor",
         "specdec.client",
-        "specdec.errors",
+        "specdec.contract.errors",
         "specdec.rpc.channels",
         "specdec.rpc.status",
-        "specdec.tenant",
-        "specdec.types",
+        "specdec.contract.tenant",
+        "specdec.contract.types",
     ],
 )
 def test_a_module_of_the_client_imports_without_the_services_dependencies(module: str) -> None:

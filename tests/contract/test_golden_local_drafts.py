@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from specdec.types import Mode, SamplingFilters
+from specdec.contract.types import Mode, SamplingFilters
 from target_service.verifier import Verifier
 from tests.contract.test_golden_rounds import GAMMA, NUM_TOKENS, PROMPT, Case, RecordedLink, decisions_of
 from tests.support.round_driver import RoundDriver

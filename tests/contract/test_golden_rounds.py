@@ -19,8 +19,8 @@ import pytest
 from google.protobuf.message import Message
 
 from draft_service.proposer import Proposer
+from specdec.contract.types import Mode, Proposal, ProposeRequest, SamplingFilters, Verification, VerifyRequest
 from specdec.rpc import codec, proposals, verifications
-from specdec.types import Mode, Proposal, ProposeRequest, SamplingFilters, Verification, VerifyRequest
 from specdec.v1 import draft_pb2, target_pb2
 from target_service.verifier import Verifier
 from tests.support.one_reply import decode_proposal, decode_verification

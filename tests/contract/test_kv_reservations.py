@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from draft_service.proposer import Proposer
+from specdec.contract.engine_api import EndedTurn
+from specdec.contract.errors import KvMiss, ResourceExhausted, StaleEpoch
+from specdec.contract.tenant import DEFAULT_TENANT
+from specdec.contract.types import ProposeRequest, Verification, VerifyRequest
 from specdec.engine.loop.replica import ReplicaEngine, ReplicaOptions
 from specdec.engine.sessions.kv_queue import WaitLimits
 from specdec.engine.sessions.table import DEFAULT_HOLD_S
-from specdec.engine_api import EndedTurn
-from specdec.errors import KvMiss, ResourceExhausted, StaleEpoch
-from specdec.tenant import DEFAULT_TENANT
-from specdec.types import ProposeRequest, Verification, VerifyRequest
 from target_service.verifier import Verifier
 from tests.support.held_steps import held_steps_are_no_hangs
 from tests.support.round_driver import make_round

@@ -14,7 +14,7 @@ import pytest
 
 from coordinator.replicas.activity import Activity
 from coordinator.routing.promotion import LEAST_TOKENS, LOOKS, STAGES, Canary, Sample, is_worse, next_share
-from specdec.errors import Internal
+from specdec.contract.errors import Internal
 from specdec.settings.pool_names import MAX_POOL_NAME_CHARS
 from specdec.state.redis_store import RedisSessionStore, open_store
 from specdec.state.store import Promotion, PromotionStatus

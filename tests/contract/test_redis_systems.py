@@ -13,7 +13,7 @@ from redis.crc import key_slot
 
 from specdec.cli.checks.finding import Status
 from specdec.cli.checks.redis_store import check_redis
-from specdec.errors import InvalidSetting, SpecdecError, Unavailable
+from specdec.contract.errors import InvalidSetting, SpecdecError, Unavailable
 from specdec.state.keys import session_keys
 from specdec.state.redis_store import RedisSessionStore, open_registry, open_store
 from specdec.state.responses import RedisResponses, ResponseRecord

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.errors import Unavailable
+from specdec.contract.errors import Unavailable
+from specdec.contract.types import EngineInfo
 from specdec.state.connection import RedisConnection
 from specdec.state.coordinators import COORDINATOR, coordinator_info, live_coordinators
 from specdec.state.keys import replica_keys
@@ -17,7 +18,6 @@ from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
 from specdec.state.replica_records import MAX_RECORD_BYTES, MAX_REPLICA_ID_BYTES
 from specdec.state.store import ReplicaRecord, ReplicaRegistry
-from specdec.types import EngineInfo
 from tests.support.redis_fixture import RedisServer
 
 LONG_TTL_S = 60.0

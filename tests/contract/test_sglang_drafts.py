@@ -20,7 +20,7 @@ import torch
 
 from coordinator.replicas.replica import DRAFT
 from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_fingerprint
-from specdec.errors import InvalidSetting, Unsupported
+from specdec.contract.errors import InvalidSetting, Unsupported
 from specdec.integrations import sglang
 from tests.support import sglang_stand_in as stand_in
 from tests.support.coordinator_rig import VOCABULARY, Service, start_service, write_tokenizer

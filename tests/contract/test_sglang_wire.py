@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.errors import Internal, InvalidSetting
-from specdec.remote_engines.connection import Connection
-from specdec.types import DrawRule, SamplingFilters, SessionPosition
+from specdec.contract.errors import Internal, InvalidSetting
+from specdec.contract.types import DrawRule, SamplingFilters, SessionPosition
+from specdec.engine.remote.connection import Connection
 from target_service.backends.contract import BackendShape, Question
 from target_service.backends.sglang import SglangBackend, open_sglang
 from tests.support.backend_rig import backend_system, table_model, write_checkpoint

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from specdec.errors import LeaseLost, NotFound, SessionBusy, SessionLost, Unavailable
+from specdec.contract.errors import LeaseLost, NotFound, SessionBusy, SessionLost, Unavailable
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import session_keys
 from specdec.state.redis_store import RedisSessionStore, open_store

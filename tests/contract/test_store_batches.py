@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from specdec.errors import InvalidRequest, SessionLost, Unavailable
+from specdec.contract.errors import InvalidRequest, SessionLost, Unavailable
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import session_keys
 from specdec.state.redis_store import open_store

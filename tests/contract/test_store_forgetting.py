@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from specdec.errors import InvalidRequest, LeaseLost, NotFound
+from specdec.contract.errors import InvalidRequest, LeaseLost, NotFound
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import session_keys
 from specdec.state.redis_store import RedisSessionStore

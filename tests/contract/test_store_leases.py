@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specdec.errors import LeaseLost, NotFound, SessionBusy
+from specdec.contract.errors import LeaseLost, NotFound, SessionBusy
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import session_keys
 from specdec.state.redis_store import DEFAULT_SESSION_TTL_S, open_store

@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specdec.errors import LeaseLost, SessionLost
+from specdec.contract.errors import LeaseLost, SessionLost
+from specdec.contract.types import FinishReason
 from specdec.state.store import Commit, Lease, SessionStore
-from specdec.types import FinishReason
 from tests.support.store_sessions import LONG_TTL_S, REQUEST, a_round, held_tokens, take_over, tokens
 
 

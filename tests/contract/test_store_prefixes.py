@@ -8,7 +8,7 @@ import secrets
 
 import pytest
 
-from specdec.errors import Unavailable
+from specdec.contract.errors import Unavailable
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import prefix_keys
 from specdec.state.prefix_directory import MAX_HOLDERS, RedisPrefixDirectory

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from specdec.errors import Internal
+from specdec.contract.errors import Internal
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import target_share_key
 from specdec.state.redis_store import RedisSessionStore, open_store

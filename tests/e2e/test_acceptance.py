@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from specdec.client import Client, Completion
+from specdec.contract.types import SamplingFilters, TokenSource
 from specdec.core.reference import cut_support, filtered_distribution
 from specdec.core.sparse import default_s_max
-from specdec.types import SamplingFilters, TokenSource
 from tests.support.stack import Stack
 from tests.support.target_alone import TargetAlone
 

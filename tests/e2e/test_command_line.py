@@ -23,7 +23,7 @@ from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_fingerpri
 from specdec.cli import up
 from specdec.cli.__main__ import build_parser
 from specdec.client import Client
-from specdec.errors import VocabularyMismatch
+from specdec.contract.errors import VocabularyMismatch
 from tests.support.tiny_models import build_tiny_model
 from tests.support.up_rig import (
     ENVIRON,

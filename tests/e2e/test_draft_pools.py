@@ -10,7 +10,7 @@ import pytest
 
 from bench.simulated_system import write_tokenizer
 from specdec.client import Client
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
 from tests.support.up_rig import specdec, start_up
 
 PAIR = "simulated:8b-0.6b"

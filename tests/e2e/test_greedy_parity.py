@@ -19,11 +19,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec.client import Completion
+from specdec.contract.types import TokenSource
 from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.native.runner import NativeRunner
 from specdec.engine.options import CompileOptions, LoadRequest
-from specdec.types import TokenSource
 from tests.support.model_stack import ModelStack
 from tests.support.target_alone import TargetAlone
 from tests.support.tiny_models import ARCHITECTURES, build_tiny_pair

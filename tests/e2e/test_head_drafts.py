@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specdec.contract.types import SamplingFilters
 from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.settings.draft_specs import LocalDraftSpec
-from specdec.types import SamplingFilters
 from tests.e2e.test_local_drafts import (
     FILTERS,
     GAMMA,

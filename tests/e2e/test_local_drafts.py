@@ -20,11 +20,11 @@ import torch
 from safetensors.torch import save_file
 
 from coordinator.round import answers
+from specdec.contract.types import SamplingFilters, Support, Verification, VerifyRequest
 from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.settings.draft_specs import LocalDraftSpec
-from specdec.types import SamplingFilters, Support, Verification, VerifyRequest
 from target_service.verifier import Verifier
 from tests.e2e.test_sampled_law import FALSE_ALARM, NUM_LONG_SAMPLES, NUM_TOKENS, p_value
 from tests.support.model_stack import ModelStack

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specdec.client import Client
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
 from specdec.rpc.channels import dial_blocking
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import common_pb2, target_pb2_grpc

@@ -13,7 +13,7 @@ import pytest
 
 from bench.simulated_system import write_tokenizer
 from specdec.client import AsyncClient, Client
-from specdec.errors import InvalidRequest, SpecdecError
+from specdec.contract.errors import InvalidRequest, SpecdecError
 from specdec.observability.genai_metrics import open_genai_metrics
 from specdec.observability.tracing import open_tracing
 from tests.support.coordinator_rig import started_coordinator

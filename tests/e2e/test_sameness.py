@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from draft_service.proposer import Proposer
+from specdec.contract.types import Proposal, ProposeRequest
 from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
-from specdec.types import Proposal, ProposeRequest
 from tests.support.model_stack import ModelStack
 from tests.support.tiny_models import DRAFT_PERTURBATION, build_tiny_pair
 

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from draft_service.proposer import Proposer
+from specdec.contract.types import Proposal, ProposeRequest, SamplingFilters, Support
 from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
-from specdec.types import Proposal, ProposeRequest, SamplingFilters, Support
 from tests.support.chi_square import chi_square_p_value
 from tests.support.model_stack import ModelStack
 from tests.support.redis_fixture import RedisServer

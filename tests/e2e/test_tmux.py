@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.gateway_system import System
 from tests.support.scripted_coordinator import ScriptedCoordinator, finished, serve, started, tokens

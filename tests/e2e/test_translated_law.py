@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from coordinator.round import answers
-from draft_service.cross_vocabulary_proposer import CrossVocabularyProposer
-from specdec.types import Proposal, ProposeRequest, SamplingFilters
+from draft_service.cross_vocabulary.proposer import CrossVocabularyProposer
+from specdec.contract.types import Proposal, ProposeRequest, SamplingFilters
 from tests.e2e.test_sampled_law import FALSE_ALARM, GAMMA, NUM_AT_ONCE, NUM_TOKENS, PROMPT, joint_law, p_value
 from tests.support.cross_vocabulary_rig import CrossVocabulary, cross_vocabulary_stack
 from tests.support.other_tokenizers import build_model, save_byte_level_vocabulary, save_piece_vocabulary

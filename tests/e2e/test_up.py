@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from bench.models import DEMO
 from specdec.client import Client
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 from specdec.rpc.client import TargetLink
 from specdec.rpc.transport_selector import LONE_CALLS
 from tests.support.process_rig import greedy, ranks_of

@@ -22,8 +22,8 @@ from bench.real_models import QWEN_DRAFT, QWEN_TARGET, SMOLLM2
 from bench.servers.texts import first_difference
 from specdec import Client
 from specdec.checkpoints.locate import locate_checkpoint
+from specdec.contract.types import SamplingFilters
 from specdec.core.reference import filtered_distribution
-from specdec.types import SamplingFilters
 from tests.engines.conftest import DEMO
 from tests.engines.rig import NUM_TOKENS, PROMPTS, generate, installed, p_value, system, token_ids_of
 

@@ -22,9 +22,9 @@ from bench.servers.texts import first_difference
 from specdec import Client
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.client import Budgets
+from specdec.contract.errors import SpecdecError
+from specdec.contract.types import SamplingFilters
 from specdec.core.reference import filtered_distribution
-from specdec.errors import SpecdecError
-from specdec.types import SamplingFilters
 from tests.engines.conftest import DEMO, VllmServer
 from tests.engines.rig import (
     NUM_TOKENS,

@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.replicas.pool import ReplicaPools
 from specdec.access.service_key import ServiceKey
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 from specdec.rpc.client import open_link
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import replica_keys

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import pytest
 
 from specdec.client import AsyncClient, Client
-from specdec.errors import NotFound, ResourceExhausted, SpecdecError
+from specdec.contract.errors import NotFound, ResourceExhausted, SpecdecError
 from specdec.state.store import Commit, Lease
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, eventually, read_until, request

@@ -12,9 +12,9 @@ import pytest
 
 from coordinator.replicas.replica import DRAFT, TARGET
 from draft_service.fan_out_policy import Predraft
+from specdec.contract.types import Proposal, ProposeRequest, Support, Verification, VerifyRequest
 from specdec.core.random import DrawKey
 from specdec.core.sparse import draw_from_support
-from specdec.types import Proposal, ProposeRequest, Support, Verification, VerifyRequest
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import Coordinator, Rig, request, start_service
 

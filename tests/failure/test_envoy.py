@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from specdec.client import AsyncClient, Budgets
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
 from tests.support.coordinator_rig import PROMPT, Rig
 from tests.support.envoy import Envoy, unable
 from tests.support.fault_proxy import FaultProxy

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from specdec.client import AsyncClient
-from specdec.errors import SessionLost, SpecdecError, Unavailable
+from specdec.contract.errors import SessionLost, SpecdecError, Unavailable
 from specdec.rpc.status import from_rpc_error
 from specdec.state.keys import pack_tokens, session_keys
 from tests.support.coordinator_rig import (

@@ -11,12 +11,12 @@ import pytest
 
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
-from specdec.errors import VocabularyMismatch
+from specdec.contract.errors import VocabularyMismatch
+from specdec.contract.types import FinishReason
 from specdec.rpc.client import open_link
 from specdec.rpc.status import from_rpc_error
 from specdec.state.redis_store import open_registry
 from specdec.state.store import Commit, ReplicaRecord
-from specdec.types import FinishReason
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import (
     MESSAGE_LIMIT_BYTES,

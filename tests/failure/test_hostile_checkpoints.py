@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from specdec.checkpoints.vocabulary import load_tokenizer
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 from tests.support.process_template import ENVIRON, Streams, start_like
 from tests.support.tiny_models import build_tiny_model
 
@@ -110,9 +110,9 @@ def test_a_hostile_tokenizer_config_is_refused_in_one_line(checkpoint: Path, tmp
      '{"model_type": "llama", "hidden_size": "large"}'],
 )  # fmt: skip
 def test_a_hostile_config_is_refused_in_one_line(checkpoint: Path, tmp_path: Path, config: str) -> None:
+    from specdec.contract.errors import SpecdecError
     from specdec.engine.loader import load_worker
     from specdec.engine.options import LoadRequest
-    from specdec.errors import SpecdecError
 
     for file in checkpoint.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -18,7 +18,7 @@ from google.rpc import code_pb2
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from specdec.errors import Unavailable
+from specdec.contract.errors import Unavailable
 from specdec.rpc import interceptors
 from specdec.rpc.client import open_link
 from specdec.rpc.framing import MAX_FRAME_ITEMS

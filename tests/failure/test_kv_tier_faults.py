@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import redis
 
-from specdec.errors import KvMiss, StaleEpoch
+from specdec.contract.errors import KvMiss, StaleEpoch
 from specdec.state import kv_link, kv_reader, kv_writer
 from specdec.state.kv_tier import KvTier
 from tests.support.redis_fixture import RedisServer

@@ -13,13 +13,13 @@ import grpc
 import pytest
 
 from coordinator.replicas.replica import DRAFT, TARGET
-from specdec.errors import StaleEpoch
+from specdec.contract.errors import StaleEpoch
+from specdec.contract.types import VerifyRequest
 from specdec.rpc.status import from_rpc_error
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import replica_keys, session_keys
 from specdec.state.redis_store import open_registry, open_store
 from specdec.state.store import ReplicaRecord
-from specdec.types import VerifyRequest
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import (
     PROMPT,

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from specdec.client import Budgets, Client
+from specdec.contract.errors import SpecdecError
+from specdec.contract.types import DrawRule, SamplingFilters, SessionPosition, VerifyRequest
 from specdec.core.reference import chain_hash
-from specdec.errors import SpecdecError
 from specdec.rpc.client import TargetLink
 from specdec.state.redis_store import open_registry
-from specdec.types import DrawRule, SamplingFilters, SessionPosition, VerifyRequest
 from tests.support.process_rig import NUM_TOKENS, PROMPT, models, ranks_of, reference
 from tests.support.redis_fixture import RedisServer, redis_server
 from tests.support.stack import Stack, is_serving

@@ -14,7 +14,7 @@ from coordinator.replicas import target_wait
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import TARGET
 from coordinator.replicas.target_wait import wait_for_any_target
-from specdec.errors import SpecdecError, Unavailable
+from specdec.contract.errors import SpecdecError, Unavailable
 from specdec.rpc.client import open_link
 from specdec.rpc.status import from_rpc_error
 from specdec.state.redis_store import open_registry

@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from specdec.client import Client
-from specdec.errors import NotFound, Unsupported
+from specdec.contract.errors import NotFound, Unsupported
 from specdec.state.connection import RedisConnection
 from specdec.state.embedded import EmbeddedRedis
 from specdec.state.own_redis import OwnRedis, installed_redis, throwaway_redis

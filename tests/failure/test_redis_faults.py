@@ -16,7 +16,7 @@ from typing import Self
 
 import pytest
 
-from specdec.errors import InvalidSetting, SessionLost, Unavailable
+from specdec.contract.errors import InvalidSetting, SessionLost, Unavailable
 from specdec.state import clients
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import session_keys

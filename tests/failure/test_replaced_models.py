@@ -16,8 +16,8 @@ import pytest
 
 from coordinator.replicas.replica import TARGET
 from draft_service.fan_out_policy import Predraft
+from specdec.contract.types import Proposal, ProposeRequest
 from specdec.rpc.status import from_rpc_error
-from specdec.types import Proposal, ProposeRequest
 from tests.support.coordinator_rig import (
     PROMPT,
     Coordinator,

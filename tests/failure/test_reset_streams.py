@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from specdec.client import AsyncClient, Budgets, Client
-from specdec.errors import SpecdecError, Unavailable
+from specdec.contract.errors import SpecdecError, Unavailable
 from tests.support.coordinator_rig import PROMPT, Coordinator, Rig
 from tests.support.http2_resets import HTTP2_CODES, ResettingProxy
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specdec.contract.tenant import DEFAULT_TENANT, SessionKey
 from specdec.state.store import Commit, Lease, RequestRecord
-from specdec.tenant import DEFAULT_TENANT, SessionKey
 from tests.support.coordinator_rig import PROMPT, Rig, eventually, read_rest, read_until, request
 from tests.support.interrupted_store import InterruptedStore, coordinator_on, keys_of, reason_of
 

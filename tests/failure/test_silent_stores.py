@@ -14,7 +14,7 @@ import pytest
 from coordinator.front import readiness
 from coordinator.front.readiness import Readiness
 from coordinator.generation.publisher import CommitQueue
-from specdec.errors import Unavailable
+from specdec.contract.errors import Unavailable
 from specdec.state import clients
 from specdec.state.redis_store import open_store
 from specdec.state.store import Commit, Lease, SessionStore

@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from specdec.client import AsyncClient, AsyncStream, Budgets
-from specdec.errors import NotFound, SessionLost
+from specdec.contract.errors import NotFound, SessionLost
 from tests.support.process_rig import NUM_TOKENS, PROMPT, models, reference
 from tests.support.redis_fixture import RedisServer
 from tests.support.stack import Stack

@@ -17,7 +17,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from specdec.errors import LeaseLost, SessionBusy
+from specdec.contract.errors import LeaseLost, SessionBusy
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import session_keys
 from specdec.state.redis_store import open_store

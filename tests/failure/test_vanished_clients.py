@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.engine_api import EndedTurn
-from specdec.types import VerifyRequest
+from specdec.contract.engine_api import EndedTurn
+from specdec.contract.types import VerifyRequest
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import Coordinator, Rig, request
 from tests.support.round_driver import make_round

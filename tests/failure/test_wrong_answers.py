@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from coordinator.replicas.replica import DRAFT, TARGET
-from specdec import errors
-from specdec.errors import SpecdecError
+from specdec.contract import errors
+from specdec.contract.errors import SpecdecError
+from specdec.contract.types import Proposal, ProposeRequest, Verification, VerifyRequest
 from specdec.rpc.status import from_rpc_error
-from specdec.types import Proposal, ProposeRequest, Verification, VerifyRequest
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import (
     PROMPT,

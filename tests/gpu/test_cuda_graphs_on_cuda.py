@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from draft_service.proposer import Proposer
+from specdec.contract.types import SamplingFilters
 from specdec.engine.base import StepPlan
 from specdec.engine.cuda_graphs.capture import CudaCapture
 from specdec.engine.loader import load_worker
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.engine.options import CompileOptions, LoadRequest, row_counts
-from specdec.types import SamplingFilters
 from target_service.verifier import Verifier
 from tests.support.cuda_graphs_rig import (
     MIXED_LAYERS,

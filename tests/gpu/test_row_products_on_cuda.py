@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from draft_service.proposer import Proposer
+from specdec.contract.types import SamplingFilters
 from specdec.engine.base import SequenceSlice, StepPlan
 from specdec.engine.cuda_graphs.capture import CudaCapture
 from specdec.engine.linear.int8 import Int8Weight, round_to_int8
@@ -16,7 +17,6 @@ from specdec.engine.linear.row_products import multiply
 from specdec.engine.loader import load_worker
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.engine.options import CompileOptions, LoadRequest, row_counts
-from specdec.types import SamplingFilters
 from target_service.verifier import Verifier
 from tests.support.cuda_graphs_rig import MIXED_LAYERS, build, random_tokens
 from tests.support.round_driver import RoundDriver

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.contract.types import SamplingFilters
 from specdec.engine.logits.filters import distributions_of, filtered_distributions, greedy_choices
 from specdec.engine.logits.penalties import FilterContext, RunningHistory
 from specdec.engine.logits.rows import cut_supports, distribution_rows
 from specdec.engine.logits.step_logits import StepLogits
-from specdec.types import SamplingFilters
 
 pytestmark = [
     pytest.mark.gpu,

@@ -29,11 +29,11 @@ from specdec.access.callers import Callers
 from specdec.access.guards import replica_guard
 from specdec.access.service_key import ServiceKey
 from specdec.client import AsyncClient
-from specdec.errors import SpecdecError, Unauthenticated
+from specdec.contract.errors import SpecdecError, Unauthenticated
+from specdec.contract.tenant import TENANT_KEY
 from specdec.rpc.client import open_link
 from specdec.rpc.status import from_rpc_error
 from specdec.settings.coordinator import CoordinatorSettings
-from specdec.tenant import TENANT_KEY
 from specdec.v1 import common_pb2, target_pb2, target_pb2_grpc
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub

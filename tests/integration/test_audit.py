@@ -13,10 +13,10 @@ import pytest
 
 from coordinator.replicas.replica import DRAFT, TARGET
 from coordinator.round import runner
+from specdec.contract.errors import Internal
+from specdec.contract.types import Proposal, ProposeRequest, Support, Verification, VerifyRequest
 from specdec.core.random import DrawKey, Stream
 from specdec.core.rejection import decision_of
-from specdec.errors import Internal
-from specdec.types import Proposal, ProposeRequest, Support, Verification, VerifyRequest
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import (
     VOCABULARY,

@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from specdec.errors import InvalidSetting, Unavailable
+from specdec.contract.errors import InvalidSetting, Unavailable
 from tests.support.backend_rig import backend_system, settings_of, start_backend, table_model, write_checkpoint
 from tests.support.coordinator_rig import request
 from tests.support.engine_server import EngineOptions, EngineServer

@@ -12,10 +12,10 @@ import grpc
 import numpy as np
 import pytest
 
+from specdec.contract.errors import Internal, StaleEpoch, Unavailable
+from specdec.contract.tenant import session_on_replica
+from specdec.contract.types import DrawRule, SamplingFilters, SessionPosition, VerifyRequest
 from specdec.core.reference import filtered_distribution
-from specdec.errors import Internal, StaleEpoch, Unavailable
-from specdec.tenant import session_on_replica
-from specdec.types import DrawRule, SamplingFilters, SessionPosition, VerifyRequest
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.backend_rig import (
     BackendSystem,

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specdec.client import AsyncClient
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import Coordinator, Rig
 from tests.support.coordinator_rig import write_tokenizer as write_words

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from specdec.contract.errors import SpecdecError, Unsupported
 from specdec.engine.base import StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.options import EAGER, CompileOptions, LoadRequest
-from specdec.errors import SpecdecError, Unsupported
 from tests.support.cuda_graphs_rig import NUM_BLOCKS, CountedCapture, piece, random_tokens
 from tests.support.interpreted_kernels import require_interpreter
 from tests.support.rank_rig import RankRig

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_fingerprint
+from specdec.contract.errors import InvalidRequest
 from specdec.engine.loader import load_worker
 from specdec.engine.options import LoadRequest
-from specdec.errors import InvalidRequest
 from specdec.learning import training
 from specdec.learning.distill import Distillation, distill
 from specdec.learning.learner import DraftModel

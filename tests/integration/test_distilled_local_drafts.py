@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from specdec.checkpoints.locate import checkpoint_fingerprint
 from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_fingerprint
+from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.engine.heads.factory import load_head
 from specdec.engine.heads.head_file import HeadFile
 from specdec.engine.loader import load_worker
 from specdec.engine.local_drafting import target_parts
 from specdec.engine.model.checkpoint_model import SERVED_DTYPES
 from specdec.engine.options import LoadRequest
-from specdec.errors import InvalidRequest, Unsupported
 from specdec.learning import version
 from specdec.learning.distill import Distillation, distill
 from specdec.learning.log_files import LogFacts, encode_segment, read_segment

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
-from specdec.errors import InvalidRequest, Unsupported
 from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.process_template import run_like
 from tests.support.step_ways import num_replays, running

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from coordinator.replicas.replica import DRAFT
-from specdec.errors import InvalidSetting, Unavailable, Unsupported
+from specdec.contract.errors import InvalidSetting, Unavailable, Unsupported
+from specdec.contract.tenant import session_on_replica
 from specdec.integrations.draft_pool import DraftPool
 from specdec.integrations.vllm import DraftPoolProposer
-from specdec.tenant import session_on_replica
 from tests.support.coordinator_rig import Service, start_service
 
 GAMMA = 4

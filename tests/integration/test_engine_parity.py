@@ -14,10 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
-from specdec.types import BLOCK_TOKENS
 from tests.support.cuda_graphs_rig import CountedCapture
 from tests.support.tiny_models import ARCHITECTURES, build_tiny_model
 

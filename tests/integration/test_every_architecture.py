@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec.contract.errors import Unsupported
 from specdec.engine.loader import load_worker
 from specdec.engine.model import batch
 from specdec.engine.options import LoadRequest
-from specdec.errors import Unsupported
 from tests.support.architecture_rig import TOLERANCE, compare_logits, judge
 from tests.support.model_list import documented_rows, is_documented_version, row
 from tests.support.tiny_architectures import MODEL_TYPES, CannotBuild, build_tiny_architecture

@@ -14,7 +14,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.auth import ApiKeys
-from specdec.errors import Unavailable, Unsupported
+from specdec.contract.errors import Unavailable, Unsupported
 from specdec.state.keys import response_key
 from specdec.state.redis_store import DEFAULT_SESSION_TTL_S
 from specdec.v1 import coordinator_pb2 as pb

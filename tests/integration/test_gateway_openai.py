@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from gateway.auth import ApiKeys
-from specdec.errors import (
+from specdec.contract.errors import (
     DeadlineExceeded,
     Forbidden,
     Internal,

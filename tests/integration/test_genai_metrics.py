@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 from specdec.observability.genai_metrics import GenAiMetrics, open_genai_metrics
 from tests.support.coordinator_rig import PROMPT, Rig, eventually, read_until, request
 from tests.support.gateway_rig import RunningGateway, running_gateway

@@ -27,8 +27,8 @@ from specdec.checkpoints import gguf_convert
 from specdec.checkpoints.gguf_numbers import NotConverted
 from specdec.checkpoints.locate import checkpoint_fingerprint, locate_checkpoint
 from specdec.checkpoints.vocabulary import load_vocabulary
-from specdec.errors import InvalidRequest, SpecdecError
-from specdec.remote_engines.remote_model import read_model_files
+from specdec.contract.errors import InvalidRequest, SpecdecError
+from specdec.engine.remote.remote_model import read_model_files
 
 TARGET = DEMO / "target"
 ODD_TEXTS = [

@@ -23,7 +23,7 @@ from bench.models import DEMO
 from specdec.checkpoints import gguf_convert
 from specdec.checkpoints.gguf_numbers import NotConverted
 from specdec.checkpoints.locate import locate_checkpoint
-from specdec.errors import Unsupported
+from specdec.contract.errors import Unsupported
 
 TARGET = DEMO / "target"
 VOCABULARY_SIZE = json.loads((TARGET / "config.json").read_text())["vocab_size"]

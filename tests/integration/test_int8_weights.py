@@ -19,11 +19,11 @@ from bench.models import DEMO
 from bench.workload import prompt_token_ids
 from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.linear.int8 import Int8Projection
 from specdec.engine.loader import load_worker
 from specdec.engine.options import LoadRequest
-from specdec.types import BLOCK_TOKENS
 from target_service.verifier import Verifier
 from tests.support.round_driver import RoundDriver
 from tests.support.tiny_models import build_tiny_model, build_tiny_pair

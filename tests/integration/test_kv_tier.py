@@ -18,11 +18,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.artifact_cache import cache_directory
+from specdec.checkpoints.artifact_cache import cache_directory
+from specdec.contract.types import BLOCK_TOKENS, VerifyRequest
 from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.rpc.client import TargetLink
-from specdec.types import BLOCK_TOKENS, VerifyRequest
 from tests.support.process_template import ENVIRON, Streams, start_like
 from tests.support.redis_fixture import RedisServer
 from tests.support.round_driver import make_round

@@ -19,9 +19,9 @@ import redis
 import torch
 
 from draft_service.proposer import Proposer
+from specdec.contract.types import SamplingFilters
 from specdec.engine.base import KvLayout, StepPlan
 from specdec.state import kv_reader
-from specdec.types import SamplingFilters
 from tests.support.redis_fixture import RedisServer
 from tests.support.round_driver import RoundDriver
 from tests.support.table_worker import TableWorker

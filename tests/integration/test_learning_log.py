@@ -14,10 +14,10 @@ import grpc
 import numpy as np
 import pytest
 
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.types import WEIGHT_TOTAL, SamplingFilters
 from specdec.engine.loader import load_worker
 from specdec.engine.options import LoadRequest
-from specdec.errors import InvalidRequest
-from specdec.types import WEIGHT_TOTAL, SamplingFilters
 from tests.support.coordinator_rig import PROMPT, Rig, eventually, read_rest, read_until, request
 from tests.support.logged import CountedLog, logged
 from tests.support.model_stack import ModelStack

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from coordinator.replicas.replica import DRAFT, TARGET
-from specdec.errors import InvalidSetting, Unsupported
+from specdec.contract.errors import InvalidSetting, Unsupported
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.v1 import coordinator_pb2 as pb
 from target_service.backends.contract import BackendShape

@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
+from specdec.contract.types import Verification, VerifyRequest
 from specdec.rpc.status import from_rpc_error
-from specdec.types import Verification, VerifyRequest
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Rig, read_rest, read_until, request, start_service
 

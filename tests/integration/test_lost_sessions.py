@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from specdec.client import AsyncClient, Client
-from specdec.errors import SessionLost, SpecdecError
+from specdec.contract.errors import SessionLost, SpecdecError
 from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, read_rest, read_until, request, started_coordinator

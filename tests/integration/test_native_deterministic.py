@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec.contract.errors import Unsupported
 from specdec.engine.base import StepPlan
 from specdec.engine.loader import load_worker
 from specdec.engine.native.runner import NativeRunner
 from specdec.engine.options import CompileOptions, LoadRequest
-from specdec.errors import Unsupported
 from tests.support.tiny_models import build_tiny_model
 
 VOCABULARY_SIZE = 96

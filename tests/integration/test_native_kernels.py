@@ -20,14 +20,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from specdec.artifact_cache import cache_directory
+from specdec.checkpoints.artifact_cache import cache_directory
+from specdec.contract.errors import InvalidRequest, Unsupported
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.kernels.library import load_library
 from specdec.engine.kernels.prebuilt import prebuilt_libraries
 from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
-from specdec.errors import InvalidRequest, Unsupported
-from specdec.types import BLOCK_TOKENS
 from tests.support.choice_checks import check_coupled_choices
 from tests.support.tiny_models import build_tiny_model
 

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draft_service.proposer import Proposer
+from specdec.contract.types import ProposeRequest
 from specdec.engine.base import MultiStepDrafts, SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.loop import steps
 from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.engine.sessions.block_manager import BlockManager
 from specdec.engine.sessions.block_table import BlockTable
-from specdec.types import ProposeRequest
 from tests.support.cuda_graphs_rig import random_tokens
 from tests.support.round_driver import make_round
 from tests.support.tiny_models import SLIDING_WINDOW, build_tiny_model

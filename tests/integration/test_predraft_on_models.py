@@ -16,11 +16,11 @@ import pytest
 
 from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
+from specdec.contract.types import EngineInfo, Mode, Proposal, ProposeRequest, SamplingFilters
 from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.options import LoadRequest
 from specdec.observability.engine_metrics import EngineMetrics
-from specdec.types import EngineInfo, Mode, Proposal, ProposeRequest, SamplingFilters
 from target_service.verifier import Verifier
 from tests.support.round_driver import RoundDriver
 from tests.support.tiny_models import build_tiny_pair

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from coordinator.replicas.replica import DRAFT, TARGET
-from specdec.errors import KvMiss
-from specdec.types import BLOCK_TOKENS
+from specdec.contract.errors import KvMiss
+from specdec.contract.types import BLOCK_TOKENS
 from tests.support.coordinator_rig import Coordinator, Output, Rig, Service, request, start_service
 from tests.support.redis_fixture import redis_server, redis_url
 

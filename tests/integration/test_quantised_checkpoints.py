@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specdec.contract.errors import Unsupported
 from specdec.engine.base import SequenceSlice, StepPlan
 from specdec.engine.loader import load_worker
 from specdec.engine.options import LoadRequest
-from specdec.errors import Unsupported
 from tests.support.tiny_models import build_tiny_model
 
 BLOCK = 16

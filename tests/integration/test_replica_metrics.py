@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specdec.contract.errors import InvalidRequest, ResourceExhausted
+from specdec.contract.types import VerifyRequest
 from specdec.engine.loader import load_worker
 from specdec.engine.loop.replica import LOCAL_REPLICA
 from specdec.engine.options import EAGER, CompileOptions, LoadRequest
-from specdec.errors import InvalidRequest, ResourceExhausted
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.service.replica_main import serve_replica
 from specdec.settings.target import TargetSettings
-from specdec.types import VerifyRequest
 from target_service.__main__ import KIND
 from target_service.verifier import Verifier
 from tests.support.coordinator_rig import read_until, request, started_coordinator

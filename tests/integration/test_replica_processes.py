@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from specdec.contract.types import DrawRule, ProposeRequest, SamplingFilters, SessionPosition, VerifyRequest
 from specdec.core.reference import chain_hash
 from specdec.rpc.client import DraftLink, TargetLink
 from specdec.rpc.server import DRAFT_SERVICE
 from specdec.state.redis_store import open_registry
-from specdec.types import DrawRule, ProposeRequest, SamplingFilters, SessionPosition, VerifyRequest
 from tests.support.redis_fixture import redis_server, redis_url
 from tests.support.stack import free_port
 from tests.support.tiny_architectures import build_tiny_architecture

@@ -13,7 +13,7 @@ import pytest
 
 from gateway.context import Gateway
 from specdec.client import AsyncClient
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 from specdec.observability.logging import configure_logging
 from specdec.observability.tracing import Tracing
 from tests.support.coordinator_rig import Rig, write_tokenizer

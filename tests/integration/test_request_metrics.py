@@ -12,10 +12,10 @@ import pytest
 
 from coordinator.generation.interrupted_turns import InterruptedTurns
 from coordinator.generation.request_log import identity_of
-from specdec.errors import Unavailable
+from specdec.contract.errors import Unavailable
+from specdec.contract.tenant import DEFAULT_TENANT, SessionKey
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.state.redis_store import open_store
-from specdec.tenant import DEFAULT_TENANT, SessionKey
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import (
     Coordinator,

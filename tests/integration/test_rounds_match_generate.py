@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
+from specdec.contract.types import Mode, SamplingFilters
 from specdec.engine.loader import load_worker
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.engine.options import CompileOptions, LoadRequest, row_counts
-from specdec.types import Mode, SamplingFilters
 from target_service.verifier import Verifier
 from tests.support.cuda_graphs_rig import CountedCapture
 from tests.support.round_driver import RoundDriver

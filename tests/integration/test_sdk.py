@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from specdec.client import AsyncClient, Client
-from specdec.errors import InvalidRequest, NotFound, SpecdecError
-from specdec.types import TokenSource
+from specdec.contract.errors import InvalidRequest, NotFound, SpecdecError
+from specdec.contract.types import TokenSource
 from tests.support.coordinator_rig import MESSAGE_LIMIT_BYTES, PROMPT, Rig, started_coordinator, text_of
 
 GREEDY = {"prompt_token_ids": PROMPT, "temperature": 0.0, "ignore_eos": True, "gamma": 3}
@@ -139,7 +139,7 @@ async def test_a_message_over_the_servers_limit_is_refused_in_one_sentence_that_
 FORKS = """
 import multiprocessing, sys
 from specdec.client import Client
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
 
 def call(answers, client=None):
     try:
@@ -158,7 +158,7 @@ def ask_in_a_fork(client=None):
         sys.exit("a forked process hangs")
     print(answers.get())
 
-from specdec.errors import error_line
+from specdec.contract.errors import error_line
 context = multiprocessing.get_context("fork")
 unused = Client(sys.argv[1])
 for _ in range(3):

@@ -13,7 +13,7 @@ import pytest
 from coordinator.replicas.replica import DRAFT
 from draft_service.server_draft import open_server_draft
 from draft_service.servicer import DraftServicer
-from specdec.errors import InvalidSetting
+from specdec.contract.errors import InvalidSetting
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.server import DRAFT_SERVICE, ServiceServer
 from specdec.settings.draft import DraftSettings

@@ -22,7 +22,7 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from coordinator.replicas.replica import TARGET
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.tenant import TENANT_KEY
+from specdec.contract.tenant import TENANT_KEY
 from tests.support.coordinator_rig import (
     PROMPT,
     VOCABULARY,

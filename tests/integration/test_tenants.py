@@ -8,12 +8,9 @@ import grpc
 import numpy as np
 import pytest
 
-from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
-from specdec.engine.simulated.pair import simulated_pair
-from specdec.errors import InvalidRequest
-from specdec.rpc import codec
-from specdec.tenant import DEFAULT_TENANT, session_on_replica
-from specdec.types import (
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.tenant import DEFAULT_TENANT, session_on_replica
+from specdec.contract.types import (
     BLOCK_TOKENS,
     DrawRule,
     ProposeRequest,
@@ -21,6 +18,9 @@ from specdec.types import (
     SessionPosition,
     VerifyRequest,
 )
+from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
+from specdec.engine.simulated.pair import simulated_pair
+from specdec.rpc import codec
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1 import draft_pb2
 from tests.support.coordinator_rig import Coordinator, Output, Rig, request

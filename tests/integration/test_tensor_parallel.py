@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from specdec.contract.errors import InvalidRequest, SpecdecError, Unsupported
+from specdec.contract.types import BLOCK_TOKENS, SamplingFilters
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.logits.filters import filtered_distributions
 from specdec.engine.logits.penalties import FilterContext
 from specdec.engine.logits.rows import coupled_choices
 from specdec.engine.options import EAGER, CompileOptions, LoadRequest
-from specdec.errors import InvalidRequest, SpecdecError, Unsupported
-from specdec.types import BLOCK_TOKENS, SamplingFilters
 from tests.support.rank_rig import RankRig
 from tests.support.tiny_models import build_tiny_model
 

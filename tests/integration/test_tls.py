@@ -18,11 +18,11 @@ from bench.simulated_system import write_tokenizer
 from specdec import AsyncClient, Client, Tls
 from specdec.cli.__main__ import run
 from specdec.client import Budgets
-from specdec.errors import InvalidRequest, Unavailable, Unsupported
+from specdec.contract.errors import InvalidRequest, Unavailable, Unsupported
+from specdec.contract.types import EngineInfo
 from specdec.rpc.client import DraftLink, TargetLink, open_link
 from specdec.rpc.health import Health
 from specdec.rpc.server import TARGET_SERVICE, ServiceServer
-from specdec.types import EngineInfo
 from tests.support.certificates import Authority, Pair
 from tests.support.gateway_rig import running_gateway
 from tests.support.stack import Stack, free_port, is_serving

@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.generation.request_trace import DRAFT_SERVICE, TARGET_SERVICE
 from specdec.client import AsyncClient, Client
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 from specdec.observability.logging import configure_logging
 from specdec.observability.tracing import Tracing
 from specdec.v1 import coordinator_pb2 as pb

@@ -9,11 +9,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from draft_service.cross_vocabulary_proposer import CrossVocabularyProposer
+from draft_service.cross_vocabulary.proposer import CrossVocabularyProposer
+from specdec.checkpoints.cross_vocabulary.token_map import TokenMap
 from specdec.checkpoints.vocabulary import load_tokenizer, load_vocabulary, vocabulary_fingerprint
-from specdec.cross_vocabulary.token_map import TokenMap
-from specdec.errors import InvalidRequest, KvMiss, StaleEpoch
-from specdec.types import ProposeRequest
+from specdec.contract.errors import InvalidRequest, KvMiss, StaleEpoch
+from specdec.contract.types import ProposeRequest
 from tests.support.cross_vocabulary_rig import cross_vocabulary_stack, load
 from tests.support.other_tokenizers import (
     CORPUS,
@@ -100,7 +100,7 @@ async def test_tokens_mapped_by_spelling_would_lose_text_that_is_not_ascii(chara
     target_of, draft_vocab_of = np.full_like(pair.tokens.target_of, -1), np.full_like(pair.tokens.draft_vocab_of, -1)
     for token in spellings.keys() & theirs.keys():
         target_of[spellings[token]], draft_vocab_of[theirs[token]] = theirs[token], spellings[token]
-    with patch("specdec.cross_vocabulary.pair.map_tokens", lambda *_: TokenMap(target_of, draft_vocab_of)):
+    with patch("specdec.checkpoints.cross_vocabulary.pair.map_tokens", lambda *_: TokenMap(target_of, draft_vocab_of)):
         accepted, drafted = await accepted_of_drafted(target, draft, **SAMPLED)
     assert accepted < 0.7 * drafted
 

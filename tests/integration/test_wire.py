@@ -12,8 +12,8 @@ import numpy as np
 
 from bench.simulated_system import write_tokenizer
 from bench.zipf import EXPONENT, ZipfWorker
+from specdec.contract.types import TokenSource
 from specdec.engine.simulated.text import VOCABULARY_SIZE
-from specdec.types import TokenSource
 from tests.support.model_stack import ModelStack
 
 SUPPORT = 64

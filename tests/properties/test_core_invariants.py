@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+from specdec.contract.types import WEIGHT_TOTAL, SamplingFilters, TokenSource
 from specdec.core.block import acceptance_levels, verify_block
 from specdec.core.chain import ChainHasher
 from specdec.core.random import DrawKey
@@ -16,7 +17,6 @@ from specdec.core.rejection import verify_rejection
 from specdec.core.sparse import draw_from_support
 from specdec.engine.logits.filters import filtered_distributions, stable_topk
 from specdec.engine.logits.penalties import FilterContext
-from specdec.types import WEIGHT_TOTAL, SamplingFilters, TokenSource
 
 QUICK = settings(max_examples=80, deadline=None, derandomize=True)
 

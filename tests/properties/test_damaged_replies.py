@@ -13,14 +13,8 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.core.block import verify_block
-from specdec.core.random import DrawKey
-from specdec.core.reference import cut_support, distribution_row
-from specdec.core.rejection import verify_rejection
-from specdec.core.sparse import draw_from_support
-from specdec.errors import Internal
-from specdec.rpc import proposals, verifications
-from specdec.types import (
+from specdec.contract.errors import Internal
+from specdec.contract.types import (
     WEIGHT_TOTAL,
     DrawRule,
     Proposal,
@@ -30,6 +24,12 @@ from specdec.types import (
     Verification,
     VerifyRequest,
 )
+from specdec.core.block import verify_block
+from specdec.core.random import DrawKey
+from specdec.core.reference import cut_support, distribution_row
+from specdec.core.rejection import verify_rejection
+from specdec.core.sparse import draw_from_support
+from specdec.rpc import proposals, verifications
 from tests.support.one_reply import decode_verification
 
 VOCABULARY_SIZE = 20

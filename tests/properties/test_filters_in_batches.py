@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdec.contract.types import WEIGHT_TOTAL, SamplingFilters, VerifyRequest
 from specdec.core.reference import filtered_distribution
 from specdec.engine.logits.filters import filtered_distributions
 from specdec.engine.logits.penalties import FilterContext
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import TargetLink
 from specdec.rpc.server import TARGET_SERVICE, ServiceServer
-from specdec.types import WEIGHT_TOTAL, SamplingFilters, VerifyRequest
 from target_service.servicer import TargetServicer
 from target_service.verifier import Verifier
 from tests.support.round_driver import make_round

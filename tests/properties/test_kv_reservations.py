@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specdec.contract.errors import KvMiss, SpecdecError
+from specdec.contract.types import VerifyRequest
 from specdec.engine.sessions.block_manager import BlockManager, blocks_for
 from specdec.engine.sessions.calls import Call, Calls
 from specdec.engine.sessions.sequence import Sequence
 from specdec.engine.sessions.table import SessionTable
-from specdec.errors import KvMiss, SpecdecError
-from specdec.types import VerifyRequest
 from tests.support.round_driver import make_round
 
 NO_TOKENS = np.empty(0, dtype=np.uint32)

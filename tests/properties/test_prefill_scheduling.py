@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.schedule.scheduler import Scheduler, is_short
-from specdec.types import BLOCK_TOKENS
 
 #: Of the budget: what the fit of a device without noise may be off by. One step in a million is off by more than a
 #: tenth, where most of what was measured is tails of prompts; half of it was never seen.

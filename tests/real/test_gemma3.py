@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from specdec.checkpoints.vocabulary import load_tokenizer, load_vocabulary
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
 from tests.support.served_files import ODD_TEXTS, Served
 
 NUM_TOKENS = 24

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from bench.real import chat_prompts
 from specdec.checkpoints.vocabulary import load_tokenizer
 from specdec.client import ChatMessage
-from specdec.types import TokenSource
+from specdec.contract.types import TokenSource
 from tests.support.served_files import ODD_TEXTS, Served
 
 NUM_TOKENS = 48

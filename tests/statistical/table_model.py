@@ -17,13 +17,13 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from specdec.contract.types import WEIGHT_TOTAL, DistributionRow, SamplingFilters, Support
 from specdec.core import block, rejection
 from specdec.core.coupling import verify_choices
 from specdec.core.reference import filtered_distribution
 from specdec.engine.logits.filters import filtered_distributions
 from specdec.engine.logits.penalties import FilterContext
 from specdec.engine.logits.rows import cut_supports, distribution_rows
-from specdec.types import WEIGHT_TOTAL, DistributionRow, SamplingFilters, Support
 
 Path = tuple[int, ...]
 

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from specdec.contract.types import WEIGHT_TOTAL, DistributionRow, Support
 from specdec.core.block import verify_block
 from specdec.core.random import Stream
 from specdec.core.rejection import Decision, verify_rejection
-from specdec.types import WEIGHT_TOTAL, DistributionRow, Support
 
 Path = tuple[int, ...]
 

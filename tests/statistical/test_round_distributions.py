@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.types import WEIGHT_TOTAL, DistributionRow, SamplingFilters, Support
+from specdec.contract.types import WEIGHT_TOTAL, DistributionRow, SamplingFilters, Support
 from tests.statistical.table_model import (
     HISTORY,
     EmittedDistribution,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.contract.types import SamplingFilters
 from specdec.core.block import verify_block
 from specdec.core.coupling import verify_choices
 from specdec.core.random import DrawKey, Stream
@@ -20,7 +21,6 @@ from specdec.core.reference import coupled_choice, cut_support, distribution_row
 from specdec.core.rejection import Decision, verify_rejection
 from specdec.core.sparse import draw_from_support
 from specdec.engine.logits.rows import coupled_choices, distribution_rows
-from specdec.types import SamplingFilters
 from tests.statistical.table_model import NO_IDS, Path, RoundTables
 from tests.support.chi_square import chi_square_p_value
 from tests.support.expectation import coupled_acceptance_probability

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import grpc
 import numpy as np
 
-from specdec.tenant import TENANT_KEY
+from specdec.contract.tenant import TENANT_KEY
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import Coordinator, Rig, request
 from tests.support.redis_fixture import redis_server, redis_url

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from specdec.contract.errors import Unsupported
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.options import LoadRequest
-from specdec.errors import Unsupported
-from specdec.types import BLOCK_TOKENS
 from tests.support.tiny_architectures import VOCABULARY_SIZE, WINDOW, build_tiny_architecture
 from tests.support.tiny_models import EOS_TOKEN_ID, UNK_TOKEN_ID
 

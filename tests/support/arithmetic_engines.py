@@ -12,10 +12,9 @@ from collections import defaultdict
 
 import numpy as np
 
-from specdec import errors
-from specdec.core.reference import chain_hash
-from specdec.engine_api import EndedTurn, EngineStats
-from specdec.types import (
+from specdec.contract import errors
+from specdec.contract.engine_api import EndedTurn, EngineStats
+from specdec.contract.types import (
     WEIGHT_TOTAL,
     DistributionRow,
     DrawRule,
@@ -29,6 +28,7 @@ from specdec.types import (
     Verification,
     VerifyRequest,
 )
+from specdec.core.reference import chain_hash
 
 VOCABULARY = 1000
 CONTEXT = 4096

@@ -47,6 +47,8 @@ from draft_service.proposer import DraftOptions, Proposer
 from draft_service.servicer import DraftServicer
 from specdec.access.grants import UNLIMITED, Limits
 from specdec.checkpoints.generation_config import recommended_sampling
+from specdec.contract.tenant import DEFAULT_TENANT
+from specdec.contract.types import Mode
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.observability.audit import AuditMetrics
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
@@ -55,8 +57,6 @@ from specdec.observability.tracing import Tracing
 from specdec.rpc.client import open_link
 from specdec.rpc.server import COORDINATOR_SERVICE, DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
 from specdec.state.redis_store import RedisSessionStore, open_store
-from specdec.tenant import DEFAULT_TENANT
-from specdec.types import Mode
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1 import coordinator_pb2_grpc
 from target_service.servicer import TargetServicer

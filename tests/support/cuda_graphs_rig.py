@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.options import Capture, CompileOptions, LoadRequest
-from specdec.types import BLOCK_TOKENS
 from tests.support.tiny_models import SLIDING_WINDOW, build_tiny_model
 
 VOCABULARY_SIZE = 96

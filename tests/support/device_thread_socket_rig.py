@@ -9,10 +9,10 @@ from typing import Any
 
 from draft_service.proposer import Proposer
 from draft_service.servicer import DraftServicer
+from specdec.contract.types import ProposeRequest
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import DraftLink
 from specdec.rpc.server import DRAFT_SERVICE, ServiceServer
-from specdec.types import ProposeRequest
 from tests.support.table_worker import TableWorker
 from tests.support.watched_worker import WatchedWorker
 

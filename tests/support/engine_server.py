@@ -21,8 +21,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
+from specdec.contract.types import SamplingFilters
 from specdec.core.reference import filtered_distribution
-from specdec.types import SamplingFilters
 from tests.support.table_worker import TableWorker
 
 #: Limit of vLLM.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from specdec.contract.types import DrawRule, ProposeRequest, VerifyRequest
 from specdec.rpc import codec
 from specdec.rpc.framing import join_items
-from specdec.types import DrawRule, ProposeRequest, VerifyRequest
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.arithmetic_engines import make_round
 from tests.support.coordinator_rig import request

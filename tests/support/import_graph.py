@@ -43,7 +43,7 @@ def module_of(path: Path) -> str:
 
 
 def house_room_of(module: str) -> str:
-    """Return a top-level room: a flat module or package of `specdec`, or another top-level package."""
+    """Return a top-level room: a package of `specdec`, or another top-level package."""
     parts = module.split(".")
     return ".".join(parts[: 2 if parts[0] == "specdec" else 1])
 
@@ -65,7 +65,7 @@ def imported_modules(source: str, package: str = "") -> set[str]:
             if node.level:
                 up = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*up, base] if base else up)
-            # `from specdec import errors` names a module; `from specdec.types import SessionPosition` does not.
+            # `from specdec.contract import errors` names a module; `from specdec.contract.types import Draft` does not.
             names = [f"{base}.{alias.name}" for alias in node.names]
             modules.update(name if _is_module(name) else base for name in names)
     return modules

@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from specdec.errors import KvMiss, Unavailable
+from specdec.contract.errors import KvMiss, Unavailable
+from specdec.contract.types import VerifyRequest
 from specdec.observability.loop_lag import INTERVAL_S
 from specdec.rpc.client import TargetLink, open_link
 from specdec.rpc.status import from_rpc_error
-from specdec.types import VerifyRequest
 from tests.support.freezing import frozen_part, stuttering
 from tests.support.http_streams import open_stream
 from tests.support.injured_stack import Injured

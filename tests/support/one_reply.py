@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from specdec.errors import Internal
+from specdec.contract.errors import Internal
+from specdec.contract.types import Proposal, ProposeRequest, Verification, VerifyRequest
 from specdec.rpc import proposals, verifications
-from specdec.types import Proposal, ProposeRequest, Verification, VerifyRequest
 from specdec.v1 import draft_pb2, target_pb2
 
 AnswerT = TypeVar("AnswerT")

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.cuda_graphs.paged_attention import RaggedRows, Splitting, paged_attention
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.kv_cache import KvCache, LayerKv, LayerShape
-from specdec.types import BLOCK_TOKENS
 
 #: A context of a few pages has several units, and one of some more has more than there are splits.
 SMALL = Splitting(tile_keys=16, unit_tiles=2, num_splits=4, tile_outputs=16)

@@ -12,15 +12,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from specdec.core.block import verify_block
-from specdec.core.coupling import verify_choices
-from specdec.core.random import DrawKey
-from specdec.core.reference import chain_hash
-from specdec.core.rejection import Decision, verify_rejection
-from specdec.engine_api import DraftEngine, TargetEngine
-from specdec.errors import KvMiss
-from specdec.tenant import DEFAULT_TENANT
-from specdec.types import (
+from specdec.contract.engine_api import DraftEngine, TargetEngine
+from specdec.contract.errors import KvMiss
+from specdec.contract.tenant import DEFAULT_TENANT
+from specdec.contract.types import (
     DrawRule,
     LocalDraft,
     Mode,
@@ -31,6 +26,11 @@ from specdec.types import (
     Verification,
     VerifyRequest,
 )
+from specdec.core.block import verify_block
+from specdec.core.coupling import verify_choices
+from specdec.core.random import DrawKey
+from specdec.core.reference import chain_hash
+from specdec.core.rejection import Decision, verify_rejection
 
 AnswerT = TypeVar("AnswerT")
 

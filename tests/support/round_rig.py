@@ -24,8 +24,8 @@ from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
 from coordinator.round.target_calls import TargetCalls
 from coordinator.round.tokens import SessionTokens
+from specdec.contract.types import Mode, Proposal, ProposeRequest, SamplingFilters, Verification, VerifyRequest
 from specdec.rpc.client import open_link
-from specdec.types import Mode, Proposal, ProposeRequest, SamplingFilters, Verification, VerifyRequest
 from tests.support.coordinator_rig import PROMPT, VOCABULARY, Service, start_service
 
 SEED = 5

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from specdec.errors import SpecdecError
+from specdec.contract.errors import SpecdecError
 from specdec.rpc.status import to_status, trailing_metadata
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceServicer, add_CoordinatorServiceServicer_to_server

@@ -10,11 +10,11 @@ import json
 
 import numpy as np
 
-from specdec.errors import SessionBusy
+from specdec.contract.errors import SessionBusy
+from specdec.contract.types import FinishReason, TokenIds
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import session_keys
 from specdec.state.store import Commit, Lease, RequestRecord, SessionStore
-from specdec.types import FinishReason, TokenIds
 
 LONG_TTL_S = 60.0
 SHORT_TTL_S = 0.05

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.errors import ResourceExhausted
+from specdec.contract.errors import ResourceExhausted
 from target_service.backends.llama_context import LlamaOptions, Part
 from tests.support.table_worker import TableWorker
 

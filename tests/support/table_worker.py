@@ -15,8 +15,8 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import KvLayout, ModelShape, SequenceSlice, StepPlan, Worker
-from specdec.types import BLOCK_TOKENS
 
 
 class TableWorker(Worker):

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from specdec.contract.types import SamplingFilters
 from specdec.core.reference import filtered_distribution
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.options import LoadRequest
 from specdec.engine.sessions.block_manager import blocks_for
-from specdec.types import SamplingFilters
 
 NUM_KV_BLOCKS = 32
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from specdec.contract.engine_api import EndedTurn
+from specdec.contract.tenant import DEFAULT_TENANT
+from specdec.contract.types import Verification, VerifyRequest
 from specdec.core.chain import ChainHasher
 from specdec.engine.cold_tier import run_blocks
 from specdec.engine.loop.replica import ReplicaOptions
-from specdec.engine_api import EndedTurn
 from specdec.state.kv_tier import KvTier
 from specdec.state.kv_values import KvSpace
-from specdec.tenant import DEFAULT_TENANT
-from specdec.types import Verification, VerifyRequest
 from target_service.verifier import Verifier
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker

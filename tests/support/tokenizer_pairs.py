@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from specdec.checkpoints.cross_vocabulary.pair import TokenizerPair, make_pair
 from specdec.checkpoints.vocabulary import load_tokenizer
-from specdec.cross_vocabulary.pair import TokenizerPair, make_pair
 
 
 def load_pair(draft: str | Path, target: str | Path) -> TokenizerPair:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec import artifact_cache
+from specdec.checkpoints import artifact_cache
 
 CONTENT = bytes(range(256)) * 5000
 

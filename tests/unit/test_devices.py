@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 from specdec.settings import devices
 from specdec.settings.devices import require_device, require_gpu_each
 

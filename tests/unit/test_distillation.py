@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.errors import InvalidRequest, VocabularyMismatch
+from specdec.contract.errors import InvalidRequest, VocabularyMismatch
+from specdec.contract.types import WEIGHT_TOTAL
 from specdec.learning.distillation import acceptance, divergence
 from specdec.learning.learner import Learner
 from specdec.learning.log_files import LogFacts, LoggedTurn, encode_segment
 from specdec.learning.samples import Batch, Samples, batches_of
 from specdec.learning.training import TrainingPlan, train
-from specdec.types import WEIGHT_TOTAL
 
 FACTS = LogFacts("target", "words", 50)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from specdec.checkpoints.generation_config import end_token_ids, recommended_sampling
-from specdec.errors import InvalidRequest
-from specdec.remote_engines.remote_model import read_model_files
+from specdec.contract.errors import InvalidRequest
+from specdec.engine.remote.remote_model import read_model_files
 from tests.support.tiny_models import build_tiny_model
 
 

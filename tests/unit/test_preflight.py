@@ -14,9 +14,9 @@ import pytest
 from transformers.models.auto import modeling_auto
 
 from specdec.checkpoints import preflight
+from specdec.checkpoints.cross_vocabulary.pair_preflight import require_servable_pair
 from specdec.checkpoints.preflight import require_servable
-from specdec.cross_vocabulary.pair_preflight import require_servable_pair
-from specdec.errors import InvalidRequest, SpecdecError, Unsupported, VocabularyMismatch
+from specdec.contract.errors import InvalidRequest, SpecdecError, Unsupported, VocabularyMismatch
 from tests.support.tiny_models import build_tiny_model
 
 
@@ -153,7 +153,7 @@ def test_a_service_refuses_an_encoder_before_it_loads_torch(checkpoint: Path, tm
 def test_checking_a_pair_does_not_load_torch(checkpoint: Path) -> None:
     program = f"""
         import sys
-        from specdec.cross_vocabulary.pair_preflight import require_servable_pair
+        from specdec.checkpoints.cross_vocabulary.pair_preflight import require_servable_pair
         require_servable_pair({{"--target": {str(checkpoint)!r}, "--draft": {str(checkpoint)!r}}})
         print("torch" in sys.modules)
     """

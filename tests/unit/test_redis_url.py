@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 from specdec.settings.cluster_names import check_cluster
 from specdec.settings.redis_url import CLUSTER, SENTINEL, parse_redis_url
 from specdec.settings.target import TargetSettings

@@ -11,7 +11,7 @@ import pytest
 
 from specdec.checkpoints.locate import checkpoint_fingerprint, locate_checkpoint
 from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_fingerprint, vocabulary_size
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 from tests.support.tiny_models import build_tiny_model
 
 
@@ -58,7 +58,7 @@ def test_a_missing_path_is_refused_in_one_sentence_without_a_request_to_the_hub(
 def test_a_hub_id_is_refused_in_one_sentence_when_the_hub_is_offline() -> None:
     program = (
         "from specdec.checkpoints.locate import locate_checkpoint\n"
-        "from specdec.errors import InvalidRequest\n"
+        "from specdec.contract.errors import InvalidRequest\n"
         "try: locate_checkpoint('nobody/nothing')\n"
         "except InvalidRequest as error: print(error.message)\n"
     )

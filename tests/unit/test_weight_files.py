@@ -17,7 +17,7 @@ from specdec.checkpoints.model_size import ModelSize, model_size
 from specdec.checkpoints.preflight import require_kv_room, require_servable
 from specdec.checkpoints.rank_checks import require_divisible
 from specdec.checkpoints.weight_files import require_whole_gguf, require_whole_weights
-from specdec.errors import InvalidRequest, SpecdecError, Unsupported
+from specdec.contract.errors import InvalidRequest, SpecdecError, Unsupported
 
 TENSORS = {"a": np.ones((3, 5), np.float32), "b": np.ones((7,), np.float16)}
 MODEL = "some/model"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from specdec.cli.extras import missing_extra
-from specdec.errors import SpecdecError, error_line
+from specdec.contract.errors import SpecdecError, error_line
 
 
 class Status(StrEnum):

@@ -12,10 +12,10 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import specdec
-from specdec.artifact_cache import cache_directory, make_folder
+from specdec.checkpoints.artifact_cache import cache_directory, make_folder
 from specdec.cli.checks.finding import Finding, fail, ok, warn
 from specdec.cli.extras import missing_modules
+from specdec.contract.version import __version__
 
 _PYTHONS = ((3, 11), (3, 13))
 _COMPILE_LIMIT_S = 240.0
@@ -24,7 +24,7 @@ _MIN_FREE_BYTES = 1 << 30
 
 def check_packages() -> Iterator[Finding]:
     """Check the versions of Python and of the installed packages, and say which extras are there."""
-    version = f"specdec {specdec.__version__}, Python {platform.python_version()}"
+    version = f"specdec {__version__}, Python {platform.python_version()}"
     if not _PYTHONS[0] <= sys.version_info[:2] < _PYTHONS[1]:
         yield fail("versions", f"{version} is not supported", "use Python 3.11 or 3.12")
     elif outside := list(_packages_outside_their_range()):

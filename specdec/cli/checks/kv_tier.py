@@ -9,7 +9,7 @@ from typing import Any
 
 from specdec.cli.checks.finding import Finding, fail, ok, warn
 from specdec.cli.metrics_page import read_page
-from specdec.errors import SpecdecError, Unavailable
+from specdec.contract.errors import SpecdecError, Unavailable
 
 #: Tokens for which both ways are compared.
 _PROMPT_TOKENS = 1024

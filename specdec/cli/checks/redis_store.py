@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from specdec.cli.checks.finding import Finding, fail, ok, warn
-from specdec.errors import SpecdecError, Unavailable
+from specdec.contract.errors import SpecdecError, Unavailable
 from specdec.settings.addresses import is_loopback, join_address
 from specdec.settings.redis_url import CLUSTER, RedisUrl, parse_redis_url
 

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import specdec
 from specdec.cli.checks.finding import Finding, fail, ok, warn
 from specdec.client import Client, ServerInfo, Tls
-from specdec.errors import DeadlineExceeded, Forbidden, SpecdecError, Unauthenticated, Unavailable
+from specdec.contract.errors import DeadlineExceeded, Forbidden, SpecdecError, Unauthenticated, Unavailable
+from specdec.contract.types import EngineInfo
+from specdec.contract.version import __version__
 from specdec.settings.addresses import is_loopback
-from specdec.types import EngineInfo
 
 #: Replicas that are named in one line.
 _MAX_NAMED = 3
@@ -79,8 +79,8 @@ class System:
         if not self.place.has_credential and not is_local(endpoint):
             self.open_callers.append(f"coordinator at {endpoint}")
         version = self.info.version
-        if version != specdec.__version__:
-            yield warn("coordinator", f"{endpoint} runs specdec {version}, and this is {specdec.__version__}",
+        if version != __version__:
+            yield warn("coordinator", f"{endpoint} runs specdec {version}, and this is {__version__}",
                        "run the doctor of the same version")  # fmt: skip
         else:
             yield ok("coordinator", f"{endpoint} answers, specdec {version}")

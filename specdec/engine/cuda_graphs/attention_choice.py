@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import SequenceSlice
 from specdec.engine.cuda_graphs.buckets import Bucket
 from specdec.engine.cuda_graphs.paged_attention import PagedAttention
@@ -21,7 +22,6 @@ from specdec.engine.cuda_graphs.static_inputs import StaticInputs, StepNumbers, 
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.kv_cache import KvCache, LayerShape
 from specdec.engine.options import GATHERED, PAGED, Agreement, Capture, first_line
-from specdec.types import BLOCK_TOKENS
 
 _log = logging.getLogger(__name__)
 

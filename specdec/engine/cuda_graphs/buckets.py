@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import SequenceSlice
-from specdec.types import BLOCK_TOKENS
 
 _NUM_SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
 #: Maximum number of sequences of a recorded step.

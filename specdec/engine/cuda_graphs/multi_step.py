@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import torch
 
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import SequenceSlice
 from specdec.engine.cuda_graphs.buckets import MOST_SEQUENCES
 from specdec.engine.cuda_graphs.static_inputs import StaticInputs
-from specdec.types import BLOCK_TOKENS
 
 
 def last_tokens(slices: Sequence[SequenceSlice]) -> list[SequenceSlice]:

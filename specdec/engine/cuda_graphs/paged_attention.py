@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.cuda_graphs.buckets import ContextSteps
 from specdec.engine.cuda_graphs.device_tables import DeviceTables
 from specdec.engine.cuda_graphs.static_attention import step_batch
@@ -20,7 +21,6 @@ from specdec.engine.cuda_graphs.static_inputs import StaticInputs
 from specdec.engine.model.attention import RowContext
 from specdec.engine.model.batch import AttentionKind, StepBatch
 from specdec.engine.model.kv_cache import KvCache, LayerKv
-from specdec.types import BLOCK_TOKENS
 
 # Maximum number of rows of a matrix product. The few rows of a step would leave most of a larger tile empty. Tensor
 # cores do not take float32, and Triton compiles large float32 products for minutes.

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import SequenceSlice
 from specdec.engine.cuda_graphs import paged_attention as kernels
 from specdec.engine.cuda_graphs.paged_attention import RaggedRows
@@ -22,7 +23,6 @@ from specdec.engine.model.batch import AttentionKind, StepBatch, opened_blocks
 from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_stack import StepPass
 from specdec.engine.model.model_runner import LayerOutputs
-from specdec.types import BLOCK_TOKENS
 
 # Rows of one launch: their partial sums take 134 MB for 32 heads of 128 numbers.
 _MOST_ROWS = 512

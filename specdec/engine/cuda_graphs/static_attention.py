@@ -12,13 +12,13 @@ from typing import Protocol
 
 import torch
 
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.cuda_graphs.buckets import ContextSteps
 from specdec.engine.cuda_graphs.device_tables import DeviceTables
 from specdec.engine.cuda_graphs.static_inputs import StaticInputs
 from specdec.engine.model.attention import PagedContext, RowContext
 from specdec.engine.model.batch import AttentionGroup, AttentionKind, KvView, StepBatch
 from specdec.engine.model.kv_cache import KvCache
-from specdec.types import BLOCK_TOKENS
 
 
 class StaticAttention(Protocol):

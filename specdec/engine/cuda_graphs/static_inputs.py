@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import SequenceSlice
 from specdec.engine.cuda_graphs.buckets import Bucket
 from specdec.engine.cuda_graphs.device_tables import CHANGES_PER_SEQUENCE, DeviceTables
-from specdec.types import BLOCK_TOKENS
 
 NumbersT = TypeVar("NumbersT", torch.Tensor, NDArray[np.int64])
 

@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 import torch
 
+from specdec.contract.errors import Unsupported
 from specdec.engine.base import ModelShape, SequenceSlice
 from specdec.engine.cuda_graphs.attention_choice import choose_attention
 from specdec.engine.cuda_graphs.buckets import Bucket, Buckets
@@ -34,7 +35,6 @@ from specdec.engine.model.llama_stack import LlamaStack, RowForward, RowPass, St
 from specdec.engine.model.model_runner import FULL, ForwardPass, GraphSource, LayerOutputs
 from specdec.engine.model.start_progress import shown
 from specdec.engine.options import AUTO, CUDA_GRAPHS, PAGED, Agreement, Capture, CompileOptions, first_line
-from specdec.errors import Unsupported
 
 _log = logging.getLogger(__name__)
 

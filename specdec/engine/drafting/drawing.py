@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from specdec.contract.types import Proposal, SamplingFilters, ScoreRequest, Stages, Support
 from specdec.core.random import DrawKey, Stream, index_at_uniform
 from specdec.core.sparse import draw_from_support, probability
 from specdec.engine.logits.filters import filtered_distributions, greedy_choices, split_batches
@@ -22,7 +23,6 @@ from specdec.engine.logits.rows import coupled_choices, coupled_scores, cut_supp
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.logits.transfer import to_host
 from specdec.engine.loop.job import Job, RowKind, row_kind
-from specdec.types import Proposal, SamplingFilters, ScoreRequest, Stages, Support
 
 
 @dataclass(slots=True)

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from specdec.checkpoints.locate import locate_checkpoint
+from specdec.contract.errors import InvalidRequest, SpecdecError
 from specdec.engine.heads.base import TargetParts
-from specdec.errors import InvalidRequest, SpecdecError
 
 FIELD = "local_draft"
 

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import SequenceSlice, StepPlan
 from specdec.engine.heads.base import DraftHead, HeadTokens
 from specdec.engine.model.attention import PagedContext
 from specdec.engine.model.batch import AttentionKind, StepBatch, build_batch
 from specdec.engine.model.feature_layer import FeatureLayer
 from specdec.engine.model.kv_cache import KvCache, LayerKv, LayerShape
-from specdec.types import BLOCK_TOKENS
 
 #: Placeholder kind of a head that does not attend.
 _NO_ATTENTION = AttentionKind(window=None, queries_per_kv_head=1, softcap=None)

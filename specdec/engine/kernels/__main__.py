@@ -10,10 +10,10 @@ import os
 import sys
 from pathlib import Path
 
-from specdec.artifact_cache import cache_directory
+from specdec.checkpoints.artifact_cache import cache_directory
+from specdec.contract.errors import SpecdecError
 from specdec.engine.kernels.library import load_library
 from specdec.engine.kernels.prebuilt import prebuild
-from specdec.errors import SpecdecError
 
 
 def main(arguments: list[str]) -> int:

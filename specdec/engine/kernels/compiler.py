@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from specdec.errors import Unsupported
+from specdec.contract.errors import Unsupported
 
 _SOURCE = Path(__file__).with_name("step.cpp")
 # No -ffast-math: it would let the order of sums depend on their place, and change the rounding mode of the process.

@@ -16,10 +16,10 @@ import platform
 import tempfile
 from pathlib import Path
 
-from specdec import artifact_cache
+from specdec.checkpoints import artifact_cache
+from specdec.contract.errors import Unsupported
 from specdec.engine.kernels.compiler import compile_library, compiler_version, find_compiler, source_digest
 from specdec.engine.kernels.prebuilt import prebuilt_libraries
-from specdec.errors import Unsupported
 
 _log = logging.getLogger(__name__)
 

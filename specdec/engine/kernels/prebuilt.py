@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdec import artifact_cache
+from specdec.checkpoints import artifact_cache
 from specdec.engine.kernels.compiler import compile_library, find_compiler, source_digest
 
 _DIRECTORY = Path(__file__).with_name("prebuilt")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from specdec.contract.errors import Unsupported
 from specdec.engine.linear.int8 import Int8Weight
 from specdec.engine.options import first_line
-from specdec.errors import Unsupported
 
 # Rows that tensor cores take at once. Padding fewer rows costs nothing while reading the weight limits the speed.
 _FEW_ROWS = 16

@@ -14,10 +14,10 @@ from typing import TypeVar
 
 import torch
 
+from specdec.contract.types import SamplingFilters
 from specdec.engine.logits.penalties import FilterContext, column, process_logits, processed_logits
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.logits.transfer import to_device
-from specdec.types import SamplingFilters
 
 MemberT = TypeVar("MemberT")
 

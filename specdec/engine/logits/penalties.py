@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specdec.contract.types import SamplingFilters, TokenIds
 from specdec.engine.logits.transfer import to_device
-from specdec.types import SamplingFilters, TokenIds
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specdec.contract.types import DistributionRow, LogitRow, Support, TokenIds
 from specdec.core.random import UNIFORM_BITS, Stream, index_at_mass, locate_uniform, philox4x32, seed_words
 from specdec.core.sparse import DEFAULT_COVERAGE, integer_shares, integer_weights, support_of_top
 from specdec.engine.logits import kernel_choices
 from specdec.engine.logits.filters import stable_topk
 from specdec.engine.logits.penalties import row_and_column
 from specdec.engine.logits.transfer import to_device, to_host
-from specdec.types import DistributionRow, LogitRow, Support, TokenIds
 
 #: Number of top tokens that a support is cut from first, before all `s_max`.
 FIRST_CANDIDATES = 512

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from specdec.contract.errors import ResourceExhausted
 from specdec.engine.loop.job import Job
 from specdec.engine.schedule.scheduler import Scheduler, is_short
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.sequence import Sequence
-from specdec.errors import ResourceExhausted
 
 
 def require_short_backlog(

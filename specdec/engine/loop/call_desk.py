@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from specdec.contract.engine_api import EndedTurn
+from specdec.contract.errors import Internal, SpecdecError
 from specdec.engine.base import StepObserver
 from specdec.engine.loop.backlog import require_short_backlog
 from specdec.engine.loop.delivery import Outbox, Waiter
@@ -21,8 +23,6 @@ from specdec.engine.schedule.awaited_sessions import AwaitedSessions
 from specdec.engine.schedule.scheduler import Scheduler
 from specdec.engine.sessions.calls import Call, Calls
 from specdec.engine.sessions.sequence import Sequence
-from specdec.engine_api import EndedTurn
-from specdec.errors import Internal, SpecdecError
 
 _log = logging.getLogger(__name__)
 

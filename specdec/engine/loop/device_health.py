@@ -14,11 +14,11 @@ import logging
 
 import torch
 
+from specdec.contract.errors import Internal
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import SequenceSlice, StepPlan, Worker, WorkerLost
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.sessions.block_manager import BlockManager
-from specdec.errors import Internal
-from specdec.types import BLOCK_TOKENS
 
 #: Number of failed steps, without a successful one as large between them, after which the device is probed. An error
 #: that the accelerator's driver reports causes a probe at once.

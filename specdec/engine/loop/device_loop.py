@@ -35,6 +35,8 @@ from typing import Any
 
 import torch
 
+from specdec.contract.engine_api import EndedTurn, EngineStats
+from specdec.contract.errors import Internal, SpecdecError, Unavailable
 from specdec.engine.base import StepObserver, Worker, WorkerLost
 from specdec.engine.cold_tier import ColdTier
 from specdec.engine.loop.call_desk import CallDesk
@@ -55,8 +57,6 @@ from specdec.engine.sessions.block_manager import BlockManager
 from specdec.engine.sessions.calls import DEFAULT_LIMITS, Call, Calls
 from specdec.engine.sessions.kv_queue import WaitLimits
 from specdec.engine.sessions.table import DEFAULT_PIN_TTL_S, SessionTable
-from specdec.engine_api import EndedTurn, EngineStats
-from specdec.errors import Internal, SpecdecError, Unavailable
 
 #: Time limit of the work between two steps, such as copies of KV blocks.
 NO_STEP_PATIENCE_S = 10.0

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from specdec.contract.errors import Unsupported
+from specdec.contract.types import SessionPosition, Stages, TokenIds
 from specdec.engine.base import MultiStepDrafts, SequenceSlice, StepPlan, Worker
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.sessions.block_manager import blocks_for
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.sequence import Sequence
-from specdec.errors import Unsupported
-from specdec.types import SessionPosition, Stages, TokenIds
 
 
 class RowKind(Enum):

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from specdec.contract.engine_api import EngineStats
 from specdec.engine.loop.job import Job
 from specdec.engine.schedule.scheduler import is_short
 from specdec.engine.sessions.calls import Calls
-from specdec.engine_api import EngineStats
 
 
 @dataclass(frozen=True, slots=True)

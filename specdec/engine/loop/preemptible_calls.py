@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from specdec.contract.errors import ResourceExhausted
 from specdec.engine.sessions.block_manager import blocks_for
 from specdec.engine.sessions.calls import Call, Calls
-from specdec.errors import ResourceExhausted
 
 #: 1 / _SPARE_SHARE of the KV pool is reserved for normal calls.
 _SPARE_SHARE = 4

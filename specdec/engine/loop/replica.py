@@ -13,7 +13,9 @@ from typing import ClassVar
 
 import numpy as np
 
-import specdec
+from specdec.contract.engine_api import EndedTurn, EngineStats
+from specdec.contract.types import BLOCK_TOKENS, DrawRule, EngineInfo, SamplingFilters, SessionPosition
+from specdec.contract.version import __version__
 from specdec.engine.base import StepObserver, Worker
 from specdec.engine.cold_tier import RUN_BLOCKS, ColdTier
 from specdec.engine.loop.device_loop import EngineLoop
@@ -22,8 +24,6 @@ from specdec.engine.loop.job import Program
 from specdec.engine.schedule.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S
 from specdec.engine.sessions.calls import DEFAULT_LIMITS
 from specdec.engine.sessions.kv_queue import WaitLimits
-from specdec.engine_api import EndedTurn, EngineStats
-from specdec.types import BLOCK_TOKENS, DrawRule, EngineInfo, SamplingFilters, SessionPosition
 
 # Braces: the store refuses such an id, so it is never a client's session.
 _WARM_UP_SESSION = "{warm-up}"
@@ -112,7 +112,7 @@ class ReplicaEngine:
         """Return the identity of this replica and its current load."""
         load = self._engine_loop.load()
         return EngineInfo(
-            version=specdec.__version__,
+            version=__version__,
             role=self.role,
             pool=self._options.pool,
             replica_id=self._options.replica_id,

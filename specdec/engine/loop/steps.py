@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 
+from specdec.contract.errors import Internal
 from specdec.engine.base import MultiStepDrafts, StepObserver, StepPlan, Worker
 from specdec.engine.loop.delivery import Waiter
 from specdec.engine.loop.device_health import DeviceHealth
@@ -27,7 +28,6 @@ from specdec.engine.schedule.awaited_sessions import AwaitedSessions
 from specdec.engine.schedule.scheduler import Scheduler, StepChunk
 from specdec.engine.sessions.calls import Calls
 from specdec.engine.sessions.sequence import Sequence
-from specdec.errors import Internal
 
 #: Limit on the predicted time of a multi-step draft on a CPU. It saves a tenth of a millisecond a step, but a call that
 #: arrives meanwhile waits for all of its steps.

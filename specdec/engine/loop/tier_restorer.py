@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import Worker
 from specdec.engine.cold_tier import ColdTier, Fetch, Payload
 from specdec.engine.loop.delivery import Waiter
@@ -27,7 +28,6 @@ from specdec.engine.loop.inbox import Inbox
 from specdec.engine.loop.job import Job
 from specdec.engine.schedule.scheduler import Scheduler
 from specdec.engine.sessions.calls import Calls
-from specdec.types import BLOCK_TOKENS
 
 _log = logging.getLogger(__name__)
 

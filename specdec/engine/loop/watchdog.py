@@ -17,12 +17,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from specdec.contract.errors import Unavailable
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import StepPlan
 from specdec.engine.loop.delivery import Outbox, Waiter
 from specdec.engine.loop.inbox import Inbox
 from specdec.engine.schedule.step_times import StepLoad
-from specdec.errors import Unavailable
-from specdec.types import BLOCK_TOKENS
 
 #: Seconds between two polls.
 LOOK_INTERVAL_S = 0.25

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import SequenceSlice, StepPlan
-from specdec.types import BLOCK_TOKENS
 
 #: Longest slice that is padded into a group with others. One call keeps the device busy for a longer slice.
 MAX_GROUPED_ROWS = 32

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 
+from specdec.contract.errors import Unsupported
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.options import AUTO, CUDA_GRAPHS, NATIVE, CompileOptions
-from specdec.errors import Unsupported
-from specdec.types import BLOCK_TOKENS
 
 #: Setting that asks for batch invariance.
 FIELD = "deterministic"

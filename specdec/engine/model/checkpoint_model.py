@@ -20,10 +20,10 @@ from transformers.utils import logging as transformers_logging
 from specdec.checkpoints.generation_config import end_token_ids
 from specdec.checkpoints.locate import checkpoint_fingerprint, require_plain_weights
 from specdec.checkpoints.vocabulary import vocabulary_fingerprint, vocabulary_size
+from specdec.contract.errors import InvalidRequest, Unsupported
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import KvLayout, ModelShape
 from specdec.engine.model.layer_probe import PROBE_NAME
-from specdec.errors import InvalidRequest, Unsupported
-from specdec.types import BLOCK_TOKENS
 
 #: Dtypes in which a model may be served; the dtype is part of its fingerprint.
 SERVED_DTYPES = ("float32", "bfloat16", "float16", "int8")

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from specdec.errors import InvalidRequest, Unsupported
+from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.settings.draft_specs import LocalDraftSpec
 
 if TYPE_CHECKING:  # its modules take 100 MB, and kept layouts are loaded without it

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine import large_pages
-from specdec.errors import InvalidRequest
-from specdec.types import BLOCK_TOKENS
 
 # By default a CPU pool holds this many sessions of this many tokens, within this many bytes.
 _CPU_SESSIONS = 64

@@ -18,9 +18,9 @@ import torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from specdec.contract.errors import SpecdecError, Unsupported
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.kv_cache import LayerShape
-from specdec.errors import SpecdecError, Unsupported
 
 PROBE_NAME = "specdec_probe"
 

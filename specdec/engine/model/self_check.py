@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from specdec.contract.errors import Unsupported
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import ModelShape, SequenceSlice, StepPlan, Worker
 from specdec.engine.model.batch import AttentionKind
-from specdec.errors import Unsupported
-from specdec.types import BLOCK_TOKENS
 
 if TYPE_CHECKING:  # its modules take 100 MB, and kept layouts are loaded without it
     from transformers import PreTrainedModel

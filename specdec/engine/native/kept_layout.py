@@ -3,7 +3,7 @@
 The file begins with a JSON header: facts for the caller, the structures of `structures` with numbers of pieces in the
 place of addresses, and where each piece is. Weights are read into large pages, in which steps read them fastest. Tables
 of which a step reads a few rows are mapped, so only rows that were used take memory. A file appears whole or not at
-all, and other users cannot have written it (`specdec.artifact_cache`). Called by `engine.kept_worker`.
+all, and other users cannot have written it (`specdec.checkpoints.artifact_cache`). Called by `engine.kept_worker`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec import artifact_cache
+from specdec.checkpoints import artifact_cache
 from specdec.engine.native.packing import PackedModel, Packing
 from specdec.engine.native.structures import Layer, Model
 

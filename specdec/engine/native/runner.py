@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import ModelShape, MultiStepDrafts, SequenceSlice, StepPlan, Worker
 from specdec.engine.model.kv_cache import KvCache, LayerShape
 from specdec.engine.native.draft_head import NativeHead
 from specdec.engine.native.packing import PackedModel
 from specdec.engine.native.structures import Batch, DraftHead, Model, MultiStep
-from specdec.types import BLOCK_TOKENS
 
 if TYPE_CHECKING:  # with it come the modules of transformers, which kept layouts are loaded without
     from specdec.engine.model.model_runner import LocalHead

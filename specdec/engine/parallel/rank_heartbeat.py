@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from specdec import errors
-from specdec.errors import SpecdecError, Unavailable
+from specdec.contract import errors
+from specdec.contract.errors import SpecdecError, Unavailable
 
 BEAT_S = 1.0
 #: Number of consecutive heartbeats that a lost rank misses.

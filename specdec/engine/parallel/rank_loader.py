@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.checkpoints.rank_checks import FLAG, require_supported
+from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.engine.base import Worker
 from specdec.engine.cuda_graphs.steps import wants_capture
 from specdec.engine.load_pipeline import ModelPart, build_worker
@@ -31,7 +32,6 @@ from specdec.engine.parallel.leader import LeaderWorker
 from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
 from specdec.engine.parallel.sharded_llama import ShardedLlama, make_whole
 from specdec.engine.parallel.transformers_shards import TransformersShards
-from specdec.errors import InvalidRequest, Unsupported
 
 _log = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from torch.nn.functional import embedding
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specdec.checkpoints.rank_checks import FLAG
+from specdec.contract.errors import Unsupported
 from specdec.engine.linear.choice import projection_kinds
 from specdec.engine.linear.int8 import hold_in_int8
 from specdec.engine.linear.protocol import AnyProjection
@@ -32,7 +33,6 @@ from specdec.engine.options import CompileOptions
 from specdec.engine.parallel.group import RankGroup
 from specdec.engine.parallel.slices import SliceReader
 from specdec.engine.parallel.splitting import Splitting
-from specdec.errors import Unsupported
 
 _log = logging.getLogger(__name__)
 

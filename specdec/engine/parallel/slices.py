@@ -17,8 +17,8 @@ import torch
 from safetensors import safe_open
 
 from specdec.checkpoints.weight_files import safetensors_files
+from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.engine.parallel.splitting import Cut
-from specdec.errors import InvalidRequest, Unsupported
 
 # Prefix of the names of all weights except the head's. transformers adds or removes it where files differ.
 _PREFIX = "model."

@@ -15,11 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from specdec.checkpoints.rank_checks import FLAG, require_even_heads, require_even_kv_heads
+from specdec.contract.errors import Unsupported
 from specdec.engine.model.checkpoint_model import load_weights
 from specdec.engine.model.model_runner import ForwardPass, TransformersForward
 from specdec.engine.options import CompileOptions
 from specdec.engine.parallel.group import RankGroup
-from specdec.errors import Unsupported
 
 
 class TransformersShards:

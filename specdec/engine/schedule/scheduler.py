@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.schedule.step_times import StepLoad, StepTimes
-from specdec.types import BLOCK_TOKENS
 
 DEFAULT_MAX_STEP_TOKENS = 512
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from specdec.types import BLOCK_TOKENS
+from specdec.contract.types import BLOCK_TOKENS
 
 
 def blocks_for(num_tokens: int) -> int:

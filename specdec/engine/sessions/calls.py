@@ -22,13 +22,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
+from specdec.contract.errors import KvMiss, ResourceExhausted, SpecdecError, StaleEpoch
+from specdec.contract.types import ProposeRequest, ScoreRequest, SessionPosition, TokenIds, VerifyRequest
 from specdec.engine.sessions.block_manager import blocks_for
 from specdec.engine.sessions.kv_queue import KvQueue, WaitLimits
 from specdec.engine.sessions.reservations import is_within_reservation
 from specdec.engine.sessions.sequence import Sequence, StoredAnswer
 from specdec.engine.sessions.table import SessionTable
-from specdec.errors import KvMiss, ResourceExhausted, SpecdecError, StaleEpoch
-from specdec.types import ProposeRequest, ScoreRequest, SessionPosition, TokenIds, VerifyRequest
 
 DEFAULT_LIMITS = WaitLimits()
 

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic
 
+from specdec.contract.engine_api import EndedTurn
+from specdec.contract.errors import SpecdecError, Unavailable
 from specdec.engine.sessions.block_manager import BlockManager
 from specdec.engine.sessions.calls import Call, Calls, JobT
 from specdec.engine.sessions.sequence import Sequence
 from specdec.engine.sessions.table import SessionTable
-from specdec.engine_api import EndedTurn
-from specdec.errors import SpecdecError, Unavailable
 
 
 class EventLoopGate(Generic[JobT]):

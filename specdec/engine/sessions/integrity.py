@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.sessions.block_manager import BlockManager, blocks_for
 from specdec.engine.sessions.sequence import Sequence
-from specdec.types import BLOCK_TOKENS
 
 
 def check_integrity(blocks: BlockManager, sequences: Collection[Sequence]) -> None:

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from specdec.contract.errors import ResourceExhausted
 from specdec.engine.sessions.block_manager import blocks_for
-from specdec.errors import ResourceExhausted
 
 #: Number of ended turns from which the rate is computed.
 _NUM_TURNS = 32

@@ -11,10 +11,10 @@ import hashlib
 
 import numpy as np
 
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.types import MAX_SCORED_TOKENS, ProposeRequest, ScoreRequest, SessionPosition, VerifyRequest
 from specdec.core.chain import HASH_BYTES
 from specdec.core.limits import check_filters, check_token_ids
-from specdec.errors import InvalidRequest
-from specdec.types import MAX_SCORED_TOKENS, ProposeRequest, ScoreRequest, SessionPosition, VerifyRequest
 
 _DIGEST_BYTES = 16
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from specdec.contract.errors import ResourceExhausted
 from specdec.engine.sessions.block_manager import BlockManager, blocks_for
 from specdec.engine.sessions.sequence import Sequence
-from specdec.errors import ResourceExhausted
 
 
 def is_idle(sequence: Sequence, now_s: float) -> bool:

@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
+from specdec.contract.tenant import DEFAULT_TENANT
+from specdec.contract.types import BLOCK_TOKENS, TokenIds
 from specdec.core.chain import ChainHasher, block_name
 from specdec.engine.sessions.block_manager import BlockManager
 from specdec.engine.sessions.block_table import BlockTable
-from specdec.tenant import DEFAULT_TENANT
-from specdec.types import BLOCK_TOKENS, TokenIds
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,13 @@ from itertools import count
 
 import numpy as np
 
+from specdec.contract.errors import KvMiss, StaleEpoch
+from specdec.contract.types import BLOCK_TOKENS, SessionPosition, TokenIds
 from specdec.engine.sessions.block_manager import BlockManager, blocks_for
 from specdec.engine.sessions.integrity import check_integrity
 from specdec.engine.sessions.reservations import Takeover, is_idle, next_release_s, require_pool
 from specdec.engine.sessions.sequence import Sequence, StoredAnswer
 from specdec.engine.sessions.tenant_use import TenantUse
-from specdec.errors import KvMiss, StaleEpoch
-from specdec.types import BLOCK_TOKENS, SessionPosition, TokenIds
 
 #: Time in which a session's blocks are not evicted after a miss, while the caller sends the tokens again.
 DEFAULT_PIN_TTL_S = 5.0

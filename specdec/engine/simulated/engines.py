@@ -19,6 +19,17 @@ from typing import Any, cast
 
 import numpy as np
 
+from specdec.contract.errors import InvalidRequest, ResourceExhausted, Unsupported
+from specdec.contract.types import (
+    DistributionRow,
+    Proposal,
+    ProposeRequest,
+    Score,
+    ScoreRequest,
+    SessionPosition,
+    Verification,
+    VerifyRequest,
+)
 from specdec.core.limits import check_token_ids
 from specdec.core.random import DrawKey
 from specdec.core.sparse import probability
@@ -29,23 +40,12 @@ from specdec.engine.simulated.device import Branches, ForwardTime
 from specdec.engine.simulated.pair import SimulatedPair
 from specdec.engine.simulated.replica import MAX_CONTEXT_TOKENS, NO_TOKENS, SimulatedJob, SimulatedReplica
 from specdec.engine.simulated.text import VOCABULARY_SIZE, SimulatedText
-from specdec.errors import InvalidRequest, ResourceExhausted, Unsupported
-from specdec.types import (
-    DistributionRow,
-    Proposal,
-    ProposeRequest,
-    Score,
-    ScoreRequest,
-    SessionPosition,
-    Verification,
-    VerifyRequest,
-)
 
 _NO_PROBABILITIES = np.empty(0, dtype=np.float64)
 
 
 class SimulatedDraft(SimulatedReplica):
-    """A `specdec.engine_api.DraftEngine` with its own simulated device."""
+    """A `specdec.contract.engine_api.DraftEngine` with its own simulated device."""
 
     role = "draft"
 
@@ -120,7 +120,7 @@ class SimulatedDraft(SimulatedReplica):
 
 
 class SimulatedTarget(SimulatedReplica):
-    """A `specdec.engine_api.TargetEngine` with its own simulated device."""
+    """A `specdec.contract.engine_api.TargetEngine` with its own simulated device."""
 
     role = "target"
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.types import SIMULATED_PREFIX
 from specdec.engine.simulated.device import ForwardTime
 from specdec.engine.simulated.text import TextOptions
-from specdec.errors import InvalidRequest
-from specdec.types import SIMULATED_PREFIX
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-import specdec
+from specdec.contract.engine_api import EndedTurn, EngineStats
+from specdec.contract.types import BLOCK_TOKENS, EngineInfo, TokenIds
+from specdec.contract.version import __version__
 from specdec.engine.base import StepObserver
 from specdec.engine.schedule.scheduler import Scheduler, is_short
 from specdec.engine.sessions.calls import Call
@@ -25,8 +27,6 @@ from specdec.engine.sessions.sequence import Sequence
 from specdec.engine.simulated.device import ForwardTime, SimulatedDevice, Timeline, Work
 from specdec.engine.simulated.pair import SimulatedPair
 from specdec.engine.simulated.text import EOS_TOKEN_ID, VOCABULARY_SIZE, simulated_vocabulary_fingerprint
-from specdec.engine_api import EndedTurn, EngineStats
-from specdec.types import BLOCK_TOKENS, EngineInfo, TokenIds
 
 MAX_CONTEXT_TOKENS = 131_072
 DEFAULT_NUM_KV_BLOCKS = 65_536
@@ -91,7 +91,7 @@ class SimulatedReplica:
         self._timeline = Timeline()
         self._device = SimulatedDevice(self._forward, self._timeline, scheduler or Scheduler(), observer)
         self._info = EngineInfo(
-            version=specdec.__version__,
+            version=__version__,
             role=self.role,
             pool=pool,
             replica_id=replica_id,

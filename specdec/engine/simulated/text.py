@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.checkpoints.vocabulary import vocabulary_fingerprint
+from specdec.contract.types import DistributionRow, SessionPosition, Support, TokenIds
 from specdec.core.random import DrawKey, index_at_uniform, philox4x32, seed_words
 from specdec.core.sparse import draw_from_support, integer_weights
-from specdec.types import DistributionRow, SessionPosition, Support, TokenIds
 
 #: Size of the id-to-token map: that of the Qwen models, which the wire statistics assume.
 VOCABULARY_SIZE = 151_936

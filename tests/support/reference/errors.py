@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from specdec import errors
-from specdec.errors import SpecdecError
+from specdec.contract import errors
+from specdec.contract.errors import SpecdecError
 from tests.support.reference.error_advice import ADVICE
 from tests.support.reference.markdown import code, document, item, items, paragraph
 

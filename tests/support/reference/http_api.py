@@ -22,7 +22,7 @@ from gateway.schemas.completions import CompletionRequest
 from gateway.schemas.messages import CountTokensRequest, MessagesRequest
 from gateway.schemas.responses import ResponseRequest
 from gateway.upstream import Upstream
-from specdec.errors import InvalidRequest, SpecdecError
+from specdec.contract.errors import InvalidRequest, SpecdecError
 from specdec.settings.gateway import GatewaySettings
 from specdec.state.responses import RedisResponses
 from tests.support.reference import errors, http_examples, http_text

@@ -35,7 +35,7 @@ from specdec.client import (
     TokenDetail,
     Usage,
 )
-from specdec.types import TokenSource
+from specdec.contract.types import TokenSource
 from tests.support.reference.markdown import WIDTH
 
 MODEL = "target"

@@ -18,8 +18,8 @@ from coordinator.front.raw_params import RawGenerationParams, RawSamplingParams
 from coordinator.front.validation import ServingLimits, validate_request
 from gateway.sampling import SamplingFields
 from gateway.schemas.messages import Conversation
-from specdec.errors import InvalidRequest
-from specdec.types import Mode
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.types import Mode
 from tests.support.reference.markdown import code, item
 
 _TYPES = {"string": "text", "integer": "integer", "number": "number", "boolean": "true or false", "object": "object"}

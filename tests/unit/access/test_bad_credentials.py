@@ -12,7 +12,7 @@ from draft_service.__main__ import main as run_draft
 from gateway.__main__ import main as run_gateway
 from specdec.access import refusals
 from specdec.access.service_key import ServiceKey, read_service_key
-from specdec.errors import Forbidden, InvalidRequest, Unauthenticated
+from specdec.contract.errors import Forbidden, InvalidRequest, Unauthenticated
 from tests.support.key_files import key_line, write_private
 from tests.support.log_stream import stream  # noqa: F401  (a fixture)
 

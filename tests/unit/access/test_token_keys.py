@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from specdec.access import json_web_tokens
 from specdec.access.json_web_tokens import TokenVerifier
-from specdec.errors import Unauthenticated, Unavailable
+from specdec.contract.errors import Unauthenticated, Unavailable
 
 
 class Issuer:

@@ -14,7 +14,7 @@ import pytest
 from specdec.cli.__main__ import run
 from specdec.cli.answer import SilenceWatch
 from specdec.client import Budgets, Client
-from specdec.errors import Unavailable
+from specdec.contract.errors import Unavailable
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.scripted_coordinator import ScriptedCoordinator, pool, serve
 from tests.unit.cli.conftest import answer

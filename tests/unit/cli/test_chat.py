@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from specdec.cli.__main__ import run
-from specdec.errors import InvalidRequest, SessionLost, SpecdecError, Unavailable
+from specdec.contract.errors import InvalidRequest, SessionLost, SpecdecError, Unavailable
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.scripted_coordinator import ScriptedCoordinator
 from tests.unit.cli.conftest import Serve, answer

@@ -9,7 +9,7 @@ import pytest
 from specdec.cli.__main__ import run
 from specdec.cli.closing_line import closing_line, tokens_per_s
 from specdec.client import Completion, GenerationStats, TokenDetail, Usage
-from specdec.types import TokenSource
+from specdec.contract.types import TokenSource
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.scripted_coordinator import finished, pool, started, tokens
 from tests.unit.cli.conftest import Serve, answer

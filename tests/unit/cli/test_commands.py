@@ -14,7 +14,7 @@ import pytest
 
 from specdec.cli.__main__ import _COMMANDS, run
 from specdec.client.endpoints import check_endpoint
-from specdec.errors import InvalidRequest, NotFound, Unsupported
+from specdec.contract.errors import InvalidRequest, NotFound, Unsupported
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.scripted_coordinator import finished, started, tokens
 from tests.unit.cli.conftest import Serve, answer

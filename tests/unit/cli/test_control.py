@@ -22,7 +22,7 @@ from specdec.cli.__main__ import run
 from specdec.cli.control import ControlSocket, RunningSystem
 from specdec.cli.control_folder import control_folder
 from specdec.cli.starting import await_start
-from specdec.errors import Internal, Unavailable
+from specdec.contract.errors import Internal, Unavailable
 from specdec.supervision.fleet import Fleet, Scaling
 from tests.support.open_files import no_more_files
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.errors import InvalidRequest, ResourceExhausted, error_line
+from specdec.contract.errors import InvalidRequest, ResourceExhausted, error_line
 from specdec.supervision.fleet import KNOWN_AFTER_S, MAX_REPLICAS, Fleet, Scaling
 from specdec.supervision.processes import Child
 from specdec.supervision.services import STOP_GRACE_S, Service

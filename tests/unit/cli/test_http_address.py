@@ -14,7 +14,7 @@ from specdec.cli.__main__ import build_parser
 from specdec.cli.extras import missing_extra
 from specdec.cli.launching import Launcher, secured
 from specdec.cli.listening import http_address, listen_address, metrics_addresses
-from specdec.errors import Unavailable
+from specdec.contract.errors import Unavailable
 
 
 def parsed(*words: str) -> argparse.Namespace:

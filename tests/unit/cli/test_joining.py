@@ -10,7 +10,7 @@ from specdec.cli.__main__ import build_parser, run
 from specdec.cli.draft_pools import DraftPool
 from specdec.cli.launching import Launcher
 from specdec.cli.up_flags import Models
-from specdec.errors import InvalidRequest, Unsupported
+from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.v1 import coordinator_pb2 as pb
 from tests.unit.cli.conftest import Serve, answer
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import specdec
-from specdec.errors import error_line
+from specdec.contract.errors import error_line
 from specdec.supervision.processes import Child, free_ports
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from specdec.cli.terminal import TokenWriter, wants_colour
 from specdec.client import Chunk, TokenDetail
-from specdec.types import TokenSource
+from specdec.contract.types import TokenSource
 
 ANSI = re.compile("\x1b\\[([0-9;]*)m")
 

@@ -22,7 +22,7 @@ from specdec.cli.metrics_page import MetricsPage
 from specdec.cli.top_figures import Reader, figures_of
 from specdec.cli.top_view import plot_of
 from specdec.client import Client
-from specdec.engine_api import EngineStats
+from specdec.contract.engine_api import EngineStats
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.v1 import coordinator_pb2 as pb

@@ -16,7 +16,14 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from specdec.client import AsyncClient, Budgets, Client
-from specdec.errors import ClientClosed, DeadlineExceeded, ResourceExhausted, SessionBusy, SpecdecError, Unavailable
+from specdec.contract.errors import (
+    ClientClosed,
+    DeadlineExceeded,
+    ResourceExhausted,
+    SessionBusy,
+    SpecdecError,
+    Unavailable,
+)
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import eventually
 from tests.support.scripted_coordinator import Event, Script, ScriptedCoordinator, finished, serve, started, tokens

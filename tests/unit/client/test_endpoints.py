@@ -12,7 +12,7 @@ import pytest
 import specdec
 from specdec import AsyncClient, Client
 from specdec.client.endpoints import resolve_endpoint
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 from tests.support.scripted_coordinator import ScriptedCoordinator, serve
 
 

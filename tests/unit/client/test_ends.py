@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from specdec.client import AsyncClient, Budgets, Client, Completion
-from specdec.errors import (
+from specdec.contract.errors import (
     ClientClosed,
     DeadlineExceeded,
     InvalidRequest,

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from specdec.client import AsyncClient, Client
-from specdec.errors import ClientClosed, InvalidRequest, SpecdecError
+from specdec.contract.errors import ClientClosed, InvalidRequest, SpecdecError
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
 from tests.support.scripted_coordinator import ScriptedCoordinator, finished, started, tokens

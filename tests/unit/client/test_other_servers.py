@@ -15,7 +15,7 @@ import pytest
 
 from specdec.client import AsyncClient, Budgets, Client
 from specdec.client.failures import grpc_text
-from specdec.errors import SpecdecError, Unauthenticated, Unavailable, Unsupported
+from specdec.contract.errors import SpecdecError, Unauthenticated, Unavailable, Unsupported
 
 _PREFACE_BYTES, _FRAME_HEADER_BYTES = 24, 9
 _HEADERS, _SETTINGS = 1, 4

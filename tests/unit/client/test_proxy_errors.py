@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from specdec.client.failures import read_failure
-from specdec.errors import Forbidden, SpecdecError, Unauthenticated, Unavailable, Unsupported
+from specdec.contract.errors import Forbidden, SpecdecError, Unauthenticated, Unavailable, Unsupported
 
 ENDPOINT = "coordinator:50051"
 

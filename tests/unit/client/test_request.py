@@ -11,8 +11,8 @@ import pytest
 from specdec.client.messages import ChatMessage, TextPart
 from specdec.client.request import GenerateOptions, build_detokenize_request, build_request, build_tokenize_request
 from specdec.client.results import Completion, GenerationStats, Usage
-from specdec.errors import InvalidRequest
-from specdec.types import Mode
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.types import Mode
 from specdec.v1 import coordinator_pb2 as pb
 
 

@@ -12,7 +12,7 @@ import pytest
 import tenacity
 
 from specdec.client.recovery import Budgets, Recovery, ended_early
-from specdec.errors import (
+from specdec.contract.errors import (
     DeadlineExceeded,
     InvalidRequest,
     LeaseLost,

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from specdec.client import AsyncClient, Budgets, Chunk, Client, Completion
-from specdec.errors import (
+from specdec.contract.errors import (
     Internal,
     InvalidRequest,
     LeaseLost,
@@ -25,7 +25,7 @@ from specdec.errors import (
     StaleEpoch,
     Unavailable,
 )
-from specdec.types import TokenSource
+from specdec.contract.types import TokenSource
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.scripted_coordinator import Event, Script, ScriptedCoordinator, finished, serve, started, tokens
 

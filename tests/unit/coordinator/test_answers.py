@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from coordinator.round.answers import check_proposal, check_verification, target_fault
-from specdec.errors import (
+from specdec.contract.errors import (
     Internal,
     InvalidRequest,
     KvMiss,
@@ -15,7 +15,7 @@ from specdec.errors import (
     StaleEpoch,
     Unavailable,
 )
-from specdec.types import WEIGHT_TOTAL, DistributionRow, Proposal, Support, Verification
+from specdec.contract.types import WEIGHT_TOTAL, DistributionRow, Proposal, Support, Verification
 
 VOCABULARY = 10
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from coordinator.audit.tolerance import nudged_filters, tolerance_of
+from specdec.contract.types import SamplingFilters
 from specdec.core.limits import check_filters
-from specdec.types import SamplingFilters
 
 
 def test_a_low_temperature_and_a_short_dtype_widen_the_tolerance() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.replicas.replica import DRAFT, FIRST_PAUSE_S, MAX_SLACK
 from coordinator.round.draft_deadline import LEAST_DEADLINE_S
-from specdec.errors import Internal
+from specdec.contract.errors import Internal
 from tests.support.coordinator_rig import PROMPT, eventually
 from tests.support.round_rig import RoundRig
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from coordinator.audit.expected_acceptance import acceptance_probabilities, expected_acceptance
+from specdec.contract.types import WEIGHT_TOTAL, DistributionRow, Mode, Support
 from specdec.core.block import acceptance_levels
 from specdec.core.rejection import acceptance_bound, entry_of
 from specdec.core.sparse import integer_weights
-from specdec.types import WEIGHT_TOTAL, DistributionRow, Mode, Support
 
 NUM_IDS = 6
 

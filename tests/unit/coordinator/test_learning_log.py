@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.tenant import DEFAULT_TENANT
 from specdec.learning.log_files import LogFacts, LoggedTurn, encode_segment, read_segment
-from specdec.tenant import DEFAULT_TENANT
 from tests.support.logged import CountedLog, logged
 
 FACTS = LogFacts("target", "words", 100)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from coordinator.generation.lease_keeper import MAX_BATCH, LeaseKeeper
-from specdec.errors import LeaseLost, SpecdecError, Unavailable
+from specdec.contract.errors import LeaseLost, SpecdecError, Unavailable
 from specdec.state.redis_store import open_store
 from specdec.state.store import Lease, SessionStore
 from tests.support.coordinator_rig import eventually

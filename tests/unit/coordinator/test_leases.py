@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from coordinator.generation.leases import TAKEOVER_PAUSE_S, Leases
-from specdec.errors import NotFound, SessionBusy, Unavailable
+from specdec.contract.errors import NotFound, SessionBusy, Unavailable
+from specdec.contract.tenant import DEFAULT_TENANT, SessionKey
 from specdec.state.redis_store import open_store
 from specdec.state.store import Lease, SessionStore
-from specdec.tenant import DEFAULT_TENANT, SessionKey
 from tests.support.store_sessions import LONG_TTL_S, REQUEST, tokens
 
 KEY = SessionKey(DEFAULT_TENANT, "s")

@@ -14,11 +14,11 @@ from coordinator.replicas import placement as placement_module
 from coordinator.replicas.placement import Placement, SessionReplicas, choose_replica
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import TARGET, TargetReplica
-from specdec.errors import NotFound, Unavailable
+from specdec.contract.errors import NotFound, Unavailable
+from specdec.contract.tenant import SessionKey
+from specdec.contract.types import EngineInfo
 from specdec.rpc import rounds
 from specdec.rpc.client import TargetLink, open_link
-from specdec.tenant import SessionKey
-from specdec.types import EngineInfo
 from tests.support.coordinator_rig import Rig, request, started_coordinator
 
 
@@ -254,7 +254,7 @@ def _kept_objects() -> Counter[str]:
     """Return the number of live objects of the coordinator's classes, and of what it sends to replicas, by class."""
     gc.collect()
     names = (f"{type(each).__module__}.{type(each).__name__}" for each in gc.get_objects())
-    kept = ("coordinator.", "specdec.tenant.", "specdec.state.", "specdec.types.SamplingFilters")
+    kept = ("coordinator.", "specdec.contract.tenant.", "specdec.state.", "specdec.contract.types.SamplingFilters")
     return Counter(name for name in names if name.startswith(kept))
 
 

@@ -10,9 +10,9 @@ import pytest
 from coordinator.replicas import pool
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
-from specdec.errors import NotFound, Unavailable
+from specdec.contract.errors import NotFound, Unavailable
+from specdec.contract.types import EngineInfo
 from specdec.rpc.client import TargetLink, open_link
-from specdec.types import EngineInfo
 from tests.support.coordinator_rig import start_service
 from tests.support.round_rig import RoundRig
 

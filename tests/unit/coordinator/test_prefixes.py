@@ -14,14 +14,14 @@ from coordinator.replicas.placement import FIRST_REQUEST_ROWS, PrefixRule, Sessi
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.prefixes import LOOK_UP_TIMEOUT_S, MAX_NOTES, Prefixes, prefix_lengths
 from coordinator.replicas.replica import TARGET, TargetReplica
+from specdec.contract.tenant import DEFAULT_TENANT
+from specdec.contract.types import BLOCK_TOKENS, EngineInfo
 from specdec.core.chain import ChainHasher
 from specdec.rpc.client import TargetLink, open_link
 from specdec.state.connection import RedisConnection
 from specdec.state.prefix_directory import RedisPrefixDirectory
 from specdec.state.redis_store import RedisSessionStore, open_store
 from specdec.state.store import KvLocation
-from specdec.tenant import DEFAULT_TENANT
-from specdec.types import BLOCK_TOKENS, EngineInfo
 
 
 def test_prefixes_have_doubling_lengths_from_four_blocks_on_and_end_at_the_last_full_block() -> None:

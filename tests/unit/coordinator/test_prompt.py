@@ -10,8 +10,8 @@ import pytest
 from coordinator.requests import ChatTurn, GenerationRequest, SpeculationChoice
 from coordinator.text.prompt import Prompt, encode_prompt, resolve_sampling
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.errors import InvalidRequest
-from specdec.types import Mode, SamplingParams
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.types import Mode, SamplingParams
 from tests.support.coordinator_rig import write_tokenizer
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}w2"

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from coordinator.generation.publisher import CommitQueue
-from specdec.errors import LeaseLost
+from specdec.contract.errors import LeaseLost
 from specdec.state.redis_store import open_store
 from specdec.state.store import Lease
 from tests.support.store_sessions import a_round, take_over

@@ -6,8 +6,8 @@ import pytest
 
 from coordinator.admission.quotas import MAX_TENANTS, TenantQuotas, limits_over
 from specdec.access.grants import Limits
-from specdec.errors import ResourceExhausted
-from specdec.tenant import SessionKey
+from specdec.contract.errors import ResourceExhausted
+from specdec.contract.tenant import SessionKey
 from tests.support.clock import Clock
 
 TTL_S = 100.0

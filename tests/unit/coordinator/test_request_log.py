@@ -13,7 +13,7 @@ from coordinator.generation.request_log import (
     record_of,
 )
 from coordinator.requests import GenerationIdentity, RequestParameters, RequestStats, SpeculationChoice
-from specdec.types import Mode, SamplingFilters, SamplingParams
+from specdec.contract.types import Mode, SamplingFilters, SamplingParams
 
 
 def parameters() -> RequestParameters:

@@ -22,7 +22,7 @@ from coordinator.round.setting import RoundSetting
 from coordinator.round.tokens import SessionTokens
 from coordinator.routing.expected_rounds import expected_rounds, rounds_of
 from coordinator.routing.scoring import MAX_WAITING, ScoreQueue, Span
-from specdec.types import MAX_SCORED_TOKENS, Mode, SamplingFilters, Score, ScoreRequest, Verification
+from specdec.contract.types import MAX_SCORED_TOKENS, Mode, SamplingFilters, Score, ScoreRequest, Verification
 from tests.support.coordinator_rig import VOCABULARY, Coordinator, Rig, start_service
 from tests.support.round_driver import make_round
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 import pytest
 
 from coordinator.replicas.replica import TARGET
-from specdec import errors
+from specdec.contract import errors
+from specdec.contract.errors import Internal, InvalidRequest, KvMiss, ResourceExhausted, StaleEpoch, Unavailable
+from specdec.contract.types import Mode
 from specdec.core.block import verify_block
 from specdec.core.random import DrawKey
 from specdec.core.rejection import Decision, verify_rejection
-from specdec.errors import Internal, InvalidRequest, KvMiss, ResourceExhausted, StaleEpoch, Unavailable
-from specdec.types import Mode
 from tests.support.coordinator_rig import PROMPT, eventually
 from tests.support.round_rig import SEED, RoundRig, Rounds
 

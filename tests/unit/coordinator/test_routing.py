@@ -11,7 +11,7 @@ import pytest
 from coordinator.routing.classes import class_of, kind_of
 from coordinator.routing.expected_rounds import ExpectedRounds, acceptance_of, expected_rounds, rounds_of
 from coordinator.routing.hedge import Hedge
-from specdec.types import Mode, SamplingFilters, Score
+from specdec.contract.types import Mode, SamplingFilters, Score
 
 V, GAMMA, LENGTH = 3, 2, 4
 Model = Callable[[tuple[int, ...]], np.ndarray]

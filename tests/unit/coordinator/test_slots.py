@@ -10,8 +10,8 @@ import pytest
 from coordinator.admission.slot_request import SlotRequest
 from coordinator.admission.slots import MAX_RESUMED, RunningSlot, RunningSlots
 from coordinator.admission.speeds import BASE_STREAMS, RunningLimit, StreamSpeeds
-from specdec.errors import ResourceExhausted, Unavailable
-from specdec.tenant import SessionKey
+from specdec.contract.errors import ResourceExhausted, Unavailable
+from specdec.contract.tenant import SessionKey
 
 NUM_TOKENS = 100
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.round.timeline import RoundTimeline, TimelineLog
-from specdec.tenant import DEFAULT_TENANT, SessionKey
+from specdec.contract.tenant import DEFAULT_TENANT, SessionKey
 
 
 def test_rounds_that_do_not_fit_on_the_disk_are_lost_without_a_failure(caplog: pytest.LogCaptureFixture) -> None:

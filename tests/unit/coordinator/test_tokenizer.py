@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from coordinator.text.detokenizer import IncrementalDetokenizer
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_fingerprint
-from specdec.errors import InvalidRequest, Unavailable
+from specdec.contract.errors import InvalidRequest, Unavailable
 from tests.support.open_files import no_more_files
 
 TEMPLATE = (

@@ -11,8 +11,8 @@ from coordinator.front.raw_params import RawGenerationParams, RawSamplingParams,
 from coordinator.front.validation import ServingLimits, validate_request, validate_session_id
 from coordinator.front.wire import decode_request
 from coordinator.requests import GenerationRequest
-from specdec.errors import InvalidRequest
-from specdec.types import Mode, SamplingFilters
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.types import Mode, SamplingFilters
 from specdec.v1 import coordinator_pb2 as pb
 
 LIMITS = ServingLimits(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from specdec.contract.errors import Internal
+from specdec.contract.types import WEIGHT_TOTAL, DistributionRow, Support, TokenSource
 from specdec.core import block, rejection
 from specdec.core.block import acceptance_levels, verify_block
 from specdec.core.coupling import verify_choices
 from specdec.core.random import DrawKey
 from specdec.core.reference import distribution_row
 from specdec.core.rejection import acceptance_bound, entry_of, verify_rejection
-from specdec.errors import Internal
-from specdec.types import WEIGHT_TOTAL, DistributionRow, Support, TokenSource
 from tests.support.expectation import (
     acceptance_probability,
     coupled_acceptance_probability,

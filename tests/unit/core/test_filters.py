@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
+from specdec.contract.types import SamplingFilters
 from specdec.core.reference import filtered_distribution, processed_logits
 from specdec.engine.logits.filters import filtered_distributions, greedy_choices
 from specdec.engine.logits.penalties import FilterContext
 from specdec.engine.logits.step_logits import StepLogits
-from specdec.types import SamplingFilters
 
 V = 200
 OUTPUT_START = 12

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.contract.types import WEIGHT_TOTAL
 from specdec.core.random import DrawKey, gumbel_noise
 from specdec.core.reference import coupled_choice, cut_support, distribution_row
 from specdec.core.sparse import default_s_max, draw_from_support, integer_weights
 from specdec.engine.kernels.library import load_library
 from specdec.engine.logits import kernel_choices
 from specdec.engine.logits.rows import coupled_choices, coupled_scores, cut_supports, distribution_rows, logit_rows
-from specdec.types import WEIGHT_TOTAL
 
 
 def zipf(size: int, exponent: float, seed: int = 0) -> np.ndarray:

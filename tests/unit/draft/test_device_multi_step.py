@@ -11,6 +11,8 @@ import torch
 from draft_service.fan_out_policy import Predraft
 from draft_service.predraft import Predrafter
 from draft_service.proposer import DraftOptions, Proposer
+from specdec.contract.errors import Internal
+from specdec.contract.types import DrawRule, Proposal, ProposeRequest, SamplingFilters
 from specdec.core.random import DrawKey
 from specdec.core.sparse import draw_from_support, support_of_top
 from specdec.engine.drafting import multi_step, multi_step_policy
@@ -19,8 +21,6 @@ from specdec.engine.logits.device_draws import dense_coupled_scores, support_dra
 from specdec.engine.logits.filters import stable_topk
 from specdec.engine.logits.rows import coupled_scores, noise_keys
 from specdec.engine.loop.job import Job
-from specdec.errors import Internal
-from specdec.types import DrawRule, Proposal, ProposeRequest, SamplingFilters
 from tests.support.multi_step_worker import MultiStepWorker
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker

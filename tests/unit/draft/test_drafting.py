@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from draft_service.proposer import Proposer
+from specdec.contract.types import ProposeRequest, SamplingFilters
 from specdec.engine.logits import filters
-from specdec.types import ProposeRequest, SamplingFilters
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker
 

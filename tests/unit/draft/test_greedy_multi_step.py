@@ -9,11 +9,11 @@ import pytest
 
 from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
+from specdec.contract.errors import Internal
+from specdec.contract.types import DrawRule, Proposal, ProposeRequest, SamplingFilters
 from specdec.engine.base import StepPlan
 from specdec.engine.loop.steps import LONGEST_HOST_RUN_S
 from specdec.engine.schedule.step_times import StepLoad
-from specdec.errors import Internal
-from specdec.types import DrawRule, Proposal, ProposeRequest, SamplingFilters
 from tests.support.multi_step_worker import GreedyMultiStepWorker
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker

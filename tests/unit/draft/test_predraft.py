@@ -9,10 +9,10 @@ import pytest
 
 from draft_service.fan_out_policy import MAX_FAN_OUT, Predraft
 from draft_service.proposer import DraftOptions, Proposer
-from specdec.errors import Internal, KvMiss
+from specdec.contract.errors import Internal, KvMiss
+from specdec.contract.types import DrawRule, Proposal, ProposeRequest, SamplingFilters, VerifyRequest
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.settings.draft import DraftSettings
-from specdec.types import DrawRule, Proposal, ProposeRequest, SamplingFilters, VerifyRequest
 from target_service.verifier import Verifier
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker

@@ -10,11 +10,11 @@ import pytest
 
 from draft_service.proposer import Proposer
 from draft_service.servicer import DraftServicer
-from specdec.errors import InvalidRequest, ResourceExhausted
+from specdec.contract.errors import InvalidRequest, ResourceExhausted
+from specdec.contract.types import DrawRule, Proposal, ProposeRequest, SamplingFilters, ScoreRequest
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import DraftLink
 from specdec.rpc.server import DRAFT_SERVICE, ServiceServer
-from specdec.types import DrawRule, Proposal, ProposeRequest, SamplingFilters, ScoreRequest
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker
 

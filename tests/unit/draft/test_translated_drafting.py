@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from draft_service.cross_vocabulary_drafting import SharedTokens
+from draft_service.cross_vocabulary.drafting import SharedTokens
+from specdec.checkpoints.cross_vocabulary.pair import TokenizerPair
 from specdec.checkpoints.vocabulary import load_vocabulary
-from specdec.cross_vocabulary.pair import TokenizerPair
 from specdec.engine.logits.step_logits import StepLogits
 from tests.support.other_tokenizers import save_byte_level_vocabulary, save_piece_vocabulary
 from tests.support.tokenizer_pairs import load_pair

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draft_service.cross_vocabulary_proposer import CrossVocabularyProposer
+from draft_service.cross_vocabulary.proposer import CrossVocabularyProposer
 from specdec.checkpoints.vocabulary import load_tokenizer
+from specdec.contract.errors import InvalidRequest, ResourceExhausted
+from specdec.contract.types import SCORED_GAMMA, DrawRule, ProposeRequest, SamplingFilters, ScoreRequest
 from specdec.core.sparse import probability
 from specdec.engine.loader import load_worker
 from specdec.engine.options import LoadRequest
-from specdec.errors import InvalidRequest, ResourceExhausted
-from specdec.types import SCORED_GAMMA, DrawRule, ProposeRequest, SamplingFilters, ScoreRequest
 from tests.support.other_tokenizers import (
     CORPUS,
     TEXTS,

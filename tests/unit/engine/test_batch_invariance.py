@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.contract.errors import Unsupported
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.cuda_graphs import paged_attention
 from specdec.engine.linear import row_products
 from specdec.engine.linear.row_products import tiling
 from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
-from specdec.errors import Unsupported
 from tests.support.cuda_graphs_rig import MIXED_LAYERS, NUM_BLOCKS, CountedCapture, build, piece, random_tokens
 from tests.support.interpreted_kernels import few_programs
 from tests.support.tiny_models import build_tiny_model

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.sessions.block_manager import BlockManager, blocks_for
-from specdec.types import BLOCK_TOKENS
 
 
 def test_blocks_are_counted_up():

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import SequenceSlice
 from specdec.engine.cuda_graphs.buckets import Bucket, Buckets, ContextSteps
 from specdec.engine.options import row_counts
-from specdec.types import BLOCK_TOKENS
 
 GATHERED = ContextSteps(first_tokens=512, growth=4, most_tokens=1 << 17)
 WIDTHS = (1, 2, 3, 5, 9)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec.contract.errors import InvalidRequest
 from specdec.engine.cuda_device import DeviceMemory, kv_pool_bytes
 from specdec.engine.loader import load_worker
 from specdec.engine.options import LoadRequest
-from specdec.errors import InvalidRequest
 from tests.support.tiny_models import build_tiny_model
 
 GIB = 1 << 30

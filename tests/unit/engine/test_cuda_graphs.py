@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.contract.errors import Unsupported
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import StepPlan
 from specdec.engine.model.kv_cache import KvCache
-from specdec.errors import Unsupported
-from specdec.types import BLOCK_TOKENS
 from tests.support.cuda_graphs_rig import (
     MIXED_LAYERS,
     NAN_TOKEN_ID,

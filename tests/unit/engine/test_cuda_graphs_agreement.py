@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec.contract.errors import Unsupported
 from specdec.engine.loader import WholeModel
-from specdec.errors import Unsupported
 from tests.support.cuda_graphs_rig import CountedCapture, Pair, build, load, piece, random_tokens
 from tests.support.interpreted_kernels import cheap_recordings, require_interpreter
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import SequenceSlice
 from specdec.engine.cuda_graphs.device_tables import CHANGES_PER_SEQUENCE, DeviceTables
 from specdec.engine.sessions.block_manager import BlockManager
 from specdec.engine.sessions.block_table import BlockTable
-from specdec.types import BLOCK_TOKENS
 
 SCRATCH = 9999
 ROW_BLOCKS = 40

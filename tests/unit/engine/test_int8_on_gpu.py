@@ -14,12 +14,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from specdec.contract.errors import Unsupported
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.linear.int8 import Int8Linear, round_to_int8
 from specdec.engine.loader import WholeModel, load_worker
 from specdec.engine.model.checkpoint_model import pick_dtype
 from specdec.engine.options import CompileOptions, LoadRequest
-from specdec.errors import Unsupported
 from tests.support.cuda_graphs_rig import CountedCapture
 from tests.support.interpreted_kernels import few_programs
 from tests.support.tiny_models import build_tiny_model

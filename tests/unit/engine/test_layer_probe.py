@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import chunked_causal_mask_function
 
+from specdec.contract.errors import Unsupported
 from specdec.engine.model import layer_probe
 from specdec.engine.model.layer_probe import PROBE_NAME, probe_layers, register_probe
-from specdec.errors import Unsupported
 from tests.support.tiny_models import build_tiny_model
 
 

@@ -17,11 +17,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from specdec.contract.errors import InvalidRequest, Unsupported
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import SequenceSlice, StepPlan
 from specdec.engine.loader import load_worker
 from specdec.engine.options import LoadRequest
-from specdec.errors import InvalidRequest, Unsupported
-from specdec.types import BLOCK_TOKENS
 from tests.support.tiny_models import build_tiny_model
 
 

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.contract.errors import Internal, StaleEpoch, Unavailable
+from specdec.contract.types import ProposeRequest
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.device_loop import EngineLoop
 from specdec.engine.loop.job import Job
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.request_checks import digest_of
-from specdec.errors import Internal, StaleEpoch, Unavailable
-from specdec.types import ProposeRequest
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker
 

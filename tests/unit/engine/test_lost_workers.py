@@ -9,14 +9,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import numpy as np
 import pytest
 
+from specdec.contract.errors import Internal, Unavailable
+from specdec.contract.types import ProposeRequest
 from specdec.engine.base import WorkerLost
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.device_loop import EngineLoop
 from specdec.engine.loop.job import Job
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.request_checks import digest_of
-from specdec.errors import Internal, Unavailable
-from specdec.types import ProposeRequest
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker
 

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
+from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.engine.heads.base import TargetParts
 from specdec.engine.heads.factory import load_head
 from specdec.engine.model.attention import register_attention
 from specdec.engine.model.layer_probe import PROBE_NAME, register_probe
-from specdec.errors import InvalidRequest, Unsupported
 from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.head_drive import HeadDrive
 from tests.support.head_references import hidden_states

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from draft_service.proposer import DraftOptions, Proposer
+from specdec.contract.types import DrawRule, ProposeRequest, SamplingFilters
 from specdec.engine.base import MultiStepDrafts, SequenceSlice, StepPlan, Worker
 from specdec.engine.cuda_graphs import fused_operations, paged_attention
 from specdec.engine.cuda_graphs.fused_operations import Tiling
@@ -18,7 +19,6 @@ from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.engine.sessions.block_manager import BlockManager
 from specdec.engine.sessions.block_table import BlockTable
-from specdec.types import DrawRule, ProposeRequest, SamplingFilters
 from tests.support.cuda_graphs_rig import CountedCapture, random_tokens
 from tests.support.round_driver import make_round
 from tests.support.tiny_models import build_tiny_model

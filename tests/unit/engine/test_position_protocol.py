@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from draft_service.proposer import Proposer
+from specdec.contract.errors import InvalidRequest, KvMiss, StaleEpoch
+from specdec.contract.types import WEIGHT_TOTAL, DrawRule, ProposeRequest, SamplingFilters, Verification, VerifyRequest
 from specdec.core.random import DrawKey
 from specdec.core.sparse import draw_from_support
-from specdec.errors import InvalidRequest, KvMiss, StaleEpoch
-from specdec.types import WEIGHT_TOTAL, DrawRule, ProposeRequest, SamplingFilters, Verification, VerifyRequest
 from target_service.verifier import Verifier
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker

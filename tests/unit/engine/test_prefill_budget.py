@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.contract.types import BLOCK_TOKENS, VerifyRequest
 from specdec.engine.base import StepPlan
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.engine.simulated.device import ForwardTime
 from specdec.engine.simulated.engines import SimulatedTarget
 from specdec.engine.simulated.pair import PRESETS
-from specdec.types import BLOCK_TOKENS, VerifyRequest
 from target_service.verifier import Verifier
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker

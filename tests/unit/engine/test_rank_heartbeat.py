@@ -9,9 +9,9 @@ from queue import Empty, SimpleQueue
 
 import pytest
 
+from specdec.contract.errors import InvalidRequest, SpecdecError, Unavailable
 from specdec.engine.parallel import rank_heartbeat
 from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
-from specdec.errors import InvalidRequest, SpecdecError, Unavailable
 
 _PATIENCE_S = 20.0
 

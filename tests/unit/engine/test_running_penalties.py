@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.contract.types import SamplingFilters
 from specdec.engine.logits.penalties import FilterContext, RunningHistory, processed_logits
-from specdec.types import SamplingFilters
 
 NUM_TOKENS = 50
 ENDS = (3, 17, 44)

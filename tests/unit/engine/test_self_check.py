@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bench.models import DEMO
+from specdec.contract.errors import Unsupported
 from specdec.engine.base import ModelShape
 from specdec.engine.cuda_graphs.static_attention import GatheredAttention
 from specdec.engine.loader import load_worker
@@ -16,7 +17,6 @@ from specdec.engine.model.batch import AttentionKind
 from specdec.engine.native.model_layout import ModelLayout
 from specdec.engine.native.runner import NativeRunner
 from specdec.engine.options import CompileOptions, LoadRequest
-from specdec.errors import Unsupported
 from tests.support.cuda_graphs_rig import CountedCapture
 from tests.support.tiny_models import ARCHITECTURES, build_tiny_model
 

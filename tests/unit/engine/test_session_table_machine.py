@@ -11,12 +11,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from specdec.contract.errors import KvMiss, StaleEpoch
+from specdec.contract.types import BLOCK_TOKENS, SessionPosition, TokenIds
 from specdec.core.reference import chain_hash
 from specdec.engine.sessions.block_manager import BlockManager, blocks_for
 from specdec.engine.sessions.sequence import Sequence
 from specdec.engine.sessions.table import SessionTable
-from specdec.errors import KvMiss, StaleEpoch
-from specdec.types import BLOCK_TOKENS, SessionPosition, TokenIds
 from tests.support.round_driver import make_round
 
 SESSION_IDS = ("a", "b", "c", "d")

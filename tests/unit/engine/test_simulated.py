@@ -9,6 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from specdec.contract.errors import InvalidRequest, KvMiss, StaleEpoch
+from specdec.contract.types import (
+    WEIGHT_TOTAL,
+    DrawRule,
+    ProposeRequest,
+    SamplingFilters,
+    SessionPosition,
+    VerifyRequest,
+)
 from specdec.core.random import DrawKey
 from specdec.core.rejection import acceptance_bound, verify_rejection
 from specdec.engine.schedule.scheduler import Scheduler
@@ -16,8 +25,6 @@ from specdec.engine.simulated.device import Branches, ForwardTime, SimulatedDevi
 from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
 from specdec.engine.simulated.pair import PRESETS, SimulatedPair, simulated_pair
 from specdec.engine.simulated.text import SUPPORT_SIZE, VOCABULARY_SIZE, simulated_vocabulary
-from specdec.errors import InvalidRequest, KvMiss, StaleEpoch
-from specdec.types import WEIGHT_TOTAL, DrawRule, ProposeRequest, SamplingFilters, SessionPosition, VerifyRequest
 
 STEP_S = 1.0
 OUTCOMES = range(11, 16)

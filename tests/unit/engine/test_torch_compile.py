@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from specdec.contract.errors import InvalidRequest, Unsupported
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest, row_counts
-from specdec.errors import InvalidRequest, Unsupported
-from specdec.types import BLOCK_TOKENS
 from tests.support.tiny_models import SLIDING_WINDOW, build_tiny_model
 
 VOCABULARY_SIZE = 96

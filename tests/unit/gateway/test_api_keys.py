@@ -11,7 +11,7 @@ from gateway.auth import ApiKeys
 from specdec.access.callers import Callers
 from specdec.access.grants import Limits
 from specdec.access.keys import parse_keys
-from specdec.errors import Forbidden, InvalidRequest, ResourceExhausted, Unauthenticated
+from specdec.contract.errors import Forbidden, InvalidRequest, ResourceExhausted, Unauthenticated
 from tests.support.clock import Clock
 from tests.support.key_files import key_line as line
 from tests.support.key_files import write_private

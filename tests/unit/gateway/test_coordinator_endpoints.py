@@ -8,7 +8,7 @@ import re
 import pytest
 
 from gateway.upstream import endpoint_of
-from specdec.errors import Unavailable
+from specdec.contract.errors import Unavailable
 
 
 @pytest.mark.parametrize(

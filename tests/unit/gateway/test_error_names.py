@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.http_errors import error_object
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.sse import ClientGone, EventStream, while_connected
-from specdec.errors import Unavailable
+from specdec.contract.errors import Unavailable
 
 
 class Client:

@@ -13,7 +13,7 @@ from gateway.routes.tokens import DetokenizeRequest, TokenizeRequest
 from gateway.schemas.chat import ChatRequest
 from gateway.schemas.completions import CompletionRequest
 from gateway.schemas.responses import ResponseRequest
-from specdec.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest
 
 HELLO = {"role": "user", "content": "hi"}
 

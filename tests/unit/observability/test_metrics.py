@@ -8,8 +8,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import specdec
-from specdec.engine_api import EngineStats
-from specdec.errors import KvMiss, ResourceExhausted, Unavailable
+from specdec.contract.engine_api import EngineStats
+from specdec.contract.errors import KvMiss, ResourceExhausted, Unavailable
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.observability.metrics_server import start_metrics_server

@@ -9,7 +9,7 @@ import threading
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
-from specdec.errors import NotFound
+from specdec.contract.errors import NotFound
 from specdec.observability.tracing import Tracing, current_span, open_tracing, trace_headers
 from tests.support.trace_collector import TraceCollector
 
@@ -17,7 +17,7 @@ WITHOUT_PACKAGES = """
 import sys
 sys.modules["opentelemetry"] = None
 import os
-from specdec.errors import Unsupported
+from specdec.contract.errors import Unsupported
 from specdec.observability.tracing import open_tracing
 """
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from specdec.planning.steady_state import CallTimes, Requests, SteadyState, steady_state
+from specdec.cli.planning.steady_state import CallTimes, Requests, SteadyState, steady_state
 
 CALLS = CallTimes(target_s=0.002, draft_s=0.002, opening_s=0.005)
 

@@ -11,14 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.core.packed import PackedSupports
-from specdec.core.random import DrawKey
-from specdec.core.reference import distribution_row
-from specdec.core.rejection import residual_weights, verify_rejection
-from specdec.errors import Internal, InvalidRequest
-from specdec.rpc import codec, proposals, verifications
-from specdec.rpc.arrays import decode_supports, encode_supports
-from specdec.types import (
+from specdec.contract.errors import Internal, InvalidRequest
+from specdec.contract.types import (
     MAX_SUPPORT,
     WEIGHT_TOTAL,
     DrawRule,
@@ -28,6 +22,12 @@ from specdec.types import (
     Support,
     VerifyRequest,
 )
+from specdec.core.packed import PackedSupports
+from specdec.core.random import DrawKey
+from specdec.core.reference import distribution_row
+from specdec.core.rejection import residual_weights, verify_rejection
+from specdec.rpc import codec, proposals, verifications
+from specdec.rpc.arrays import decode_supports, encode_supports
 from specdec.v1 import common_pb2, draft_pb2, target_pb2
 from tests.support.arithmetic_engines import (
     CONTEXT,

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from specdec import errors
+from specdec.contract import errors
+from specdec.contract.types import ProposeRequest
 from specdec.engine.loop import watchdog
 from specdec.rpc.client import DraftLink
 from specdec.rpc.device_thread_socket import CHECK_INTERVAL_S
 from specdec.rpc.transport_selector import LONE_CALLS
 from specdec.rpc.unix_sockets import handshake, prefixed, socket_path
-from specdec.types import ProposeRequest
 from tests.support.arithmetic_engines import make_round
 from tests.support.coordinator_rig import eventually
 from tests.support.device_thread_socket_rig import Replica, announce_unix_sockets, linked

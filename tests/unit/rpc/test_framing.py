@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.errors import Unavailable
+from specdec.contract.errors import Unavailable
+from specdec.contract.types import DrawRule, ProposeRequest
 from specdec.rpc.client import DraftLink
 from specdec.rpc.framing import MAX_FRAME_ITEMS, join_items, split_items
-from specdec.types import DrawRule, ProposeRequest
 from specdec.v1 import draft_pb2
 from tests.support.arithmetic_engines import make_round
 

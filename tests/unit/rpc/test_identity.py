@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.errors import Unavailable
+from specdec.contract.errors import Unavailable
+from specdec.contract.types import Verification, VerifyRequest
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import TargetLink
 from specdec.rpc.server import TARGET_SERVICE, ServiceServer
-from specdec.types import Verification, VerifyRequest
 from target_service.servicer import TargetServicer
 from tests.support.arithmetic_engines import GREEDY, ArithmeticTarget, make_round
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from draft_service.servicer import DraftServicer
-from specdec import errors
+from specdec.contract import errors
+from specdec.contract.types import DrawRule, ProposeRequest, VerifyRequest
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc import codec, proposals
 from specdec.rpc.client import DraftLink, TargetLink, WireStats
 from specdec.rpc.frames import MAX_OPEN_ITEMS, FrameServer
 from specdec.rpc.framing import MAX_FRAME_ITEMS
 from specdec.rpc.server import DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
-from specdec.types import DrawRule, ProposeRequest, VerifyRequest
 from specdec.v1 import draft_pb2, draft_pb2_grpc
 from target_service.servicer import TargetServicer
 from tests.support.arithmetic_engines import (

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specdec.errors import Internal, InvalidRequest
-from specdec.rpc import codec, verifications
-from specdec.types import (
+from specdec.contract.errors import Internal, InvalidRequest
+from specdec.contract.types import (
     WEIGHT_TOTAL,
     DistributionRow,
     LocalDraft,
@@ -17,6 +16,7 @@ from specdec.types import (
     Verification,
     VerifyRequest,
 )
+from specdec.rpc import codec, verifications
 from specdec.v1 import target_pb2
 from tests.support.arithmetic_engines import ArithmeticTarget
 from tests.support.one_reply import decode_verification

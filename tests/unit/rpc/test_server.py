@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from specdec import errors
+from specdec.contract import errors
 from specdec.observability.logging import ID_NAMES, configure_logging
 from specdec.rpc.channels import require_free
 from specdec.rpc.health import Health

@@ -8,12 +8,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.contract.types import DrawRule, Stages, VerifyRequest
 from specdec.engine.loop.replica import LOCAL_REPLICA
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import TargetLink
 from specdec.rpc.server import TARGET_SERVICE, ServiceServer
 from specdec.rpc.stages import decode_stages, encode_stages
-from specdec.types import DrawRule, Stages, VerifyRequest
 from specdec.v1 import common_pb2
 from target_service.servicer import TargetServicer
 from target_service.verifier import Verifier

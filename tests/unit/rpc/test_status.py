@@ -6,8 +6,8 @@ import grpc
 import pytest
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from specdec import errors
-from specdec.errors import SpecdecError
+from specdec.contract import errors
+from specdec.contract.errors import SpecdecError
 from specdec.rpc import status
 
 TREE = sorted(SpecdecError.__subclasses__(), key=lambda error_type: error_type.__name__)

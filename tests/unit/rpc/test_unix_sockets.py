@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draft_service.servicer import DraftServicer
-from specdec import errors
+from specdec.contract import errors
+from specdec.contract.types import ProposeRequest
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc import codec, unix_socket_server, unix_sockets
 from specdec.rpc.client import DraftLink
@@ -27,7 +28,6 @@ from specdec.rpc.framing import join_items
 from specdec.rpc.server import DRAFT_SERVICE, ServiceServer
 from specdec.rpc.transport_selector import LONE_CALLS
 from specdec.rpc.unix_sockets import FrameReader, handshake, is_name, new_name, prefixed, socket_path
-from specdec.types import ProposeRequest
 from specdec.v1 import draft_pb2
 from tests.support.arithmetic_engines import ArithmeticDraft, make_round
 from tests.support.coordinator_rig import PROMPT, Rig, eventually, request

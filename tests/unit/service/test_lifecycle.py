@@ -14,7 +14,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from draft_service.servicer import DraftServicer
-from specdec import errors
+from specdec.contract import errors
+from specdec.contract.types import ProposeRequest
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import DraftLink
 from specdec.rpc.health import LIVENESS
@@ -24,7 +25,6 @@ from specdec.settings.draft import DraftSettings
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
 from specdec.state.store import ReplicaRecord, ReplicaRegistry
-from specdec.types import ProposeRequest
 from tests.support.arithmetic_engines import ArithmeticDraft, make_round
 
 

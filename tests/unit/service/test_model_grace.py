@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 
+from specdec.contract.types import EngineInfo
 from specdec.rpc.open_turns import OpenTurns
 from specdec.service.model_grace import ModelGrace
 from specdec.state.coordinators import coordinator_info
 from specdec.state.redis_store import open_registry
 from specdec.state.store import ReplicaRecord, ReplicaRegistry
-from specdec.types import EngineInfo
 
 COORDINATOR = coordinator_info("c", version="1", model="m", vocabulary_fingerprint="v", num_running=0)
 OWN = replace(COORDINATOR, role="target", model_fingerprint="old", incarnation="own", vocabulary_size=8)

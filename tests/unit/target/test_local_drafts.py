@@ -10,13 +10,8 @@ import pytest
 import torch
 
 from draft_service.proposer import Proposer
-from specdec.engine.base import StepPlan
-from specdec.engine.drafting.drawing import Drawing
-from specdec.engine.logits.step_logits import StepLogits
-from specdec.engine.loop import draft_steps
-from specdec.engine.loop.job import Job
-from specdec.errors import InvalidRequest, KvMiss, StaleEpoch
-from specdec.types import (
+from specdec.contract.errors import InvalidRequest, KvMiss, StaleEpoch
+from specdec.contract.types import (
     DrawRule,
     LocalDraft,
     ProposeRequest,
@@ -24,6 +19,11 @@ from specdec.types import (
     Verification,
     VerifyRequest,
 )
+from specdec.engine.base import StepPlan
+from specdec.engine.drafting.drawing import Drawing
+from specdec.engine.logits.step_logits import StepLogits
+from specdec.engine.loop import draft_steps
+from specdec.engine.loop.job import Job
 from target_service.verifier import Verifier
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.contract.errors import Internal
+from specdec.contract.types import DrawRule, SamplingFilters, SessionPosition
 from specdec.core.reference import filtered_distribution
-from specdec.errors import Internal
-from specdec.types import DrawRule, SamplingFilters, SessionPosition
 from target_service.backends.contract import Question
 from target_service.backends.logit_laws import laws_of, top_tokens
 

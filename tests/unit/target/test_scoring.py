@@ -10,16 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specdec.core.sparse import probability
-from specdec.engine.base import Worker
-from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions, LoadRequest
-from specdec.errors import InvalidRequest, ResourceExhausted
-from specdec.observability.engine_metrics import EngineMetrics
-from specdec.rpc.client import TargetLink
-from specdec.rpc.server import TARGET_SERVICE, ServiceServer
-from specdec.settings.draft_specs import LocalDraftSpec
-from specdec.types import (
+from specdec.contract.errors import InvalidRequest, ResourceExhausted
+from specdec.contract.types import (
     SCORED_GAMMA,
     DrawRule,
     LocalDraft,
@@ -29,6 +21,14 @@ from specdec.types import (
     ScoreRequest,
     VerifyRequest,
 )
+from specdec.core.sparse import probability
+from specdec.engine.base import Worker
+from specdec.engine.loader import load_worker
+from specdec.engine.options import CompileOptions, LoadRequest
+from specdec.observability.engine_metrics import EngineMetrics
+from specdec.rpc.client import TargetLink
+from specdec.rpc.server import TARGET_SERVICE, ServiceServer
+from specdec.settings.draft_specs import LocalDraftSpec
 from target_service.servicer import TargetServicer
 from target_service.verifier import Verifier
 from tests.support.clock import Clock

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from specdec.contract.types import SamplingFilters
 from specdec.core.reference import filtered_distribution
-from specdec.types import SamplingFilters
 from target_service.backends.contract import Law, TopTokens
 from target_service.backends.top_laws import law_of, num_wanted
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import target_service.program
+from specdec.contract.errors import Internal
+from specdec.contract.types import DrawRule, SamplingFilters, Verification, VerifyRequest
 from specdec.engine.logits import filters
-from specdec.errors import Internal
-from specdec.types import DrawRule, SamplingFilters, Verification, VerifyRequest
 from target_service.verifier import Verifier
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker

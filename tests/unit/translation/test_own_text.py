@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from specdec.checkpoints.cross_vocabulary.draft_vocabulary_text import DraftVocabularyText
+from specdec.checkpoints.cross_vocabulary.pair import TokenizerPair
+from specdec.checkpoints.cross_vocabulary.retokenizer import retokenise
 from specdec.checkpoints.vocabulary import load_tokenizer
-from specdec.cross_vocabulary.draft_vocabulary_text import DraftVocabularyText
-from specdec.cross_vocabulary.pair import TokenizerPair
-from specdec.cross_vocabulary.retokenizer import retokenise
 from tests.support.other_tokenizers import CORPUS, TEXTS, save_byte_level, save_pieces
 from tests.support.tokenizer_pairs import load_pair
 

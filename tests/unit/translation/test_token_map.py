@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from specdec.checkpoints.cross_vocabulary.pair import TokenizerPair
 from specdec.checkpoints.vocabulary import load_tokenizer
-from specdec.cross_vocabulary.pair import TokenizerPair
-from specdec.errors import Unsupported, VocabularyMismatch
+from specdec.contract.errors import Unsupported, VocabularyMismatch
 from tests.support.other_tokenizers import (
     TEXTS,
     save_byte_level,

@@ -1,0 +1,142 @@
+"""The engine contract: what a service warms up, serves, watches and closes.
+
+It lives beside `types` because its two sides may not import each other: `specdec.engine` implements it without grpc,
+and `specdec.rpc` and `specdec.service` serve any implementation without an engine. A round goes from a servicer through
+`propose` or `verify` into the engine's gate (`specdec.engine.sessions.calls`). The parts of an engine are described in
+`specdec.engine.base`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from specdec.contract.types import (
+    EngineInfo,
+    Proposal,
+    ProposeRequest,
+    Score,
+    ScoreRequest,
+    Verification,
+    VerifyRequest,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine is doing now, and what it has counted since it began. Read when metrics are scraped."""
+
+    num_waiting_calls: int = 0
+    """Number of calls that no step has taken yet."""
+    num_running_calls: int = 0
+    """Number of calls that a step has taken and that have no answer yet."""
+    num_backlog_tokens: int = 0
+    """Number of tokens of admitted prompts that have not run."""
+    num_kv_blocks: int = 0
+    num_active_kv_blocks: int = 0
+    """Number of KV blocks of sessions with a call now or within the last second."""
+    num_held_kv_blocks: int = 0
+    """Number of KV blocks of sessions, idle ones included."""
+    num_free_kv_blocks: int = 0
+    """Number of KV blocks without contents."""
+    num_kv_exhausted: int = 0
+    """Number of calls that were refused because the KV blocks were reserved for other turns, or too few."""
+    num_preemptions: int = 0
+    """Number of admitted calls that gave up their KV and ran it again."""
+    is_stalled: bool = False
+
+
+class EndedTurn(NamedTuple):
+    """A turn that will not call again."""
+
+    session_id: str
+    """Id of the session on the replica (`specdec.contract.tenant.session_on_replica`)."""
+    epoch: int
+    """Epoch under which the turn ran. Turns of other epochs go on."""
+
+
+class Engine(Protocol):
+    """The part of the contract that does not depend on the role.
+
+    Any number of calls may be made at once, from any number of asyncio event loops.
+    """
+
+    async def warm_up(self) -> None:
+        """Run the code paths that would be slow in the first real call, and keep no result."""
+        ...
+
+    async def score(self, request: ScoreRequest) -> Score:
+        """Return the probabilities with which the draft would have drawn committed tokens.
+
+        The call keeps no state and is preempted by every other call.
+
+        Raises:
+            InvalidRequest: the request can never run.
+            ResourceExhausted: other calls are served, or are expected to be before this one would end (REPLICA_BUSY).
+            Unavailable: draining (DRAINING), or the device hangs (REPLICA_UNAVAILABLE).
+            Unsupported: the engine has no draft of its own.
+        """
+        ...
+
+    async def release(self, session_ids: list[str]) -> None:
+        """Free the KV of sessions; their calls in flight miss. Idempotent; unknown ids are allowed."""
+        ...
+
+    async def end_turns(self, turns: list[EndedTurn]) -> None:
+        """Abandon the calls of turns and give back the KV blocks reserved for them, within one step.
+
+        The sessions' KV stays until others need its blocks. Idempotent; unknown sessions are allowed.
+        """
+        ...
+
+    def info(self) -> EngineInfo:
+        """Return the replica's description with its current load."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Return the engine's state and counts; any thread may call this."""
+        ...
+
+    @property
+    def is_stalled(self) -> bool:
+        """Return whether the device hangs: calls fail with Unavailable (REPLICA_UNAVAILABLE) until its step ends."""
+        ...
+
+    async def wait_ended(self) -> None:
+        """Return once the engine has been closed.
+
+        Raises:
+            Internal: the engine failed, or its device failed permanently; no call will be answered any more.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Finish the calls in flight, then free all resources. Idempotent."""
+        ...
+
+
+class DraftEngine(Engine, Protocol):
+    """The engine of a draft service."""
+
+    async def propose(self, request: ProposeRequest) -> Proposal:
+        """Draft up to gamma tokens. Idempotent by (session, epoch, round) and the request's digest.
+
+        A cancelled call is abandoned without an answer; the session's KV stays consistent.
+
+        Raises:
+            InvalidRequest: the request can never run; no part of it is kept.
+            KvMiss: the replica needs earlier tokens.
+            StaleEpoch: an older epoch, or a round older than the newest seen.
+            ResourceExhausted: the KV blocks that the turn needs are reserved for others (KV_EXHAUSTED); only the first
+                call of a turn is refused, and a draft's call that has no reservation.
+            Unavailable: draining (DRAINING), or the device hangs (REPLICA_UNAVAILABLE).
+        """
+        ...
+
+
+class TargetEngine(Engine, Protocol):
+    """The engine of a target service. The guarantees are those of `DraftEngine`."""
+
+    async def verify(self, request: VerifyRequest) -> Verification:
+        """Run the draft tokens through the model in one pass and return p. Idempotent; raises as `propose` does."""
+        ...

@@ -1,0 +1,238 @@
+"""HTTP connections to an engine's server, which must serve one model as long as the replica lives.
+
+A server that restarts may serve another model afterwards. It breaks its connections when it ends, so every answer of
+the next process arrives over a new connection. The first answer over each connection is therefore kept back until the
+server has identified its model again (`Identify`), by an identification that began after the answer had come. A load
+balancer between the two would hide a restart.
+
+Called by the backends that reach their engine over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+from weakref import WeakSet
+
+import httpx2
+
+from specdec.contract.errors import Internal, InvalidSetting, Unavailable
+
+#: Attempts to identify a model that seems to have changed: a busy engine may round another way once.
+_NUM_ATTEMPTS = 3
+
+#: Length of a server's error message in ours.
+_MAX_MESSAGE_CHARACTERS = 300
+
+#: Attempts to send a request over connections that the server closes meanwhile.
+_NUM_SENDINGS = 3
+
+#: Statuses that say nothing about the request: another replica, or a later call, may get an answer.
+_TRANSIENT = (401, 403, 408, 425, 429)
+
+_NOT_FOUND = 404
+
+#: Longest answer that is read. The rows of a long prompt take a few megabytes.
+_MAX_ANSWER_BYTES = 64 << 20
+
+#: Connections that are kept open, and time after which an idle one is closed.
+_NUM_KEPT, _IDLE_S = 256, 300.0
+
+Identify = Callable[[], Awaitable[str]]
+"""Returns a fingerprint of the model that the server serves now, by calls of `Connection.ask`."""
+
+_log = logging.getLogger(__name__)
+
+
+class Refused(Exception):
+    """The server answered with a client error; the message is the server's."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+class Connection:
+    """A pool of keep-alive connections to one server. Use from one event loop."""
+
+    def __init__(self, url: str, *, key: str = "", ca: str = "", timeout_s: float) -> None:
+        """
+        Args:
+            url: base URL of the server, http:// or https://.
+            key: key that the server wants as a bearer token; "" for none.
+            ca: file with the certificates that sign the server's; "" for those of the system.
+            timeout_s: time after which a request without an answer fails.
+
+        Raises:
+            InvalidSetting: the file of certificates cannot be read, or the key has other characters than ASCII.
+        """
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._timeout_s = timeout_s
+        if not key.isascii():
+            raise InvalidSetting("backend_key: the key must be ASCII", field="backend_key")
+        self._client = httpx2.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            verify=_tls_context(ca) if ca else True,
+            timeout=timeout_s,
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=_NUM_KEPT, keepalive_expiry=_IDLE_S),
+            trust_env=False,
+        )
+        self._known: WeakSet[Any] = WeakSet()
+        self._identify: Identify | None = None
+        self._identity = ""
+        self._identifying = asyncio.Lock()
+        self._identified_s = float("-inf")
+        """Time at which the last identification of the pinned model began."""
+        self._changed: asyncio.Future[None] | None = None
+
+    async def pin(self, identify: Identify) -> str:
+        """Let the server identify its model now and over each new connection; return the model's fingerprint."""
+        self._identity = await identify()
+        self._identify = identify
+        self._changed = asyncio.get_running_loop().create_future()
+        return self._identity
+
+    async def wait_changed(self) -> None:
+        """Raise Internal once the server serves another model. Call after `pin`."""
+        if self._changed is None:
+            raise RuntimeError("the model has not been pinned")
+        await asyncio.shield(self._changed)
+
+    async def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Send a request, POST with a body and GET without one, and return the JSON of its answer.
+
+        Raises:
+            Refused: the server answered with a status of 400 to 499.
+            Unavailable: no answer, or a status of 500 to 599.
+            Internal: the answer is not JSON.
+        """
+        return _json_of(await self._send(path, body), self.url)
+
+    async def ask_text(self, path: str) -> str:
+        """Return the text at a path. Raises as `ask`, but for JSON."""
+        return (await self._send(path, None)).text
+
+    async def ask_pinned(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Send a request as `ask` does; an answer of another model than the pinned one is refused.
+
+        Raises:
+            Internal: the server serves another model now, or the answer is not JSON.
+            Refused: the server refuses this request, and serves the pinned model.
+            Unavailable: no answer, or a status that says nothing about the request.
+        """
+        try:
+            response = await self._send(path, body)
+        except Refused as refusal:
+            _log.info("the engine refused: url=%s status=%d message=%s", self.url, refusal.status, refusal.message)
+            if refusal.status in _TRANSIENT:
+                raise Unavailable(f"the engine's server answered with status {refusal.status}") from refusal
+            if refusal.status == _NOT_FOUND:  # the server may know the model by another name after a restart
+                await self._require_same_model(time.monotonic())
+            raise
+        arrived_s = time.monotonic()
+        stream = response.extensions.get("network_stream")
+        if stream not in self._known:
+            await self._require_same_model(arrived_s)
+            self._known.add(stream)
+        return _json_of(response, self.url)
+
+    async def close(self) -> None:
+        """Close all connections. Idempotent."""
+        await self._client.aclose()
+
+    async def _send(self, path: str, body: Mapping[str, Any] | None) -> httpx2.Response:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._exchange(path, body)
+        except (httpx2.TimeoutException, TimeoutError) as error:
+            raise Unavailable(f"{self.url} did not answer in time") from error
+        except httpx2.TransportError as error:
+            raise Unavailable(f"{self.url} cannot be reached: {error or type(error).__name__}") from error
+        if response.status_code >= 500:
+            _log.warning("the engine failed: status=%d message=%s", response.status_code, _message_of(response))
+            raise Unavailable(f"{self.url} answered with status {response.status_code}")
+        if response.status_code >= 400:
+            raise Refused(response.status_code, _message_of(response))
+        return response
+
+    async def _exchange(self, path: str, body: Mapping[str, Any] | None) -> httpx2.Response:
+        """Send a request and read its answer.
+
+        A server closes connections that were idle for some seconds, and may do so while a request is on its way. Such a
+        request is repeated: no request changes what another one is answered.
+        """
+        for num_left in reversed(range(_NUM_SENDINGS)):
+            try:
+                async with self._client.stream("GET" if body is None else "POST", path, json=body) as streamed:
+                    return await _read(streamed, self.url)
+            except (httpx2.NetworkError, httpx2.RemoteProtocolError) as error:
+                if not num_left or isinstance(error, httpx2.ConnectError):
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _require_same_model(self, since_s: float) -> None:
+        """Return once an identification that began after a time has found the pinned model; raise Internal else."""
+        async with self._identifying:
+            if self._changed is not None and self._changed.done():
+                self._changed.result()
+            if self._identify is None or self._identified_s >= since_s:
+                return
+            for _ in range(_NUM_ATTEMPTS):
+                began_s = time.monotonic()
+                if await _identified(self._identify) == self._identity:
+                    self._identified_s = began_s
+                    return
+            error = Internal(f"{self.url} serves another model now; restart this replica to serve it")
+            _log.error("the engine's model has changed: url=%s", self.url)
+            if self._changed is not None:
+                self._changed.set_exception(error)
+            raise error
+
+
+async def _read(streamed: httpx2.Response, url: str) -> httpx2.Response:
+    """Return a response with its whole content. Raises Internal if it is longer than an answer may be."""
+    content = bytearray()
+    async for block in streamed.aiter_bytes():
+        content += block
+        if len(content) > _MAX_ANSWER_BYTES:
+            raise Internal(f"{url} answered more than {_MAX_ANSWER_BYTES >> 20} MiB")
+    return httpx2.Response(streamed.status_code, content=bytes(content), extensions=streamed.extensions)
+
+
+async def _identified(identify: Identify) -> str:
+    """Return the fingerprint of the model that the server serves; "" where it does not know the pinned name."""
+    try:
+        return await identify()
+    except Refused:
+        return ""
+
+
+def _json_of(response: httpx2.Response, url: str) -> Any:
+    try:
+        return response.json()
+    except ValueError as error:
+        raise Internal(f"{url} answered something else than JSON: {response.text[:80]!r}") from error
+
+
+def _message_of(response: httpx2.Response) -> str:
+    """Return the message of an error, which OpenAI's form has in `error.message`."""
+    try:
+        body = response.json()
+        error = body.get("error", body)
+        message = error.get("message", error) if isinstance(error, dict) else error
+    except (ValueError, AttributeError):
+        message = response.text
+    return str(message)[:_MAX_MESSAGE_CHARACTERS]
+
+
+def _tls_context(ca: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidSetting(f"backend_ca: {ca} cannot be read: {error}", field="backend_ca") from error
