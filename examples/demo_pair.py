@@ -22,8 +22,7 @@ from bench.report import progress, waiting
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.cli.closing_line import closing_line, tokens_per_s
 from specdec.cli.terminal import TokenWriter, wants_colour
-from specdec.client import Client
-from specdec.contract.errors import SpecdecError
+from specdec.client import Client, SpecdecError
 
 PROMPTS = (
     "def quicksort(items):\n",

@@ -18,8 +18,7 @@ from bench.report import waiting
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.cli.closing_line import closing_line, tokens_per_s
 from specdec.cli.terminal import TokenWriter, wants_colour
-from specdec.client import ChatMessage, Client
-from specdec.contract.errors import SpecdecError
+from specdec.client import ChatMessage, Client, SpecdecError
 
 QUESTIONS = ("What is rain, in two sentences?", "And snow?", "Which of them is colder? 🌨️")
 MAX_NEW_TOKENS = 64

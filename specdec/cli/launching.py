@@ -235,7 +235,7 @@ class Launcher:
         own = {**QUIET_THREADS, "OMP_NUM_THREADS": str(num_cpus), share: str(of_device)}
         return Child(
             name,
-            "specdec.supervision.ray.placed_replica",
+            "specdec.service.ray.placed_replica",
             [*placed, "--", *self.replica_arguments(name)],
             {**own, **self._environ},
             shown_level=self._args.log_level,

@@ -236,7 +236,7 @@ def _own_ray(
     """Return the running Ray cluster of `--ray-address local`, else None. Raises SpecdecError if it does not start."""
     if args.ray_address != "local":
         return None
-    ray = Child("ray", "specdec.supervision.ray.own_ray", [], environ)
+    ray = Child("ray", "specdec.service.ray.own_ray", [], environ)
     stack.callback(ray.stop)
     start.poll(lambda: [ray], lambda: ray.has_started)
     ray.relay()

@@ -131,7 +131,7 @@ def test_a_front_without_grpc_can_check_its_requests_without_protobuf() -> None:
 
 
 def test_the_client_and_command_line_load_neither_torch_nor_ray() -> None:
-    names = [name for room in ("client", "cli", "supervision.ray") for name in modules_of(f"specdec.{room}")]
+    names = [name for room in ("client", "cli", "service.ray") for name in modules_of(f"specdec.{room}")]
     assert not loaded_after("\n".join(f"import {name}" for name in names)) & {"torch", "ray"}
 
 
@@ -163,11 +163,11 @@ def test_the_engine_imports_without_grpc_redis_and_triton() -> None:
         ("specdec.rpc.client", "import coordinator.replicas.pool"),
         ("coordinator.text.prompt", "from coordinator.front.validation import ServingLimits"),
         ("draft_service.proposer", "from target_service import verifier"),
-        ("specdec.settings.base", "from specdec import engine_api"),
+        ("specdec.settings.base", "from specdec.core import chain"),
         ("specdec.core.random", 'subprocess.run([sys.executable, "-m", "specdec.service.rank"])'),
         ("specdec.settings.devices", 'subprocess.run([sys.executable, "-m", "draft_service"])'),
         ("specdec.client.recovery", 'start("specdec.supervision.child")'),
-        ("specdec.supervision.ray.placed_replica", "from specdec.service import rank"),
+        ("specdec.supervision.child", "from specdec.service import rank"),
     ],
 )
 def test_the_wall_check_sees_a_forbidden_import_or_start(module: str, statement: str) -> None:

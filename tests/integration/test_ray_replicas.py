@@ -120,7 +120,7 @@ def test_more_than_any_node_has_is_one_line_at_once_and_takes_nothing(nodes: Ray
 
 def placing(nodes: RayNodes, *flags: str) -> subprocess.Popen[str]:
     """The process that places one more target."""
-    command = [sys.executable, "-m", "specdec.supervision.ray.placed_replica", "--ray-address", nodes.address]
+    command = [sys.executable, "-m", "specdec.service.ray.placed_replica", "--ray-address", nodes.address]
     command += ["--name", "target-7", "--role", "target", *flags, "--", "--model", PAIR]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | nodes.environ)
 

@@ -19,7 +19,7 @@ ray = pytest.importorskip("ray")
 
 def place(address: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """The process that places a target, asked to do so at an address."""
-    command = [sys.executable, "-m", "specdec.supervision.ray.placed_replica", "--ray-address", address]
+    command = [sys.executable, "-m", "specdec.service.ray.placed_replica", "--ray-address", address]
     command += ["--name", "target-0", "--role", "target", "--", "--model", "simulated:8b-0.6b"]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environ}, timeout=120)
 

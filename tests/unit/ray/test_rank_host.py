@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.supervision.ray.rank_host import CALLER_VARIABLES, RankHost, only
+from specdec.service.ray.rank_host import CALLER_VARIABLES, RankHost, only
 
 TELLS = "import json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\nsys.exit(3)\n"
 WAITS = "import os, signal\nprint(os.getpid(), flush=True)\nsignal.sigwait([signal.SIGTERM])\n"

@@ -1,6 +1,6 @@
 """Runs a Ray cluster on this machine while `specdec up --ray-address local` runs.
 
-`python -m specdec.supervision.ray.own_ray` logs the address of the cluster and waits for SIGTERM. The files of the
+`python -m specdec.service.ray.own_ray` logs the address of the cluster and waits for SIGTERM. The files of the
 cluster lie in a folder that is removed at the end. It has no dashboard; `ray start` starts clusters with one.
 """
 
@@ -14,7 +14,7 @@ import tempfile
 import threading
 
 from specdec.contract.errors import SpecdecError, Unavailable, error_line
-from specdec.supervision.ray.connection import first_sentence, import_ray, seclude
+from specdec.service.ray.connection import first_sentence, import_ray, seclude
 
 #: Parent of the cluster's folder. Paths of sockets have a low limit, and Ray's add sixty characters to it.
 _FOLDER = "/tmp"

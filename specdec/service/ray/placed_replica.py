@@ -1,6 +1,6 @@
 """Runs one replica on a Ray cluster, from start to end.
 
-    python -m specdec.supervision.ray.placed_replica --name target-0 ... -- FLAGS
+    python -m specdec.service.ray.placed_replica --name target-0 ... -- FLAGS
 
 `specdec up` keeps this process for a replica whose ranks run on other nodes. The process is a job of the cluster: it
 places the ranks' actors, passes on the lines of the first rank, drains on SIGTERM, and ends when a rank ends, with the
@@ -23,10 +23,10 @@ from queue import SimpleQueue
 from typing import Any, TextIO
 
 from specdec.contract.errors import Internal, SpecdecError, Unavailable, error_line
+from specdec.service.ray.connection import connect, first_sentence, seclude
+from specdec.service.ray.placement import PLACE_TIMEOUT_S, Needs, Placement
+from specdec.service.ray.rank_host import CALLER_VARIABLES, only
 from specdec.settings.addresses import join_address
-from specdec.supervision.ray.connection import connect, first_sentence, seclude
-from specdec.supervision.ray.placement import PLACE_TIMEOUT_S, Needs, Placement
-from specdec.supervision.ray.rank_host import CALLER_VARIABLES, only
 
 #: Time that the first rank gets, after another rank has ended, to fail its calls and leave the registry.
 _LEAVE_S = 5.0
@@ -121,7 +121,7 @@ class _Replica:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until the replica has ended; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m specdec.supervision.ray.placed_replica", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m specdec.service.ray.placed_replica", allow_abbrev=False)
     parser.add_argument("--ray-address", required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--role", choices=["draft", "target"], required=True)

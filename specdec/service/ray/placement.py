@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.contract.errors import ResourceExhausted, Unavailable
-from specdec.supervision.ray.connection import first_sentence
-from specdec.supervision.ray.rank_host import RankHost
+from specdec.service.ray.connection import first_sentence
+from specdec.service.ray.rank_host import RankHost
 
 #: Time to wait for room: the resources of a replica that has just ended are free a little later.
 PLACE_TIMEOUT_S = 20.0
