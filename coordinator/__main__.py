@@ -25,7 +25,6 @@ from typing import Any
 from coordinator.admission.admission import AdmissionSettings
 from coordinator.front.access import CoordinatorAccess, open_access
 from coordinator.front.admin_port import open_admin_port
-from coordinator.front.opening import RequestOpener
 from coordinator.front.readiness import Readiness
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.front.tenants import CallTenants
@@ -43,8 +42,6 @@ from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.checkpoints.generation_config import recommended_sampling
-from specdec.checkpoints.locate import locate_checkpoint
-from specdec.contract.errors import Unsupported
 from specdec.contract.types import EngineInfo, Mode
 from specdec.contract.version import __version__
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
@@ -52,11 +49,10 @@ from specdec.observability.logging import configure_logging
 from specdec.observability.loop_lag import watch_loop_lag
 from specdec.observability.metrics_server import start_metrics_server
 from specdec.observability.series import served_name
-from specdec.observability.tracing import Tracing
 from specdec.rpc.channels import MAX_CALLS
 from specdec.rpc.client import open_link
 from specdec.rpc.health import Health
-from specdec.rpc.server import COORDINATOR_SERVICE, VLLM_SERVICE, ServiceServer
+from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
 from specdec.service import memory
 from specdec.service.lifecycle import require_addresses, run_to_exit_code, stop_on_signals
 from specdec.settings.addresses import advertised_address, guarded_address, is_loopback
@@ -94,7 +90,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
     """
     access = opened(lambda: open_access(settings, os.environ, is_loopback=is_loopback(settings.listen)))
     require_addresses(settings)
-    health = Health((COORDINATOR_SERVICE, *((VLLM_SERVICE,) if settings.worker_contract else ())))
+    health = Health((COORDINATOR_SERVICE,))
     if settings.health:
         health.open_port(settings.health)
     tokenizer = ServedTokenizer(settings.tokenizer)
@@ -152,8 +148,6 @@ async def _serve(settings: CoordinatorSettings) -> None:
             timelines=timelines,
             auditor=build_auditor(settings, metrics, ending),
         )
-        default_mode = Mode[settings.default_mode.upper()]
-        tenants = CallTenants(settings.tenant, reads_header=settings.tenant_header == "on")
         servicer = CoordinatorServicer(
             generations=generations,
             store=store,
@@ -161,16 +155,13 @@ async def _serve(settings: CoordinatorSettings) -> None:
             target_models=target_models,
             draft_sources=draft_sources,
             tokenizer=tokenizer,
-            default_mode=default_mode,
-            tenants=tenants,
+            default_mode=Mode[settings.default_mode.upper()],
+            tenants=CallTenants(settings.tenant, reads_header=settings.tenant_header == "on"),
             default_sampling=recommended_sampling(settings.tokenizer),
             canary=canary,
             tracing=tracing,
         )
         servicer.add_to(server.grpc_server)
-        if settings.worker_contract == "smg":
-            opener = RequestOpener(generations, pools, tenants, default_mode)
-            _add_smg_contract(server, settings.tokenizer, opener, generations, pools, tracing)
         if settings.metrics:
             ending.callback(start_metrics_server(metrics.registry, *guarded_address(settings.metrics)))
         await server.start()
@@ -203,31 +194,6 @@ async def _serve(settings: CoordinatorSettings) -> None:
             await registration.close()  # first, so that gateways open no further stream here
         await generations.drain(settings.drain_grace_s)
     _log.info("stopped")
-
-
-def _add_smg_contract(
-    server: ServiceServer,
-    tokenizer: str,
-    opener: RequestOpener,
-    generations: GenerationService,
-    pools: ReplicaPools,
-    tracing: Tracing | None,
-) -> None:
-    """Let the router `smg` call this coordinator as a worker. Raises Unsupported where its messages are missing."""
-    try:
-        from coordinator.front.smg_servicer import SmgServicer
-    except ModuleNotFoundError as error:
-        missing = 'package smg-grpc-proto is not installed: run pip install "specdec[smg]"'
-        raise Unsupported(f"worker_contract: {missing}", field="worker_contract") from error
-    SmgServicer(
-        opener=opener,
-        generations=generations,
-        pools=pools,
-        tokenizer_directory=locate_checkpoint(tokenizer, small_files_only=True).absolute(),
-        default_sampling=recommended_sampling(tokenizer),
-        is_serving=lambda: server.is_serving,
-        tracing=tracing,
-    ).add_to(server.grpc_server)
 
 
 def _open_registry(

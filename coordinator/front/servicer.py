@@ -10,15 +10,21 @@ import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import grpc
 
 from coordinator.front.chat_validation import check_template_arguments, validate_messages
-from coordinator.front.opening import RequestOpener
 from coordinator.front.tenants import CallTenants
-from coordinator.front.validation import check_detokenized, check_share, validate_session_id
+from coordinator.front.validation import (
+    ServingLimits,
+    check_detokenized,
+    check_share,
+    validate_request,
+    validate_session_id,
+)
 from coordinator.front.wire import (
     decode_messages,
     decode_request,
@@ -30,13 +36,14 @@ from coordinator.front.wire import (
 )
 from coordinator.generation.generation_service import GenerationService
 from coordinator.generation.request_log import no_session
+from coordinator.generation.stream import Subscription
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.target_models import TargetModels
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.routing.promotion import Canary
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.contract.errors import Forbidden, InvalidRequest, Unavailable, Unsupported
+from specdec.contract.errors import Forbidden, InvalidRequest, SpecdecError, Unavailable, Unsupported
 from specdec.contract.tenant import SessionKey
 from specdec.contract.types import Mode
 from specdec.contract.version import __version__
@@ -90,7 +97,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._target_models = target_models
         self._draft_sources = draft_sources
         self._tokenizer = tokenizer
-        self._opener = RequestOpener(generations, pools, tenants, default_mode)
+        self._default_mode = default_mode
         self._tenants = tenants
         recommended: dict[str, Any] = dict(default_sampling)
         self._default_sampling = coordinator_pb2.SamplingParams(**recommended)
@@ -109,7 +116,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             await self._generate(request, context)
 
     async def _generate(self, request: coordinator_pb2.GenerateRequest, context: Any) -> None:
-        subscription = await self._opener.open(context, lambda _: decode_request(request))
+        subscription = await self._open(request, context)
         # Logprobs travel in the details, and a call that resumes the request does not ask for them again.
         num_logprobs = subscription.identity.parameters.sampling.num_logprobs
         with_details = request.return_provenance or num_logprobs is not None
@@ -122,6 +129,33 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                     await context.write(message)
                     subscription.sending_since_s = None
                     self._generations.count_client_wait(time.monotonic() - began_s)
+
+    async def _open(self, request: coordinator_pb2.GenerateRequest, context: Any) -> Subscription:
+        """Return a reader of the generation that a call requests. Raises what `GenerationService.open` raises."""
+        try:
+            tenant = self._tenants.of(context)
+            checked = validate_request(decode_request(request), self._limits())
+            reader = await self._generations.open(replace(checked, tenant=tenant, deadline_s=_deadline_s(context)))
+        except SpecdecError as error:
+            self._generations.count_refusal(error)
+            raise
+        # gRPC holds the last events until the client reads them, so the call may last longer than the reading.
+        reader.hold()
+        context.add_done_callback(lambda _: reader.let_go())
+        return reader
+
+    def _limits(self) -> ServingLimits:
+        """Return the limits for requests. Raises Unavailable before the first target replica is connected."""
+        target = self._pools.target_info
+        return ServingLimits(
+            vocabulary_size=target.vocabulary_size,
+            max_context_tokens=self._pools.max_context_tokens,
+            max_gamma=self._pools.max_gamma,
+            eos_token_ids=target.eos_token_ids,
+            default_mode=self._default_mode,
+            backend=target.backend,
+            unsupported_fields=target.unsupported_fields,
+        )
 
     async def GetSession(  # noqa: N802
         self, request: coordinator_pb2.GetSessionRequest, context: Any
@@ -221,3 +255,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             return self._pools.max_context_tokens
         except Unavailable:
             return _MAX_TOKENS_UNTIL_CONNECTED
+
+
+def _deadline_s(context: Any) -> float | None:
+    """Return the time at which the call ends, by `time.monotonic`; None if its caller set none."""
+    left_s = context.time_remaining()
+    return None if left_s is None else time.monotonic() + left_s

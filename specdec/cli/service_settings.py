@@ -16,7 +16,7 @@ from specdec.settings.base import ProcessSettings
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.draft import DraftSettings
 from specdec.settings.gateway import GatewaySettings
-from specdec.settings.reading import checked_value, flag_of
+from specdec.settings.reading import checked_value, flag_of, is_former
 from specdec.settings.target import TargetSettings
 
 SETTINGS_TYPES: Mapping[str, type[ProcessSettings]] = {
@@ -80,6 +80,11 @@ class GivenSettings:
         name = name.replace("-", "_")
         if not equals or not dot or service not in SETTINGS_TYPES:
             raise Usage(f"--set takes SERVICE.FIELD=VALUE with {_names(SETTINGS_TYPES)} as SERVICE, not {assignment!r}")
+        try:
+            if is_former(SETTINGS_TYPES[service], name, f"--set {service}.{name}"):
+                return self
+        except ValueError as error:
+            raise Usage(str(error)) from None
         _require_settable(service, name)
         try:
             value = checked_value(SETTINGS_TYPES[service], name, text)

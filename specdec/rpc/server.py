@@ -32,7 +32,6 @@ from specdec.settings.addresses import is_loopback, join_address, split_address
 DRAFT_SERVICE = "specdec.v1.DraftService"
 TARGET_SERVICE = "specdec.v1.TargetService"
 COORDINATOR_SERVICE = "specdec.v1.CoordinatorService"
-VLLM_SERVICE = "vllm.grpc.engine.VllmEngine"
 
 _log = logging.getLogger(__name__)
 

@@ -73,10 +73,6 @@ class CoordinatorSettings(AccessSettings, TracingSettings, ServiceSettings):
     """Number of tenants that have series of their own at --metrics, in the order in which they come; all others share
     one. 0: no series by tenant."""
 
-    worker_contract: Literal["smg"] | None = None
-    """smg: the port of --listen also speaks vLLM's gRPC contract, as workers of the router `smg` do. Needs the extra
-    specdec[smg]. none: it speaks specdec's own contract alone."""
-
     prefix_directory: Literal["on", "off"] = "on"
     """Directory in Redis of the prefixes that replicas hold. A new session goes to a replica that holds its prefix,
     unless the replica's load costs more time than the prefix saves. off: sessions are placed by load alone."""

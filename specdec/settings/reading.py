@@ -46,6 +46,13 @@ _TYPE_NAMES = {"str": "NAME", "int": "N", "float": "NUMBER"}
 #: one release; `--help` shows today's alone.
 _RENAMED = {"lane": "unix_socket"}
 
+#: Settings that were removed, with what replaces them. For one release they are refused with that.
+_REMOVED = {
+    "worker_contract": "the router smg is not served any more; the gateway serves the HTTP interfaces of OpenAI",
+}
+#: Settings whose value is a constant of the code now. For one release they are ignored with a warning.
+_FIXED: frozenset[str] = frozenset()
+
 #: Text of a value that unsets a setting.
 _NONE = "none"
 
@@ -120,14 +127,23 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _flags(settings_type: type[BaseSettings], prog: str, argv: Sequence[str]) -> dict[str, Any]:
+    parser = _Parser(
+        prog=prog,
+        description=settings_type.__doc__,
+        epilog=f"Every flag is also an environment variable: --log-format is {_prefix(settings_type)}LOG_FORMAT.",
+        allow_abbrev=False,
+    )
+    for name in (_FIXED | _REMOVED.keys()) - settings_type.model_fields.keys():
+        parser.add_argument(
+            flag_of(name),
+            action=_FormerFlag,
+            settings_type=settings_type,
+            dest=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
     source: CliSettingsSource[Any] = CliSettingsSource(
         settings_type,
-        root_parser=_Parser(
-            prog=prog,
-            description=settings_type.__doc__,
-            epilog=f"Every flag is also an environment variable: --log-format is {_prefix(settings_type)}LOG_FORMAT.",
-            allow_abbrev=False,
-        ),
+        root_parser=parser,
         cli_parse_args=[_renamed_flag(word) for word in argv],
         cli_kebab_case=True,
         cli_implicit_flags=True,
@@ -144,6 +160,34 @@ def _renamed_flag(word: str) -> str:
     flag, equals, value = word.partition("=")
     old = flag.removeprefix("--").replace("-", "_")
     return flag_of(_RENAMED[old]) + equals + value if flag.startswith("--") and old in _RENAMED else word
+
+
+def is_former(settings_type: type[BaseSettings], name: str, written: str) -> bool:
+    """Return whether a name is a setting that is a constant now, after a warning on stderr.
+
+    Args:
+        settings_type: settings of the service.
+        name: name of the field.
+        written: the name as the user wrote it, for the message.
+
+    Raises:
+        ValueError: the setting was removed. The message says what replaces it.
+    """
+    if name in settings_type.model_fields:
+        return False
+    if name in _REMOVED:
+        raise ValueError(f"{written} was removed: {_REMOVED[name]}")
+    if name in _FIXED:
+        print(f"warning: {written} has no effect any more: its value is fixed", file=sys.stderr)
+    return name in _FIXED
+
+
+def _require_setting(settings_type: type[BaseSettings], name: str, written: str) -> bool:
+    """Return whether a name is a setting of today. Raises ValueError if it never was one, or was removed."""
+    former = is_former(settings_type, name, written)
+    if not former and name not in settings_type.model_fields:
+        raise ValueError(f"{written} is not a setting; see --help")
+    return not former
 
 
 def _renamed_keys(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,12 +210,22 @@ class _Parser(argparse.ArgumentParser):
         raise SettingsError(message)
 
 
+class _FormerFlag(argparse.Action):
+    def __init__(self, *words: Any, settings_type: type[BaseSettings], **options: Any) -> None:
+        super().__init__(*words, **{**options, "dest": argparse.SUPPRESS})
+        self._settings_type = settings_type
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        written = option_string or ""
+        is_former(self._settings_type, written.removeprefix("--").replace("-", "_"), written)
+
+
 def _environment(settings_type: type[BaseSettings]) -> dict[str, Any]:
     prefix = _prefix(settings_type)
     for name in os.environ:
         field = name.upper()[len(prefix) :].lower()
-        if name.upper().startswith(prefix) and _RENAMED.get(field, field) not in settings_type.model_fields:
-            raise ValueError(f"environment variable {name} is not a setting; see --help")
+        if name.upper().startswith(prefix):
+            _require_setting(settings_type, _RENAMED.get(field, field), f"environment variable {name}")
     renamed = {
         new: os.environ[prefix + old.upper()] for old, new in _RENAMED.items() if prefix + old.upper() in os.environ
     }
@@ -189,7 +243,8 @@ def _file(settings_type: type[BaseSettings], path: str) -> dict[str, Any]:
         raise ValueError(f"--config: cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"--config: {path} is not valid TOML: {error}") from error
-    for key in values:
-        if key not in settings_type.model_fields:
-            raise ValueError(f"--config: {path}: {key!r} is not a setting; see --help")
-    return values
+    return {
+        key: value
+        for key, value in values.items()
+        if _require_setting(settings_type, key, f"--config: {path}: {key!r}")
+    }

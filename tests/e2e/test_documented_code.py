@@ -44,8 +44,6 @@ EXCUSES = {
     r"specdec up --draft suffix --draft code=": "starts a system of its own; test_draft_pools has one",
     r"specdec (serve|plan|advise --target) (Qwen/|.*\.gguf)": "needs the Hugging Face hub or a model of one's own",
     r"python -m (target_service|draft_service|coordinator|gateway) .*redis://redis": "needs a GPU and other machines",
-    r"specdec up --set coordinator.worker_contract=": "starts a system of its own; test_smg_router has one",
-    r"(smg launch|curl -s http://127\.0\.0\.1:30000)": "needs a router; test_smg_router has one",
     r"specdec up --otlp-endpoint ": "sends traces to a collector of the reader's own; test_traces has one",
     r"python -m (target_service|draft_service|coordinator|gateway) .*(--service-key|Qwen/|10\.0\.0\.)": (
         "needs files and machines of the reader's own; test_access has such services"

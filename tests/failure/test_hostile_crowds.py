@@ -53,7 +53,7 @@ class System:
         admin, health = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
         self.stack = Stack(
             *models, redis_url=self.redis.url, gateway_arguments=[], has_metrics=True,
-            coordinator_arguments=["--worker-contract", "smg", "--admin", admin, "--health", health],
+            coordinator_arguments=["--admin", admin, "--health", health],
         )  # fmt: skip
         self.ports = {"admin coordinator": admin, "health coordinator": health}
 

@@ -28,9 +28,7 @@ from coordinator.admission.admission import AdmissionSettings
 from coordinator.audit.audit_queue import AuditQueue
 from coordinator.audit.turn_audit import Auditor
 from coordinator.front.access import CoordinatorAccess
-from coordinator.front.opening import RequestOpener
 from coordinator.front.servicer import CoordinatorServicer
-from coordinator.front.smg_servicer import SmgServicer
 from coordinator.front.tenants import CallTenants
 from coordinator.generation.generation_service import GenerationService, GenerationSettings
 from coordinator.learning.log import LearningLog
@@ -323,7 +321,6 @@ class Rig:
         audit_share: float = 0.0,
         audit_wait_s: float = 60.0,
         tracing: Tracing | None = None,
-        has_smg_contract: bool = False,
         max_queue: int = 64,
         max_running: int | None = None,
         max_wait_s: float = 1e6,
@@ -346,7 +343,6 @@ class Rig:
             audit_share: share of rounds that it verifies again.
             audit_wait_s: how long an audit waits for its target to be idle.
             tracing: records its requests.
-            has_smg_contract: it is a worker of the router smg as well.
             max_queue: requests that it admits at once.
             max_running: requests that it runs at once.
             max_wait_s: predicted wait beyond which it refuses.
@@ -399,7 +395,6 @@ class Rig:
             max_message_bytes=MESSAGE_LIMIT_BYTES,
             check_caller=access.public.check if access else None,
         )
-        tenants = CallTenants(tenant, reads_header=tenant_header)
         servicer = CoordinatorServicer(
             generations=generations,
             store=store,
@@ -408,22 +403,12 @@ class Rig:
             draft_sources=draft_sources,
             tokenizer=self.tokenizer,
             default_mode=Mode.REJECTION,
-            tenants=tenants,
+            tenants=CallTenants(tenant, reads_header=tenant_header),
             default_sampling=self._default_sampling,
             canary=canary,
             tracing=tracing,
         )
         servicer.add_to(server.grpc_server)
-        if has_smg_contract:
-            SmgServicer(
-                opener=RequestOpener(generations, pools, tenants, Mode.REJECTION),
-                generations=generations,
-                pools=pools,
-                tokenizer_directory=Path(self._directory.name),
-                default_sampling=self._default_sampling,
-                is_serving=lambda: server.is_serving,
-                tracing=tracing,
-            ).add_to(server.grpc_server)
         await server.start()
         num_wanted = len(self.services) if num_alive is None else num_alive
         while sum(replica.is_alive for replica in pools.all_replicas()) < num_wanted:

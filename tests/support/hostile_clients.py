@@ -20,7 +20,6 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
-from smg_grpc_proto.generated import vllm_engine_pb2
 
 from specdec.rpc.unix_sockets import handshake, prefixed, socket_path
 from specdec.v1 import coordinator_pb2, draft_pb2, target_pb2
@@ -40,10 +39,7 @@ _WEIGHTS = {"grpc": 5, "http": 5}
 
 #: Services of the ports whose kind is "grpc".
 SERVICES: dict[str, tuple[ServiceDescriptor, ...]] = {
-    "coordinator": (
-        coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"],
-        vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"],
-    ),
+    "coordinator": (coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"],),
     "draft": (draft_pb2.DESCRIPTOR.services_by_name["DraftService"],),
     "target": (target_pb2.DESCRIPTOR.services_by_name["TargetService"],),
 }

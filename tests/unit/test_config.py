@@ -83,6 +83,27 @@ def test_the_former_name_of_the_cuda_graph_backend_is_accepted() -> None:
     assert parse("--compile-backend", "captured").compile_backend == "cuda-graphs"
 
 
+@pytest.mark.parametrize("place", ["flag", "environment", "file"])
+def test_a_removed_setting_is_refused_with_what_replaces_it(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--tokenizer", "MODEL"]
+    if place == "flag":
+        argv += ["--worker-contract", "smg"]
+    elif place == "environment":
+        monkeypatch.setenv("SPECDEC_COORDINATOR__WORKER_CONTRACT", "smg")
+    else:
+        path = tmp_path / "coordinator.toml"
+        path.write_text('worker_contract = "smg"')
+        argv += ["--config", str(path)]
+    with pytest.raises(SystemExit) as ended:
+        parse_settings(CoordinatorSettings, prog="coordinator", argv=argv)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "was removed: the router smg is not served any more; the gateway serves" in error
+    assert error.count("\n") == 1
+
+
 def test_settings_cannot_be_changed() -> None:
     with pytest.raises(ValidationError):
         parse().pool = "other"  # type: ignore[misc]
