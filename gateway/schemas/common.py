@@ -149,12 +149,16 @@ def unicode_text(text: str, field: str) -> str:
 
 def _constraints(fields: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
     """Yield the fields that are set and that `known` lacks, if they would constrain the output."""
-    for name in fields.keys() - known.keys():
-        value = without_nulls(fields[name])
-        if value and value != _PLAIN and _CONSTRAINT.fullmatch(name):
+    for name, value in fields.items():
+        if name not in known and not is_plain(without_nulls(value)) and _CONSTRAINT.fullmatch(name):
             yield name[:64]
         elif name in _CARRIERS and isinstance(value, dict):
             yield from (f"{name}.{inner}" for inner in _constraints(value, {}))
+
+
+def is_plain(output_format: Any) -> bool:
+    """Return whether a format of the output is absent or text, and nothing beside it could constrain the text."""
+    return not output_format or output_format == _PLAIN
 
 
 def refuse(field: str, reason: str) -> InvalidRequest:

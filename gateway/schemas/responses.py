@@ -20,6 +20,7 @@ from gateway.schemas.common import (
     Request,
     StrictInt,
     Text,
+    is_plain,
     refuse,
     unicode_text,
     without_nulls,
@@ -109,11 +110,9 @@ class ResponseRequest(SamplingFields):
     def require_supported(self) -> None:
         """Raises InvalidRequest for a field that is not supported, or fields that do not go together."""
         super().require_supported()
-        text_format = (self.text or {}).get("format") or {}
-        is_text = isinstance(text_format, dict) and text_format.get("type", "text") == "text"
         for name, value, reason in (
             ("n", self.num_outputs > 1, "a response has one output"),
-            ("text.format", not is_text, GRAMMARS),
+            ("text.format", not is_plain((self.text or {}).get("format")), GRAMMARS),
             ("background", self.background, "a response is generated while its client waits"),
             ("conversation", self.conversation, "use previous_response_id"),
             ("prompt", self.prompt, "the server stores no prompts; send input and instructions"),

@@ -228,7 +228,10 @@ async def test_an_unknown_field_that_would_constrain_the_output_is_refused_by_na
     running: RunningGateway, path: str, name: str
 ) -> None:
     for value in ({"type": "object"}, "x", ["x"]):
-        for fields, told in (({name: value}, name), ({"extra_body": {name: value}}, f"extra_body.{name}")):
+        nested = [
+            (f"{carrier}.{name}", {carrier: {name: value}}) for carrier in ("extra_body", "text", "output_config")
+        ]
+        for told, fields in ((name, {name: value}), *nested):
             assert await post(running, path, **fields) == (400, f"{told} is not supported: there are no grammars yet")
     assert (await post(running, path, **{name: None}))[0] == 200
     assert (await post(running, path, **{name: {"type": None}}))[0] == 200
@@ -239,11 +242,17 @@ async def test_every_form_of_response_format_but_text_is_refused(running: Runnin
     for kind in ("json_object", "json_schema", "grammar", "regex", "structural_tag", "new"):
         status, words = await post(running, path, response_format={"type": kind, "schema": {"type": "object"}})
         assert (status, words.partition(":")[0]) == (400, "response_format is not supported")
-    for chosen in ({"type": "text"}, {"type": None}, {}, None):
+    schema = {"schema": {"type": "object"}}
+    for untyped in ({"json_schema": schema}, {"type": None, **schema}, {"type": "text", "json_schema": schema}):
+        status, words = await post(running, path, response_format=untyped)
+        assert (status, words.partition(":")[0]) == (400, "response_format is not supported")
+    for chosen in ({"type": "text"}, {"type": None}, {"type": "text", "json_schema": None}, {}, None):
         assert (await post(running, path, response_format=chosen))[0] == 200
     nested_format = "text" if path == "/v1/responses" else "output_config"
-    status, words = await post(running, path, **{nested_format: {"format": {"type": "json_schema", "schema": {}}}})
-    assert (status, words.partition(" ")[0]) == (400, f"{nested_format}.format")
+    for given in ({"type": "json_schema", "schema": {}}, schema, {"type": None, **schema}):
+        status, words = await post(running, path, **{nested_format: {"format": given}})
+        assert (status, words.partition(" ")[0]) == (400, f"{nested_format}.format")
+    assert (await post(running, path, **{nested_format: {"format": {"type": None}}}))[0] == 200
 
 
 async def test_other_unknown_fields_are_ignored(running: RunningGateway, path: str) -> None:
