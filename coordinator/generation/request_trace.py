@@ -101,7 +101,7 @@ def begin_request_trace(prepared: PreparedTurn, operation: Operation) -> Request
         "gen_ai.request.model": operation.model,
         "gen_ai.response.model": operation.model,
         "gen_ai.output.type": "text",
-        "specdec.contract.tenant.name": prepared.turn.lease.tenant,
+        "specdec.tenant.name": prepared.turn.lease.tenant,
         "specdec.resumed": prepared.replayed is not None,
         **_request_attributes(prepared.turn.identity),
     }
