@@ -44,8 +44,6 @@ class ObservedBatch:
     num_rounds: int
     num_audited: float = 0.0
     """Rounds of the batch that were audited before its last stream ended."""
-    num_spans: float = 0.0
-    """Spans that the collector took until now."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +135,7 @@ def _batch(name: str, system: _System, num_streams: int, prompts: OwnPrompts, _i
     num_audited = system.num_audited() - audited_before
     if name == AUDITED_EVERY:
         system.settle()
-    num_spans = system.total("trace_spans_total", outcome="exported")
-    return ObservedBatch(tokens_per_s(runs), sum(run.stats["num_rounds"] for run in runs), num_audited, num_spans)
+    return ObservedBatch(tokens_per_s(runs), sum(run.stats["num_rounds"] for run in runs), num_audited)
 
 
 @contextmanager
@@ -182,8 +179,6 @@ def system_rows(row: Callable[..., Row], batches: Mapping[str, Sequence[Observed
         rows.append(_bound(row, AUDITED, "cost_share", default / share_audited, rates[AUDITED_EVERY], rates[PLAIN]))
     usual = _SCRAPE_S / _USUAL_SCRAPE_S
     rows.append(_bound(row, "scraped every 15 s", "cost_share", usual, rates[SCRAPED], rates[PLAIN]))
-    num_spans = batches[TRACED][-1].num_spans
-    rows.append(row(system=TRACED, metric="spans_exported", value=num_spans, unit="spans", required=1.0))
     return rows + [
         row(system=name, metric="tokens_per_s", value=float(np.median(measured)), unit="tokens/s")
         for name, measured in rates.items()

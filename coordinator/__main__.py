@@ -31,7 +31,7 @@ from coordinator.front.tenants import CallTenants
 from coordinator.generation.generation_service import GenerationService, GenerationSettings
 from coordinator.lookup.history import TokenHistories
 from coordinator.lookup.lookup import LookupKind
-from coordinator.observers import build_auditor, open_learning_log, send_genai_metrics, trace_requests
+from coordinator.observers import build_auditor, open_learning_log, trace_requests
 from coordinator.replicas.liveness import watch_targets
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
@@ -124,8 +124,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
         target_models.start()
         ending.push_async_callback(target_models.close)
         histories = TokenHistories(settings.lookup_history_tokens) if LookupKind.SUFFIX in settings.lookup else None
-        tracing = trace_requests(settings, metrics, ending, os.environ)
-        send_genai_metrics(settings, metrics, ending, os.environ)
+        tracing = trace_requests(settings, ending, os.environ)
         timelines = None if settings.timeline is None else TimelineLog(settings.timeline)
         if timelines is not None:
             ending.callback(timelines.close)

@@ -1,4 +1,4 @@
-"""Records of requests that the settings ask for: audit, learning log, traces and metrics over OTLP.
+"""Records of requests that the settings ask for: audit, learning log and traces.
 
 `__main__` calls these functions once at the start.
 """
@@ -14,12 +14,11 @@ from coordinator.audit.turn_audit import Auditor
 from coordinator.learning.log import LearningLog
 from specdec.observability.audit import AuditMetrics
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
-from specdec.observability.genai_metrics import open_genai_metrics
 from specdec.observability.series import served_name
-from specdec.observability.tracing import SpanCollector, Tracing, open_tracing
+from specdec.observability.tracing import Tracing, open_tracing
 from specdec.settings.coordinator import CoordinatorSettings
 
-#: Name of this service in traces and metrics over OTLP.
+#: Name of this service in traces.
 _OTEL_SERVICE = "specdec-coordinator"
 
 
@@ -47,22 +46,9 @@ def open_learning_log(settings: CoordinatorSettings, metrics: CoordinatorMetrics
     )
 
 
-def trace_requests(
-    settings: CoordinatorSettings, metrics: CoordinatorMetrics, ending: AsyncExitStack, environ: Mapping[str, str]
-) -> Tracing | None:
+def trace_requests(settings: CoordinatorSettings, ending: AsyncExitStack, environ: Mapping[str, str]) -> Tracing | None:
     """Return the traces, whose queue closes with the coordinator; None where none are asked for."""
     tracing = open_tracing(settings.otlp_endpoint, settings.trace_share, service=_OTEL_SERVICE, environ=environ)
     if tracing is not None:
         ending.push_async_callback(asyncio.to_thread, tracing.close)
-        metrics.registry.register(SpanCollector(tracing))
     return tracing
-
-
-def send_genai_metrics(
-    settings: CoordinatorSettings, metrics: CoordinatorMetrics, ending: AsyncExitStack, environ: Mapping[str, str]
-) -> None:
-    """Send GenAI metrics over OTLP, where that is asked for."""
-    if settings.otlp_metrics == "on":
-        metrics.genai = open_genai_metrics(settings.otlp_endpoint, service=_OTEL_SERVICE, environ=environ)
-    if metrics.genai is not None:
-        ending.push_async_callback(asyncio.to_thread, metrics.genai.close)

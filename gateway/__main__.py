@@ -30,10 +30,9 @@ from gateway.upstream import Upstream
 from specdec.access.callers import open_tokens
 from specdec.access.service_key import ServiceKey, read_service_key
 from specdec.contract.errors import InvalidSetting, SpecdecError, Unavailable, error_line
-from specdec.observability.genai_metrics import open_genai_metrics
 from specdec.observability.logging import configure_logging
 from specdec.observability.metrics_server import start_metrics_server
-from specdec.observability.tracing import SpanCollector, open_tracing
+from specdec.observability.tracing import open_tracing
 from specdec.settings.addresses import guarded_address
 from specdec.settings.gateway import GatewaySettings
 from specdec.settings.reading import opened, parse_settings
@@ -81,11 +80,6 @@ async def _serve(settings: GatewaySettings, keys: ApiKeys, service_key: ServiceK
     async with AsyncExitStack() as ending:
         if tracing is not None:
             ending.push_async_callback(asyncio.to_thread, tracing.close)
-            metrics.registry.register(SpanCollector(tracing))
-        if settings.otlp_metrics == "on":
-            metrics.genai = open_genai_metrics(settings.otlp_endpoint, service=_OTEL_SERVICE, environ=os.environ)
-        if metrics.genai is not None:
-            ending.push_async_callback(asyncio.to_thread, metrics.genai.close)
         if settings.metrics:
             ending.callback(start_metrics_server(metrics.registry, *guarded_address(settings.metrics)))
         if not settings.coordinator:

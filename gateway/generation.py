@@ -17,12 +17,10 @@ from typing import Any, cast
 
 from gateway.deadlines import time_left_s
 from gateway.metrics import GatewayMetrics
-from gateway.operations import measured_operation
 from gateway.tracing import traceparent
 from gateway.upstream import Served
 from specdec.client import AsyncClient, AsyncStream, Chunk, Completion, GenerateOptions
 from specdec.contract.errors import InvalidRequest, NotFound, SessionLost, SpecdecError
-from specdec.observability.genai_metrics import Operation
 
 _SEEDS = 1 << 64
 #: Events that an output may be ahead of the others and of the connection.
@@ -155,16 +153,6 @@ class Outputs:
         return [finished[job.index] for job in self._jobs]
 
     async def _output(self, job: Job) -> AsyncGenerator[Event, None]:
-        with measured_operation(self._metrics.genai, self._operation(job)) as measured:
-            async with aclosing(self._generate(job)) as events:
-                async for event in events:
-                    measured.completion = event.completion
-                    yield event
-
-    def _operation(self, job: Job) -> Operation:
-        return Operation("chat" if "messages" in job.options else "text_completion", self._model)
-
-    async def _generate(self, job: Job) -> AsyncGenerator[Event, None]:
         """Yield the parts of one output: of the session to continue, or else of the job's own."""
         has_begun, continued = False, self._continued
         if continued is not None:

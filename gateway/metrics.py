@@ -12,7 +12,6 @@ from prometheus_client import Counter, Gauge, Histogram, generate_latest
 
 from gateway.usage import accepted_per_position, num_drafts_of
 from specdec.client import Completion
-from specdec.observability.genai_metrics import GenAiMetrics
 from specdec.observability.series import ServiceSeries
 
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -27,8 +26,6 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = ServiceSeries({}).registry
-        self.genai: GenAiMetrics | None = None
-        """Records the outputs once more, for a collector; None: they are not sent."""
         self._in_flight = Gauge(
             "specdec:http_requests_in_flight", "Requests that are being answered.", registry=self.registry
         )

@@ -16,7 +16,6 @@ from coordinator.round.outcome import RoundOutcome
 from specdec.contract.tenant import DEFAULT_TENANT
 from specdec.contract.types import FinishReason
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
-from specdec.observability.genai_metrics import Ended, Operation
 
 _LOGGED_COUNTS = (
     "num_cached_prompt_tokens", "num_rounds", "num_draft_tokens", "num_accepted_tokens", "num_target_only_steps",
@@ -38,7 +37,6 @@ class Account:
         note_interrupted: Callable[[str], None],
         began: float,
         *,
-        operation: Operation,
         slot: RunningSlot,
         tenant: str = DEFAULT_TENANT,
         trace: RequestTrace | None = None,
@@ -50,13 +48,11 @@ class Account:
             metrics: counts it.
             note_interrupted: takes the reason of the error that ends the request; it may be resumed.
             began: `time.perf_counter()` at admission; the rounds begin now.
-            operation: what the request asks for, in the terms of GenAI metrics.
             slot: learns how fast the request is served.
             tenant: tenant of the request.
             trace: gets the end of the request.
         """
         self.stats = stats
-        self._operation = operation
         self._slot = slot
         self._tenant = tenant
         self._trace = trace
@@ -145,14 +141,6 @@ class Account:
         self._metrics.tenants.observe_end(self._tenant, how, self._identity.output_start, num_output_tokens)
         if self._trace is not None:
             self._trace.end(how, reason, self.stats, num_output_tokens)
-        if self._metrics.genai is not None:
-            ended = Ended(
-                self.stats.e2el_s,
-                self.stats.ttft_s,
-                num_output_tokens=num_output_tokens,
-                error="" if how == "finished" else reason,
-            )
-            self._metrics.genai.observe_served(self._operation, ended)
 
     def _log_end(self, how: str, reason: str, num_output_tokens: int) -> None:
         """Log one line with ids, counts and times. Text and tokens are never logged."""

@@ -35,7 +35,6 @@ from coordinator.round.setting import RoundSetting
 from coordinator.round.target_calls import TargetCalls
 from coordinator.round.timeline import TimelineLog
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
-from specdec.observability.genai_metrics import Operation
 from specdec.state.store import SessionStore
 
 
@@ -89,15 +88,14 @@ class GenerationFactory:
         key = turn.lease.key
         self._interrupted.note_started(key, turn.identity.request_id)
         note_interrupted = partial(self._interrupted.note, key, turn.identity)
-        operation = self._operation(prepared)
-        trace = begin_request_trace(prepared, operation)
+        model = self._pools.model_info(turn.identity.parameters.target_fingerprint).model
+        trace = begin_request_trace(prepared, PurePath(model).name)
         account = Account(
             turn.identity,
             prepared.stats,
             self._metrics,
             note_interrupted,
             prepared.began,
-            operation=operation,
             slot=slot,
             tenant=turn.lease.tenant,
             trace=trace,
@@ -140,11 +138,6 @@ class GenerationFactory:
         await self._draft_sources.close()
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.close)
-
-    def _operation(self, prepared: PreparedTurn) -> Operation:
-        parameters = prepared.turn.identity.parameters
-        model = PurePath(self._pools.model_info(parameters.target_fingerprint).model).name
-        return Operation("chat" if parameters.is_chat else "text_completion", model)
 
     def _record(self, turn: Turn, setting: RoundSetting) -> TurnRecord | None:
         if self._recorder is None:

@@ -13,7 +13,6 @@ from coordinator.generation.turn import PreparedTurn
 from coordinator.requests import GenerationIdentity, RequestStats
 from coordinator.round.outcome import RoundOutcome
 from coordinator.round.timeline import CallTimeline, RoundTimeline
-from specdec.observability.genai_metrics import PROVIDER, Operation
 from specdec.observability.tracing import Attributes, Span, current_span
 
 #: `service.name` of the spans of each role.
@@ -88,25 +87,25 @@ class RequestTrace:
         return self._epoch_ns + round(at_s * 1e9)
 
 
-def begin_request_trace(prepared: PreparedTurn, operation: Operation) -> RequestTrace | None:
+def begin_request_trace(prepared: PreparedTurn, model: str) -> RequestTrace | None:
     """Begin the span of a generation that the current call starts; None where that call is not recorded."""
     call = current_span()
     if call is None or not call.is_recorded:
         return None
     # Both clocks tick alike; the admission's is that of `time.perf_counter`.
     start_ns = time.time_ns() - round((time.perf_counter() - prepared.began) * 1e9)
+    operation = "chat" if prepared.turn.identity.parameters.is_chat else "text_completion"
     attributes = {
-        "gen_ai.operation.name": operation.name,
-        "gen_ai.provider.name": PROVIDER,
-        "gen_ai.request.model": operation.model,
-        "gen_ai.response.model": operation.model,
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "specdec",
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
         "gen_ai.output.type": "text",
         "specdec.tenant.name": prepared.turn.lease.tenant,
         "specdec.resumed": prepared.replayed is not None,
         **_request_attributes(prepared.turn.identity),
     }
-    name = f"{operation.name} {operation.model}"
-    return RequestTrace(call.begin_child(name, start_ns=start_ns, attributes=attributes))
+    return RequestTrace(call.begin_child(f"{operation} {model}", start_ns=start_ns, attributes=attributes))
 
 
 def _request_attributes(identity: GenerationIdentity) -> Attributes:

@@ -47,7 +47,6 @@ _SERVICE_FLAGS = (
     _ServiceFlag("timeline", ("coordinator",)),
     _ServiceFlag("otlp_endpoint", ("coordinator", "gateway")),
     _ServiceFlag("trace_share", ("coordinator", "gateway")),
-    _ServiceFlag("otlp_metrics", ("coordinator", "gateway")),
     _ServiceFlag("api_keys", ("coordinator", "gateway")),
     _ServiceFlag("jwt_jwks", ("coordinator", "gateway")),
     _ServiceFlag("jwt_issuer", ("coordinator", "gateway")),

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client import Counter
 from prometheus_client.core import Metric
 
-from specdec.observability.genai_metrics import GenAiMetrics
 from specdec.observability.round_metrics import RoundMetrics
 from specdec.observability.series import LATENCY_S, NUM_TOKENS, PREFIX, REQUEST_LATENCY_S, ServiceSeries
 from specdec.observability.tenant_metrics import TenantMetrics
@@ -47,8 +46,6 @@ class CoordinatorMetrics:
         self._labels = {"model_name": model_name}
         self._series = series = ServiceSeries(self._labels)
         self.registry = series.registry
-        self.genai: GenAiMetrics | None = None
-        """Records the ends of requests once more, for a collector; None: they are not sent."""
         self._list_replicas: Callable[[], Iterable[ReplicaPlace]] = tuple
         self._count_faults: Callable[[], Mapping[tuple[str, str], int]] = dict
         self._known_places = {("draft", ""), ("target", "")}

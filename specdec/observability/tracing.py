@@ -7,7 +7,7 @@
         span.child("round", start_ns=..., end_ns=...)
 
 OpenTelemetry is imported by `open_tracing` alone, so a process without traces does not load it. Ended spans wait in a
-bounded queue; what does not fit, and what the collector does not take, is counted and lost. No request waits for it.
+bounded queue; what does not fit, and what the collector does not accept, is lost with a warning. No request waits.
 """
 
 from __future__ import annotations
@@ -19,12 +19,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal
 
-from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.registry import Collector
-
-from specdec.contract.errors import SpecdecError
+from specdec.contract.errors import SpecdecError, Unsupported
 from specdec.observability.logging import bind, bound_request_id
-from specdec.observability.otlp import missing_package, of_service, otlp_endpoint, process_resource
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -37,8 +33,11 @@ TRACESTATE = "tracestate"
 #: Name of OpenTelemetry's conventions.
 _REQUEST_ID_ATTRIBUTE = "http.request.header.x-request-id"
 
+#: Channel arguments of the exporter: a collector is reached directly, also if http_proxy is set in the environment.
+_NO_PROXY: tuple[Any] = (("grpc.enable_http_proxy", 0),)
+
 #: Limit on spans that wait for the exporter, about 30 MB.
-MAX_WAITING_SPANS = 8192
+_MAX_WAITING_SPANS = 8192
 
 #: Spans of one export. Encoding them holds the interpreter for a few milliseconds, which the event loop waits for.
 _BATCH_SPANS = 128
@@ -91,16 +90,17 @@ def open_tracing(endpoint: str, share: float, *, service: str, environ: Mapping[
     Raises:
         Unsupported: the endpoint is given and the packages of the extra `otel` are not installed.
     """
-    chosen = otlp_endpoint(endpoint, "TRACES", environ)
-    if not chosen:
+    names = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    chosen = endpoint or next((environ[name] for name in names if environ.get(name)), "")
+    if not chosen or environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
     try:
         tracing = Tracing(chosen, share, service)
     except ModuleNotFoundError as error:
-        missing = missing_package(error, "otlp_endpoint")
+        missing = f'package {error.name} is not installed: run pip install "specdec[otel]"'
         if endpoint:
-            raise missing from error
-        _log.warning("traces are off, although OTEL_EXPORTER_OTLP_ENDPOINT is set: %s", missing.message)
+            raise Unsupported(f"otlp_endpoint: {missing}", field="otlp_endpoint") from error
+        _log.warning("traces are off, although OTEL_EXPORTER_OTLP_ENDPOINT is set: %s", missing)
         return None
     _log.info("recording traces", extra={"otlp_endpoint": chosen, "trace_share": share})
     return tracing
@@ -109,23 +109,30 @@ def open_tracing(endpoint: str, share: float, *, service: str, environ: Mapping[
 class Tracing:
     """The traces of one process. Spans may begin and end on any thread."""
 
-    def __init__(self, endpoint: str, share: float, service: str, *, max_waiting: int = MAX_WAITING_SPANS) -> None:
+    def __init__(self, endpoint: str, share: float, service: str) -> None:
         """Start the export thread; arguments are as in `open_tracing`.
 
         Raises ModuleNotFoundError where the packages are not installed.
         """
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        from specdec.observability.span_queue import SpanQueue
-
         self._service = service
-        self._resource = process_resource()
+        self._resource = Resource.create()  # takes too long for an event loop that serves
         self._kinds = {"internal": SpanKind.INTERNAL, "server": SpanKind.SERVER}
         self._extract = TraceContextTextMapPropagator().extract
         self._sampler = ParentBased(TraceIdRatioBased(share))
-        self._queue = SpanQueue(endpoint, max_waiting=max_waiting, batch=_BATCH_SPANS, interval_ms=_EXPORT_INTERVAL_MS)
+        self._exporter = OTLPSpanExporter(endpoint=endpoint, channel_options=_NO_PROXY)
+        self._queue = BatchSpanProcessor(
+            self._exporter,
+            max_queue_size=_MAX_WAITING_SPANS,
+            schedule_delay_millis=_EXPORT_INTERVAL_MS,
+            max_export_batch_size=_BATCH_SPANS,
+        )
         self._tracers: dict[str, Any] = {}
         self._lock = threading.Lock()
 
@@ -164,26 +171,26 @@ class Tracing:
         )
         return Span(self, span)
 
-    @property
-    def span_counts(self) -> dict[str, int]:
-        """Return the number of spans that were exported, that the collector did not take, and that were dropped."""
-        return self._queue.counts
-
     def flush(self) -> None:
         """Send the spans that wait, and return when the collector has answered. Blocks."""
         self._queue.force_flush()
 
     def close(self) -> None:
         """Send the last spans for a short time, then give up on them. Blocks; idempotent."""
-        self._queue.close(_FLUSH_S)
+        ending = threading.Thread(target=self._queue.shutdown, name="last spans", daemon=True)
+        ending.start()
+        ending.join(_FLUSH_S)
+        self._exporter.shutdown()  # breaks off a call to a collector that does not answer
+        ending.join()
 
     def _tracer(self, service: str) -> Any:
         """Return the tracer of a service; spans of all services leave through one queue."""
+        from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
 
         with self._lock:
             if service not in self._tracers:
-                resource = of_service(self._resource, service)
+                resource = self._resource.merge(Resource({"service.name": service}))
                 provider = TracerProvider(sampler=self._sampler, resource=resource, shutdown_on_exit=False)
                 provider.add_span_processor(self._queue)
                 self._tracers[service] = provider.get_tracer("specdec")
@@ -276,21 +283,3 @@ class Span:
         finally:
             _current.reset(token)
             self.end()
-
-
-class SpanCollector(Collector):
-    """Collects the number of spans by outcome."""
-
-    def __init__(self, tracing: Tracing) -> None:
-        self._tracing = tracing
-
-    def collect(self) -> list[Metric]:
-        family = CounterMetricFamily(
-            "specdec:trace_spans", "Spans exported, not taken by the collector, or dropped.", labels=["outcome"]
-        )
-        for outcome, number in self._tracing.span_counts.items():
-            family.add_metric([outcome], number)
-        return [family]
-
-    def describe(self) -> list[Metric]:
-        return []

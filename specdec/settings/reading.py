@@ -48,6 +48,7 @@ _RENAMED = {"lane": "unix_socket"}
 
 #: Settings that were removed, with what replaces them. For one release they are refused with that.
 _REMOVED = {
+    "otlp_metrics": "scrape --metrics; a collector reads it with its Prometheus receiver",
     "worker_contract": "the router smg is not served any more; the gateway serves the HTTP interfaces of OpenAI",
 }
 #: Settings whose value is a constant of the code now. For one release they are ignored with a warning.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -31,7 +31,3 @@ class TracingSettings(BaseModel):
     trace_share: float = Field(default=1.0, ge=0.0, le=1.0)
     """Share of requests whose trace is recorded, 0 to 1. A request that comes with a trace context (`traceparent`) is
     recorded if its caller records it."""
-
-    otlp_metrics: Literal["on", "off"] = "off"
-    """on: send metrics under OpenTelemetry's names for generative AI to the same collector. Prometheus needs none of
-    them: /metrics has the same values and more."""

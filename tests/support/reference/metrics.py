@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -12,14 +12,12 @@ from specdec.core.restore_rule import RestoreRule
 from specdec.observability.audit import AuditMetrics
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.observability.engine_metrics import EngineMetrics
-from specdec.observability.tracing import SpanCollector
 from specdec.state.kv_tally import KvTally
 from tests.support.reference.markdown import code, document, item, items, paragraph
 
 _INTRODUCTION = """`--metrics HOST:PORT` serves Prometheus text at `/metrics`. A series has the name that vLLM gives to
 the same measurement where there is one, with the prefix `specdec:`. Counters end in `_total`; a histogram has
 `_bucket`, `_sum` and `_count`. The [monitoring guide](../how-to/monitor.md) says which series are worth a graph."""
-_TRACES_TEXT = "A coordinator or gateway that records [traces](../how-to/trace.md) has this series, too."
 _GATEWAY_TEXT = """The gateway serves its series at `/metrics` of its own address, too. The counters of speculation have
 vLLM's own names, so that tools made for vLLM read them. No series has a `model_name`."""
 _TIER_TEXT = "A replica with `--kv-tier-url` has these series, too."
@@ -33,12 +31,6 @@ class _Tier:
     rule: RestoreRule
 
 
-class _NoSpans:
-    """Traces that have recorded nothing."""
-
-    span_counts: ClassVar[dict[str, int]] = {}
-
-
 def page() -> str:
     """Return the page as it should be."""
     registry = CoordinatorMetrics("model").registry
@@ -47,14 +39,11 @@ def page() -> str:
     replica = EngineMetrics("model", role="target")
     tier = EngineMetrics("model", role="target")
     tier.watch_kv_tier(_Tier(KvTally(), _rule()))
-    traces = CollectorRegistry()
-    traces.register(SpanCollector(_NoSpans()))
     return document(
         "Metrics",
         paragraph(_INTRODUCTION),
         "## Every service", items([line for line in coordinator if _is_common(line)]),
         "## Coordinator", items([line for line in coordinator if not _is_common(line)]),
-        "## Traces", paragraph(_TRACES_TEXT), items(series(traces)),
         "## Gateway", paragraph(_GATEWAY_TEXT),
         items([line for line in series(GatewayMetrics().registry) if not _is_common(line)]),
         "## Draft and target replicas", items([line for line in series(replica.registry) if not _is_common(line)]),

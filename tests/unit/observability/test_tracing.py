@@ -112,15 +112,10 @@ class _BlockedCollector(TraceCollector):
         return super().Export(request, context)
 
 
-def test_spans_that_do_not_fit_are_dropped_and_counted() -> None:
+def test_a_process_ends_although_its_collector_does_not_answer() -> None:
     with _BlockedCollector() as collector:
-        tracing = Tracing(collector.endpoint, 1.0, "a", max_waiting=200)
-        for _ in range(1000):
-            tracing.begin("work", {}).end()
-        collector.released.set()
-        tracing.flush()
-        counts = tracing.span_counts
+        tracing = Tracing(collector.endpoint, 1.0, "a")
+        tracing.begin("work", {}).end()
         tracing.close()
-    assert sum(counts.values()) == 1000
-    assert counts["dropped"] >= 1000 - 200 - 128  # 128 more may be under way
-    assert counts["exported"] == len(collector.spans) == 1000 - counts["dropped"]
+        assert not collector.spans
+        collector.released.set()
