@@ -3,6 +3,7 @@ and a damaged session can be deleted and begun anew."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -13,13 +14,15 @@ import pytest
 from specdec.rpc.status import from_rpc_error
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import session_keys
+from specdec.state.session_fields import RUNNING
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, eventually, read_rest, read_until, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, read_rest, read_until, request
 from tests.support.redis_fixture import redis_server, redis_url
 
 __all__ = ["redis_server", "redis_url"]
 
-META, TOKENS, LEASE, DELETED = session_keys("default", "s", "default")
+#: Sessions that are injured at once.
+NUM_AT_ONCE = 16
 #: Long enough for a starved machine to renew its leases, short enough to wait for one that an injury keeps.
 LEASE_TTL_S = 5.0
 
@@ -62,28 +65,29 @@ STATS = {"num_rounds": ("x", -1, 2**40, None), "ttft_s": ("x", -1.0, float("nan"
 Injury = Callable[[RedisConnection], Awaitable[Any]]
 
 
-def injuries() -> dict[str, Injury]:
-    """Return every injury by its name."""
+def injuries(session_id: str) -> dict[str, Injury]:
+    """Return every injury of a session by its name."""
+    meta, tokens, lease, deleted = session_keys("default", session_id)
     found: dict[str, Injury] = {}
-    for key, name in ((META, "meta"), (TOKENS, "tokens"), (LEASE, "lease"), (DELETED, "deleted")):
+    for key, name in ((meta, "meta"), (tokens, "tokens"), (lease, "lease"), (deleted, "deleted")):
         for kind, write in (("string", "SET"), ("list", "RPUSH"), ("set", "SADD"), ("hash", "HSET")):
             found[f"{name} is a {kind}"] = replaced(key, write)
     for field, values in FIELDS.items():
-        found[f"no {field}"] = command("HDEL", META, field)
+        found[f"no {field}"] = command("HDEL", meta, field)
         for value in values:
-            found[f"{field} is {value[:20]!r}"] = command("HSET", META, field, value)
+            found[f"{field} is {value[:20]!r}"] = command("HSET", meta, field, value)
     for path, new_values in PARAMETERS.items():
         for new in new_values:
-            found[f"{'.'.join(path)} is {new!r}"] = in_json("parameters_json", path, new)
+            found[f"{'.'.join(path)} is {new!r}"] = in_json(meta, "parameters_json", path, new)
     for name, new_values in STATS.items():
         for new in new_values:
-            found[f"stats.{name} is {new!r}"] = in_json("stats_json", (name,), new)
+            found[f"stats.{name} is {new!r}"] = in_json(meta, "stats_json", (name,), new)
     for name, value in (("empty", b""), ("odd", b"x"), ("cut", b"abcd" * 3), ("unknown ids", b"\xff" * 400)):
-        found[f"tokens are {name}"] = command("SET", TOKENS, value)
-    found["one token is another"] = command("SETRANGE", TOKENS, 4, b"\x07\0\0\0")
-    found["one token is unknown"] = command("SETRANGE", TOKENS, 20, b"\xff\xff\xff\xff")
-    found["deleted is no number"] = command("SET", DELETED, b"x")
-    found["deleted is infinite"] = command("SET", DELETED, b"inf")
+        found[f"tokens are {name}"] = command("SET", tokens, value)
+    found["one token is another"] = command("SETRANGE", tokens, 4, b"\x07\0\0\0")
+    found["one token is unknown"] = command("SETRANGE", tokens, 20, b"\xff\xff\xff\xff")
+    found["deleted is no number"] = command("SET", deleted, b"x")
+    found["deleted is infinite"] = command("SET", deleted, b"inf")
     return found
 
 
@@ -99,14 +103,14 @@ def replaced(key: str, name: str) -> Injury:
     return injure
 
 
-def in_json(field: str, path: tuple[str, ...], value: Any) -> Injury:
+def in_json(key: str, field: str, path: tuple[str, ...], value: Any) -> Injury:
     async def injure(raw: RedisConnection) -> None:
-        record = json.loads(await raw.run_command("HGET", META, field))
+        record = json.loads(await raw.run_command("HGET", key, field))
         place = record
         for name in path[:-1]:
             place = place[name]
         place[path[-1]] = value
-        await raw.run_command("HSET", META, field, json.dumps(record))
+        await raw.run_command("HSET", key, field, json.dumps(record))
 
     return injure
 
@@ -115,7 +119,6 @@ def in_json(field: str, path: tuple[str, ...], value: Any) -> Injury:
 async def raw(redis_url: str) -> AsyncIterator[RedisConnection]:
     connection = RedisConnection(redis_url)
     yield connection
-    await connection.run_command("DEL", META, TOKENS, LEASE, DELETED)
     await connection.close()
 
 
@@ -131,16 +134,19 @@ async def outcome(call: Awaitable[Any]) -> str:
     return ""
 
 
-async def begun(coordinator: Coordinator, *, is_unfinished: bool) -> None:
-    """Begin the session anew: with a turn that has ended, or with one whose client left."""
-    await coordinator.stub.DeleteSession(pb.DeleteSessionRequest(session_id="s"))
+async def begun(coordinator: Coordinator, raw: RedisConnection, session_id: str, *, is_unfinished: bool) -> None:
+    """Begin a session: with a turn that has ended, or with one whose client left."""
     if not is_unfinished:
-        await coordinator.generate(request(session_id="s", request_id="r", max_new_tokens=12))
+        await coordinator.generate(request(session_id=session_id, request_id="r", max_new_tokens=12))
         return
-    stream = coordinator.stub.Generate(request(session_id="s", request_id="r", max_new_tokens=400))
-    await read_until(stream, 8)
-    stream.cancel()
-    await eventually(lambda: not coordinator.generations.num_running)
+    meta, _, lease, _ = session_keys("default", session_id)
+    while await raw.run_command("HGET", meta, "finish_reason") != b"%d" % RUNNING:
+        await coordinator.stub.DeleteSession(pb.DeleteSessionRequest(session_id=session_id))
+        stream = coordinator.stub.Generate(request(session_id=session_id, request_id="r", max_new_tokens=48))
+        await read_until(stream, 8)
+        stream.cancel()
+        while await raw.run_command("EXISTS", lease):  # noqa: ASYNC110  nobody tells when it is gone
+            await asyncio.sleep(0.01)
 
 
 #: SESSION_LOST says what is wrong. The others are right where the injury makes the session look so: gone, held by
@@ -154,53 +160,68 @@ async def test_no_injury_of_a_session_is_an_internal_error_or_reaches_another_on
 ) -> None:
     wrong: dict[str, list[str]] = {}
     num_lost = 0
+    gate = asyncio.Semaphore(NUM_AT_ONCE)
     async with Rig(store_url=redis_url) as rig:
         writer = await rig.coordinator(lease_ttl_s=LEASE_TTL_S)
         reader = await rig.coordinator(lease_ttl_s=LEASE_TTL_S)  # knows nothing of the session but what the store has
-        for name, injure in injuries().items():
-            await raw.run_command("DEL", META, TOKENS, LEASE, DELETED)
-            await begun(writer, is_unfinished=is_unfinished)
-            await injure(raw)
-            calls = [
-                reader.stub.GetSession(pb.GetSessionRequest(session_id="s", include_token_ids=True)),
-                reader.generate(request(None, session_id="s", resume_from=2, mode=pb.SPECULATION_MODE_UNSPECIFIED)),
-                reader.generate(request(session_id="s", max_new_tokens=4)),
-            ]
-            reasons = [await outcome(call) for call in calls]
-            num_lost += "SESSION_LOST" in reasons
-            reasons.append(await outcome(reader.stub.DeleteSession(pb.DeleteSessionRequest(session_id="s"))))
-            if not set(reasons[:3]) <= ALLOWED or reasons[3]:
-                wrong[name] = reasons
+
+        async def suffer(session_id: str, name: str) -> None:
+            nonlocal num_lost
+            async with gate:
+                await begun(writer, raw, session_id, is_unfinished=is_unfinished)
+                await injuries(session_id)[name](raw)
+                calls = [
+                    reader.stub.GetSession(pb.GetSessionRequest(session_id=session_id, include_token_ids=True)),
+                    reader.generate(
+                        request(None, session_id=session_id, resume_from=2, mode=pb.SPECULATION_MODE_UNSPECIFIED)
+                    ),
+                    reader.generate(request(session_id=session_id, max_new_tokens=4)),
+                ]
+                reasons = [await outcome(call) for call in calls]
+                num_lost += "SESSION_LOST" in reasons
+                reasons.append(await outcome(reader.stub.DeleteSession(pb.DeleteSessionRequest(session_id=session_id))))
+                await raw.run_command("DEL", *session_keys("default", session_id))
+                if not set(reasons[:3]) <= ALLOWED or reasons[3]:
+                    wrong[name] = reasons
+
+        await asyncio.gather(*(suffer(f"s{number}", name) for number, name in enumerate(injuries("s"))))
         assert wrong == {}
         assert num_lost > 100
-        again = await reader.generate(request(session_id="s"))
+        again = await reader.generate(request(session_id="s0"))
         other = await writer.generate(request(session_id="other", max_new_tokens=8))
         assert again.token_ids == rig.target.worker.greedy_continuation(PROMPT, 24)
         assert len(other.token_ids) == 8
-        await writer.stub.DeleteSession(pb.DeleteSessionRequest(session_id="other"))
+        for session_id in ("s0", "other"):
+            await writer.stub.DeleteSession(pb.DeleteSessionRequest(session_id=session_id))
     assert not [record.getMessage() for record in caplog.records if record.exc_info]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["meta is a string", "tokens is a list", "lease is a hash", "deleted is a set", "epoch is b'x'", "round is b'x'",
-     "length is b'x'", "no length", "no begun", "tokens are empty", "deleted is no number"],
-)  # fmt: skip
 async def test_an_injury_under_a_running_stream_ends_it_with_its_reason_or_is_mended(
-    redis_url: str, raw: RedisConnection, name: str, caplog: pytest.LogCaptureFixture
+    redis_url: str, raw: RedisConnection, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The streams of all injured sessions and of a healthy one run at once."""
+    names = ["meta is a string", "tokens is a list", "lease is a hash", "deleted is a set", "epoch is b'x'",
+             "round is b'x'", "length is b'x'", "no length", "no begun", "tokens are empty",
+             "deleted is no number"]  # fmt: skip
+    session_ids = [f"s{number}" for number in range(len(names))]
     async with Rig(store_url=redis_url) as rig:
         coordinator = await rig.coordinator(lease_ttl_s=LEASE_TTL_S)
-        stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=300, gamma=0))
-        other = coordinator.stub.Generate(request(session_id="other", max_new_tokens=300, gamma=0))
-        output, beside = await read_until(stream, 5), await read_until(other, 5)
-        await injuries()[name](raw)
-        reason = await outcome(read_rest(stream, output))
-        assert reason in ("", "SESSION_LOST", "LEASE_LOST", "SESSION_NOT_FOUND")
+        streams = [
+            coordinator.stub.Generate(request(session_id=session_id, max_new_tokens=300, gamma=0))
+            for session_id in [*session_ids, "other"]
+        ]
+        *outputs, beside = await asyncio.gather(*(read_until(stream, 5) for stream in streams))
+        await asyncio.gather(*(injuries(session_ids[at])[name](raw) for at, name in enumerate(names)))
+        *reasons, of_other = await asyncio.gather(
+            *(outcome(read_rest(stream, output)) for stream, output in zip(streams, [*outputs, beside], strict=True))
+        )
+        assert set(reasons) <= {"", "SESSION_LOST", "LEASE_LOST", "SESSION_NOT_FOUND"}
+        assert "SESSION_LOST" in reasons  # some were still running when they were injured
         greedy = rig.target.worker.greedy_continuation(PROMPT, 300)
-        assert output.token_ids == greedy[: len(output.token_ids)]
-        await read_rest(other, beside)
-        assert beside.token_ids == greedy
-        for session_id in ("s", "other"):
+        for output in outputs:
+            assert output.token_ids == greedy[: len(output.token_ids)]
+        assert (of_other, beside.token_ids) == ("", greedy)
+        for session_id in [*session_ids, "other"]:
             await coordinator.stub.DeleteSession(pb.DeleteSessionRequest(session_id=session_id))
+            await raw.run_command("DEL", *session_keys("default", session_id))
     assert not [record.getMessage() for record in caplog.records if record.exc_info]
