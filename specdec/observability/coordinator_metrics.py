@@ -130,7 +130,7 @@ class CoordinatorMetrics:
 
     def set_capacity(self, num_requests: int) -> None:
         """Set the largest number of requests at once."""
-        self._capacity.value = num_requests
+        self._capacity.set(num_requests)
 
     def watch_queue(self, read: Callable[[], QueueState]) -> None:
         """Read the state of the queue at every scrape, in its thread."""

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+from prometheus_client import Counter, Histogram
+
 from specdec.observability.series import GAMMA, LATENCY_S, ServiceSeries
-from specdec.observability.tallies import Buckets, Count
 
 #: Causes of rounds without a draft token whose series exist from the start.
 _CAUSES = ("late", "no_replica", "off", "paused", "REPLICA_UNAVAILABLE")
@@ -121,14 +122,14 @@ class _PoolFamilies:
 class PoolSeries:
     """The series of one draft pool, kept so that they are looked up once."""
 
-    drafts: Count
-    draft_tokens: Count
-    accepted: Count
-    accepted_at: Callable[[int], Count]
-    gamma: Buckets
-    draft_s: Buckets
-    late: Count
-    target_only: Callable[[str], Count]
+    drafts: Counter
+    draft_tokens: Counter
+    accepted: Counter
+    accepted_at: Callable[[int], Counter]
+    gamma: Histogram
+    draft_s: Histogram
+    late: Counter
+    target_only: Callable[[str], Counter]
 
     def note_acceptance(self, num_draft_tokens: int, num_accepted: int) -> None:
         self.drafts.inc()

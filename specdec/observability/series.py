@@ -10,12 +10,18 @@ import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from specdec.contract.version import __version__
-from specdec.observability.tallies import Buckets, Count, CounterTally, GaugeTally, HistogramTally
 
 PREFIX = "specdec:"
 
@@ -36,39 +42,42 @@ class ServiceSeries:
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         """`labels`: constant labels by name. `build_info` and the `process_*` series are made here."""
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._labels = dict(labels)
         ProcessCollector(registry=self.registry)
         build = {"version": __version__, "python_version": platform.python_version()}
         self.read(lambda: [self.gauge_family("build_info", "Version of this service; always 1.", [(build, 1)])])
 
-    def counter(self, name: str, text: str) -> Count:
-        """Return a counter without further labels, for one thread."""
-        return CounterTally(self.registry, PREFIX + name, text, tuple(self._labels)).labels(*self._labels.values())
+    def counter(self, name: str, text: str) -> Counter:
+        """Return a counter without further labels."""
+        return self.counters(name, text)()
 
-    def gauge(self, name: str, text: str) -> Count:
-        """Return a gauge without further labels, for one thread."""
-        return GaugeTally(self.registry, PREFIX + name, text, tuple(self._labels)).labels(*self._labels.values())
+    def gauge(self, name: str, text: str) -> Gauge:
+        """Return a gauge without further labels."""
+        return Gauge(PREFIX + name, text, tuple(self._labels), registry=self.registry).labels(*self._labels.values())
 
-    def counters(self, name: str, text: str, *label_names: str, start: Iterable[str] = ()) -> Callable[..., Count]:
-        """Return a function from the values of further labels to the counter of these values, for one thread.
+    def counters(self, name: str, text: str, *label_names: str, start: Iterable[str] = ()) -> Callable[..., Counter]:
+        """Return a function from the values of further labels to the counter of these values.
 
         `start`: values of the only further label whose series exist at 0 from the start.
         """
-        tally = CounterTally(self.registry, PREFIX + name, text, (*self._labels, *label_names))
-        series_of = cache(lambda *values: tally.labels(*self._labels.values(), *values))
+        counter = Counter(PREFIX + name, text, (*self._labels, *label_names), registry=self.registry)
+        series_of = cache(lambda *values: counter.labels(*self._labels.values(), *values))
         for value in start:
             series_of(value)
         return series_of
 
-    def histogram(self, name: str, text: str, bounds: Sequence[float]) -> Buckets:
-        """Return a histogram without further labels, for one thread."""
+    def histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
+        """Return a histogram without further labels."""
         return self.histograms(name, text, bounds)()
 
-    def histograms(self, name: str, text: str, bounds: Sequence[float], *label_names: str) -> Callable[..., Buckets]:
-        """Return a function from the values of further labels to the histogram of these values, for one thread."""
-        tally = HistogramTally(self.registry, PREFIX + name, text, (*self._labels, *label_names), bounds)
-        return cache(lambda *values: tally.labels(*self._labels.values(), *values))
+    def histograms(self, name: str, text: str, bounds: Sequence[float], *label_names: str) -> Callable[..., Histogram]:
+        """Return a function from the values of further labels to the histogram of these values."""
+        histogram = Histogram(
+            PREFIX + name, text, (*self._labels, *label_names), registry=self.registry, buckets=bounds
+        )
+        return cache(lambda *values: histogram.labels(*self._labels.values(), *values))
 
     def read(self, families: Callable[[], Iterable[Metric]]) -> None:
         """Call `families` at every scrape, in the thread of the scrape."""
