@@ -17,10 +17,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 
-from tests.support.browser import CHROMIUM, NO_CHROMIUM, STEP_TIMEOUT_MS, chromium, opened, screenshot
+from tests.support.browser import CHROMIUM, NO_CHROMIUM, STEP_TIMEOUT_MS, chromium, opened, screenshot, tab_of
 from tests.support.gateway_system import System
+from tests.support.held_answers import relay_of_beginnings
 from tests.support.playground_page import PROMPT, fill, generate, numbers, output, serious, sources
 from tests.support.up_rig import ENVIRON
 
@@ -39,15 +40,22 @@ def url(demo: System) -> str:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
+def tab() -> Iterator[Page]:
+    with chromium() as browser, tab_of(browser) as tab:
+        yield tab
 
 
 @pytest.fixture
-def page(browser: Browser, url: str) -> Iterator[Page]:
-    with opened(browser, url) as page:
+def page(tab: Page, url: str) -> Iterator[Page]:
+    with opened(tab, url) as page:
         yield page
+
+
+@pytest.fixture(scope="module")
+def held_url(demo: System) -> Iterator[str]:
+    """The page behind a relay that passes the beginning of an answer, so no text ends before the page leaves it."""
+    with relay_of_beginnings(demo.http) as address:
+        yield f"http://{address}/"
 
 
 @functools.cache
@@ -134,17 +142,18 @@ def test_a_comparison_runs_both_streams_at_once_and_finds_the_same_greedy_text(p
     expect(page.locator("#other-rate")).to_contain_text("tokens/s")
 
 
-def test_a_stream_goes_on_after_the_page_was_reloaded(page: Page, url: str) -> None:
+def test_a_stream_goes_on_after_the_page_was_reloaded(tab: Page, url: str, held_url: str) -> None:
     resumed_after: list[str] = []
-    page.on("request", lambda request: resumed_after.append(request.headers.get("last-event-id", "")))
-    fill(page, max_tokens="1200")
-    page.locator("#generate").click()
-    expect(page.locator("#main-output .token").nth(8)).to_be_attached()
-    page.reload()
-    expect(page.locator("#status")).to_contain_text("Finished")
-    assert output(page) == complete(url, 1200)
-    (index,) = [int(event_id.split(":")[1]) for event_id in resumed_after if event_id]
-    assert 8 <= index < 1200, "the reload came in the middle of the stream"
+    with opened(tab, held_url) as page:
+        page.on("request", lambda request: resumed_after.append(request.headers.get("last-event-id", "")))
+        fill(page, max_tokens="600")
+        page.locator("#generate").click()
+        expect(page.locator("#main-output .token").nth(8)).to_be_attached()
+        page.reload()
+        expect(page.locator("#status")).to_contain_text("Finished")
+        assert output(page) == complete(url, 600)
+        (index,) = [int(event_id.split(":")[1]) for event_id in resumed_after if event_id]
+        assert 8 <= index < 600, "the reload came in the middle of the stream"
 
 
 @pytest.mark.parametrize("event_id", ["another:3", "s-of-this-test:x", "s-of-this-test:-1"])
@@ -155,15 +164,16 @@ def test_an_event_id_that_is_none_of_the_session_is_refused(url: str, event_id: 
     assert json.load(refused.value)["error"]["param"] == "Last-Event-ID"
 
 
-def test_a_stopped_stream_is_continued_on_demand(page: Page, url: str) -> None:
-    fill(page, max_tokens="1200")
-    page.locator("#generate").click()
-    expect(page.locator("#main-output .token").nth(8)).to_be_attached()
-    page.locator("#stop").click()
-    expect(page.locator("#status")).to_contain_text("Stopped after")
-    page.locator("#resume").click()
-    expect(page.locator("#status")).to_contain_text("Finished")
-    assert output(page) == complete(url, 1200)
+def test_a_stopped_stream_is_continued_on_demand(tab: Page, url: str, held_url: str) -> None:
+    with opened(tab, held_url) as page:
+        fill(page, max_tokens="600")
+        page.locator("#generate").click()
+        expect(page.locator("#main-output .token").nth(8)).to_be_attached()
+        page.locator("#stop").click()
+        expect(page.locator("#status")).to_contain_text("Stopped after")
+        page.locator("#resume").click()
+        expect(page.locator("#status")).to_contain_text("Finished")
+        assert output(page) == complete(url, 600)
 
 
 def test_a_conversation_continues_and_its_session_can_be_opened_and_deleted(page: Page, url: str) -> None:
@@ -238,10 +248,8 @@ def test_a_message_that_fails_comes_back_to_the_box_and_leaves_the_conversation(
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", PHONE_WIDTH)])
-def test_an_answer_is_shown_as_its_markdown_or_as_its_tokens(
-    browser: Browser, url: str, scheme: str, width: int
-) -> None:
-    with opened(browser, url, scheme=scheme, width=width) as page:
+def test_an_answer_is_shown_as_its_markdown_or_as_its_tokens(tab: Page, url: str, scheme: str, width: int) -> None:
+    with opened(tab, url, scheme=scheme, width=width) as page:
         page.get_by_label("Chat").check()
         for number, message in enumerate(("Write a function that reads the lines of a file.", "Now its tests."), 1):
             fill(page, message, max_tokens="40")
@@ -297,7 +305,7 @@ def test_an_error_is_told_in_words_and_the_next_request_works(page: Page) -> Non
     expect(page.get_by_role("alert")).to_be_hidden()
 
 
-def test_a_gateway_with_keys_is_used_after_the_key_was_given(browser: Browser, demo: System) -> None:
+def test_a_gateway_with_keys_is_used_after_the_key_was_given(tab: Page, demo: System) -> None:
     command = [sys.executable, "-m", "gateway", "--listen", "127.0.0.1:0", "--coordinator", demo.grpc]
     gateway = subprocess.Popen(
         [*command, "--api-key", API_KEY, "--log-format", "json"], stderr=subprocess.PIPE, text=True, env=ENVIRON
@@ -305,7 +313,7 @@ def test_a_gateway_with_keys_is_used_after_the_key_was_given(browser: Browser, d
     try:
         assert gateway.stderr is not None
         address = next(found[1] for line in gateway.stderr if (found := re.search(r'"advertised": "([\d.:]+)"', line)))
-        with opened(browser, f"http://{address}/") as page:
+        with opened(tab, f"http://{address}/") as page:
             expect(page.get_by_role("alert")).to_contain_text("key")
             page.get_by_label("API key", exact=True).fill("wrong")
             page.get_by_role("button", name="Use this key").click()
@@ -350,8 +358,8 @@ def printed_by_python(program: str) -> str:
     ).stdout
 
 
-def test_a_phone_shows_the_page_without_scrolling_sideways(browser: Browser, url: str) -> None:
-    with opened(browser, url, width=PHONE_WIDTH, height=740) as page:
+def test_a_phone_shows_the_page_without_scrolling_sideways(tab: Page, url: str) -> None:
+    with opened(tab, url, width=PHONE_WIDTH, height=740) as page:
         fill(page)
         page.locator("[name=compare]").check()
         page.locator("#code > summary").click()
@@ -365,8 +373,8 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(browser: Browser, url
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_serious(browser: Browser, url: str, scheme: str) -> None:
-    with opened(browser, url, scheme=scheme) as page:
+def test_axe_finds_nothing_serious(tab: Page, url: str, scheme: str) -> None:
+    with opened(tab, url, scheme=scheme) as page:
         fill(page, max_tokens="64")
         page.locator("[name=compare]").check()
         page.locator("#generate").click()
@@ -379,8 +387,8 @@ def test_axe_finds_nothing_serious(browser: Browser, url: str, scheme: str) -> N
         assert serious(page) == []
 
 
-def test_the_chosen_theme_overrides_the_system_and_is_remembered(browser: Browser, url: str) -> None:
-    with opened(browser, url, scheme="light") as page:
+def test_the_chosen_theme_overrides_the_system_and_is_remembered(tab: Page, url: str) -> None:
+    with opened(tab, url, scheme="light") as page:
         ground = "getComputedStyle(document.body).backgroundColor"
         before = page.evaluate(ground)
         page.get_by_label("Theme").select_option("dark")
