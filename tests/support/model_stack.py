@@ -172,6 +172,8 @@ class ModelStack:
         self._ending.push_async_callback(server.stop, 0.0)
         self._ending.push_async_callback(generations.drain, 0.0)
         await pools.poll()
+        while any(state == "down" for _role, _pool, state in pools.places()):
+            await pools.poll()  # on a busy machine a connection may time out before its server answers
         return server.address
 
 
