@@ -256,13 +256,16 @@ async def test_a_rule_that_accepts_too_much_moves_z_or_is_impossible(monkeypatch
 
 @pytest.mark.parametrize("mode", ["rejection", "block"])
 async def test_a_draft_that_chooses_q_by_the_draws_that_follow_moves_z(mode: str) -> None:
-    """It knows the round's key, and reports a point mass on an unlikely token whenever that will be accepted."""
+    """It knows the round's key, and reports a point mass on its second choice whenever that will be accepted.
+
+    With 6 seeds z is 11.7 to 13.7, in either mode and for any of four sets of seeds.
+    """
 
     async def propose(asked: ProposeRequest, honest: Any) -> Proposal:
         proposal: Proposal = await honest(replace(asked, gamma=1))
         position, (support,) = asked.position, proposal.supports
         key = DrawKey(position.seed, position.turn, position.committed_len)
-        place = int(np.argsort(support.weights)[len(support.weights) // 2])
+        place = int(np.argsort(support.weights)[-2])
         share = int(support.weights[place]) / int(support.weights.sum())  # its model is the target's
         if key.uniform(0, Stream.ACCEPT) > 0.9 * share:
             return proposal
@@ -283,7 +286,7 @@ async def test_a_draft_that_chooses_q_by_the_draws_that_follow_moves_z(mode: str
         rig.services.append(await start_service(DRAFT, salt=0, between=Knowing))
         coordinator = await rig.coordinator(audit_share=1.0)
         asked_mode = getattr(pb, f"SPECULATION_MODE_{mode.upper()}")
-        for seed in range(24):
+        for seed in range(6):
             await ask(coordinator, asked_mode, {**SAMPLED, "max_new_tokens": 100}, seed=seed)
         assert counted(coordinator, "mismatch") == 0  # each round alone is as p and q say
         assert sample(coordinator, "audit_acceptance_z", mode=mode) > 5.0
