@@ -1,7 +1,7 @@
 """Measure what coordinators that share replicas learn: prefixes through Redis, load through the target's answers.
 
 Real processes around simulated engines and a redis-server. The first case measures the share of a common prefix that
-is served from replicas' caches, with the prefix directory and with placement by load alone. Sessions run one after the
+is served from replicas' caches. Sessions run one after the
 other, because sessions that begin together prefill together in any case. Second, gamma auto of two coordinators on
 one target against one coordinator with all the streams. Part of the suite `elastic`, which calls this.
 """
@@ -46,20 +46,15 @@ def measure_prefixes(tokenizer_dir: Path, num_runs: int, row: Callable[..., Row]
 def _measure_sharing(tokenizer_dir: Path, num_prefixes: int, row: Callable[..., Row]) -> list[Row]:
     sessions = f"{NUM_SESSIONS} sessions, {num_prefixes} prefixes of {PREFIX_TOKENS} tokens"
     case = f"8B/0.6B, {sessions}, 2 targets, 2 coordinators"
-    shares = {}
-    with progress(f"{num_prefixes} shared prefixes", 2) as advance:
-        for directory in ("on", "off"):
-            shares[directory] = _cached_share(tokenizer_dir, num_prefixes, directory)
-            advance()
+    with progress(f"{num_prefixes} shared prefixes", 1) as advance:
+        share = _cached_share(tokenizer_dir, num_prefixes)
+        advance()
     row = partial(row, row=None, case=case, metric="prefix_tokens_cached", unit="share")
     required = 0.9 if num_prefixes == 1 else None
-    return [
-        row(system="directory", value=shares["on"], required=required),
-        row(system="by load alone", value=shares["off"]),
-    ]
+    return [row(system="directory", value=share, required=required)]
 
 
-def _cached_share(tokenizer_dir: Path, num_prefixes: int, directory: str) -> float:
+def _cached_share(tokenizer_dir: Path, num_prefixes: int) -> float:
     """Share of the prefixes' tokens that needed no forward pass of a target."""
     requests = [
         StreamRequest(
@@ -76,7 +71,6 @@ def _cached_share(tokenizer_dir: Path, num_prefixes: int, directory: str) -> flo
             simulated_replicas(PREFIX_PAIR, num_drafts=2, num_targets=2),
             redis_url=redis_url,
             num_coordinators=2,
-            coordinator_arguments=("--prefix-directory", directory),
         ) as system,
         StreamProcess(system.endpoints[0]) as one,
         StreamProcess(system.endpoints[1]) as other,

@@ -160,7 +160,7 @@ class ProcessSystem:
             self._commands.append((replica.module, [*replica.arguments, "--listen", address]))
             coordinator += [f"--{replica.role}-endpoint", address]
         self._commands += [
-            ("coordinator", [*coordinator, "--poll-interval-s", "0.2", "--listen", endpoint, *own])
+            ("coordinator", [*coordinator, "--listen", endpoint, *own])
             for endpoint, own in zip(self.endpoints, of_each, strict=True)
         ]
         self._children: list[Child] = []

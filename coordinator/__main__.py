@@ -66,6 +66,8 @@ from specdec.state.store_wait import store_answers
 
 #: Calls at once relative to --max-queue, so that requests beyond it are refused with a reason.
 _CALLS_PER_REQUEST = 2
+#: Number of tokens of past outputs that suffix drafts search, of all tenants: about 20 MB. More finds little more.
+_HISTORY_TOKENS = 200_000
 #: Time that streams have after the drain to send what they hold.
 _FLUSH_S = 1.0
 
@@ -123,7 +125,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
         target_models = TargetModels(pools, store.target_shares())
         target_models.start()
         ending.push_async_callback(target_models.close)
-        histories = TokenHistories(settings.lookup_history_tokens) if LookupKind.SUFFIX in settings.lookup else None
+        histories = TokenHistories(_HISTORY_TOKENS) if LookupKind.SUFFIX in settings.lookup else None
         tracing = trace_requests(settings, ending, os.environ)
         timelines = None if settings.timeline is None else TimelineLog(settings.timeline)
         if timelines is not None:
@@ -142,7 +144,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
             tokenizer=tokenizer,
             draft_sources=draft_sources,
             metrics=metrics,
-            directory=store.prefixes() if settings.prefix_directory == "on" else None,
+            directory=store.prefixes(),
             learning_log=open_learning_log(settings, metrics),
             timelines=timelines,
             auditor=build_auditor(settings, metrics, ending),
@@ -246,7 +248,6 @@ def _build_pools(
         registry=registry,
         lookup_pools=settings.lookup,
         first_model_pool=settings.default_draft_pool,
-        poll_interval_s=settings.poll_interval_s,
         target_wait_s=settings.target_wait_s,
         on_readiness=readiness.note_targets,
     )

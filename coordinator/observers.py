@@ -21,6 +21,10 @@ from specdec.settings.coordinator import CoordinatorSettings
 #: Name of this service in traces.
 _OTEL_SERVICE = "specdec-coordinator"
 
+#: Limits on the texts of one tenant's learning log: more than a distillation reads, and as long as logs usually live.
+_MAX_LOG_BYTES = 1 << 30
+_MAX_LOG_AGE_S = 7 * 86400.0
+
 
 def build_auditor(settings: CoordinatorSettings, metrics: CoordinatorMetrics, ending: AsyncExitStack) -> Auditor | None:
     """Return the audit of rounds; None where no round is audited. Its series exist in any case."""
@@ -39,8 +43,8 @@ def open_learning_log(settings: CoordinatorSettings, metrics: CoordinatorMetrics
     return LearningLog(
         settings.learning_log,
         tenant=settings.tenant,
-        max_bytes=settings.learning_log_max_bytes,
-        max_age_s=settings.learning_log_max_age_s,
+        max_bytes=_MAX_LOG_BYTES,
+        max_age_s=_MAX_LOG_AGE_S,
         serves_all_tenants=settings.tenant_header == "on",
         count=metrics.observe_logged,
     )

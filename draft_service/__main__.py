@@ -49,7 +49,7 @@ def _build_proposer(
     from draft_service.fan_out_policy import Predraft
     from draft_service.proposer import DraftOptions, Proposer
 
-    drafting = DraftOptions(settings.max_support, settings.support_coverage, Predraft(settings.predraft))
+    drafting = DraftOptions(predraft=Predraft(settings.predraft))
     if (pair := _pair_of(settings)) is not None:
         from draft_service.cross_vocabulary.proposer import CrossVocabularyProposer
 

@@ -30,6 +30,8 @@ from specdec.state.store import ReplicaRegistry
 #: Shortest time between two polls, however often a replica is in doubt.
 MIN_POLL_INTERVAL_S = 0.05
 
+#: Time between two polls: a replica that has just started is used this soon.
+POLL_INTERVAL_S = 0.2
 #: Time between two polls while all replicas serve and none has come or gone within `SETTLED_AFTER_S`: a poll costs this
 #: process and every replica about a millisecond.
 QUIET_POLL_INTERVAL_S = 1.0
@@ -57,7 +59,7 @@ class ReplicaPools:
         registry: ReplicaRegistry | None = None,
         lookup_pools: Sequence[str] = (),
         first_model_pool: str = "",
-        poll_interval_s: float = 1.0,
+        poll_interval_s: float = POLL_INTERVAL_S,
         target_wait_s: float = 0.0,
         on_readiness: Callable[[bool], Awaitable[None]] | None = None,
     ) -> None:

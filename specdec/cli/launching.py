@@ -49,7 +49,6 @@ from specdec.supervision.services import Service
 _GUARDED = (COORDINATOR, GATEWAY)
 
 _DRAIN_GRACE_S = 3
-_POLL_INTERVAL_S = 0.2
 #: Idle threads spin for microseconds only (docs/history/log.md). NumPy needs none of its own beside those of torch.
 QUIET_THREADS = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -160,7 +159,6 @@ class Launcher:
         arguments = ["--listen", self._endpoint, *self._settings.arguments(COORDINATOR)]
         arguments += ["--loopback", self._loopback] if self._loopback else []
         arguments += self._unless_given(COORDINATOR, "tokenizer", self._served.target)
-        arguments += self._unless_given(COORDINATOR, "poll_interval_s", str(_POLL_INTERVAL_S))
         arguments += [word for kind in self._args.lookup for word in ("--lookup", kind)]
         arguments += self._unless_given(COORDINATOR, "route", "auto") if self._is_routed else []
         if len(self._served.drafts) > 1:

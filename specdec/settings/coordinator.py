@@ -73,19 +73,11 @@ class CoordinatorSettings(AccessSettings, TracingSettings, ServiceSettings):
     """Number of tenants that have series of their own at --metrics, in the order in which they come; all others share
     one. 0: no series by tenant."""
 
-    prefix_directory: Literal["on", "off"] = "on"
-    """Directory in Redis of the prefixes that replicas hold. A new session goes to a replica that holds its prefix,
-    unless the replica's load costs more time than the prefix saves. off: sessions are placed by load alone."""
-
     lookup: LookupKinds = ()
     """Draft kinds that find drafts in text, without a model; repeatable. ngram: the tokens that followed the last
     repeat in the session. suffix: the tokens that followed most often, also in this tenant's other sessions. Each kind
     is a draft pool of its name. Requests that name no pool get the first one; where it finds nothing, a draft model
     drafts if there is one."""
-
-    lookup_history_tokens: int = Field(default=200_000, ge=1_000, le=10_000_000)
-    """Number of tokens of past outputs that suffix drafts search, of all tenants together, at about 100 bytes of the
-    coordinator's memory each. Where there are several tenants, each gets at most half of it."""
 
     default_draft_pool: OptionalPoolName = ""
     """Pool of draft models for requests that name none; routed requests start with it while nothing is known. Unset, or
@@ -98,12 +90,6 @@ class CoordinatorSettings(AccessSettings, TracingSettings, ServiceSettings):
     learning_log: Path | None = None
     """Folder for a log of the target's outputs, on which `specdec distill` trains drafts. The log holds users' texts,
     in a subfolder for the tenant that only this user may read. It is written in the background. Unset: no log."""
-
-    learning_log_max_bytes: int = Field(default=1 << 30, ge=1 << 21)
-    """Limit on the bytes of the tenant's learning log; the oldest texts are deleted first."""
-
-    learning_log_max_age_s: float = Field(default=7 * 86400.0, gt=0.0)
-    """Seconds after which texts of the tenant's learning log are deleted, while a coordinator that writes it runs."""
 
     audit_share: float = Field(default=0.002, ge=0.0, le=1.0)
     """Share of the rounds that are verified again in the background, each in a target-only pass of its own while its
@@ -163,10 +149,6 @@ class CoordinatorSettings(AccessSettings, TracingSettings, ServiceSettings):
     tenant_max_reserved_tokens: int | None = Field(default=None, ge=1)
     """Limit on the tokens that the requests of one tenant at once may reach: the prompt and the greatest length of the
     output of each. Targets reserve KV for them. none: no limit."""
-
-    poll_interval_s: float = Field(default=1.0, gt=0.0)
-    """Seconds between two polls of the replicas, which connect new replicas and try dead ones again. A shorter interval
-    than 1 holds only while one has come, left or failed within the last 10 s."""
 
     @model_validator(mode="after")
     def _check_transport(self) -> Self:

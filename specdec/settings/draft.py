@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from specdec.contract.types import MAX_SUPPORT, SIMULATED_PREFIX
+from specdec.contract.types import SIMULATED_PREFIX
 from specdec.settings.base import Address
 from specdec.settings.engine_servers import EngineServerSettings
 
@@ -28,9 +28,6 @@ class DraftSettings(EngineServerSettings):
     """on: score what other pools draft while requests are routed. Requests use this pool only if they name it, or after
     `specdec promote`."""
 
-    max_support: int | None = Field(default=None, ge=1, le=MAX_SUPPORT)
-    """Most entries of a draft position's support. Unset: 64 for vocabularies above 32k, else the whole vocabulary."""
-
     for_tokenizer: str = ""
     """The target, or the files of its tokenizer, if it has another tokenizer than --model. This replica then drafts in
     the target's tokens and serves the target's vocabulary. Unset: both have the same tokenizer."""
@@ -43,9 +40,6 @@ class DraftSettings(EngineServerSettings):
     predraft: Literal["on", "off", "auto"] = "off"
     """Draft the next round for its most probable outcomes before the coordinator asks. Experimental. on: whenever no
     call waits; auto: while that makes rounds shorter; off: never."""
-
-    support_coverage: float = Field(default=0.99, gt=0.0, le=1.0)
-    """Share of the draft's distribution that a support must cover before it is cut."""
 
     @model_validator(mode="after")
     def _refuse_what_needs_draft_vocabulary_tokens(self) -> Self:

@@ -52,7 +52,12 @@ _REMOVED = {
     "worker_contract": "the router smg is not served any more; the gateway serves the HTTP interfaces of OpenAI",
 }
 #: Settings whose value is a constant of the code now. For one release they are ignored with a warning.
-_FIXED: frozenset[str] = frozenset()
+_FIXED = frozenset(
+    (
+        *("prefix_directory", "lookup_history_tokens", "learning_log_max_bytes", "learning_log_max_age_s"),
+        *("poll_interval_s", "support_coverage", "max_support"),
+    )
+)
 
 #: Text of a value that unsets a setting.
 _NONE = "none"

@@ -49,7 +49,7 @@ class System:
 
     def start_coordinator(self) -> None:
         self.coordinators.append(f"127.0.0.1:{free_port()}")
-        flags = ["--tokenizer", str(self.tokenizer), "--poll-interval-s", "0.2"]
+        flags = ["--tokenizer", str(self.tokenizer)]
         self._start("coordinator", *flags, "--listen", self.coordinators[-1])
 
     def start_target(self, model: Path) -> Process:

@@ -210,7 +210,6 @@ class Stack:
                 endpoints += [f"--{role}-endpoint", part.address]
         for index in range(num_coordinators):
             arguments = ["--tokenizer", str(tokenizer or target), "--redis-url", redis_url, *endpoints]
-            arguments += ["--poll-interval-s", "0.1"]
             self._add("coordinator", index, "coordinator", [*arguments, *coordinator_arguments])
         if gateway_arguments is not None:
             upstream = [word for part in self._coordinators() for word in ("--coordinator", part.address)]

@@ -104,6 +104,21 @@ def test_a_removed_setting_is_refused_with_what_replaces_it(
     assert error.count("\n") == 1
 
 
+def test_a_setting_that_is_fixed_now_is_ignored_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SPECDEC_COORDINATOR__LOOKUP_HISTORY_TOKENS", "5000")
+    argv = ["--tokenizer", "MODEL", "--poll-interval-s", "0.5", "--lease-ttl-s=9"]
+    settings = parse_settings(CoordinatorSettings, prog="coordinator", argv=argv)
+    assert settings.lease_ttl_s == 9
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "warning: --poll-interval-s has no effect any more: its value is fixed",
+        "warning: environment variable SPECDEC_COORDINATOR__LOOKUP_HISTORY_TOKENS has no effect any more: its value is "
+        "fixed",
+    ]
+
+
 def test_settings_cannot_be_changed() -> None:
     with pytest.raises(ValidationError):
         parse().pool = "other"  # type: ignore[misc]
@@ -123,7 +138,7 @@ def test_settings_cannot_be_changed() -> None:
         (["--dtype", "float8"], "--dtype: "),
         (["--max-gamma", "0"], "--max-gamma: "),
         (["--max-gamma", "many"], "--max-gamma: "),
-        (["--max-support", "32769"], "--max-support: "),
+        (["--prefill-budget-ms", "0"], "--prefill-budget-ms: "),
         (["--endpoint", "x"], "--endpoint: "),
         (["--pool"], "--pool"),
         (["--config", "/does/not/exist"], "--config: cannot read"),
