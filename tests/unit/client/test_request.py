@@ -135,6 +135,22 @@ def test_further_fields_of_a_message_travel_as_json_and_none_is_absent() -> None
     assert tokenized.messages == asked
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"seed": -1}, "sampling.seed must be at least 0 and at most 18446744073709551615, got -1"),
+        ({"gamma": 2**32}, "speculation.gamma must be at least 0 and at most 4294967295, got 4294967296"),
+        ({"priority": -(2**31) - 1}, "priority must be at least -2147483648 and at most 2147483647, got -2147483649"),
+        ({"stop_token_ids": [1, -2]}, "sampling.stop_token_ids must be at least 0 and at most 4294967295, got -2"),
+        ({"top_k": 10**5000}, "sampling.top_k must be at least 0 and at most 4294967295, got a number of 16610 bits"),
+    ],
+)
+def test_a_number_that_protobuf_cannot_hold_is_refused_with_its_limits(options: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        build_request("p", options)
+    assert str(caught.value) == words
+
+
 def test_ids_to_detokenize_that_protobuf_cannot_hold_are_refused_by_name() -> None:
     assert build_detokenize_request([3], skip_special_tokens=False).keep_special_tokens
     with pytest.raises(InvalidRequest) as caught:
