@@ -36,7 +36,7 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _REQUIRED_PACKAGES = ("gguf", "accelerate")
 
 #: Version of the conversion, part of its name. Increase it when the same file is to be converted differently.
-_FORMAT = 2
+_FORMAT = 3
 
 _NUM_SAMPLES = 256
 _SAMPLE_BYTES = 1 << 16

@@ -21,13 +21,14 @@ from typing import Any, cast
 
 import torch
 from gguf import GGUFReader
-from tokenizers import pre_tokenizers
+from tokenizers import decoders, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.integrations.gguf import gguf_tokenizer_mapping
 from transformers.integrations.gguf.reader import read_gguf_metadata
 from transformers.utils.logging import set_tqdm_hook
 
 from specdec.checkpoints.gguf_numbers import DIVISORS, NotConverted, require_equal_layers, settle
+from specdec.checkpoints.vocabulary import continuing_tokenizer
 
 _LINK = "model.gguf"
 
@@ -104,6 +105,8 @@ def _load_tokenizer(folder: str, metadata: dict[str, Any]) -> PreTrainedTokenize
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
         folder, gguf_file=_LINK, local_files_only=True, trust_remote_code=False
     )
+    if metadata.get("tokenizer.ggml.add_space_prefix") is False:
+        _leave_out_space_prefix(tokenizer)
     splitter = str(metadata.get("tokenizer.ggml.pre", "default"))
     if metadata.get("tokenizer.ggml.model") != "gpt2" or splitter in ("default", *_LIKE_GPT2):
         return tokenizer
@@ -117,6 +120,15 @@ def _load_tokenizer(folder: str, metadata: dict[str, Any]) -> PreTrainedTokenize
             f"its tokenizer splits text as {splitter!r}, which transformers does not know; using GPT-2's rules",
         )
     return tokenizer
+
+
+def _leave_out_space_prefix(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Let a text begin without a space, which transformers puts there for most vocabularies of SentencePiece."""
+    backend, bare = tokenizer.backend_tokenizer, continuing_tokenizer(tokenizer)
+    if bare is not tokenizer:
+        backend.normalizer = bare.backend_tokenizer.normalizer
+        backend.pre_tokenizer = bare.backend_tokenizer.pre_tokenizer
+        backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
 
 
 def _drop_made_up_tokens(path: Path, num_tokens: int) -> None:

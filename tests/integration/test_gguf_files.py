@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -299,6 +300,32 @@ def test_digits_stay_alone_where_the_files_merges_were_learned_so(tmp_path: Path
     path = write_gguf(TARGET, tmp_path / "demo.gguf", metadata={"tokenizer.ggml.pre": "smollm"})
     tokenizer = PreTrainedTokenizerFast.from_pretrained(convert(path, tokenizer_only=True))
     assert tokenizer.tokenize("x  12") == ["x", "ĠĠ", "1", "2"]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma2"])
+def test_a_text_begins_with_a_space_only_if_the_file_does_not_say_otherwise(
+    tmp_path: Path, convert: Callable[..., Path], architecture: str
+) -> None:
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "\u2581a"]
+    for has_prefix in (True, False):
+        writer = gguf.GGUFWriter(tmp_path / "model.gguf", architecture)
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(pieces)
+        writer.add_token_scores([0.0] * len(pieces))
+        writer.add_token_types([2, 3, 3, *[6] * 256, 1, 1, 1])
+        writer.add_unk_token_id(0)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        if not has_prefix:
+            writer.add_add_space_prefix(False)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(convert(tmp_path / "model.gguf", tokenizer_only=True))
+        wanted = ["\u2581a", "\u2581a"] if has_prefix and architecture != "gemma2" else ["a", "\u2581a"]
+        token_ids = tokenizer.encode("a a", add_special_tokens=False)
+        assert tokenizer.convert_ids_to_tokens(token_ids) == wanted
+        assert tokenizer.decode(token_ids) == "a a"
 
 
 def test_the_token_that_ends_a_turn_in_the_files_own_template_ends_its_answers(
