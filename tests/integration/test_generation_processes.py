@@ -13,6 +13,7 @@ from specdec.rpc.status import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.support.process_rig import NUM_TOKENS, ask, models, reference, run, stack, stub_of
+from tests.support.process_template import run_like
 from tests.support.redis_fixture import redis_server
 from tests.support.stack import Stack, free_port
 from tests.support.tiny_models import build_tiny_model
@@ -78,24 +79,7 @@ def redeploy_draft(stack: Stack, model: Path) -> None:
     stack.restart("draft")
 
 
-def test_a_draft_with_another_vocabulary_ends_the_coordinator_with_both_fingerprints(
-    models: tuple[Path, Path], tmp_path: Path
-) -> None:
-    other = build_tiny_model("llama", tmp_path / "other", vocabulary_size=200, num_layers=1)
-    with Stack(*models) as stack:
-        assert stack.terminate("coordinator") == 0
-        redeploy_draft(stack, other)
-        with pytest.raises(AssertionError, match="does not serve"):
-            stack.restart("coordinator")
-        log = stack.parts["coordinator"].log
-    lines = [line for line in log.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1
-    assert lines[0].startswith("error: draft replica ")
-    assert lines[0].endswith("(VOCABULARY_MISMATCH)")
-    assert "Traceback" not in log
-
-
-def test_a_draft_redeployed_with_another_vocabulary_is_left_out_while_the_coordinator_serves(
+def test_a_draft_redeployed_with_another_vocabulary_is_left_out_and_ends_the_next_start_with_both_fingerprints(
     models: tuple[Path, Path], reference: list[int], tmp_path: Path
 ) -> None:
     other = build_tiny_model("llama", tmp_path / "other", vocabulary_size=200, num_layers=1)
@@ -110,6 +94,15 @@ def test_a_draft_redeployed_with_another_vocabulary_is_left_out_while_the_coordi
         assert output.finished.stats.num_draft_tokens == 0
         assert coordinator.log.count("refused: ") == 1
         assert stack.terminate("coordinator") == 0
+        written = len(coordinator.log)
+        with pytest.raises(AssertionError, match="does not serve"):
+            stack.restart("coordinator")
+        log = coordinator.log[written:]
+    lines = [line for line in log.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: draft replica ")
+    assert lines[0].endswith("(VOCABULARY_MISMATCH)")
+    assert "Traceback" not in log
 
 
 @pytest.mark.parametrize(
@@ -131,8 +124,7 @@ def test_a_coordinator_that_cannot_start_prints_one_line_on_stderr(
     stack: Stack, models: tuple[Path, Path], arguments: list[str], code: int, line: str
 ) -> None:
     replaced = {"MODEL": str(models[0]), "TAKEN": stack.endpoint}
-    command = [sys.executable, "-m", "coordinator", *(replaced.get(word, word) for word in arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = run_like("coordinator", *(replaced.get(word, word) for word in arguments))
     assert result.returncode == code
     assert result.stdout == ""
     assert result.stderr.startswith("error: "), result.stderr
