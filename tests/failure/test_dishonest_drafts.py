@@ -21,6 +21,7 @@ from tests.support.coordinator_rig import Coordinator, Rig, request, start_servi
 Lie = Callable[[Proposal, Any], Proposal]
 MODES = [pb.SPECULATION_MODE_REJECTION, pb.SPECULATION_MODE_BLOCK]
 LOCAL = {"early-exit": 1}
+NUM_TOKENS = 12
 
 
 def drawn_with(proposal: Proposal, key_of: Callable[[int], DrawKey], shift: int = 0) -> Proposal:
@@ -120,7 +121,7 @@ def num_faults(coordinator: Coordinator, role: str) -> float:
 
 
 def sampled(index: int, mode: int, **options: Any) -> pb.GenerateRequest:
-    return request(session_id=f"s{index}", mode=mode, temperature=1.5, seed=index, **options)
+    return request(session_id=f"s{index}", mode=mode, temperature=1.5, seed=index, max_new_tokens=NUM_TOKENS, **options)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -136,9 +137,9 @@ async def test_a_draft_that_was_not_drawn_from_its_q_is_never_verified(lie: Lie,
         rig.services.append(await start_service(DRAFT, salt=0, between=between))
         coordinator = await rig.coordinator()
         num_verified = 0
-        for index in range(4):
+        for index in range(3):
             output = await coordinator.generate(sampled(index, mode))
-            assert len(output.token_ids) == 24
+            assert len(output.token_ids) == NUM_TOKENS
             num_verified += output.finished.stats.num_draft_tokens
         (liar,) = engines
         assert num_faults(coordinator, DRAFT) == liar.num_lies > 0
@@ -177,7 +178,7 @@ async def test_a_target_that_lies_about_its_own_draft_is_replaced_and_counted(li
         coordinator = await rig.coordinator()
         for index in range(6):  # with this many sessions both replicas are chosen
             output = await coordinator.generate(sampled(index, mode, draft_pool="early-exit"))
-            assert len(output.token_ids) == 24
+            assert len(output.token_ids) == NUM_TOKENS
         assert liar.worker.steps
         assert num_faults(coordinator, TARGET) >= 1
 

@@ -22,6 +22,8 @@ from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import VOCABULARY, Coordinator, Rig, request, start_service
 
 LEFT = (5, 6, 7, 8)
+#: Of an output; the draft is right about some of them.
+NUM_TOKENS = 8
 
 
 class Between:
@@ -90,8 +92,8 @@ async def test_a_replica_with_an_impossible_description_is_skipped_with_one_log_
         assert len(refused[0]) < 400
         assert refused[0].isprintable()
         for index in range(4):
-            output = await coordinator.generate(request(session_id=f"s{index}"))
-            assert output.token_ids == rig.target.worker.greedy_continuation(LEFT, 24)
+            output = await coordinator.generate(request(session_id=f"s{index}", max_new_tokens=NUM_TOKENS))
+            assert output.token_ids == rig.target.worker.greedy_continuation(LEFT, NUM_TOKENS)
             assert output.finished.stats.num_accepted_tokens
         assert await pools_of(coordinator) == {"default"}
 
@@ -113,6 +115,10 @@ async def test_the_number_of_pool_names_is_bounded_for_a_replica_that_changes_it
         assert output.finished.stats.num_accepted_tokens
 
 
+#: Tokens of an output that a draft is asked to score: all but the first one.
+NUM_SCORED = 15
+
+
 def scoring(**changes: Any) -> Callable[[Any], Any]:
     """Return a change of a draft's scores."""
 
@@ -130,10 +136,10 @@ def scoring(**changes: Any) -> Callable[[Any], Any]:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"q": (nan,) * 39},
-        {"q": (2.0,) * 39},
-        {"q": (-1.0,) * 39},
-        {"q": (inf,) * 39},
+        {"q": (nan,) * NUM_SCORED},
+        {"q": (2.0,) * NUM_SCORED},
+        {"q": (-1.0,) * NUM_SCORED},
+        {"q": (inf,) * NUM_SCORED},
         {"q": ()},
         {"q": (1.0,) * 1_000_000},
         {"step_s": inf},
@@ -144,7 +150,7 @@ def scoring(**changes: Any) -> Callable[[Any], Any]:
         {"error": Unavailable("gone")},
         {"error": RuntimeError("broken")},
     ],
-    ids=str,
+    ids=lambda changes: str(changes)[:40],
 )
 async def test_an_invalid_score_does_not_count_for_its_pool_and_requests_continue(changes: dict[str, Any]) -> None:
     async with Rig(drafts=0) as rig:
@@ -152,9 +158,9 @@ async def test_an_invalid_score_does_not_count_for_its_pool_and_requests_continu
             rig.services.append(await start_service(DRAFT, salt=1, pool=pool, between=between))
         coordinator = await rig.coordinator(routes=True)
         for index in range(2):
-            asked = request(LEFT, session_id=f"s{index}", max_new_tokens=40, gamma=3)
+            asked = request(LEFT, session_id=f"s{index}", max_new_tokens=NUM_SCORED + 1, gamma=3)
             output = await coordinator.generate(asked)
-            assert output.token_ids == rig.target.worker.greedy_continuation(LEFT, 40)
+            assert output.token_ids == rig.target.worker.greedy_continuation(LEFT, NUM_SCORED + 1)
             await coordinator.stub.DeleteSession(pb.DeleteSessionRequest(session_id=f"s{index}"))
             await asyncio.wait_for(coordinator.scores_settled(), 30)
         pools = {pool.name: pool for pool in (await coordinator.stub.GetInfo(pb.GetInfoRequest())).pools}
@@ -200,9 +206,10 @@ async def test_a_request_with_invalid_local_drafts_continues_at_another_target(
         rig.services.append(liar)
         coordinator = await rig.coordinator()
         for index in range(8):
-            output = await coordinator.generate(request(session_id=f"s{index}", temperature=temperature, seed=index))
-            assert len(output.token_ids) == 24
+            asked = request(session_id=f"s{index}", temperature=temperature, seed=index, max_new_tokens=NUM_TOKENS)
+            output = await coordinator.generate(asked)
+            assert len(output.token_ids) == NUM_TOKENS
             assert max(output.token_ids) < VOCABULARY
             if not temperature:
-                assert output.token_ids == rig.target.worker.greedy_continuation(LEFT, 24)
+                assert output.token_ids == rig.target.worker.greedy_continuation(LEFT, NUM_TOKENS)
         assert liar.worker.steps
