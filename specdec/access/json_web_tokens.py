@@ -273,8 +273,9 @@ def _parse_jwks(text: str) -> Keys:
     left_out = []
     for entry in entries:
         try:
-            if _may_verify(entry):
-                keys[str(entry.get("kid") or "")] = _public_key(entry)
+            stated = {name: value for name, value in entry.items() if value is not None}  # some issuers list all names
+            if _may_verify(stated):
+                keys[str(stated.get("kid") or "")] = _public_key(stated)
         except Exception as error:  # whatever PyJWT and cryptography make of it, the other keys are good
             kid = entry.get("kid") if isinstance(entry, dict) else None
             left_out.append(f"{str(kid)[:_MAX_SHOWN_CHARACTERS]!r} ({type(error).__name__})")

@@ -150,6 +150,14 @@ def test_a_key_that_cannot_be_used_is_left_out(
         assert "1 of 2 keys cannot be used and are left out" in caplog.text
 
 
+def test_members_of_a_key_that_are_null_are_absent(tmp_path: Path) -> None:
+    issuing, path = Issuer(), tmp_path / "jwks"
+    (good,) = json.loads(issuing.jwks)["keys"]
+    unset = dict.fromkeys(("alg", "use", "key_ops", "d", "p", "q", "k", "crv", "x5c", "x5t"))
+    path.write_text(json.dumps({"keys": [unset | good]}))
+    assert TokenVerifier(str(path), issuer="i", audience="a").identify(issuing.token()).tenant == "acme"
+
+
 @pytest.mark.parametrize("remaining", ["good", "none"])
 def test_a_key_that_cannot_be_used_does_not_keep_a_withdrawn_key_alive(
     issuer: tuple[Issuer, str], monkeypatch: pytest.MonkeyPatch, remaining: str
