@@ -180,7 +180,8 @@ class Tracing:
         ending = threading.Thread(target=self._queue.shutdown, name="last spans", daemon=True)
         ending.start()
         ending.join(_FLUSH_S)
-        self._exporter.shutdown()  # breaks off a call to a collector that does not answer
+        if ending.is_alive():
+            self._exporter.shutdown()  # breaks off a call to a collector that does not answer
         ending.join()
 
     def _tracer(self, service: str) -> Any:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.models import DEMO
-from specdec.client import Client
+from specdec.client import Client, Completion
 from specdec.contract.errors import InvalidRequest
 from specdec.rpc.client import TargetLink
 from specdec.rpc.transport_selector import LONE_CALLS
@@ -90,8 +91,17 @@ def test_up_divides_targets_and_drafts_and_says_the_same(model: Path) -> None:
     wait_until_gone(pids)
 
 
-@pytest.mark.parametrize("fault", [no_folder, no_checkpoint, no_tokenizer, encoder, unknown])
-@pytest.mark.parametrize("flag", ["--target", "--draft"])
+@pytest.mark.parametrize(
+    ("flag", "fault"),
+    [
+        *(("--target", fault) for fault in (no_folder, no_checkpoint, no_tokenizer, encoder, unknown)),
+        ("--draft", no_folder),
+        *(
+            pytest.param("--draft", fault, marks=pytest.mark.full)
+            for fault in (no_checkpoint, no_tokenizer, encoder, unknown)
+        ),
+    ],
+)
 def test_a_model_that_cannot_be_served_is_refused_with_its_flag_before_anything_is_loaded(
     model: Path, tmp_path: Path, flag: str, fault: Callable[[Path, Path], Path]
 ) -> None:
@@ -118,12 +128,35 @@ _FIRST_START = (
 _LATER_START = r"read packed weights in \d+\.\d s\nself-check passed in \d+\.\d s\n"
 
 
-def test_up_says_what_it_checks_and_what_each_service_loads_and_at_the_end_that_it_stops(model: Path) -> None:
-    flags = ["--target", str(model), "--draft", str(model)]
-    with running(*flags) as (up, _):
+@dataclass
+class Recorded:
+    """What is left of a system that answered one request with drafts and one without, and was stopped."""
+
+    stderr: str
+    completion: Completion
+    timeline: Path
+    spans: TraceCollector
+
+
+@pytest.fixture(scope="module")
+def recorded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    timeline = tmp_path_factory.mktemp("recorded") / "timeline.jsonl"
+    spans = TraceCollector()
+    recording = ("--timeline", str(timeline), "--otlp-endpoint", spans.endpoint)
+    with spans, running("--target", str(model), "--draft", str(model), *recording) as (up, endpoint):
+        with Client(endpoint) as client:
+            ask = {"prompt_token_ids": [5, 6, 7], "ignore_eos": True, "temperature": 0, "max_new_tokens": 24}
+            completion = client.generate(gamma=2, **ask)
+            client.generate(mode="off", **ask)
         up.send_signal(signal.SIGTERM)
-        _, stderr = up.communicate()
-    lines = stderr.splitlines()
+        _, stderr = up.communicate()  # the last spans are exported by then
+    return Recorded(stderr, completion, timeline, spans)
+
+
+def test_up_says_what_it_checks_and_what_each_service_loads_and_at_the_end_that_it_stops(
+    model: Path, recorded: Recorded
+) -> None:
+    lines = recorded.stderr.splitlines()
     assert re.fullmatch(rf"starting \(\d+ s\): checking {model} and {model}", lines[0])
     lines = [line for line in lines if not line.startswith("starting (")]
     for name in ("target-0", "draft-0"):
@@ -132,7 +165,7 @@ def test_up_says_what_it_checks_and_what_each_service_loads_and_at_the_end_that_
             told
         )
     assert lines[-2:] == ["stopping", "stopped"]
-    assert complaints(stderr) == ""
+    assert complaints(recorded.stderr) == "[coordinator] recording traces\n"
 
 
 def test_a_target_alone_is_served_without_speculation_over_unix_sockets_and_a_note_says_so(model: Path) -> None:
@@ -210,20 +243,10 @@ def test_metrics_threads_context_a_tier_and_log_level_reach_every_service(model:
                 break
 
 
-def test_its_rounds_become_a_picture_and_spans_of_a_collector(model: Path, tmp_path: Path) -> None:
-    file = tmp_path / "timeline.jsonl"
-    collector = TraceCollector()
-    recording = ("--timeline", str(file), "--otlp-endpoint", collector.endpoint)
-    with collector, running("--target", str(model), "--draft", str(model), *recording) as (up, endpoint):
-        with Client(endpoint) as client:
-            ask = {"prompt_token_ids": [5, 6, 7], "ignore_eos": True, "temperature": 0, "max_new_tokens": 24}
-            completion = client.generate(gamma=2, **ask)
-            client.generate(mode="off", **ask)
-        rounds = [json.loads(line) for line in file.read_text().splitlines()]
-        up.send_signal(signal.SIGTERM)
-        up.communicate()  # the last spans are exported by now
-    assert len(collector.named("round")) == len(rounds)
-    assert len(rounds) == completion.stats.num_rounds + 24
+def test_its_rounds_become_a_picture_and_spans_of_a_collector(recorded: Recorded) -> None:
+    rounds = [json.loads(line) for line in recorded.timeline.read_text().splitlines()]
+    assert len(recorded.spans.named("round")) == len(rounds)
+    assert len(rounds) == recorded.completion.stats.num_rounds + 24
     for entry in rounds:
         for call in filter(None, (entry["draft"], entry["target"])):
             order = ["asked", "sent", *(f"replica_{stage}" for stage in REPLICA_STAGES), "heard", "answered"]
@@ -231,7 +254,7 @@ def test_its_rounds_become_a_picture_and_spans_of_a_collector(model: Path, tmp_p
             assert times == sorted(times), call
         assert entry["target"]["answered"] <= entry["decided"] <= entry["committed"] <= entry["shown"]
         assert bool(entry["draft"]) == bool(entry["num_draft_tokens"])
-    shown = specdec("timeline", str(file)).stdout
+    shown = specdec("timeline", str(recorded.timeline)).stdout
     with_draft, alone = shown.split("\n\n")
     assert with_draft.startswith("rounds with a draft replica: ")
     assert alone.startswith("rounds of the target alone: ")
@@ -246,10 +269,10 @@ def demo() -> Iterator[tuple[subprocess.Popen[str], str]]:
         yield demo
 
 
-def test_replicas_of_models_that_were_packed_before_share_no_import_of_transformers() -> None:
-    """The first start packs the pair, if no earlier one has. A head on the target needs transformers."""
-    with running("--draft", str(DEMO / "draft")):
-        pass
+def test_replicas_of_models_that_were_packed_before_share_no_import_of_transformers(
+    demo: tuple[subprocess.Popen[str], str],
+) -> None:
+    """The start of `demo` packs the pair, if no earlier one has. A head on the target needs transformers."""
     with running("--draft", str(DEMO / "draft")) as (up, endpoint):
         (template,) = Path(f"/proc/{up.pid}/task").glob(f"{up.pid}/children")
         commands = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in template.read_text().split()]
