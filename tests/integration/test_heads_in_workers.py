@@ -62,6 +62,7 @@ class Rig:
                 num_threads=1,
                 compiling=compiling,
                 local_drafts=specs,
+                self_check=False,  # the references take its place
             )
         )
         self._model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()

@@ -24,6 +24,7 @@ from specdec.core.reference import chain_hash
 from specdec.rpc.client import DraftLink, TargetLink
 from specdec.rpc.server import DRAFT_SERVICE
 from specdec.state.redis_store import open_registry
+from tests.support.process_template import ENVIRON, Streams, run_like, start_like
 from tests.support.redis_fixture import redis_server, redis_url
 from tests.support.stack import free_port
 from tests.support.tiny_architectures import build_tiny_architecture
@@ -154,36 +155,45 @@ async def test_what_cannot_start_says_why_in_one_line(service: str, flags: tuple
     assert err.count(b"\n") == 1
 
 
-async def test_an_unknown_compile_backend_is_one_line_that_names_those_there_are(model: Path) -> None:
-    flags = ("--model", str(model), "--redis-url", "memory://", "--compile-backend", "tensorflow")
-    process = await start("target_service", "--listen", "127.0.0.1:0", *flags)
-    _, err = await process.communicate()
-    assert process.returncode == 1
-    (error,) = (line for line in err.decode().splitlines() if not line.startswith("{"))  # log records aside
+def error_line(service: str, *flags: str) -> str:
+    """Return the only line that a service from a template writes besides log records before it ends."""
+    ended = run_like(service, "--num-threads", "1", "--redis-url", "memory://", "--listen", "127.0.0.1:0", *flags)
+    assert ended.returncode == 1
+    (error,) = (line for line in ended.stderr.splitlines() if not line.startswith("{"))
+    return error
+
+
+def test_an_unknown_compile_backend_is_one_line_that_names_those_there_are(model: Path) -> None:
+    error = error_line("target_service", "--model", str(model), "--compile-backend", "tensorflow")
     assert error.startswith("error: compile_backend 'tensorflow' does not exist")
     assert ", inductor" in error
 
 
+def listens(service: str, *flags: str) -> bool:
+    """Return whether a service from a template listens; it is ended."""
+    reading, writing = os.pipe()
+    with open(os.devnull, "rb") as nothing, open(writing, "wb") as log:
+        process = start_like(service, flags, {**os.environ, **ENVIRON}, Streams(nothing, log, log))
+    with open(reading) as lines:
+        is_listening = any('"message": "listening"' in line for line in lines)
+        process.send_signal(signal.SIGTERM)
+        lines.read()
+    process.wait()
+    return is_listening
+
+
 @pytest.mark.parametrize("service", ["draft_service", "target_service"])
-async def test_a_model_that_is_computed_wrongly_is_one_line_and_never_serves(service: str, tmp_path: Path) -> None:
+def test_a_model_that_is_computed_wrongly_is_one_line_and_never_serves(service: str, tmp_path: Path) -> None:
     build_tiny_architecture("roberta", tmp_path)  # its positions begin behind the padding token's
-    flags = ("--model", str(tmp_path), "--redis-url", "memory://", "--listen", "127.0.0.1:0")
-    process = await start(service, *flags)
-    _, err = await process.communicate()
-    assert process.returncode == 1
-    (error,) = (line for line in err.decode().splitlines() if not line.startswith("{"))  # log records aside
+    error = error_line(service, "--model", str(tmp_path))
     assert error.startswith("error: a model of type roberta is computed differently")
-    async with running(service, *flags, "--self-check", "off") as (process, _):
-        assert process.returncode is None
+    flags = ("--model", str(tmp_path), "--redis-url", "memory://", "--listen", "127.0.0.1:0", "--num-threads", "1")
+    assert listens(service, *flags, "--self-check", "off")
 
 
-async def test_a_promise_that_cannot_be_kept_is_one_line_and_never_serves(model: Path) -> None:
-    flags = ("--model", str(model), "--redis-url", "memory://", "--compile-backend", "eager", "--deterministic")
-    process = await start("target_service", "--listen", "127.0.0.1:0", *flags)
-    _, err = await process.communicate()
-    assert process.returncode == 1
-    (error,) = (line for line in err.decode().splitlines() if not line.startswith("{"))  # log records aside
-    assert error == ("error: --deterministic on cpu needs native kernels, not --compile-backend eager (UNSUPPORTED)")
+def test_a_promise_that_cannot_be_kept_is_one_line_and_never_serves(model: Path) -> None:
+    error = error_line("target_service", "--model", str(model), "--compile-backend", "eager", "--deterministic")
+    assert error == "error: --deterministic on cpu needs native kernels, not --compile-backend eager (UNSUPPORTED)"
 
 
 async def test_a_taken_port_is_one_line_and_exit_code_1() -> None:

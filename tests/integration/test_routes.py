@@ -12,7 +12,6 @@ import torch
 
 from coordinator.round.request_router import TRIAL_TOKENS
 from coordinator.round.routing_table import MAX_TRIALS
-from coordinator.routing.classes import MAX_CLASSES
 from specdec.contract.errors import ResourceExhausted
 from specdec.contract.types import SCORED_GAMMA
 from specdec.engine.base import StepPlan
@@ -22,6 +21,8 @@ from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, Serv
 from tests.support.table_worker import TableWorker
 
 LEFT = (5, 6, 7, 8)
+#: In the test of the limit, instead of 64.
+MAX_CLASSES = 10
 
 #: Time of a slow draft's step; a step of the table model takes about 1 ms.
 SLOW_STEP_S = 0.02
@@ -185,11 +186,14 @@ async def test_a_kind_of_prompt_is_its_class_where_the_request_has_no_label() ->
         assert set((await routes_of(coordinator))["a"]) == {"prose/rejection/greedy"}
 
 
-async def test_labels_beyond_the_limit_share_one_class_and_unlabelled_requests_keep_theirs() -> None:
+async def test_labels_beyond_the_limit_share_one_class_and_unlabelled_requests_keep_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("coordinator.round.routing_table.MAX_CLASSES", MAX_CLASSES)
     async with Rig(drafts=0) as rig:
         await add_drafts(rig, a=None, b=None)
         coordinator = await rig.coordinator(routes=True)
-        for index in range(MAX_CLASSES + 20):
+        for index in range(MAX_CLASSES + 5):
             await ask(coordinator, task=f"task {index}", max_new_tokens=2)
         await ask(coordinator, PROMPT, max_new_tokens=40)
         names = {name.partition("/")[0] for name in (await routes_of(coordinator))["a"]}
