@@ -138,12 +138,19 @@ def build(architecture: str, directory: Path, **options: object) -> Path:
 
 
 def load(
-    model: Path, backend: str = "cuda-graphs", *, device: str = "cpu", dtype: str = "float32", **options: object
+    model: Path,
+    backend: str = "cuda-graphs",
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    self_check: bool = True,
+    **options: object,
 ) -> Worker:
     compiling = CompileOptions(backend, **({"row_counts": WIDTHS} | options))
     return load_worker(
-        LoadRequest(str(model), device=device, dtype=dtype, num_kv_blocks=NUM_BLOCKS, compiling=compiling)
-    )
+        LoadRequest(str(model), device=device, dtype=dtype, num_kv_blocks=NUM_BLOCKS, compiling=compiling,
+                    self_check=self_check)
+    )  # fmt: skip
 
 
 def piece(tokens: list[int], start: int, end: int, table: tuple[int, ...], num_rows: int) -> SequenceSlice:
@@ -156,7 +163,10 @@ def random_tokens(seed: int, length: int) -> list[int]:
 
 
 class Pair:
-    """An eager worker and one with CUDA graphs that run the same steps."""
+    """An eager worker and one with CUDA graphs that run the same steps.
+
+    The comparison of their steps takes the place of the self-check, unless a test asks for it.
+    """
 
     def __init__(
         self,
@@ -168,12 +178,14 @@ class Pair:
         device: str = "cpu",
         dtype: str = "float32",
         attention: str | None = None,
+        self_check: bool = False,
     ) -> None:
         self.capture = capture if isinstance(capture, CountedCapture) else CountedCapture(capture)
-        self.eager = load(model, "eager", device=device, dtype=dtype)
+        self.eager = load(model, "eager", device=device, dtype=dtype, self_check=self_check)
         self.recorded = load(
-            model, device=device, dtype=dtype, capture=self.capture, row_counts=widths, attention=attention
-        )
+            model, device=device, dtype=dtype, self_check=self_check, capture=self.capture, row_counts=widths,
+            attention=attention,
+        )  # fmt: skip
         self.tables = self._tables()
         self._atol = atol
 

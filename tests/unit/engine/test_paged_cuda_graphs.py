@@ -41,6 +41,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+#: Of a trained model's greedy text.
+NUM_TOKENS = 12
+
+
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build a model with windowed and full layers."""
@@ -61,7 +65,7 @@ def counted() -> CountedCapture:
 
 def test_steps_with_the_kernels_equal_eager_steps(mixed: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="specdec")
-    pair = Pair(mixed, capture=counted(), attention="paged")
+    pair = Pair(mixed, capture=counted(), attention="paged", self_check=True)
     # One graph for all contexts: 1, 2, 4 ... 64 sequences of 1, 3 and 5 rows.
     assert "recorded 21 of 21 CUDA graphs with paged attention" in caplog.text
     check_ragged_steps(pair, num_steps=4)
@@ -149,7 +153,7 @@ def test_the_trial_finds_kernels_with_wrong_results(
     """Negative control of the trial."""
     caplog.set_level(logging.INFO, logger="specdec")
     monkeypatch.setattr(module, "paged_attention", wrong)
-    load(mixed, capture=counted(), attention="paged")
+    load(mixed, capture=counted(), attention="paged", self_check=False)
     assert re.search(
         r"paged attention differs from gathered attention by [0-9.einf]+, limit 0.05; using gathered", caplog.text
     )
@@ -174,7 +178,8 @@ def test_a_cpu_uses_gathered_attention_without_a_trial(mixed: Path, caplog: pyte
     assert "with gathered attention" in caplog.text
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+# The first test compares logits in float32, which is stricter.
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
 def test_a_trained_model_writes_the_greedy_text_of_eager_steps(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     round_bfloat16(monkeypatch)
     monkeypatch.setattr("specdec.engine.cuda_graphs.buckets._NUM_SEQUENCES", (1,))
@@ -187,10 +192,10 @@ def test_a_trained_model_writes_the_greedy_text_of_eager_steps(dtype: str, monke
             LoadRequest(str(demo), device="cpu", dtype=dtype, num_kv_blocks=4, compiling=compiling, self_check=False)
         )
         tokens, done = [1, 400, 301, 7, 950, 33, 1200], 0
-        for _ in range(20):
+        for _ in range(NUM_TOKENS):
             logits = worker.execute(StepPlan((piece(tokens, done, len(tokens), (2, 0, 3, 1), 1),)))
             done = len(tokens)
             tokens.append(int(logits[0].argmax()))
         texts[backend] = tokens
-    assert capture.num_replays >= 19  # and those of the trials
+    assert capture.num_replays >= NUM_TOKENS - 1  # and those of the trials
     assert texts["cuda-graphs"] == texts["eager"]
