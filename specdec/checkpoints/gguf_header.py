@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from specdec.checkpoints.counts import MOST, MOST_LAYERS, is_count, require_count
 from specdec.contract.errors import InvalidRequest, Unsupported
 
 #: Format of a number in GGUF's metadata, by type number. Type 8 is a string, type 9 an array.
@@ -72,40 +73,55 @@ def gguf_config(path: Path) -> dict[str, Any]:
     Of a file in parts, all parts are read.
 
     Raises:
-        InvalidRequest: a part is missing, a header is unreadable, or the file holds no language model.
+        InvalidRequest: a part is missing, a header is unreadable or states an impossible size, or the file holds no
+            language model or no weights.
         Unsupported: the model is an encoder, or the version of the format is unknown.
     """
-    first, *others = map(_checked_header, _parts_of(path))
+    model, headers = str(path), [_checked_header(part) for part in _parts_of(path)]
+    first, kind = headers[0], headers[0].metadata.get("general.architecture", "none")
     if not first.least_bytes:
-        raise Unsupported(f"model {str(path)!r} is in a version of the GGUF format that is neither 2 nor 3")
-    num_layers, width = first.of_model("block_count"), first.of_model("embedding_length")
-    if not (isinstance(num_layers, int) and isinstance(width, int)):
-        kind = first.metadata.get("general.architecture", "none")
+        raise Unsupported(f"model {model!r} is in a version of the GGUF format that is neither 2 nor 3")
+    if first.of_model("block_count") is None or first.of_model("embedding_length") is None:
         raise InvalidRequest(
-            f"model {str(path)!r} holds no language model: its header has no {kind}.block_count and "
+            f"model {model!r} holds no language model: its header has no {kind}.block_count and "
             f"{kind}.embedding_length",
             field="model",
         )
     if first.of_model("attention.causal") is False:
-        raise Unsupported(f"model {str(path)!r} is an encoder and not a decoder-only language model")
-    heads, num_mtp_layers = _most(first.of_model("attention.head_count")), first.of_model("nextn_predict_layers") or 0
-    return {
+        raise Unsupported(f"model {model!r} is an encoder and not a decoder-only language model")
+    for header in headers:
+        _require_num_parts(model, header, len(headers))
+
+    def count(key: str, *, least: int = 1, most: int = MOST) -> int:
+        return require_count(model, f"{kind}.{key}", first.of_model(key), least=least, most=most)
+
+    num_layers, heads = count("block_count", most=MOST_LAYERS), count("attention.head_count")
+    num_mtp_layers = count("nextn_predict_layers", least=0, most=num_layers - 1)
+    config = {
         "num_hidden_layers": num_layers - num_mtp_layers,
-        "hidden_size": width,
+        "hidden_size": count("embedding_length"),
         "num_attention_heads": heads,
-        "num_key_value_heads": _most(first.of_model("attention.head_count_kv")) or heads,
-        "head_dim": first.of_model("attention.key_length"),
-        "kv_lora_rank": first.of_model("attention.kv_lora_rank"),
+        "num_key_value_heads": count("attention.head_count_kv") or heads,
+        "head_dim": count("attention.key_length") or None,
+        "kv_lora_rank": count("attention.kv_lora_rank", least=0) or None,
         "num_nextn_predict_layers": num_mtp_layers,
-        "num_parts": first.metadata.get("split.count", 1),
-        "num_weights": sum(header.num_weights for header in (first, *others)),
+        "num_parts": len(headers),
+        "num_weights": sum(header.num_weights for header in headers),
     }
+    if not config["num_weights"]:
+        raise InvalidRequest(f"model {model!r} holds no weights: its header lists no tensor", field="model")
+    return config
 
 
-def _most(value: Any) -> int:
-    """Return a number of heads; files with different layers have an array of them."""
-    numbers = value if isinstance(value, tuple) else (value,)
-    return max((number for number in numbers if isinstance(number, int)), default=0)
+def _require_num_parts(model: str, header: GgufHeader, num_parts: int) -> None:
+    """Check that a header states the number of files that the model has by its name; that of a joined file states 0."""
+    stated = header.metadata.get("split.count", num_parts)
+    if not (is_count(stated, num_parts, num_parts) or (num_parts == 1 and is_count(stated, 0, 1))):
+        raise InvalidRequest(
+            f"model {model!r} has split.count {stated!r:.80}, and by its name {num_parts} parts: name every part as in "
+            "model-00001-of-00002.gguf, or join them with llama-gguf-split --merge",
+            field="model",
+        )
 
 
 def _parts_of(path: Path) -> list[Path]:
@@ -141,8 +157,10 @@ def _read(held: mmap.mmap) -> GgufHeader:
         value, at = _value(held, at + 4, kind)
         header.metadata[key] = value
     alignment = header.metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or not alignment:
-        raise DamagedHeader("its header is unreadable")
+    if not is_count(alignment, 1, MOST):
+        raise DamagedHeader(
+            f"its general.alignment is {alignment!r:.80}, which must be a whole number from 1 to {MOST}"
+        )
     ends = [0]
     for _ in range(num_tensors):
         _, at = _string(held, at)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
+from specdec.checkpoints.counts import MOST, MOST_LAYERS, require_count
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.preflight import read_sizes
 
@@ -19,6 +19,14 @@ _MAX_HEADER_BYTES = 100_000_000
 
 #: Bytes of a number in the KV cache where nothing else is configured: bfloat16 and float16.
 _KV_NUMBER_BYTES = 2
+
+#: Least and greatest value of each size in a config.json.
+_LIMITS = {
+    "num_hidden_layers": (1, MOST_LAYERS),
+    **dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"), (1, MOST)),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "num_local_experts", "num_experts"), (0, MOST)),
+    **dict.fromkeys(("num_mtp_layers", "num_nextn_predict_layers"), (0, MOST_LAYERS)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +50,27 @@ def model_size(model: str) -> ModelSize:
         model: directory, GGUF file or hub id; only the small files of a hub id are downloaded.
 
     Raises:
-        InvalidRequest: the checkpoint does not exist, or its config.json or GGUF header is unreadable.
+        InvalidRequest: the checkpoint does not exist, or its config.json or GGUF header is unreadable or states an
+            impossible size.
         Unsupported: a GGUF file holds an encoder.
     """
     text = read_sizes(model)
-    num_layers, width = _count(text, "num_hidden_layers"), _count(text, "hidden_size")
-    heads = max(1, _count(text, "num_attention_heads"))
-    kv_heads = _count(text, "num_key_value_heads") or heads
-    head_dim = _count(text, "head_dim") or width // heads
+    sizes = {
+        name: require_count(model, name, text.get(name), least=least, most=most)
+        for name, (least, most) in _LIMITS.items()
+    }
+    num_layers, width = sizes["num_hidden_layers"], sizes["hidden_size"]
+    heads = sizes["num_attention_heads"] = sizes["num_attention_heads"] or 1
+    kv_heads = sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or heads
+    head_dim = sizes["head_dim"] = sizes["head_dim"] or width // heads
     counted = text.get("num_weights") or _counted_parameters(locate_checkpoint(model, small_files_only=True))
     return ModelSize(
-        counted or _estimated_parameters(text, num_layers, width, heads, kv_heads, head_dim),
+        counted or _estimated_parameters(sizes, is_tied=bool(text.get("tie_word_embeddings"))),
         counted == 0,
         num_layers,
         2 * _KV_NUMBER_BYTES * num_layers * kv_heads * head_dim,
-        _count(text, "num_mtp_layers") or _count(text, "num_nextn_predict_layers"),
+        sizes["num_mtp_layers"] or sizes["num_nextn_predict_layers"],
     )
-
-
-def _count(config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    return value if isinstance(value, int) and value > 0 else 0
 
 
 def _counted_parameters(directory: Path) -> int:
@@ -80,12 +88,11 @@ def _counted_parameters(directory: Path) -> int:
     return num_weights
 
 
-def _estimated_parameters(
-    config: Mapping[str, Any], num_layers: int, width: int, heads: int, kv_heads: int, head_dim: int
-) -> int:
-    """Return the number of weights of a dense gated decoder with these dimensions, without norms and biases."""
-    embeddings = _count(config, "vocab_size") * width * (1 if config.get("tie_word_embeddings") else 2)
-    attention = 2 * width * heads * head_dim + 2 * width * kv_heads * head_dim
-    experts = max(1, _count(config, "num_local_experts") or _count(config, "num_experts"))
-    mlp = 3 * width * (_count(config, "moe_intermediate_size") or _count(config, "intermediate_size")) * experts
-    return embeddings + num_layers * (attention + mlp)
+def _estimated_parameters(sizes: Mapping[str, int], *, is_tied: bool) -> int:
+    """Return the number of weights of a dense gated decoder with these sizes, without norms and biases."""
+    width, head_dim = sizes["hidden_size"], sizes["head_dim"]
+    embeddings = sizes["vocab_size"] * width * (1 if is_tied else 2)
+    attention = 2 * width * (sizes["num_attention_heads"] + sizes["num_key_value_heads"]) * head_dim
+    experts = max(1, sizes["num_local_experts"] or sizes["num_experts"])
+    mlp = 3 * width * (sizes["moe_intermediate_size"] or sizes["intermediate_size"]) * experts
+    return embeddings + sizes["num_hidden_layers"] * (attention + mlp)

@@ -17,6 +17,7 @@ from specdec.checkpoints.model_size import ModelSize, model_size
 from specdec.checkpoints.preflight import require_kv_room, require_servable
 from specdec.checkpoints.rank_checks import require_divisible
 from specdec.checkpoints.weight_files import require_whole_gguf, require_whole_weights
+from specdec.cli.__main__ import run
 from specdec.contract.errors import InvalidRequest, SpecdecError, Unsupported
 
 TENSORS = {"a": np.ones((3, 5), np.float32), "b": np.ones((7,), np.float16)}
@@ -136,16 +137,28 @@ def test_a_gguf_header_with_an_absurd_number_is_refused_unless_its_version_is_un
 
 
 def sized_gguf(path: Path, *, arch: str = "llama", without: str = "", **more: Any) -> Path:
-    """Write the header of a model of 2 layers with KV heads of 16 numbers, and 3 tensors of 192 weights each."""
+    """Write the header of a model of 2 layers with KV heads of 16 numbers, and 3 tensors of 192 weights each.
+
+    A further key with a dot in front is one of the file and not of its architecture.
+    """
     split = {"split_max_tensors": 1} if more.pop("in_parts", False) else {}
+    tensors = more.pop("tensors", ("first", "second", "third"))
     writer = GGUFWriter(path, arch, **split)
     keys = {"block_count": 2, "embedding_length": 64, "attention.head_count": 4, "attention.head_count_kv": 2}
     for key, number in (keys | more).items():
         if key != without:
-            add = writer.add_bool if isinstance(number, bool) else writer.add_uint32
-            add(f"{arch}.{key}", number)
+            full_key = key.removeprefix(".") if key.startswith(".") else f"{arch}.{key}"
+            if isinstance(number, str):
+                writer.add_string(full_key, number)
+            elif isinstance(number, list):
+                writer.add_array(full_key, number)
+            elif isinstance(number, bool):
+                writer.add_bool(full_key, number)
+            else:
+                add = writer.add_int32 if number < 0 else writer.add_uint32
+                add(full_key, number)
     writer.add_token_list([str(number) for number in range(2000)])
-    for name in ("first", "second", "third"):
+    for name in tensors:
         writer.add_tensor(name, np.ones((3, 64), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -193,3 +206,56 @@ def test_a_gguf_file_without_a_language_model_is_refused_before_its_conversion(
     for check in (model_size, partial(require_servable, flag="--target")):
         with pytest.raises(SpecdecError, match=words):
             check(path)
+
+
+def commands_on(path: str) -> list[list[str]]:
+    return [["plan", path, "--gpu", "h100", "--rate", "5"], ["up", "--listen", "127.0.0.1:0", "--target", path]]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("nextn_predict_layers", "one"),
+        ("nextn_predict_layers", 2),
+        ("nextn_predict_layers", -1),
+        ("block_count", 0),
+        ("block_count", -1),
+        ("block_count", True),
+        ("block_count", "two"),
+        ("block_count", 2**32 - 1),
+        ("embedding_length", 0),
+        ("attention.head_count", 0),
+        ("attention.head_count", -4),
+        ("attention.head_count", [4, -4]),
+        ("attention.head_count_kv", [0, 0]),
+        ("attention.key_length", False),
+        ("attention.kv_lora_rank", "all"),
+        (".split.count", 7),
+        (".split.count", True),
+    ],
+)
+def test_an_impossible_size_in_a_gguf_header_is_refused_by_key_and_value(
+    tmp_path: Path, key: str, value: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(sized_gguf(tmp_path / "model.gguf", **{key: value}))
+    named = key.removeprefix(".") if key.startswith(".") else f"llama.{key}"
+    for command in commands_on(path):
+        assert run(command, {}) != 0
+        *_, line = capsys.readouterr().err.splitlines()  # of up after notes
+        assert f"has {named} {value!r}, " in line
+
+
+def test_sizes_that_differ_by_layer_and_the_count_of_a_joined_file_are_accepted(tmp_path: Path) -> None:
+    heads = {"attention.head_count": [4, 4], "attention.head_count_kv": [0, 2]}
+    path = sized_gguf(tmp_path / "model.gguf", **heads, **{".split.count": 0})
+    assert model_size(str(path)) == ModelSize(576, False, 2, 2 * 2 * 2 * 2 * 16, 0)
+
+
+def test_a_gguf_file_without_tensors_is_refused_from_its_header(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(sized_gguf(tmp_path / "model.gguf", tensors=()))
+    for command in commands_on(path):
+        assert run(command, {}) != 0
+        *_, line = capsys.readouterr().err.splitlines()  # of up after notes
+        assert "holds no weights: its header lists no tensor" in line

@@ -85,6 +85,22 @@ def test_parameters_are_estimated_from_the_configuration_without_weights(tmp_pat
     assert estimated.num_parameters == pytest.approx(counted.num_parameters, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_hidden_layers", "4"), ("num_hidden_layers", True), ("hidden_size", -1), ("num_attention_heads", 0),
+     ("vocab_size", 1e9), ("intermediate_size", [128, -1])],
+)  # fmt: skip
+def test_an_impossible_size_in_a_configuration_is_refused_by_name_and_value(
+    name: str, value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(DEMO / "target", tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
+    assert run(["plan", str(tmp_path), "--gpu", "h100", "--rate", "5"], {}) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"has {name} {value!r}, which must be a whole number from " in line
+
+
 def test_a_draft_as_large_as_its_target_is_advised_against(capsys: pytest.CaptureFixture[str]) -> None:
     target = str(DEMO / "target")
     drafts = advise(capsys, "--target", target, "--draft", target, *NOWHERE)
