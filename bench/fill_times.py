@@ -17,7 +17,7 @@ from specdec.engine.cuda_graphs.buckets import Bucket
 from specdec.engine.cuda_graphs.device_tables import DeviceTables
 from specdec.engine.cuda_graphs.static_inputs import StaticInputs, StepNumbers, input_size
 from specdec.engine.sessions.block_manager import BlockManager, blocks_for
-from specdec.engine.sessions.block_table import BlockTable
+from specdec.engine.sessions.sequence import BlockTable
 
 NUM_STEPS = 320
 MAX_CONTEXT = 16384

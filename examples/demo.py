@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from one_machine import print_answer, with_system
 
+from specdec.cli.bench import GAIN, reason_for, round_ms, tokens_per_round
 from specdec.cli.closing_line import closing_line, tokens_per_s
-from specdec.cli.speedup import GAIN, reason_for, round_ms, tokens_per_round
 from specdec.cli.terminal import TokenWriter, wants_colour
 from specdec.client import Client, Completion, GenerateOptions
 

@@ -18,7 +18,7 @@ from specdec.engine.loader import load_worker
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.engine.sessions.block_manager import BlockManager, blocks_for
-from specdec.engine.sessions.block_table import BlockTable
+from specdec.engine.sessions.sequence import BlockTable
 
 CONTEXT, NUM_TOKENS, NUM_RUNS, BATCHES = 512, 5, 20, (1, 16)
 

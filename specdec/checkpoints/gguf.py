@@ -5,7 +5,8 @@ that this process does not load. The name of a conversion is a hash of the file'
 its content: a changed file is converted again, a moved file is not. A conversion appears whole or not at all. When
 several processes need the same one, the first converts under a file lock and the others wait. Conversions are never
 removed; a user who deletes one only pays for it again. What an interrupted conversion wrote is removed when it ends, or
-by the next use of a GGUF file. Called by `specdec.checkpoints.locate`.
+by the next use of a GGUF file. A terminal shows a bar meanwhile, a log lines with a bar. Called by
+`specdec.checkpoints.locate`.
 """
 
 from __future__ import annotations
@@ -23,10 +24,53 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specdec.checkpoints import artifact_cache
-from specdec.checkpoints.gguf_progress import ConversionProgress
 from specdec.contract.errors import InvalidRequest, Unsupported
+
+#: Without a terminal, a line for each tenth.
+_NUM_LINES = 10
+_BAR_WIDTH = 20
+
+
+class ConversionProgress:
+    """Progress of one conversion while the context is open."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._num_shown = 0
+        self._bar = Progress(
+            TextColumn(f"converting {path.name}", markup=False), BarColumn(), TextColumn("{task.percentage:.0f} %"),
+            TimeElapsedColumn(), console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty(),
+        )  # fmt: skip
+        self._task = self._bar.add_task("", total=1.0)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, share: float) -> None:
+        """Show that this share of the conversion is done, 0 to 1."""
+        self._bar.update(self._task, completed=share)
+        if self._bar.disable and int(share * _NUM_LINES) > self._num_shown:
+            self._num_shown = int(share * _NUM_LINES)
+            progress = f"{share:.0%}"
+            bar = "#" * round(share * _BAR_WIDTH)
+            _log.info(
+                "converting %s [%s] %s", self._path.name, bar.ljust(_BAR_WIDTH, "-"), progress,
+                extra={"progress": progress},
+            )  # fmt: skip
+
 
 _log = logging.getLogger(__name__)
 

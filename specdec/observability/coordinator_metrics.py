@@ -2,7 +2,8 @@
 
 Series have vLLM's names where, and only where, they have vLLM's meaning (`specdec:` instead of `vllm:`). Every series
 has the label `model_name`. Counters are named without `_total`, which the exposition adds. `round_metrics` has the
-series of the rounds. Everything is updated from the coordinator's event loop, except where a method says otherwise.
+series of the rounds. Tenants beyond a number share one series. Everything is updated from the coordinator's event loop,
+except where a method says otherwise.
 """
 
 from __future__ import annotations
@@ -15,7 +16,38 @@ from prometheus_client.core import Metric
 
 from specdec.observability.round_metrics import RoundMetrics
 from specdec.observability.series import LATENCY_S, NUM_TOKENS, PREFIX, REQUEST_LATENCY_S, ServiceSeries
-from specdec.observability.tenant_metrics import TenantMetrics
+
+#: Label of the tenants that came after the limit was reached.
+OTHER = "other tenants"
+
+
+class TenantMetrics:
+    """The series of the first tenants that send requests, for one thread."""
+
+    def __init__(self, series: ServiceSeries, max_tenants: int) -> None:
+        """`max_tenants`: number of tenants with series of their own; 0: no tenant is counted."""
+        self._max_tenants = max_tenants
+        self._known: set[str] = set()
+        self._requests = series.counters(
+            "tenant_requests", "Requests that ended, by tenant and outcome: finished, cancelled or failed.",
+            "tenant", "outcome",
+        )  # fmt: skip
+        self._prompt_tokens = series.counters("tenant_prompt_tokens", "Prompt tokens of those requests.", "tenant")
+        self._output_tokens = series.counters("tenant_generation_tokens", "Output tokens of those requests.", "tenant")
+
+    def observe_end(self, tenant: str, outcome: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Count a request that ended."""
+        if not self._max_tenants:
+            return
+        if tenant not in self._known:
+            if len(self._known) < self._max_tenants:
+                self._known.add(tenant)
+            else:
+                tenant = OTHER  # no tenant has a space in its name
+        self._requests(tenant, outcome).inc()
+        self._prompt_tokens(tenant).inc(num_prompt_tokens)
+        self._output_tokens(tenant).inc(num_output_tokens)
+
 
 #: States of a replica: it takes sessions; it missed a deadline and was not heard of since; it drains; it does not
 #: answer, or does not fit.

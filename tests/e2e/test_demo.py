@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.cli.speedup import GAIN
+from specdec.cli.bench import GAIN
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -107,7 +107,7 @@ def stored_dtype(directory: Path) -> str:
 def test_a_gguf_file_becomes_the_checkpoint_it_was_written_from_and_its_progress_is_reported(
     demo_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO", logger="specdec.checkpoints.gguf_progress"):
+    with caplog.at_level("INFO", logger="specdec.checkpoints.gguf"):
         directory = locate_checkpoint(demo_file)
     expected = weights(TARGET)
     assert {name: torch.equal(tensor, expected[name]) for name, tensor in weights(directory).items()} == dict.fromkeys(
@@ -119,7 +119,7 @@ def test_a_gguf_file_becomes_the_checkpoint_it_was_written_from_and_its_progress
     assert converted.chat_template == own.chat_template
     assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == [2]
 
-    lines = [record.getMessage() for record in caplog.records if record.name == "specdec.checkpoints.gguf_progress"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "specdec.checkpoints.gguf"]
     assert lines[0] == "converting demo.gguf [##------------------] 10%"
     assert lines[-1] == "converting demo.gguf [################----] 80%"
     shares = [int(line.rpartition(" ")[2].removesuffix("%")) for line in lines]

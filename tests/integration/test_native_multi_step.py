@@ -17,7 +17,7 @@ from specdec.engine.loader import load_worker
 from specdec.engine.loop import steps
 from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.engine.sessions.block_manager import BlockManager
-from specdec.engine.sessions.block_table import BlockTable
+from specdec.engine.sessions.sequence import BlockTable
 from tests.support.cuda_graphs_rig import random_tokens
 from tests.support.round_driver import make_round
 from tests.support.tiny_models import SLIDING_WINDOW, build_tiny_model

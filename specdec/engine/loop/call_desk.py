@@ -2,27 +2,48 @@
 
     admit ─▶ gate (`sessions.calls`) ─▶ backlog ─▶ align, or continue a branch ─▶ enter ... steps ... finish
 
-`device_loop` posts calls here and runs the jobs. Everything in this module runs on the device thread.
+The first call of a turn is refused if the prompts before it would keep it waiting for too long, by the scheduler's
+measurements. `device_loop` posts calls here and runs the jobs. Everything in this module runs on the device thread.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from specdec.contract.engine_api import EndedTurn
-from specdec.contract.errors import Internal, SpecdecError
+from specdec.contract.errors import Internal, ResourceExhausted, SpecdecError
 from specdec.engine.base import StepObserver
-from specdec.engine.loop.backlog import require_short_backlog
 from specdec.engine.loop.delivery import Outbox, Waiter
 from specdec.engine.loop.idle_drafting import Branch, IdleDrafting
 from specdec.engine.loop.job import Job
 from specdec.engine.loop.preemptible_calls import PreemptibleCalls
 from specdec.engine.schedule.awaited_sessions import AwaitedSessions
-from specdec.engine.schedule.scheduler import Scheduler
+from specdec.engine.schedule.scheduler import Scheduler, is_short
 from specdec.engine.sessions.calls import Call, Calls
 from specdec.engine.sessions.sequence import Sequence
+
+
+def require_short_backlog(
+    call: Call, sequence: Sequence, running: Iterable[Job], scheduler: Scheduler, max_wait_s: float
+) -> None:
+    """Check that a call would not wait for longer than `max_wait_s` behind the prompts of running calls.
+
+    Raises:
+        ResourceExhausted: it would, and it may be refused (QUEUE_FULL); the error says when to try again.
+    """
+    if not call.may_refuse or sequence.reserved_len:
+        return
+    num_tokens = sum(job.num_pending for job in running if not is_short(job))
+    wait_s = scheduler.predict_replay_s(num_tokens, 0) if num_tokens else 0.0
+    if wait_s > max_wait_s:
+        raise ResourceExhausted(
+            f"prompts of {num_tokens} tokens wait on this replica, for {wait_s:.1f} s; the limit is {max_wait_s:g} s "
+            "(--max-wait-s)",
+            retry_after_s=wait_s - max_wait_s,
+        )
+
 
 _log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 A normal call therefore waits at most for the running step, which `steps` plans as short as if a call were expected. A
 preemptible call takes KV blocks from the spare part of the pool alone, so no session loses KV for it.
 
-`draft_service.scoring` makes such calls. Called by `device_loop` and `call_desk` on the device thread.
+`draft_service.drafting` makes such calls. Called by `device_loop` and `call_desk` on the device thread.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from specdec.cli.speedup import acceptance, reason_for, round_ms, tokens_per_round
+from specdec.cli.bench import acceptance, reason_for, round_ms, tokens_per_round
 from specdec.client import Completion, GenerationStats, Usage
 
 

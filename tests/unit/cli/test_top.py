@@ -19,8 +19,8 @@ from rich.console import Console
 
 from specdec.cli.__main__ import run
 from specdec.cli.metrics_page import MetricsPage
+from specdec.cli.top import plot_of
 from specdec.cli.top_figures import Reader, figures_of
-from specdec.cli.top_view import plot_of
 from specdec.client import Client
 from specdec.contract.engine_api import EngineStats
 from specdec.observability.coordinator_metrics import CoordinatorMetrics

@@ -12,7 +12,7 @@ from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import SequenceSlice
 from specdec.engine.cuda_graphs.device_tables import CHANGES_PER_SEQUENCE, DeviceTables
 from specdec.engine.sessions.block_manager import BlockManager
-from specdec.engine.sessions.block_table import BlockTable
+from specdec.engine.sessions.sequence import BlockTable
 
 SCRATCH = 9999
 ROW_BLOCKS = 40

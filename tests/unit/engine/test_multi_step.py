@@ -18,7 +18,7 @@ from specdec.engine.cuda_graphs.paged_attention import Splitting
 from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.engine.sessions.block_manager import BlockManager
-from specdec.engine.sessions.block_table import BlockTable
+from specdec.engine.sessions.sequence import BlockTable
 from tests.support.cuda_graphs_rig import CountedCapture, random_tokens
 from tests.support.round_driver import make_round
 from tests.support.tiny_models import build_tiny_model
