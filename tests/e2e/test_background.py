@@ -30,22 +30,16 @@ def endpoint() -> str:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags of a system whose target is simulated, so it starts without torch."""
+    return ["--target", "simulated:8b-0.6b", "--tokenizer", str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))]
 
 
-@pytest.fixture
-def background(
-    request: pytest.FixtureRequest, tokenizer: Path, endpoint: str
-) -> Iterator[subprocess.CompletedProcess[str]]:
-    """A system that `up --detach` has started, with the flags of the parameter. The test ends it, or the fixture.
-
-    Its target is simulated, so it starts without torch.
-    """
-    model = ["--target", "simulated:8b-0.6b", "--tokenizer", str(tokenizer)]
-    flags = [*model, "--listen", endpoint, *getattr(request, "param", ())]
-    started = specdec("up", "--detach", *flags)
-    yield started
+@pytest.fixture(scope="module")
+def background(simulated: list[str]) -> Iterator[tuple[subprocess.CompletedProcess[str], str]]:
+    """What `up --detach` printed, and the endpoint of its system, which the last of its tests ends."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    yield specdec("up", "--detach", *simulated, "--listen", endpoint), endpoint
     if control.is_running(int(endpoint.rpartition(":")[2])):
         specdec("down", "--endpoint", endpoint)
 
@@ -56,14 +50,29 @@ def pid_of(started: subprocess.CompletedProcess[str]) -> int:
     return int(found[1])
 
 
-def test_detach_returns_when_ready_and_down_ends_the_system_and_all_its_processes(
-    background: subprocess.CompletedProcess[str], endpoint: str
+def test_a_second_start_at_the_same_address_names_the_running_system_before_it_checks_models(
+    background: tuple[subprocess.CompletedProcess[str], str],
 ) -> None:
-    assert (background.returncode, background.stdout) == (0, f"ready grpc={endpoint}\n"), background.stderr
-    pid = pid_of(background)
-    assert f"stop it with: specdec down --endpoint {endpoint}; log: " in background.stderr
-    assert "[target-0] listening" in background.stderr
-    log = Path(background.stderr.rstrip().rpartition("; log: ")[2])
+    started, endpoint = background
+    assert started.returncode == 0, started.stderr
+    for flags in ([], ["--detach"]):
+        refused = specdec("up", *flags, "--listen", endpoint, "--target", "/no/such/model")
+        assert refused.returncode == 1
+        assert refused.stderr == (
+            f"error: your specdec up at {endpoint} is still running; stop it with `specdec down --endpoint {endpoint}`"
+            ", or choose another address with --listen (ADDRESS_IN_USE)\n"
+        )
+
+
+def test_detach_returns_when_ready_and_down_ends_the_system_and_all_its_processes(
+    background: tuple[subprocess.CompletedProcess[str], str],
+) -> None:
+    started, endpoint = background
+    assert (started.returncode, started.stdout) == (0, f"ready grpc={endpoint}\n"), started.stderr
+    pid = pid_of(started)
+    assert f"stop it with: specdec down --endpoint {endpoint}; log: " in started.stderr
+    assert "[target-0] listening" in started.stderr
+    log = Path(started.stderr.rstrip().rpartition("; log: ")[2])
     assert (log.stat().st_mode & 0o777, "[target-0] listening" in log.read_text()) == (0o600, True)
     assert specdec("status", "--endpoint", endpoint).returncode == 0
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -73,12 +82,10 @@ def test_detach_returns_when_ready_and_down_ends_the_system_and_all_its_processe
     wait_until_gone([pid])
 
 
-@pytest.mark.parametrize("background", [["--json"]], indirect=True, ids=["json"])
-def test_a_term_signal_to_the_process_that_detach_names_ends_the_system(
-    background: subprocess.CompletedProcess[str], endpoint: str
-) -> None:
-    assert json.loads(background.stdout) == {"grpc": endpoint, "http": None, "metrics": {}}
-    pid = pid_of(background)
+def test_a_term_signal_to_the_process_that_detach_names_ends_the_system(simulated: list[str], endpoint: str) -> None:
+    started = specdec("up", "--detach", "--json", *simulated, "--listen", endpoint)
+    assert json.loads(started.stdout) == {"grpc": endpoint, "http": None, "metrics": {}}
+    pid = pid_of(started)
     os.kill(pid, signal.SIGTERM)
     wait_until_gone([pid])
 
@@ -87,19 +94,6 @@ def test_a_background_start_that_fails_is_the_error_and_the_exit_code_of_the_sta
     failed = specdec("up", "--detach", "--target", "/no/such/model", "--listen", endpoint)
     assert (failed.returncode, failed.stdout) == (1, "")
     assert re.fullmatch(r"error: --target: .+ \([A-Z_]+\)", failed.stderr.splitlines()[-1]), failed.stderr
-
-
-def test_a_second_start_at_the_same_address_names_the_running_system_before_it_checks_models(
-    background: subprocess.CompletedProcess[str], endpoint: str
-) -> None:
-    assert background.returncode == 0, background.stderr
-    for flags in ([], ["--detach"]):
-        refused = specdec("up", *flags, "--listen", endpoint, "--target", "/no/such/model")
-        assert refused.returncode == 1
-        assert refused.stderr == (
-            f"error: your specdec up at {endpoint} is still running; stop it with `specdec down --endpoint {endpoint}`"
-            ", or choose another address with --listen (ADDRESS_IN_USE)\n"
-        )
 
 
 def test_commands_that_are_typed_right_after_up_wait_for_it_and_say_what_it_does(model: Path, endpoint: str) -> None:
