@@ -211,20 +211,38 @@ def test_up_that_takes_long_says_what_it_waits_for() -> None:
     assert up.returncode == 0
 
 
-def test_up_starts_in_a_folder_that_has_one_of_our_name(tmp_path: Path) -> None:
-    (tmp_path / "specdec").mkdir()
-    (tmp_path / "specdec" / "__init__.py").touch()
+@pytest.fixture(scope="module")
+def beside_our_name(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A system that was started in a folder with a package of our name, and the line that it printed."""
+    folder = tmp_path_factory.mktemp("folder")
+    (folder / "specdec").mkdir()
+    (folder / "specdec" / "__init__.py").touch()
     script = f"import sys; sys.path[0] = {str(ROOT)!r}; from specdec.cli.__main__ import main; main()"
     command = [sys.executable, "-c", script, "up", "--listen", "127.0.0.1:0"]
     environ = {name: value for name, value in ENVIRON.items() if name != "PYTHONPATH"}
     started = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
     )
     assert started.stdout is not None
-    line = started.stdout.readline()
-    started.send_signal(signal.SIGTERM)
-    _, stderr = started.communicate()
-    assert line.startswith("ready grpc="), stderr
+    yield started, started.stdout.readline()
+    started.kill()
+    started.communicate()
+
+
+def test_up_starts_in_a_folder_that_has_one_of_our_name(beside_our_name: tuple[subprocess.Popen[str], str]) -> None:
+    started, line = beside_our_name
+    if not line:
+        pytest.fail(started.communicate()[1])
+    assert line.startswith("ready grpc=")
+
+
+def test_the_children_of_a_killed_up_end_by_themselves(beside_our_name: tuple[subprocess.Popen[str], str]) -> None:
+    up, _ = beside_our_name
+    children = children_of(up)
+    assert len(children) == 3
+    up.kill()
+    up.wait()
+    wait_until_gone(children)
 
 
 def test_up_on_the_address_of_another_system_is_never_ready(endpoint: str, short_folder: Path) -> None:
@@ -234,15 +252,6 @@ def test_up_on_the_address_of_another_system_is_never_ready(endpoint: str, short
         f"error: your specdec up at {endpoint} is still running; stop it with `specdec down --endpoint {endpoint}`, or "
         "choose another address with --listen (ADDRESS_IN_USE)\n"
     )
-
-
-def test_the_children_of_a_killed_up_end_by_themselves() -> None:
-    up, _ = start_up()
-    children = children_of(up)
-    assert len(children) == 3
-    up.kill()
-    up.wait()
-    wait_until_gone(children)
 
 
 def test_only_the_user_reaches_the_sockets_of_up(system: tuple[subprocess.Popen[str], str], short_folder: Path) -> None:
