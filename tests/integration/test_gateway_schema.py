@@ -7,6 +7,7 @@ import contextlib
 from functools import partial
 from typing import Any
 
+import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
@@ -30,35 +31,37 @@ CHECKS = [
     response_headers_conformance,
     response_schema_conformance,
 ]
-#: Requests of each kind for each operation. The same ones in every run.
-NUM_REQUESTS = 10
 
 
-async def test_no_request_of_the_document_breaks_the_gateway_or_gets_an_answer_it_does_not_describe() -> None:
+@pytest.mark.parametrize("num_requests", [5, pytest.param(25, marks=pytest.mark.full)])
+async def test_no_request_of_the_document_breaks_the_gateway_or_gets_an_answer_it_does_not_describe(
+    num_requests: int,
+) -> None:
+    """`num_requests` of each kind, valid and invalid, for each operation. The same ones in every run."""
     async with Rig(write_checkpoint=partial(write_tokenizer, chat_template=TEMPLATE)) as rig:
         coordinator = await rig.coordinator()
         async with running_gateway(coordinator.server.address) as running:
-            operations = await asyncio.to_thread(attack, f"{running.url}/openapi.json")
+            operations = await asyncio.to_thread(attack, f"{running.url}/openapi.json", num_requests)
             assert {"POST /v1/chat/completions", "POST /v1/completions", "POST /detokenize"} <= operations
             await eventually(lambda: not coordinator.generations.num_running)
             await eventually(lambda: running.count("specdec:http_requests_in_flight") == 0)
 
 
-def attack(url: str) -> set[str]:
+def attack(url: str, num_requests: int) -> set[str]:
     """Send valid and invalid requests of every operation, check the answers, and return the operations' names."""
     names = set()
     for found in schemathesis.openapi.from_url(url).get_all_operations():
         operation = found.ok()
         names.add(operation.label)
-        send_all(operation, GenerationMode.POSITIVE)
+        send_all(operation, GenerationMode.POSITIVE, num_requests)
         with contextlib.suppress(Unsatisfiable):  # an operation without input has no invalid requests
-            send_all(operation, GenerationMode.NEGATIVE)
+            send_all(operation, GenerationMode.NEGATIVE, num_requests)
     return names
 
 
-def send_all(operation: Any, mode: GenerationMode) -> None:
+def send_all(operation: Any, mode: GenerationMode, num_requests: int) -> None:
     @settings(
-        max_examples=NUM_REQUESTS,
+        max_examples=num_requests,
         derandomize=True,
         database=None,
         deadline=None,
