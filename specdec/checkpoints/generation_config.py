@@ -117,4 +117,4 @@ def _usable(key: str, value: Any) -> float | int | None:
     if kind is int:
         return int(value) if value % 1 == 0 else None
     (carried,) = struct.unpack("f", struct.pack("f", value))
-    return value if condition(carried) else None
+    return value if condition(carried) and (carried or not value) else None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 from specdec.contract.errors import InvalidRequest
 
@@ -16,6 +17,11 @@ _RANGES = {
     3: (0, (1 << 32) - 1),
     4: (0, (1 << 64) - 1),
 }
+#: protobuf's numbers of the types of floats.
+_FLOATS = (5, 6)
+#: Most bits of a whole number that a Python float holds.
+_MOST_FLOAT_BITS = 1024
+_FLOAT_LIMITS = "must be 0 or have a size from 1.4e-45 to 3.4028234e+38, the limits of a 32-bit float"
 
 
 def assign(message: Any, name: str, value: Any, prefix: str = "") -> None:
@@ -29,6 +35,39 @@ def assign(message: Any, name: str, value: Any, prefix: str = "") -> None:
     except (ValueError, OverflowError) as error:  # UnicodeEncodeError is a ValueError
         told = _out_of_range(message, name, (value,)) or f": {error}"
         raise InvalidRequest(f"{prefix}{name}{told}", field=f"{prefix}{name}") from None
+    _require_kept(f"{prefix}{name}", value, getattr(message, name))
+
+
+def assign_biases(message: Any, name: str, biases: Mapping[int, float], prefix: str = "") -> None:
+    """Set a field that maps token ids to numbers."""
+    field, held = f"{prefix}{name}", getattr(message, name)
+    try:
+        held.update(biases)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"{field}{_bias_problem(biases) or f': {error}'}", field=field) from None
+    for token_id, bias in biases.items():
+        _require_kept(field, bias, held[token_id], f" for token {token_id}")
+
+
+def _bias_problem(biases: Any) -> str:
+    """Return what to say of the first entry of a map that does not fit its field; "" if that is not known."""
+    if not isinstance(biases, Mapping):
+        return f" must map token ids to numbers, got {type(biases).__name__}"
+    least, most = _RANGES[3]
+    for token_id, bias in biases.items():
+        if not isinstance(token_id, int) or not least <= token_id <= most:
+            return f" must map token ids from {least} to {most}, got {_shown(token_id)}"
+        if isinstance(bias, int) and bias.bit_length() > _MOST_FLOAT_BITS:
+            return f" {_FLOAT_LIMITS}, got {_shown(bias)} for token {token_id}"
+        if not isinstance(bias, SupportsFloat):
+            return f" must map token ids to numbers, got {type(bias).__name__} for token {token_id}"
+    return ""
+
+
+def _require_kept(field: str, value: Any, held: Any, place: str = "") -> None:
+    """Refuse a number that became infinite or 0 when its field rounded it to 32 bits."""
+    if isinstance(held, float) and value != held and (held == 0 or math.isinf(held)):
+        raise InvalidRequest(f"{field} {_FLOAT_LIMITS}, got {float(value)!r}{place}", field=field)
 
 
 def extend(message: Any, name: str, values: Sequence[Any], prefix: str = "") -> None:
@@ -42,14 +81,23 @@ def extend(message: Any, name: str, values: Sequence[Any], prefix: str = "") -> 
 
 def _out_of_range(message: Any, name: str, values: Sequence[Any]) -> str:
     """Return what to say of the first whole number that a field cannot hold; "" if there is none."""
-    if (bounds := _RANGES.get(message.DESCRIPTOR.fields_by_name[name].cpp_type)) is None:
+    kind = message.DESCRIPTOR.fields_by_name[name].cpp_type
+    whole = [value for value in values if isinstance(value, int)]
+    if kind in _FLOATS:
+        wrong = next((value for value in whole if value.bit_length() > _MOST_FLOAT_BITS), None)
+        return "" if wrong is None else f" {_FLOAT_LIMITS}, got {_shown(wrong)}"
+    if kind not in _RANGES:
         return ""
-    least, most = bounds
-    wrong = next((value for value in values if isinstance(value, int) and not least <= value <= most), None)
-    if wrong is None:
-        return ""
-    got = str(wrong) if wrong.bit_length() <= 256 else f"a number of {wrong.bit_length()} bits"  # str has a limit
-    return f" must be at least {least} and at most {most}, got {got}"
+    least, most = _RANGES[kind]
+    wrong = next((value for value in whole if not least <= value <= most), None)
+    return "" if wrong is None else f" must be at least {least} and at most {most}, got {_shown(wrong)}"
+
+
+def _shown(value: Any) -> str:
+    """Return a value for an error, of a length that can be read. Python refuses to spell the longest numbers."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"
+    return f"{value!r:.80}"
 
 
 def as_json(value: Mapping[str, Any], field: str) -> str:

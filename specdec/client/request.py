@@ -14,7 +14,7 @@ from typing import Any, TypedDict, TypeVar
 
 from google.protobuf.message import Message
 
-from specdec.client.fields import assign, extend
+from specdec.client.fields import assign, assign_biases, extend
 from specdec.client.messages import ChatMessage, fill_messages
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import Mode
@@ -201,10 +201,7 @@ def _set_sampling(sampling: pb.SamplingParams, options: GenerateOptions) -> None
     stop = options.get("stop") or ()
     extend(sampling, "stop", (stop,) if isinstance(stop, str) else stop, "sampling.")
     extend(sampling, "stop_token_ids", options.get("stop_token_ids") or (), "sampling.")
-    try:
-        sampling.logit_bias.update(options.get("logit_bias") or {})
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequest(f"sampling.logit_bias: {error}", field="sampling.logit_bias") from None
+    assign_biases(sampling, "logit_bias", options.get("logit_bias") or {}, "sampling.")
 
 
 def _set_speculation(speculation: pb.SpeculationParams, options: GenerateOptions) -> None:

@@ -38,6 +38,7 @@ def test_a_model_without_the_file_or_without_the_keys_recommends_nothing(tmp_pat
         '"temperature": -1', '"temperature": NaN', '"temperature": 1e999', '"temperature": "hot"', '"top_p": 0',
         '"top_p": true', '"min_p": 1', '"top_k": 5.5', '"top_k": 4294967296', '"repetition_penalty": 0',
         '"max_new_tokens": 0', '"top_p": 1e-60', '"min_p": 0.9999999999', '"repetition_penalty": 1e-60',
+        '"temperature": 1e-60',
     ],
 )  # fmt: skip
 def test_a_value_that_no_request_could_use_is_left_out_with_a_warning(

@@ -135,6 +135,9 @@ def test_further_fields_of_a_message_travel_as_json_and_none_is_absent() -> None
     assert tokenized.messages == asked
 
 
+FLOAT_LIMITS = "must be 0 or have a size from 1.4e-45 to 3.4028234e+38, the limits of a 32-bit float"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -143,6 +146,15 @@ def test_further_fields_of_a_message_travel_as_json_and_none_is_absent() -> None
         ({"priority": -(2**31) - 1}, "priority must be at least -2147483648 and at most 2147483647, got -2147483649"),
         ({"stop_token_ids": [1, -2]}, "sampling.stop_token_ids must be at least 0 and at most 4294967295, got -2"),
         ({"top_k": 10**5000}, "sampling.top_k must be at least 0 and at most 4294967295, got a number of 16610 bits"),
+        ({"repetition_penalty": 1e300}, f"sampling.repetition_penalty {FLOAT_LIMITS}, got 1e+300"),
+        ({"repetition_penalty": 1e-300}, f"sampling.repetition_penalty {FLOAT_LIMITS}, got 1e-300"),
+        ({"temperature": -1e-300}, f"sampling.temperature {FLOAT_LIMITS}, got -1e-300"),
+        ({"presence_penalty": 10**39}, f"sampling.presence_penalty {FLOAT_LIMITS}, got 1e+39"),
+        ({"top_p": 10**400}, f"sampling.top_p {FLOAT_LIMITS}, got a number of 1329 bits"),
+        ({"logit_bias": {4: 1.0, 5: 1e308}}, f"sampling.logit_bias {FLOAT_LIMITS}, got 1e+308 for token 5"),
+        ({"logit_bias": {4: 10**400}}, f"sampling.logit_bias {FLOAT_LIMITS}, got a number of 1329 bits for token 4"),
+        ({"logit_bias": {-1: 1.0}}, "sampling.logit_bias must map token ids from 0 to 4294967295, got -1"),
+        ({"logit_bias": {4: "x"}}, "sampling.logit_bias must map token ids to numbers, got str for token 4"),
     ],
 )
 def test_a_number_that_protobuf_cannot_hold_is_refused_with_its_limits(options: Any, words: str) -> None:
