@@ -96,7 +96,7 @@ class ServiceServer:
 
     @property
     def is_serving(self) -> bool:
-        """Whether health is SERVING."""
+        """Return whether health is SERVING."""
         return self.health.is_serving
 
     @property

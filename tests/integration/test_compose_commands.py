@@ -48,7 +48,7 @@ class LocalCompose:
                 self._wait_until_healthy(name)
 
     def endpoint(self, name: str) -> str:
-        """Where a service's published port is served."""
+        """Return where a service's published port is served."""
         (published,) = self._services[name]["ports"]
         return f"127.0.0.1:{self._port(published.rpartition(':')[2])}"
 

@@ -111,7 +111,7 @@ class _Copy:
         )
 
     def passes(self, tests: str) -> bool:
-        """Whether the tests, a glob of files, pass on the scripts as they are now."""
+        """Return whether the tests, a glob of files, pass on the scripts as they are now."""
         return all(self._passes(tests, selection) for selection in SELECTIONS)
 
     def _passes(self, tests: str, selection: str) -> bool:

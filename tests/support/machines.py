@@ -58,7 +58,7 @@ class Machines:
         return self._card(name)
 
     def command(self, name: str) -> list[str]:
-        """How a command line begins that is to run on a machine."""
+        """Return how a command line begins that is to run on a machine."""
         return ["ip", "netns", "exec", self._namespace(name)]
 
     def __enter__(self) -> Self:
@@ -133,7 +133,7 @@ class Machines:
                 self._introduce(name, other, self._mac(other))
 
     def _introduce(self, sender: str, receiver: str, mac: str) -> None:
-        """Where `sender` sends what is for `receiver`."""
+        """Return where `sender` sends what is for `receiver`."""
         card = self._card(sender)
         self._ip_at(sender, "neigh", "replace", self.address(receiver), "lladdr", mac, "dev", card, "nud", "permanent")
 

@@ -69,7 +69,7 @@ def documented_rows() -> frozenset[str]:
 
 
 def is_documented_version() -> bool:
-    """Whether the page is about the transformers that are installed."""
+    """Return whether the page is about the transformers that are installed."""
     return _VERSION_LINE.format(version=transformers.__version__) in PAGE.read_text()
 
 

@@ -37,7 +37,7 @@ def build_mtp_checkpoint(model_type: str, directory: Path, *, seed: int = 0, **c
 
 
 def _stored_name(model_type: str, settings: dict[str, Any], name: str) -> str:
-    """Where a checkpoint keeps a parameter of the layer."""
+    """Return where a checkpoint keeps a parameter of the layer."""
     if model_type == "mellum":
         return f"mtp.layers.0.{name}"
     number = settings["num_hidden_layers"]

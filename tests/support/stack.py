@@ -77,7 +77,7 @@ def is_serving(address: str, dial: Dial = grpc.insecure_channel, timeout_s: floa
 
 
 def is_ready(address: str) -> bool:
-    """Whether the gateway at `address` reaches a coordinator that has a target."""
+    """Return whether the gateway at `address` reaches a coordinator that has a target."""
     connection = HTTPConnection(address, timeout=5.0)
     try:
         connection.request("GET", "/ready")
