@@ -13,6 +13,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from gateway.schemas.common import ForeignField
 from specdec.contract.errors import InvalidRequest, ResourceExhausted, SpecdecError, Unavailable
 
 _STATUS_BY_CODE = {
@@ -91,11 +92,12 @@ def error_object(error: SpecdecError, status: int | None = None, path: str = "")
         path: path of the request, which decides the names of its fields; "" for those of most routes.
     """
     names = _RESPONSES_PARAMS if path.startswith(RESPONSES_PATH) else _PARAMS
+    param = error.field if isinstance(error, ForeignField) else param_of(error.field, names)
     return {
         "error": {
             "message": _in_openai_words(error, path) + _in_their_names(error, names),
             "type": type_of(status or status_of(error)),
-            "param": param_of(error.field, names),
+            "param": param,
             "code": code_of(error.reason),
         }
     }
@@ -213,6 +215,8 @@ _ALTERNATIVES = frozenset(("str", "int", "float", "bool", "list", "dict", "const
 def _in_their_names(error: SpecdecError, names: Mapping[str, str] = _PARAMS) -> str:
     """Return the message with the names that its field and others have in OpenAI's requests."""
     message = error.message
+    if isinstance(error, ForeignField):
+        return message
     if error.field and message.startswith(error.field):
         message = f"{param_of(error.field, names)}{message.removeprefix(error.field)}"
     return _OUR_NAMES.sub(lambda found: names.get(found[2], "") if found[2] else "", message)

@@ -7,7 +7,7 @@ model recommends (`generation_config.json`), else the API's default.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import BeforeValidator, Field
 
@@ -66,6 +66,8 @@ def _require_few(biases: Any) -> Any:
 
 class SamplingFields(Body):
     """Sampling fields of OpenAI's API, vLLM's usual extensions, and ours."""
+
+    generates: ClassVar[bool] = True
 
     model: Text | None = None
     """Name of the model; absent: the one that is served."""

@@ -2,36 +2,27 @@
 
 Numbers and flags are strict: the text "1" is refused as a number. 2.0 is an integer, because languages with one type of
 number write it so. A field that is null is absent, at every depth. Unknown fields are ignored, as OpenAI does, unless
-they would constrain the output. The coordinator checks ranges, and its errors name field and limit; fields that it does
+they would change the output. The coordinator checks ranges, and its errors name field and limit; fields that it does
 not know are checked here. A list is refused at its first wrong element, because an error object for each of a million
 elements would take a minute.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
+from gateway.schemas.foreign_fields import changes_text, constrains_output, is_carrier
 from specdec.contract.errors import InvalidRequest
 
-#: Fields of other servers that limit what a model may write, such as grammar, guided_json, json_schema and regex.
-_CONSTRAINT = re.compile(
-    r"guided_.+|structur(ed|al)(_.+)?|.*(grammar|regex|ebnf|json_?(schema|object|mode)|logits?_?processor).*|json|schema"
-    r"|(allowed_)?choices?|constrain(ts?|ed_.+)|(response|output)_?(format|schema|(mime_?)?type)|format"
-    r"|(allowed|banned|bad|forced?|(begin_)?suppress)_(words|tokens?|strings|bos|eos|decoder)(_.+)?|prefix_allowed_.+",
-    re.IGNORECASE,
-)
-#: Objects in which clients of other servers, or of other routes, put such fields.
-_CARRIERS = ("extra_body", "generation_config", "nvext", "options", "output_config", "parameters", "sampling_params",
-             "text")  # fmt: skip
 _PLAIN = {"type": "text"}
 #: Depth beyond that of any field in an object of the API.
 _API_DEPTH = 16
 
 GRAMMARS = "there are no grammars yet"
+_FOREIGN = "it would change the text, and this route has no such field; leave it out, or use the route's own"
 
 
 def _whole(value: Any) -> Any:
@@ -104,13 +95,20 @@ class Request(BaseModel):
 class Body(Request):
     """Base of the whole bodies."""
 
+    generates: ClassVar[bool] = False
+    """The route generates text."""
+
     @model_validator(mode="before")
     @classmethod
-    def _refuse_constraints(cls, fields: Any) -> Any:
-        """Refuse unknown fields that would constrain the output, which must not be ignored. Raises InvalidRequest."""
-        for name in _constraints(fields, cls.model_fields) if isinstance(fields, dict) else ():
-            raise refuse(name, GRAMMARS)
+    def _refuse_foreign(cls, fields: Any) -> Any:
+        """Refuse unknown fields that would change the output, which must not be ignored. Raises InvalidRequest."""
+        for name, reason in _foreign(fields, cls.model_fields, cls.generates) if isinstance(fields, dict) else ():
+            raise ForeignField(f"{name} is not supported: {reason}", field=name, reason="UNSUPPORTED")
         return fields
+
+
+class ForeignField(InvalidRequest):
+    """A request has a field of another server, whose name is the caller's own."""
 
 
 class StreamOptions(Request):
@@ -147,13 +145,21 @@ def unicode_text(text: str, field: str) -> str:
     return text
 
 
-def _constraints(fields: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the fields that are set and that `known` lacks, if they would constrain the output."""
+def _foreign(fields: Mapping[str, Any], known: Mapping[str, Any], generates: bool) -> Iterator[tuple[str, str]]:
+    """Yield the fields that are set and that `known` lacks, if they would change the output, each with the reason."""
     for name, value in fields.items():
-        if name not in known and not is_plain(without_nulls(value)) and _CONSTRAINT.fullmatch(name):
-            yield name[:64]
-        elif name in _CARRIERS and isinstance(value, dict):
-            yield from (f"{name}.{inner}" for inner in _constraints(value, {}))
+        if name not in known and value is not None:
+            if constrains_output(name) and _demands(value):
+                yield name[:64], GRAMMARS
+            elif generates and changes_text(name, value):
+                yield name[:64], _FOREIGN
+        if is_carrier(name) and isinstance(value, dict):
+            yield from ((f"{name}.{inner}", reason) for inner, reason in _foreign(value, {}, generates))
+
+
+def _demands(constraint: Any) -> bool:
+    """Return whether a constraint is set. An empty schema demands JSON; an object of nulls alone is absent."""
+    return constraint == {} or not is_plain(without_nulls(constraint))
 
 
 def is_plain(output_format: Any) -> bool:

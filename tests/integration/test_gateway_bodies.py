@@ -215,6 +215,8 @@ CONSTRAINTS = (
     "structured_outputs", "structural_tag", "regex", "stop_regex", "ebnf", "choice", "logits_processors",
     "custom_logit_processor", "format", "schema", "json_object", "response_schema", "responseSchema",
     "output_format", "suppress_tokens", "banned_strings", "force_words_ids", "guided_anything_new",
+    "pattern", "regular_expression", "lark", "cfg", "gbnf", "bnf", "llguidance", "guidance", "guidedJson",
+    "force_json", "response_model", "enum", "vocab_mask", "Guided-Regex",
 )  # fmt: skip
 
 
@@ -222,17 +224,34 @@ async def test_an_unknown_field_that_would_constrain_the_output_is_refused_by_na
     running: RunningGateway, path: str
 ) -> None:
     """Its kind of value does not depend on the route."""
-    values: tuple[Any, ...] = ({"type": "object"}, "x", ["x"])
+    values: tuple[Any, ...] = ({"type": "object"}, "x", ["x"], {})  # an empty schema demands JSON
+    carriers = ("extra_body", "text", "vllm_xargs", "generationConfig")
     for name in CONSTRAINTS:
-        for value in values if path == "/v1/chat/completions" else values[:1]:
-            nested = [
-                (f"{carrier}.{name}", {carrier: {name: value}}) for carrier in ("extra_body", "text", "output_config")
-            ]
+        for value in values if path == "/v1/chat/completions" else values[::3]:
+            nested = [(f"{carrier}.{name}", {carrier: {name: value}}) for carrier in carriers]
             for told, fields in ((name, {name: value}), *nested):
                 refused = (400, f"{told} is not supported: there are no grammars yet")
                 assert await post(running, path, **fields) == refused
     for empty in (None, {"type": None}):
         assert (await post(running, path, **dict.fromkeys(CONSTRAINTS, empty)))[0] == 200
+
+
+@pytest.mark.parametrize("path", GENERATING)
+async def test_an_unknown_field_that_would_change_the_text_is_refused_by_name(
+    running: RunningGateway, path: str
+) -> None:
+    values = {
+        "stop_strings": ["x"], "max_new_tokens": 5, "maxTokens": 5, "num_predict": 0, "random_seed": 0,
+        "typical_p": 0.5, "no_repeat_ngram_size": 3, "top_a": 0.1, "mirostat": 2, "repeat_penalty": 1.1,
+        "xtc_probability": 0.5, "do_sample": False, "topK": 0,
+    } | ({} if path == "/v1/messages" else {"stop_sequences": ["x"]})  # fmt: skip
+    nested = {"options": {"seed": 5}, "generationConfig": {"temperature": 0}, "extra_body": {"max_new_tokens": 5}}
+    for name, value in (values | nested).items():
+        told = f"{name}.{next(iter(value))}" if isinstance(value, dict) else name
+        status, words = await post(running, path, **{name: value})
+        assert (status, words.partition(":")[0]) == (400, f"{told} is not supported")
+    off = {"typical_p": 1, "no_repeat_ngram_size": 0, "top_a": 0.0, "do_sample": True, "length_penalty": 1.0}
+    assert (await post(running, path, **off, stop_strings=None, max_new_tokens=None))[0] == 200
 
 
 @pytest.mark.parametrize("path", GENERATING)
@@ -256,7 +275,7 @@ async def test_every_form_of_response_format_but_text_is_refused(running: Runnin
 async def test_other_unknown_fields_are_ignored(running: RunningGateway, path: str) -> None:
     harmless = {
         "user": "u", "parallel_tool_calls": True, "service_tier": "auto", "safety_identifier": "x", "verbosity": "low",
-        "prompt_cache_key": "k", "prediction": {"type": "content", "content": "x"}, "options": {"seed": 5},
+        "prompt_cache_key": "k", "prediction": {"type": "content", "content": "x"}, "options": {"num_ctx": 5},
         "extra_body": {"anything": 1}, "cache_salt": "x", "reasoning_effort": "low",
     }  # fmt: skip
     assert (await post(running, path, **harmless))[0] == 200

@@ -17,8 +17,8 @@ from gateway.http_errors import anthropic_error_object, code_of, error_headers, 
 from gateway.metrics import GatewayMetrics
 from gateway.middleware import _GUARDED
 from gateway.schemas.chat import ChatRequest
-from gateway.schemas.common import _CARRIERS
 from gateway.schemas.completions import CompletionRequest
+from gateway.schemas.foreign_fields import CARRIERS
 from gateway.schemas.messages import CountTokensRequest, MessagesRequest
 from gateway.schemas.responses import ResponseRequest
 from gateway.upstream import Upstream
@@ -69,7 +69,7 @@ def api_document() -> dict[str, Any]:
 
 
 def _bodies() -> Iterator[str]:
-    carriers = ", ".join(map(code, _CARRIERS[:-1])) + f" or {code(_CARRIERS[-1])}"
+    carriers = ", ".join(map(code, CARRIERS[:-1])) + f" or {code(CARRIERS[-1])}"
     for text in http_text.BODIES:
         yield paragraph(
             text.format(max_depth=MAX_DEPTH, max_digits=f"{sys.get_int_max_str_digits():,}", carriers=carriers)

@@ -12,8 +12,10 @@ BODIES = (
     of a request; variables of a chat template and the arguments of tool calls may be `null`. Objects and lists are
     nested at most {max_depth} levels deep, and an integer has at most {max_digits} digits.""",
     """Fields that are not on this page are ignored, as OpenAI does, unless they would constrain the output, such as
-    `grammar`, `json_schema`, `regex`, `choice`, `structured_outputs` and all that begin with `guided_`. These are
-    refused with the code `unsupported`, on every route, also within {carriers}.""",
+    `grammar`, `json_schema`, `regex`, `pattern`, `choice`, `structured_outputs` and all that begin with `guided_`, or,
+    on a route that generates, change its text in another way, such as `typical_p`, `no_repeat_ngram_size` and
+    `max_new_tokens`. These are refused with the code `unsupported`, also within {carriers}. Their names are compared
+    without case, dashes and underscores. A sampler's field with the value at which it is off is ignored.""",
     """A body may be compressed with gzip (`Content-Encoding: gzip`); another encoding is refused with status 415. A
     larger body than `--max-body-bytes`, before or after it is unpacked, is refused, and so is a body that takes longer
     than `--body-timeout-s`.""",
