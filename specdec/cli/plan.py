@@ -39,6 +39,8 @@ from specdec.client import Client
 from specdec.contract.errors import SpecdecError
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "int8": 1}
+#: Most digits of a number that is read; Python refuses to read the longest ones.
+_MOST_DIGITS = 64
 _COORDINATOR, _DRAFT, _TARGET = "coordinator", "draft", "target"
 
 
@@ -258,24 +260,24 @@ def _amount(value: float | None) -> str:
     return "not possible" if value is None else f"{value:.2f}"
 
 
-def _number(least: float, most: float, words: str) -> Callable[[str], float]:
+def _number(least: float, most: float) -> Callable[[str], float]:
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"must be {words}, got {text}")
+            raise argparse.ArgumentTypeError(f"must be from {least:g} to {most:g}, got {text:.64}")
         return value
 
     return parse
 
 
-_positive = _number(1e-9, 1e9, "above 0")
-_share = _number(0.0, 1.0, "from 0 to 1")
+_positive = _number(1e-9, 1e9)
+_share = _number(0.0, 1.0)
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 10_000_000:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 10000000, got {text}")
+    if not text.isdecimal() or len(text) > _MOST_DIGITS or not 1 <= int(text) <= 10_000_000:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 10000000, got {text:.64}")
     return int(text)

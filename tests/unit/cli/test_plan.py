@@ -164,8 +164,11 @@ def test_the_formula_is_that_of_the_paper() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rate": "-1"}, "argument --rate: must be above 0, got -1"),
-        ({"rate": "nan"}, "argument --rate: must be above 0, got nan"),
+        ({"rate": "-1"}, "argument --rate: must be from 1e-09 to 1e+09, got -1"),
+        ({"rate": "nan"}, "argument --rate: must be from 1e-09 to 1e+09, got nan"),
+        ({"rate": "1e300"}, "argument --rate: must be from 1e-09 to 1e+09, got 1e300"),
+        ({"tpot_ms": "1e-10"}, "argument --tpot-ms: must be from 1e-09 to 1e+09, got 1e-10"),
+        ({"output_tokens": "9" * 5000}, "argument --output-tokens: must be a whole number from 1 to 10000000, got 999"),
         ({"alpha": "1.5"}, "argument --alpha: must be from 0 to 1, got 1.5"),
         ({"gpu": "h1000"}, "--gpu: unknown GPU 'h1000'; did you mean h100?"),
         ({"model": "70b", "gpu": "t4"}, "--gpu: 70b needs 141 GB and 8 x t4 have 128 GB"),
