@@ -7,6 +7,7 @@ The URL chooses what is behind it: a single server, a primary that Sentinels nam
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -150,6 +151,8 @@ class DamagedValue(Unavailable):
 
 
 #: Errors of a server that come from the value of a key: its own, and those of a script that reads it.
+#: Error of redis-py that has the number of the system's error, and not always its name.
+_CONNECTING = re.compile(r"Error (\d{1,5}) connecting")
 _OF_VALUES = re.compile(r"WRONGTYPE|attempt to |bad argument|invalid value|not an integer|not a valid float")
 
 
@@ -163,4 +166,7 @@ def _words(error: Exception) -> str:
         return "its memory is full (maxmemory); nothing was written: raise maxmemory or lower --session-ttl-s"
     if isinstance(error, ReadOnlyError):
         return "it is a read-only replica, and writes need the primary"
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    found = _CONNECTING.match(text)
+    reason = os.strerror(int(found[1])) if found else ""
+    return text if reason in text else f"{reason} ({text})"

@@ -54,7 +54,7 @@ async def wait_for_store(url: str, wait_s: float) -> None:
                     raise
                 if not has_told:
                     has_told = True
-                    _log.warning("waiting for the store", extra={"reason": str(error), "limit_s": wait_s})
+                    _log.warning("waiting for the store for at most %g s: %s", wait_s, error.message)
             await asyncio.sleep(PAUSE_S)
     finally:
         await connection.close()
