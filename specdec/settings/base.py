@@ -225,7 +225,7 @@ class ReplicaSettings(ServiceSettings):
     """Number of CPU threads of one forward pass. Unset: OMP_NUM_THREADS, or else the fastest of one thread, all cores
     but one, and all cores, as measured before serving."""
 
-    max_context_tokens: int | None = Field(default=None, ge=1)
+    max_context_tokens: int | None = Field(default=None, ge=2)
     """Length of the longest sequence served, prompt and output together. Unset: the model's own limit. A small KV
     cache may limit it further."""
 

@@ -80,6 +80,7 @@ def test_a_truncated_gguf_file_is_refused_at_once(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (["--max-context-tokens", "1"], "--max-context-tokens must be greater than or equal to 2"),
         (["--redis-url", "foo"], "--redis-url must begin with redis://, rediss://, redis+sentinel://"),
         (["--kv-tier-url", "memory://"], "--kv-tier-url must begin with redis://"),
         (["--listen", "127.0.0.1:47113", "--metrics", "127.0.0.1:47113"], "--listen is 127.0.0.1:47113"),
