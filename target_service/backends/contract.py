@@ -3,7 +3,7 @@
 A backend states the distribution of the next token at L + 1 positions of a session: at each draft token, and one
 beyond. It may state less, and stays exact: one token that the engine itself sampled is a distribution with a single
 token. Rejection sampling with it accepts a draft token only if it equals the sample, and else emits the sample.
-`engine` makes a target replica of a backend, and `laws` turns its answer into the rows and choices of the wire.
+`engine` makes a target replica of a backend, and `wire_rows` turns its answer into the rows and choices of the wire.
 
 A backend names the fields of a request that it cannot serve exactly. Coordinators refuse such requests before they
 begin. Our own engine (`target_service.verifier`) serves every field, from whole rows of logits.
@@ -41,10 +41,10 @@ class BackendShape:
 
 @dataclass(frozen=True, slots=True)
 class TopTokens:
-    """The likeliest tokens of a position with their raw logits, before filters."""
+    """The top tokens of a position with their raw logits, before filters."""
 
     token_ids: TokenIds
-    """uint32 [K], likeliest first."""
+    """uint32 [K], most probable first."""
     logits: NDArray[np.float64]
     """float64 [K], beside `token_ids`."""
     logsumexp: float
@@ -52,7 +52,7 @@ class TopTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
+class Distribution:
     """The distribution of the next token at one position, after the request's filters."""
 
     token_ids: TokenIds
@@ -63,25 +63,25 @@ class Law:
     """Raw logits for logprobs; None if the backend does not know them."""
 
 
-def sampled(token_id: int) -> Law:
-    """Return the law of a token that the engine itself sampled. Raises Internal where it cannot be a token id."""
+def sampled(token_id: int) -> Distribution:
+    """Return the distribution of a token that the engine sampled. Raises Internal if it cannot be a token id."""
     if not 0 <= token_id < 1 << 32:
         raise Internal(f"the engine sampled {token_id}, which cannot be a token id")
-    return Law(np.array([token_id], dtype=np.uint32), np.ones(1))
+    return Distribution(np.array([token_id], dtype=np.uint32), np.ones(1))
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """The positions of one round whose laws are wanted."""
+class RowsRequest:
+    """The positions of one round whose distributions are wanted."""
 
     position: SessionPosition
     """The session at the start of the round; its `token_ids` may be a part of the committed tokens only."""
     token_ids: TokenIds
     """uint32 [n + L]: all committed tokens of the session, then the draft tokens."""
     num_rows: int
-    """L + 1: laws are wanted after the last L + 1 prefixes of `token_ids`, the shortest first."""
+    """L + 1: distributions are wanted after the last L + 1 prefixes of `token_ids`, the shortest first."""
     num_logprobs: int | None = None
-    """Number of top tokens wanted in `Law.top`; None: `top` is not needed."""
+    """Number of top tokens wanted in `Distribution.top`; None: `top` is not needed."""
 
     @property
     def filters(self) -> SamplingFilters:
@@ -104,14 +104,14 @@ class Question:
 class Answer:
     """The statement of a backend about a round."""
 
-    laws: Sequence[Law]
-    """`Question.num_rows` laws."""
+    distributions: Sequence[Distribution]
+    """`RowsRequest.num_rows` distributions."""
     num_cached_tokens: int = 0
     """Number of committed tokens that needed no forward pass."""
     num_reasked_rows: int = 0
-    """Number of laws for which the engine had to be asked again."""
+    """Number of distributions for which the engine had to be asked again."""
     num_lost_rows: int = 0
-    """Number of laws that the engine's first answer lacked although it should have had them."""
+    """Number of distributions that the engine's first answer lacked although it should have had them."""
 
 
 class Backend(Protocol):
@@ -119,8 +119,8 @@ class Backend(Protocol):
 
     shape: BackendShape
 
-    async def ask(self, question: Question) -> Answer:
-        """Return the laws of a question.
+    async def ask(self, rows_request: RowsRequest) -> Answer:
+        """Return the distributions of a request for rows.
 
         Raises:
             Unavailable: the engine cannot be reached or does not answer.

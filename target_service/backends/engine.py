@@ -1,8 +1,8 @@
 """A target replica in front of a backend.
 
-A checked round becomes a question to the backend about the laws of its positions, and `laws` makes the answer of them.
-`specdec.engine.remote.replica` has the part that drafts of other engines share. Called by the target service's
-servicer.
+A checked round becomes a question to the backend about the distributions of its positions, and `wire_rows` makes the
+answer of them. `specdec.engine.remote.replica` has the part that drafts of other engines share. Called by the target
+service's servicer.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from specdec.engine.remote.replica import NUM_BLOCKS, RemoteJob, RemoteReplica
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.concurrent_rounds import ConcurrentRounds
 from specdec.engine.sessions.request_checks import digest_of
-from target_service.backends.contract import Answer, Backend, Question
-from target_service.backends.laws import choices, distribution_rows, logit_rows
+from target_service.backends.contract import Answer, Backend, RowsRequest
+from target_service.backends.wire_rows import choices, distribution_rows, logit_rows
 from target_service.request_checks import VerifyLimits, check_verify
 
 _NO_TOKENS: TokenIds = np.empty(0, dtype=np.uint32)
@@ -132,24 +132,24 @@ class BackendTarget(RemoteReplica[Verification]):
         request, began_s = cast(VerifyRequest, job.call.request), time.monotonic()
         token_ids = job.sequence.token_ids.copy()
         answer = await self._backend.ask(
-            Question(request.position, token_ids, job.call.num_logit_rows, request.num_logprobs)
+            RowsRequest(request.position, token_ids, job.call.num_logit_rows, request.num_logprobs)
         )
         return self._verification(job, answer, time.monotonic() - began_s)
 
     def _verification(self, job: RemoteJob, answer: Answer, answer_s: float) -> Verification:
         request = cast(VerifyRequest, job.call.request)
-        if len(answer.laws) != job.call.num_logit_rows:
-            raise Internal(f"the backend {self._info.backend} answered {len(answer.laws)} laws")
-        if any(law.token_ids[-1] >= self._info.vocabulary_size for law in answer.laws):
+        if len(answer.distributions) != job.call.num_logit_rows:
+            raise Internal(f"the backend {self._info.backend} answered {len(answer.distributions)} distributions")
+        if any(distribution.token_ids[-1] >= self._info.vocabulary_size for distribution in answer.distributions):
             raise Internal(f"the backend {self._info.backend} answered a token that the vocabulary does not have")
         self._note_answer(job, answer, answer_s)
         others = self._answers.note(job.sequence, job.call.num_logit_rows)
         rows: tuple[DistributionRow, ...] = ()
         token_ids, probabilities = _NO_TOKENS, np.empty(0)
         if request.position.carries_distributions:
-            rows = distribution_rows(answer.laws, request)
+            rows = distribution_rows(answer.distributions, request)
         else:
-            token_ids, probabilities = choices(answer.laws, request.position)
+            token_ids, probabilities = choices(answer.distributions, request.position)
         return Verification(
             choice_token_ids=token_ids,
             choice_probabilities=probabilities,
@@ -180,4 +180,4 @@ def _logits(
     if request.num_logprobs is None:
         return ()
     tail_ids = [row.tail_token_id for row in rows] or choice_token_ids.tolist()
-    return logit_rows(answer.laws, request.support_ids, tail_ids, request.num_logprobs)
+    return logit_rows(answer.distributions, request.support_ids, tail_ids, request.num_logprobs)

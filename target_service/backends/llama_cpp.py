@@ -25,9 +25,9 @@ from specdec.contract.errors import Internal, InvalidSetting, ResourceExhausted,
 from specdec.contract.types import TokenIds
 from specdec.engine.remote.remote_model import ModelFiles, read_model_files
 from specdec.settings.processors import num_processors
-from target_service.backends.contract import Answer, BackendShape, Question
+from target_service.backends.contract import Answer, BackendShape, RowsRequest
 from target_service.backends.llama_context import LlamaContext, LlamaOptions, Part
-from target_service.backends.logit_laws import laws_of
+from target_service.backends.logit_distributions import distributions_of
 
 _NUM_SEQUENCES = 64
 _BATCH_TOKENS = 512
@@ -55,7 +55,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Waiting:
-    question: Question
+    rows_request: RowsRequest
     answered: asyncio.Future[Answer]
 
 
@@ -70,8 +70,8 @@ class _Run:
     logits: list[NDArray[np.float32]] = field(default_factory=list)
 
     @property
-    def question(self) -> Question:
-        return self.waiting.question
+    def rows_request(self) -> RowsRequest:
+        return self.waiting.rows_request
 
 
 class LlamaBackend:
@@ -88,13 +88,13 @@ class LlamaBackend:
         self._forgotten: list[str] = []
         self._is_closed = False
 
-    async def ask(self, question: Question) -> Answer:
-        """Return the laws of a question; see `Backend.ask`.
+    async def ask(self, rows_request: RowsRequest) -> Answer:
+        """Return the distributions of a question; see `Backend.ask`.
 
         Raises:
             ResourceExhausted: the session is longer than the context's memory.
         """
-        waiting = _Waiting(question, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(rows_request, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if self._running is None:
             self._running = asyncio.get_running_loop().create_task(self._run_all())
@@ -169,7 +169,7 @@ class LlamaBackend:
     def _failure(self, waiting: _Waiting, error: Exception) -> SpecdecError:
         """Return the error of a question that failed alone, and forget its session."""
         for sequence, held in enumerate(self._held):
-            if held.session_id == waiting.question.position.session_id:
+            if held.session_id == waiting.rows_request.position.session_id:
                 self._drop(sequence)
         if isinstance(error, SpecdecError):
             return error
@@ -180,22 +180,24 @@ class LlamaBackend:
         """Choose the sequence of a question and roll it back to the tokens in common.
 
         Args:
-            waiting: the question.
+            waiting: the rows_request.
             in_use: sequences of other questions of the batch.
         """
-        question = waiting.question
-        sequence = self._sequence_for(question, in_use)
+        rows_request = waiting.rows_request
+        sequence = self._sequence_for(rows_request, in_use)
         held = self._held[sequence]
         # The logits after the last wanted prefixes are needed, so their tokens run again.
-        keep = min(_num_common(held.token_ids, question.token_ids), len(question.token_ids) - question.num_rows)
+        keep = min(
+            _num_common(held.token_ids, rows_request.token_ids), len(rows_request.token_ids) - rows_request.num_rows
+        )
         if not self._context.truncate(sequence, keep):
             self._context.truncate(sequence, 0)
             keep = 0
-        held.token_ids, held.used = question.token_ids[:keep], self._num_batches
+        held.token_ids, held.used = rows_request.token_ids[:keep], self._num_batches
         return _Run(waiting, sequence, keep)
 
-    def _sequence_for(self, question: Question, in_use: Set[int]) -> int:
-        session_id, tenant = question.position.session_id, question.position.tenant
+    def _sequence_for(self, rows_request: RowsRequest, in_use: Set[int]) -> int:
+        session_id, tenant = rows_request.position.session_id, rows_request.position.tenant
         for sequence, held in enumerate(self._held):
             if held.session_id == session_id:
                 return sequence
@@ -203,19 +205,19 @@ class LlamaBackend:
         free = min(others, key=lambda sequence: self._held[sequence].used)
         source, common = -1, _MIN_COMMON_TOKENS
         for sequence, held in enumerate(self._held):
-            num_common = _num_common(held.token_ids, question.token_ids)
+            num_common = _num_common(held.token_ids, rows_request.token_ids)
             if sequence != free and held.tenant == tenant and num_common > common:
                 source, common = sequence, num_common
         self._drop(free)
         if source >= 0:
             self._context.copy(source, free, common)
-        tokens = question.token_ids[: common if source >= 0 else 0]
+        tokens = rows_request.token_ids[: common if source >= 0 else 0]
         self._held[free] = _Held(session_id, tenant, tokens, self._num_batches)
         return free
 
     def _part(self, run: _Run) -> Part:
-        tokens = run.question.token_ids[run.start :].tolist()
-        return Part(run.sequence, run.start, tokens, run.question.num_rows)
+        tokens = run.rows_request.token_ids[run.start :].tolist()
+        return Part(run.sequence, run.start, tokens, run.rows_request.num_rows)
 
     def _decode(self, runs: Sequence[_Run], parts: Sequence[Part]) -> None:
         """Run one batch; where the memory is full, drop the sequences that no question of this batch uses."""
@@ -232,7 +234,7 @@ class LlamaBackend:
         by_sequence = {run.sequence: run for run in runs}
         for part, rows in zip(parts, all_rows, strict=True):
             run = by_sequence[part.sequence]
-            self._held[part.sequence].token_ids = run.question.token_ids[: part.start + len(part.token_ids)]
+            self._held[part.sequence].token_ids = run.rows_request.token_ids[: part.start + len(part.token_ids)]
             if part.num_rows:
                 run.logits.append(rows)
 
@@ -240,7 +242,7 @@ class LlamaBackend:
         logits = np.concatenate(run.logits)[:, : self.shape.vocabulary_size]
         if np.isnan(logits).any() or not np.isfinite(logits.max(axis=-1)).all():
             raise Internal("llama.cpp returned logits that are not finite")
-        return Answer(laws_of(logits, run.question), num_cached_tokens=run.start)
+        return Answer(distributions_of(logits, run.rows_request), num_cached_tokens=run.start)
 
     def _drop(self, sequence: int) -> None:
         self._context.truncate(sequence, 0)

@@ -1,9 +1,9 @@
 """The backend `server`: any OpenAI-style server of completions that takes and returns token ids.
 
 The server samples one token after each of L + 1 prompts: the committed tokens, the committed tokens with the first
-draft token, and so on. Each sample is the law of its position (`contract.sampled`), so the output is exactly the
-server's own for every sampler that it applies to one token, quantisation and adapters included. Penalties on earlier
-tokens are left out: the server would count the output so far as prompt.
+draft token, and so on. Each sample is the distribution of its position (`contract.sampled`), so the output is exactly
+the server's own for every sampler that it applies to one token, quantisation and adapters included. Penalties on
+earlier tokens are left out: the server would count the output so far as prompt.
 
 Greedy rounds are one call with all prompts. Sampled positions need a call each, because a seed belongs to a call: with
 one seed, the samples of neighbouring positions would depend on each other. The seed of a position follows from the
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from specdec.engine.remote.completions import CompletionServer, open_completions, sampling_options
 from specdec.engine.remote.connection import Connection
 from specdec.engine.remote.remote_model import NUM_PROBED_TOKENS
-from target_service.backends.contract import Answer, BackendShape, Question, sampled
+from target_service.backends.contract import Answer, BackendShape, RowsRequest, sampled
 from target_service.backends.top_backend import PENALTIES, seed_at
 
 _log = logging.getLogger(__name__)
@@ -50,15 +50,17 @@ class ServerBackend:
             unsupported_fields=(*PENALTIES, "sampling.logprobs", *ignored),
         )
 
-    async def ask(self, question: Question) -> Answer:
+    async def ask(self, rows_request: RowsRequest) -> Answer:
         """Let the server sample a token at each position; see `Backend.ask`."""
-        prompts = [prefix.tolist() for prefix in question.prefixes]
-        options = [sampling_options(question.filters, masks_end=question.masks_end(row)) for row in range(len(prompts))]
-        if question.filters.is_greedy and options[0] == options[-1]:
+        prompts = [prefix.tolist() for prefix in rows_request.prefixes]
+        options = [
+            sampling_options(rows_request.filters, masks_end=rows_request.masks_end(row)) for row in range(len(prompts))
+        ]
+        if rows_request.filters.is_greedy and options[0] == options[-1]:
             answers = await self._server.complete(prompts, options[0])
         else:
             calls = [
-                self._server.complete([prompt], {**option, "seed": seed_at(question, row)})
+                self._server.complete([prompt], {**option, "seed": seed_at(rows_request, row)})
                 for row, (prompt, option) in enumerate(zip(prompts, options, strict=True))
             ]
             answers = [answer for completed in await asyncio.gather(*calls) for answer in completed]
@@ -101,19 +103,19 @@ async def _heeds_seeds(server: CompletionServer) -> bool:
 async def _ignored_fields(server: CompletionServer) -> list[str]:
     """Return the fields that the server ignores: with each of them one token alone can follow, or cannot.
 
-    At a high temperature a server that ignores a filter seldom samples the likeliest token in all attempts.
+    At a high temperature a server that ignores a filter seldom samples the most probable token in all attempts.
     """
     prompt = [server.files.vocabulary_size // 2]
-    ((likeliest,),) = await server.complete([prompt], {"temperature": 0.0, "ignore_eos": True})
+    ((top,),) = await server.complete([prompt], {"temperature": 0.0, "ignore_eos": True})
     ignored = []
     for field, value in {"top_k": 1, "top_p": 1e-6, "min_p": 1.0}.items():
         drawn = {"temperature": _MAX_TEMPERATURE, "ignore_eos": True, field: value}
         samples = await asyncio.gather(
             *(server.complete([prompt], {**drawn, "seed": seed}) for seed in range(_NUM_ATTEMPTS))
         )
-        if any(sample != [[likeliest]] for sample in samples):
+        if any(sample != [[top]] for sample in samples):
             ignored.append(f"sampling.{field}")
-    masked = {"temperature": 0.0, "min_tokens": 1, "stop_token_ids": [likeliest], "ignore_eos": False}
-    if await server.complete([prompt], masked) == [[likeliest]]:
+    masked = {"temperature": 0.0, "min_tokens": 1, "stop_token_ids": [top], "ignore_eos": False}
+    if await server.complete([prompt], masked) == [[top]]:
         ignored.append("sampling.min_new_tokens")
     return ignored

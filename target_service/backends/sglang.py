@@ -1,4 +1,4 @@
-"""The backend `sglang`: the likeliest tokens of each position from SGLang's native endpoint.
+"""The backend `sglang`: the top tokens of each position from SGLang's native endpoint.
 
 A round is one request whose prompt is the committed tokens and the draft tokens, with the logprobs of the prompt from
 the last committed token on. SGLang reuses KV up to that token, and computes every row that is asked for.
@@ -30,7 +30,7 @@ from specdec.engine.remote.remote_model import (
     read_model_files,
     require_token_ids,
 )
-from target_service.backends.contract import BackendShape, Law, Question, TopTokens, sampled
+from target_service.backends.contract import BackendShape, Distribution, RowsRequest, TopTokens, sampled
 from target_service.backends.top_backend import PENALTIES, TopBackend, seed_at
 
 _log = logging.getLogger(__name__)
@@ -46,10 +46,10 @@ _MAX_LOGPROBS = 64
 class SglangBackend(TopBackend):
     """Implements `contract.Backend`. Make one with `open_sglang`."""
 
-    async def _ask_tops(self, question: Question, num_top: int) -> tuple[list[TopTokens | None], int]:
-        num_draft_tokens = question.num_rows - 1
-        first = len(question.token_ids) - num_draft_tokens
-        answer = await self._generate(question, question.token_ids, _GREEDY, _logprobs(num_top, first - 1))
+    async def _ask_tops(self, rows_request: RowsRequest, num_top: int) -> tuple[list[TopTokens | None], int]:
+        num_draft_tokens = rows_request.num_rows - 1
+        first = len(rows_request.token_ids) - num_draft_tokens
+        answer = await self._generate(rows_request, rows_request.token_ids, _GREEDY, _logprobs(num_top, first - 1))
         info = answer["meta_info"]
         rows = list(info.get("input_top_logprobs") or ())[1:] if num_draft_tokens else []
         if len(rows) != num_draft_tokens:
@@ -57,36 +57,38 @@ class SglangBackend(TopBackend):
         tops: list[TopTokens | None] = [_top_tokens(row, num_top) for row in rows]
         return [*tops, _top_of_output(info, num_top)], int(info.get("cached_tokens") or 0)
 
-    async def _ask_row(self, question: Question, row: int, num_top: int) -> TopTokens:
-        prefix = question.prefixes[row]
-        answer = await self._generate(question, prefix, _GREEDY, _logprobs(num_top, len(prefix) - 1))
+    async def _ask_row(self, rows_request: RowsRequest, row: int, num_top: int) -> TopTokens:
+        prefix = rows_request.prefixes[row]
+        answer = await self._generate(rows_request, prefix, _GREEDY, _logprobs(num_top, len(prefix) - 1))
         return _top_of_output(answer["meta_info"], num_top)
 
-    async def _sample(self, question: Question, row: int) -> tuple[Law, int]:
-        options = _sampling_options(question.filters, masks_end=question.masks_end(row))
-        options["sampling_seed"] = seed_at(question, row)
-        answer = await self._generate(question, question.prefixes[row], options)
-        law = sampled(int(answer["output_ids"][0]))
-        if question.num_logprobs is not None:
-            law = dataclasses.replace(law, top=await self._ask_raw(question, row, int(law.token_ids[0])))
-        return law, int(answer["meta_info"].get("cached_tokens") or 0)
+    async def _sample(self, rows_request: RowsRequest, row: int) -> tuple[Distribution, int]:
+        options = _sampling_options(rows_request.filters, masks_end=rows_request.masks_end(row))
+        options["sampling_seed"] = seed_at(rows_request, row)
+        answer = await self._generate(rows_request, rows_request.prefixes[row], options)
+        distribution = sampled(int(answer["output_ids"][0]))
+        if rows_request.num_logprobs is not None:
+            distribution = dataclasses.replace(
+                distribution, top=await self._ask_raw(rows_request, row, int(distribution.token_ids[0]))
+            )
+        return distribution, int(answer["meta_info"].get("cached_tokens") or 0)
 
-    async def _ask_raw(self, question: Question, row: int, token_id: int) -> TopTokens:
+    async def _ask_raw(self, rows_request: RowsRequest, row: int, token_id: int) -> TopTokens:
         """Return the top tokens of a row for logprobs, and a token that SGLang sampled there."""
-        prefix, num_top = question.prefixes[row], question.num_logprobs or 1
+        prefix, num_top = rows_request.prefixes[row], rows_request.num_logprobs or 1
         fields = _logprobs(num_top, len(prefix) - 1) | {"token_ids_logprob": [token_id]}
-        answer = await self._generate(question, prefix, _GREEDY, fields)
+        answer = await self._generate(rows_request, prefix, _GREEDY, fields)
         return _top_of_output(answer["meta_info"], num_top + 1)
 
     async def _generate(
         self,
-        question: Question,
+        rows_request: RowsRequest,
         token_ids: TokenIds,
         options: Mapping[str, Any],
         fields: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
         body = {**generate_body(token_ids.tolist(), options), **fields}
-        tenant = question.position.tenant
+        tenant = rows_request.position.tenant
         if tenant != DEFAULT_TENANT:  # a tenant must not find another one's text in the prefix cache
             body["extra_key"] = f"specdec tenant {tenant}"
         try:
@@ -165,7 +167,7 @@ def generate_body(token_ids: Sequence[int], options: Mapping[str, Any]) -> dict[
 
 
 def _logprobs(num_top: int, start: int) -> dict[str, Any]:
-    """Return the fields that ask for the `num_top` likeliest tokens of each position from prompt token `start` on."""
+    """Return the fields that ask for the `num_top` top tokens of each position from prompt token `start` on."""
     return {"return_logprob": True, "top_logprobs_num": num_top, "logprob_start_len": start}
 
 

@@ -1,4 +1,4 @@
-"""The backend `vllm`: the likeliest tokens of each position from vLLM's tokens-in, tokens-out endpoint.
+"""The backend `vllm`: the top tokens of each position from vLLM's tokens-in, tokens-out endpoint.
 
 A round is one request whose prompt is the committed tokens and the draft tokens. `prompt_logprobs` states the top
 tokens at each draft position, and `logprobs` those after the last one. vLLM batches the requests of all sessions by
@@ -6,9 +6,9 @@ itself and finds the KV of the committed tokens in its prefix cache.
 
 Rows of positions that came from the prefix cache are not computed: vLLM leaves what its memory held before. Which ones
 is known from the number of cached tokens, so the server must report it. They occur where a round is repeated or another
-session has the same text. Such rows, and those whose top tokens do not decide the law (`top_laws`), are asked for one
-by one: the top tokens after a prefix, or a token that vLLM samples there (`contract.sampled`). Where the memory held
-numbers that JSON does not have, vLLM refuses the request, and all of its rows are asked for one by one.
+session has the same text. Such rows, and those whose top tokens do not decide the distribution (`top_distributions`),
+are asked for one by one: the top tokens after a prefix, or a token that vLLM samples there (`contract.sampled`). Where
+the memory held numbers that JSON does not have, vLLM refuses the request, and all of its rows are asked for one by one.
 
 vLLM returns a row for every token of the prompt. With a long prompt each row is therefore a request of its own.
 """
@@ -36,9 +36,9 @@ from specdec.engine.remote.remote_model import (
     read_model_files,
     require_token_ids,
 )
-from target_service.backends.contract import BackendShape, Law, Question, TopTokens, sampled
+from target_service.backends.contract import BackendShape, Distribution, RowsRequest, TopTokens, sampled
 from target_service.backends.top_backend import MAX_LOGPROBS, PENALTIES, TopBackend, seed_at
-from target_service.backends.vllm_checks import check_cache, check_laws, find_max_logprobs, require_endpoint
+from target_service.backends.vllm_checks import check_cache, check_distributions, find_max_logprobs, require_endpoint
 from target_service.backends.vllm_wire import (
     GENERATE,
     cached_tokens,
@@ -60,55 +60,57 @@ class VllmBackend(TopBackend):
         super().__init__(connection, shape, max_logprobs)
         self._model = model
 
-    async def _ask_tops(self, question: Question, num_top: int) -> tuple[list[TopTokens | None], int]:
-        num_draft_tokens = question.num_rows - 1
-        if num_draft_tokens and len(question.token_ids) * (num_top + 1) > _MAX_ENTRIES:
-            rows = range(question.num_rows)
-            return list(await asyncio.gather(*(self._ask_row(question, row, num_top) for row in rows))), 0
+    async def _ask_tops(self, rows_request: RowsRequest, num_top: int) -> tuple[list[TopTokens | None], int]:
+        num_draft_tokens = rows_request.num_rows - 1
+        if num_draft_tokens and len(rows_request.token_ids) * (num_top + 1) > _MAX_ENTRIES:
+            rows = range(rows_request.num_rows)
+            return list(await asyncio.gather(*(self._ask_row(rows_request, row, num_top) for row in rows))), 0
         options = {"logprobs": num_top, "temperature": 0.0}
         if num_draft_tokens:
             options["prompt_logprobs"] = num_top
         try:
-            answer = await self._send(question, question.token_ids, options)
+            answer = await self._send(rows_request, rows_request.token_ids, options)
         except Refused as refusal:
             if not num_draft_tokens:
                 raise _refused(refusal) from refusal
-            return [None] * question.num_rows, 0  # a row of a cached position may hold what JSON cannot
+            return [None] * rows_request.num_rows, 0  # a row of a cached position may hold what JSON cannot
         num_cached_tokens = cached_tokens(answer)
-        first = len(question.token_ids) - num_draft_tokens
+        first = len(rows_request.token_ids) - num_draft_tokens
         tops: list[TopTokens | None] = [
             # The row of a token is computed with the token before it, and states the token itself.
             top_of_prompt_row(answer, at, num_top)
             if at > num_cached_tokens and has_row_of(answer, at, token_id)
             else None
-            for at, token_id in enumerate(question.token_ids.tolist()[first:], first)
+            for at, token_id in enumerate(rows_request.token_ids.tolist()[first:], first)
         ]
         return [*tops, top_of_output(answer, num_top)], num_cached_tokens
 
-    async def _ask_row(self, question: Question, row: int, num_top: int) -> TopTokens:
+    async def _ask_row(self, rows_request: RowsRequest, row: int, num_top: int) -> TopTokens:
         options = {"logprobs": num_top, "temperature": 0.0}
-        return top_of_output(await self._generate(question, question.prefixes[row], options), num_top)
+        return top_of_output(await self._generate(rows_request, rows_request.prefixes[row], options), num_top)
 
-    async def _sample(self, question: Question, row: int) -> tuple[Law, int]:
-        """Let vLLM sample the token of a row; return its law and the number of cached tokens."""
-        options = sampling_options(question.filters, masks_end=question.masks_end(row))
-        options["seed"] = seed_at(question, row)
-        if question.num_logprobs is not None:
-            options["logprobs"] = question.num_logprobs
-        answer = await self._generate(question, question.prefixes[row], options)
-        law = sampled(choice_of(answer)["token_ids"][0])
-        if question.num_logprobs is not None:
-            law = Law(law.token_ids, law.probabilities, top_of_output(answer, question.num_logprobs + 1))
-        return law, cached_tokens(answer)
+    async def _sample(self, rows_request: RowsRequest, row: int) -> tuple[Distribution, int]:
+        """Let vLLM sample the token of a row; return its distribution and the number of cached tokens."""
+        options = sampling_options(rows_request.filters, masks_end=rows_request.masks_end(row))
+        options["seed"] = seed_at(rows_request, row)
+        if rows_request.num_logprobs is not None:
+            options["logprobs"] = rows_request.num_logprobs
+        answer = await self._generate(rows_request, rows_request.prefixes[row], options)
+        distribution = sampled(choice_of(answer)["token_ids"][0])
+        if rows_request.num_logprobs is not None:
+            distribution = Distribution(
+                distribution.token_ids, distribution.probabilities, top_of_output(answer, rows_request.num_logprobs + 1)
+            )
+        return distribution, cached_tokens(answer)
 
-    async def _generate(self, question: Question, token_ids: TokenIds, options: Mapping[str, Any]) -> Any:
+    async def _generate(self, rows_request: RowsRequest, token_ids: TokenIds, options: Mapping[str, Any]) -> Any:
         try:
-            return await self._send(question, token_ids, options)
+            return await self._send(rows_request, token_ids, options)
         except Refused as refusal:
             raise _refused(refusal) from refusal
 
-    async def _send(self, question: Question, token_ids: TokenIds, options: Mapping[str, Any]) -> Any:
-        tenant = question.position.tenant
+    async def _send(self, rows_request: RowsRequest, token_ids: TokenIds, options: Mapping[str, Any]) -> Any:
+        tenant = rows_request.position.tenant
         body = generate_body(self._model, token_ids.tolist(), options)
         if tenant != DEFAULT_TENANT:  # a tenant must not find another one's text in the prefix cache
             body["cache_salt"] = f"specdec tenant {tenant}"
@@ -139,7 +141,7 @@ async def open_vllm(
         raise unsuited(connection, f"does not complete token ids at /v1/completions: {error}") from error
     max_logprobs = min(await find_max_logprobs(connection, name), files.vocabulary_size)
     await check_cache(connection, name, files.vocabulary_size)
-    await check_laws(connection, name, files.vocabulary_size)
+    await check_distributions(connection, name, files.vocabulary_size)
     shape = BackendShape(
         backend="vllm",
         engine=f"vLLM {version} {connection.url}",

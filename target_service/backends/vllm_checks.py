@@ -82,7 +82,7 @@ async def check_cache(connection: Connection, name: str, vocabulary_size: int) -
     )
 
 
-async def check_laws(connection: Connection, name: str, vocabulary_size: int) -> None:
+async def check_distributions(connection: Connection, name: str, vocabulary_size: int) -> None:
     """Require that the two ways of asking for a position agree, and that they state raw probabilities."""
     prompt, options = _prompt(24, vocabulary_size), {"logprobs": 1, "prompt_logprobs": 1, "temperature": 0.0}
     try:

@@ -46,7 +46,7 @@ def top_of_prompt_row(answer: Any, at: int, num_top: int) -> TopTokens:
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise Internal(f"vLLM returned no logprobs of prompt token {at}") from error
     if min((rank for _, _, rank in entries), default=0) != 1:
-        raise Internal(f"vLLM returned logprobs of prompt token {at} without the likeliest token")
+        raise Internal(f"vLLM returned logprobs of prompt token {at} without the most probable token")
     return _top_tokens([(token_id, logprob) for token_id, logprob, rank in entries if rank <= num_top], num_top)
 
 

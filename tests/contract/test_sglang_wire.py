@@ -20,7 +20,7 @@ import pytest
 from specdec.contract.errors import Internal, InvalidSetting
 from specdec.contract.types import DrawRule, SamplingFilters, SessionPosition
 from specdec.engine.remote.connection import Connection
-from target_service.backends.contract import BackendShape, Question
+from target_service.backends.contract import BackendShape, RowsRequest
 from target_service.backends.sglang import SglangBackend, open_sglang
 from tests.support.backend_rig import backend_system, table_model, write_checkpoint
 from tests.support.coordinator_rig import PROMPT, request
@@ -129,12 +129,12 @@ RECORDED = {
 }  # fmt: skip
 
 
-def question(filters: Mapping[str, Any], num_logprobs: int | None = None, draft: Sequence[int] = DRAFT) -> Question:
+def question(filters: Mapping[str, Any], num_logprobs: int | None = None, draft: Sequence[int] = DRAFT) -> RowsRequest:
     position = SessionPosition(
         "s", 1, 0, 0, b"", np.array(TOKENS, dtype=np.uint32), SamplingFilters(**filters),
         seed=3, turn=0, output_start=3, draw_rule=DrawRule.DISTRIBUTION,
     )  # fmt: skip
-    return Question(position, np.array([*TOKENS, *draft], dtype=np.uint32), len(draft) + 1, num_logprobs)
+    return RowsRequest(position, np.array([*TOKENS, *draft], dtype=np.uint32), len(draft) + 1, num_logprobs)
 
 
 class Server:
@@ -209,7 +209,7 @@ async def test_requests_are_the_recorded_ones_and_have_sglangs_fields(name: str)
 async def test_the_rows_of_a_prompt_are_read_after_the_empty_first_entry() -> None:
     rows = [[(-0.1, 3), (-2.5, 2)], [(-0.2, 9), (-3.0, 4)], [(-0.3, 8), (-2.0, 7)]]
     stated = await backend(Server(answer(8, rows))).ask(question({"temperature": 0.0}))
-    assert [law.token_ids.tolist() for law in stated.laws] == [[3], [9], [8]]
+    assert [distribution.token_ids.tolist() for distribution in stated.distributions] == [[3], [9], [8]]
     assert stated.num_cached_tokens == 2
 
 
@@ -217,16 +217,16 @@ async def test_a_round_without_draft_tokens_has_the_empty_entry_alone() -> None:
     reply = answer(8, [[(-0.1, 8)]])
     assert reply["meta_info"]["input_top_logprobs"] == [None]
     stated = await backend(Server(reply)).ask(question({"temperature": 0.0}, draft=()))
-    assert [law.token_ids.tolist() for law in stated.laws] == [[8]]
+    assert [distribution.token_ids.tolist() for distribution in stated.distributions] == [[8]]
 
 
 async def test_a_law_of_top_k_comes_from_the_stated_tokens() -> None:
     rows = [[(-0.5, 3), (-1.5, 2), (-2.5, 6)]] * 3
     stated = await backend(Server(answer(3, rows))).ask(question({"temperature": 0.5, "top_k": 2}))
     weights = np.exp(np.array([-1.5, -0.5]) / 0.5)  # of the tokens 2 and 3
-    for law in stated.laws:
-        assert law.token_ids.tolist() == [2, 3]
-        np.testing.assert_allclose(law.probabilities, weights / weights.sum())
+    for distribution in stated.distributions:
+        assert distribution.token_ids.tolist() == [2, 3]
+        np.testing.assert_allclose(distribution.probabilities, weights / weights.sum())
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 2])
@@ -235,15 +235,15 @@ async def test_logprobs_of_a_sampled_token_are_asked_for_greedily_by_its_id(num_
     top = [(-0.1, 8), (-3.5, 2)][: num_logprobs or 1]
     raw = answer(8, [top], output_token_ids_logprobs=[[[-4.0, 17, None]]], input_token_ids_logprobs=[None])
     server = Server(answer(17), raw)
-    (law,) = (await backend(server).ask(question({"temperature": 0.5}, num_logprobs, draft=()))).laws
+    (distribution,) = (await backend(server).ask(question({"temperature": 0.5}, num_logprobs, draft=()))).distributions
     assert server.asked == [
         sample([5, 6, 7], SEEDS[0]),
         greedy([5, 6, 7], num_logprobs or 1, 2, token_ids_logprob=[17]),
     ]
     assert all(GENERATE_FIELDS[field](value) for field, value in server.asked[1].items())
-    assert law.token_ids.tolist() == [17]
-    assert law.top is not None
-    assert dict(zip(law.top.token_ids.tolist(), law.top.logits.tolist(), strict=True)) == {
+    assert distribution.token_ids.tolist() == [17]
+    assert distribution.top is not None
+    assert dict(zip(distribution.top.token_ids.tolist(), distribution.top.logits.tolist(), strict=True)) == {
         **{token_id: logprob for logprob, token_id in top}, 17: -4.0,
     }  # fmt: skip
 

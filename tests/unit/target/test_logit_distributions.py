@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from specdec.contract.errors import Internal
 from specdec.contract.types import DrawRule, SamplingFilters, SessionPosition
 from specdec.core.reference import filtered_distribution
-from target_service.backends.contract import Question
-from target_service.backends.logit_laws import laws_of, top_tokens
+from target_service.backends.contract import RowsRequest
+from target_service.backends.logit_distributions import distributions_of, top_tokens
 
 NUM_TOKENS = 700  # more than the likeliest tokens that are tried first
 
@@ -29,12 +29,12 @@ filters = st.builds(
 )
 
 
-def question(sampling: SamplingFilters, num_rows: int) -> Question:
+def question(sampling: SamplingFilters, num_rows: int) -> RowsRequest:
     tokens = np.arange(1, 9, dtype=np.uint32)
     position = SessionPosition(
         "s", 1, 0, 0, b"", tokens, sampling, seed=1, turn=0, output_start=5, draw_rule=DrawRule.DISTRIBUTION
     )
-    return Question(position, tokens, num_rows, num_logprobs=3)
+    return RowsRequest(position, tokens, num_rows, num_logprobs=3)
 
 
 @given(st.integers(0, 2**32), st.sampled_from([0.5, 3.0]), filters)
@@ -43,7 +43,7 @@ def test_laws_are_the_reference_distributions_of_each_position(
 ) -> None:
     logits = np.random.default_rng(seed).normal(scale=spread, size=(3, NUM_TOKENS)).astype(np.float32)
     asked = question(sampling, 3)
-    for row, law, prefix in zip(logits, laws_of(logits, asked), asked.prefixes, strict=True):
+    for row, law, prefix in zip(logits, distributions_of(logits, asked), asked.prefixes, strict=True):
         dense = np.zeros(NUM_TOKENS)
         dense[law.token_ids] = law.probabilities
         np.testing.assert_allclose(dense, filtered_distribution(row, sampling, prefix, 5), atol=1e-12)

@@ -1,9 +1,9 @@
-"""The law of a position whose likeliest K tokens alone are known, where they decide it.
+"""The distribution of a position whose top K tokens alone are known, where they decide it.
 
 An engine's interface reports the logarithms of the probabilities of the top K tokens. With 1 <= top_k <= K the other
-tokens have probability 0 after the filters, and the normaliser cancels inside the top k, so the law is exact. With
-top_p or min_p alone the law is exact where all kept tokens are certainly among the K. That depends on the mass of the
-other tokens after the temperature, which is known within bounds: `_tail_bounds`.
+tokens have probability 0 after the filters, and the normaliser cancels inside the top k, so the distribution is exact.
+With top_p or min_p alone the distribution is exact where all kept tokens are certainly among the K. That depends on the
+mass of the other tokens after the temperature, which is known within bounds: `_tail_bounds`.
 
 The order of the filters is that of docs/protocol.md section 2. Called by the backends `vllm` and `sglang`.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.contract.types import SamplingFilters
-from target_service.backends.contract import Law, TopTokens
+from target_service.backends.contract import Distribution, TopTokens
 
 #: Error of a probability that an engine computed in 32 bits, with room: it states logarithms rounded to 2^-22.
 _ROUNDING = 2.0**-20
@@ -37,16 +37,18 @@ def num_wanted(filters: SamplingFilters, num_masked: int, largest: int) -> int:
 
 
 def may_decide(filters: SamplingFilters, num_top: int, vocabulary_size: int) -> bool:
-    """Return whether the top tokens may decide a law; without a filter every token keeps its probability."""
+    """Return whether the top tokens may decide a distribution; without a filter every token keeps its probability."""
     cuts = 0 < filters.top_k <= num_top or filters.top_p < 1.0 or filters.min_p > 0.0
     return filters.is_greedy or cuts or num_top >= vocabulary_size
 
 
-def law_of(top: TopTokens, vocabulary_size: int, filters: SamplingFilters, masked: Collection[int] = ()) -> Law | None:
-    """Return the law that follows from the top tokens, or None where they do not decide it.
+def distribution_of(
+    top: TopTokens, vocabulary_size: int, filters: SamplingFilters, masked: Collection[int] = ()
+) -> Distribution | None:
+    """Return the distribution that follows from the top tokens, or None where they do not decide it.
 
     Args:
-        top: the likeliest tokens, with logarithms of probabilities as logits.
+        top: the top tokens, with logarithms of probabilities as logits.
         vocabulary_size: number of token ids.
         filters: filters without bias and penalties.
         masked: ids of end tokens that cannot be chosen here.
@@ -58,26 +60,26 @@ def law_of(top: TopTokens, vocabulary_size: int, filters: SamplingFilters, maske
     is_whole = len(top.token_ids) >= vocabulary_size
     if filters.is_greedy:
         best = ids[logits == logits[0]].min()
-        return Law(np.array([best], dtype=np.uint32), np.ones(1), top)
+        return Distribution(np.array([best], dtype=np.uint32), np.ones(1), top)
     weights = np.exp((logits - logits[0]) / filters.temperature)  # [n], the first is 1
     if 0 < filters.top_k < len(ids) and not is_whole and logits[filters.top_k - 1] == logits[filters.top_k]:
         return None  # engines differ in which of equal tokens they keep
     if 0 < filters.top_k <= len(ids):
-        return _law(ids, _filtered(weights[: filters.top_k], 0.0, filters), top)
+        return _distribution(ids, _filtered(weights[: filters.top_k], 0.0, filters), top)
     bounds = (0.0, 0.0) if is_whole else _tail_bounds(top, logits[0], vocabulary_size, filters, masked)
     kept = [_filtered(weights, tail, filters) for tail in bounds]
     if not np.array_equal(kept[0] > 0.0, kept[1] > 0.0):
         return None
     if not is_whole and not _ends_inside(weights, bounds[1], filters):
         return None
-    return _law(ids, kept[0], top)
+    return _distribution(ids, kept[0], top)
 
 
-def _law(ids: NDArray[np.uint32], weights: NDArray[np.float64], top: TopTokens) -> Law:
-    """Return the law with these weights, float64 [n], for the first n ids."""
+def _distribution(ids: NDArray[np.uint32], weights: NDArray[np.float64], top: TopTokens) -> Distribution:
+    """Return the distribution with these weights, float64 [n], for the first n ids."""
     kept = np.flatnonzero(weights)
     ascending = kept[np.argsort(ids[kept])]
-    return Law(ids[ascending], weights[ascending] / weights.sum(), top)
+    return Distribution(ids[ascending], weights[ascending] / weights.sum(), top)
 
 
 def _filtered(weights: NDArray[np.float64], tail: float, filters: SamplingFilters) -> NDArray[np.float64]:
