@@ -195,14 +195,17 @@ async def long_sessions(system: System) -> AsyncIterator[None]:
     """Sessions that together need more KV than there is, one of them more than the others leave free.
 
     No turn of theirs ends within the step. So once they have received tokens for more blocks than there are, turns have
-    lost their KV to others, and before them the idle session, whose next call misses it.
+    lost their KV to others, and before them the idle session, whose next call misses it. Until then steps
+    take no longer than their computation.
     """
     lengths = [LONG_TOKENS, *[SHORT_TOKENS] * NUM_SHORT]
     prompts = [[7 + number, *([17, 99] * length)[: length - 1]] for number, length in enumerate(lengths)]
     readers = [Reader(system.client, prompt, num_tokens=1200) for prompt in prompts]
     async with idle_session(system.stack.parts["target"].address) as call_again, system.reading(readers):
+        system.injured.injure("target", "slow", "0")  # until the KV is full
         while sum(reader.num_blocks for reader in readers) <= NUM_KV_BLOCKS:
             await next_event(readers)
+        system.injured.injure("target", "slow", str(STEP_S))
         with pytest.raises(KvMiss):
             await call_again()
         yield
