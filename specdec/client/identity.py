@@ -7,6 +7,7 @@ import re
 from typing import Any, Self
 
 from specdec.client.sessions import SessionSizes
+from specdec.contract.api_key import API_KEY_RULE, is_api_key
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.tenant import TENANT_KEY, check_tenant
 
@@ -14,9 +15,6 @@ Metadata = tuple[tuple[str, str], ...]
 """gRPC metadata: keys and values."""
 
 _AUTHORIZATION_KEY = "authorization"
-
-# Printable ASCII without spaces, which is transmitted unchanged everywhere.
-_API_KEY = re.compile(r"[!-~]{1,4096}")
 
 _REQUEST_ID_KEY = "x-request-id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
@@ -77,8 +75,8 @@ class Identity:
 def _authorization(api_key: str | None) -> Metadata:
     if api_key is None:
         return ()
-    if not isinstance(api_key, str) or not _API_KEY.fullmatch(api_key):
-        raise InvalidRequest("api_key must be 1 to 4096 printable ASCII characters without spaces", field="api_key")
+    if not is_api_key(api_key):
+        raise InvalidRequest(f"api_key {API_KEY_RULE}", field="api_key")
     return ((_AUTHORIZATION_KEY, f"Bearer {api_key}"),)
 
 

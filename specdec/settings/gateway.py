@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from specdec.contract.api_key import API_KEY_RULE, is_api_key
 from specdec.settings.access import AccessSettings
 from specdec.settings.addresses import is_loopback, name_of_host
 from specdec.settings.base import DAY_S, Address, ProcessSettings, split_commas
@@ -27,6 +28,12 @@ def _checked_networks(networks: tuple[str, ...]) -> tuple[str, ...]:
     return networks
 
 
+def _checked_key(key: str) -> str:
+    if key and not is_api_key(key):
+        raise ValueError(API_KEY_RULE)
+    return key
+
+
 class GatewaySettings(AccessSettings, TracingSettings, ProcessSettings):
     """The gateway: answers HTTP requests in OpenAI's and Anthropic's form, as a client of coordinators."""
 
@@ -43,8 +50,9 @@ class GatewaySettings(AccessSettings, TracingSettings, ProcessSettings):
     """Name that the certificates of coordinators must have, where coordinators are dialled by an address that their
     certificates cannot have, such as that of a pod. Unset: the host that is dialled."""
 
-    api_key: str = ""
-    """One API key, for requests of the coordinator's own tenant. Unset: no such key."""
+    api_key: Annotated[str, AfterValidator(_checked_key)] = ""
+    """One API key, for requests of the coordinator's own tenant: 1 to 4096 printable ASCII characters without spaces.
+    Unset: no such key."""
 
     allow_anonymous: bool = False
     """Answer requests without an API key, for the coordinator's own tenant, also beyond loopback. Without any key, only

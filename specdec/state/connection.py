@@ -150,9 +150,9 @@ class DamagedValue(Unavailable):
     default_reason = "STORE_UNAVAILABLE"
 
 
-#: Errors of a server that come from the value of a key: its own, and those of a script that reads it.
 #: Error of redis-py that has the number of the system's error, and not always its name.
 _CONNECTING = re.compile(r"Error (\d{1,5}) connecting")
+#: Errors of a server that come from the value of a key: its own, and those of a script that reads it.
 _OF_VALUES = re.compile(r"WRONGTYPE|attempt to |bad argument|invalid value|not an integer|not a valid float")
 
 

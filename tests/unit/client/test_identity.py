@@ -12,6 +12,8 @@ import pytest
 
 from specdec.client import AsyncClient, Client
 from specdec.contract.errors import ClientClosed, InvalidRequest, SpecdecError
+from specdec.settings.gateway import GatewaySettings
+from specdec.settings.reading import parse_settings
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
 from tests.support.scripted_coordinator import ScriptedCoordinator, finished, started, tokens
@@ -100,6 +102,23 @@ def test_a_malformed_key_is_refused_without_being_shown(api_key: Any) -> None:
         Client("127.0.0.1:1", api_key=api_key)
     assert refused.value.field == "api_key"
     assert not api_key or str(api_key) not in str(refused.value)
+
+
+@pytest.mark.parametrize("api_key", ["two words", "schlüssel", "k" * 4097])
+def test_a_gateway_refuses_a_key_that_no_client_can_send_without_showing_it(
+    api_key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--coordinator", "127.0.0.1:1"]
+    for by_environment in (False, True):
+        if by_environment:
+            monkeypatch.setenv("SPECDEC_GATEWAY__API_KEY", api_key)
+        argv = flags if by_environment else [*flags, "--api-key", api_key]
+        with pytest.raises(SystemExit) as ended:
+            parse_settings(GatewaySettings, prog="gateway", argv=argv)
+        assert ended.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "--api-key: must be 1 to 4096 printable ASCII characters without spaces" in line
+        assert api_key not in line
 
 
 def test_closing_a_tenants_client_leaves_the_connection_open_and_closing_the_client_ends_both(
