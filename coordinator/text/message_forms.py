@@ -3,7 +3,8 @@
 Clients send one form, and templates read several: content as a text or as a list of parts, the arguments of a tool call
 as an object or as JSON, a missing text as none or as an empty one. A template tells its form only by what it renders,
 so a conversation is rendered once with marks in place of its texts. The first form under which every message leaves its
-marks is used; if there is none, the message that would be missing is refused. `text_child` calls this.
+marks, and then its own text, is used; if there is none, the message that would be missing is refused. `text_child`
+calls this.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
+
+from coordinator.text.missing_texts import Place, first_missing
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
 
 
+#: Key of a part that no template reads.
+_KEY = "zqkeyqz"
 #: Content of a message without a text, as `apply_chat_template` passes it on.
 _ABSENT = object()
 
@@ -49,13 +55,20 @@ def render_as_read(render: Render, messages: Sequence[Message]) -> str:
     fewest: list[int] | None = None
     for form in _forms(messages):
         try:
-            left_out = _left_out(render, messages, form)
+            marks, marked_prompt = _marked_prompt(render, messages, form)
         except MemoryError:
             raise
         except Exception:  # the template cannot read this form, or not the marks in it
             continue
+        lower = marked_prompt.lower()
+        left_out = [index for index, mark in enumerate(marks) if not mark.is_in(lower)]
         if not left_out:
-            return render(form.of(messages))
+            prompt = render(form.of(messages))
+            places = [place for mark in marks for place in mark.places]
+            missing = first_missing(prompt, marked_prompt, places, partial(_render_with_text, render, messages, form))
+            if missing is None:
+                return prompt
+            left_out = [missing]
         if fewest is None or len(left_out) < len(fewest):
             fewest = left_out
     if fewest is not None:
@@ -121,8 +134,8 @@ def _forms(messages: Sequence[Message]) -> Iterator[_Form]:
         yield _Form(shape, empty, has_objects)
 
 
-def _left_out(render: Render, messages: Sequence[Message], form: _Form) -> list[int]:
-    """Return the indices of the messages that leave no marks in the prompt.
+def _marked_prompt(render: Render, messages: Sequence[Message], form: _Form) -> tuple[list[_Marks], str]:
+    """Return the marks of a conversation, and the prompt with the marks.
 
     Raises:
         _NotRead: the template prints parts or a missing text as Python spells them.
@@ -130,14 +143,31 @@ def _left_out(render: Render, messages: Sequence[Message], form: _Form) -> list[
     """
     marks = [_Marks(index) for index in range(len(messages))]
     marked = [mark.put(message) for mark, message in zip(marks, messages, strict=True)]
-    rendered = render(form.of(marked)).lower()
-    if any(f"{q}text{q}: {q}{text}" in rendered for mark in marks for text in mark.texts for q in "'\""):
+    rendered = render([_with_marked_key(message) for message in form.of(marked)])
+    if _KEY in rendered.lower():
         raise _NotRead
     if form.empty is None:
-        with_empty = render(replace(form, empty="").of(marked)).lower()
-        if rendered.count("none") > with_empty.count("none"):
+        with_empty = render([_with_marked_key(message) for message in replace(form, empty="").of(marked)])
+        if rendered.lower().count("none") > with_empty.lower().count("none"):
             raise _NotRead
-    return [index for index, mark in enumerate(marks) if not mark.is_in(rendered)]
+    return marks, rendered
+
+
+def _with_marked_key(message: Message) -> Message:
+    """Return a message whose parts have one more key, which is in the prompt only if the template prints parts."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": [{**part, _KEY: ""} for part in content]}
+
+
+def _render_with_text(render: Render, messages: Sequence[Message], form: _Form, place: Place, text: str) -> str:
+    """Return the prompt of a conversation with another text at one place."""
+    content = messages[place.message_index]["content"]
+    texts = _texts(content)
+    texts[place.part_index] = text
+    changed = {**messages[place.message_index], "content": _as_parts(texts) if isinstance(content, list) else text}
+    return render(form.of([*messages[: place.message_index], changed, *messages[place.message_index + 1 :]]))
 
 
 class _Marks:
@@ -146,15 +176,22 @@ class _Marks:
     def __init__(self, index: int) -> None:
         self._index = index
         self.texts: list[str] = []
+        self.places: list[Place] = []
+        """Places of the texts that must be in the prompt: none if the tool calls may be there in their place."""
         self.calls: list[str] = []
 
     def put(self, message: Message) -> Message:
         """Return the message with marks. An empty text stays empty."""
         content = message.get("content")
-        if isinstance(content, str) and content:
-            content = self._mark(self.texts)
-        elif isinstance(content, list):
-            content = _as_parts([self._mark(self.texts) if text else "" for text in _texts(content)])
+        if content:
+            marked_texts = [self._mark(self.texts) if text else "" for text in _texts(content)]
+            if not message.get("tool_calls"):
+                self.places = [
+                    Place(self._index, part, text, mark, message["role"] == "assistant")
+                    for part, (text, mark) in enumerate(zip(_texts(content), marked_texts, strict=True))
+                    if text
+                ]
+            content = _as_parts(marked_texts) if isinstance(content, list) else marked_texts[0]
         marked = {**message, "content": content}
         if message.get("tool_calls"):
             marked["tool_calls"] = [_map_function(call, self._named) for call in message["tool_calls"]]
@@ -175,14 +212,19 @@ class _Marks:
 
 
 def _first_rendered(render: Render, candidates: Iterable[Sequence[Message]]) -> str:
-    """Return the first conversation that a template renders. Raises what the template raises for the first one."""
+    """Return the first conversation that a template renders.
+
+    Raises the template's own refusal, or else what it raises most often: another error is that of a wrong form.
+    """
     errors: list[Exception] = []
     for messages in candidates:
         try:
             return render(messages)
         except Exception as error:
             errors.append(error)
-    raise errors[0]
+    refusals = [error for error in errors if type(error).__name__ == "TemplateError"]
+    kinds = [(type(error), str(error)) for error in errors]
+    raise refusals[0] if refusals else errors[kinds.index(max(kinds, key=kinds.count))]
 
 
 def _texts(content: Any) -> list[str]:

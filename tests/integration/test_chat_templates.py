@@ -143,6 +143,59 @@ async def test_a_message_without_a_text_is_not_missed() -> None:
         assert await prompt_of(client, messages) == "[system][user]a[assistant]"
 
 
+DROPS_BY_WORDS = {
+    "in": "{% if 'hello' not in m.content %}{{ m.content }}{% endif %}",
+    "equal": "{% if m.content != 'hello' %}{{ m.content }}{% endif %}",
+    "start": "{% if not m.content.startswith('hel') %}<{{ m.content | trim }}>{% endif %}",
+    "stripped": "{{ m.content | replace('hello', '') }}",
+    "another": "{% if messages[0].content != 'hi' or m.content != 'hello' %}{{ m.content }}{% endif %}",
+    "parts": "{% for p in m.content %}{% if 'hello' not in p.text %}{{ p.text | e }}{% endif %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", DROPS_BY_WORDS)
+async def test_a_message_that_the_template_leaves_out_by_its_words_is_refused_by_its_place(name: str) -> None:
+    async with serving(DROPS_BY_WORDS[name]) as (_, client, _):
+        messages = [{"role": "user", "content": "hi"}, {"role": "user", "content": "hello"}]
+        with pytest.raises(InvalidRequest, match="would be missing from the prompt") as refused:
+            await client.tokenize(messages=messages)
+        assert refused.value.field == "messages[1]"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{{ m.content }}", "{{ m.content | trim }}", "{{ m.content | tojson }}",
+        "{{ m.content | trim | e }}", "{{ m.content | upper }}", "{{ m.content.split('</think>')[-1] | trim }}",
+        "{% if '<' in m.content %}<{{ m.content | e }}>{% else %}{{ m.content | trim | upper }}{% endif %}",
+        "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}",
+    ],
+)  # fmt: skip
+async def test_a_text_that_the_template_trims_or_escapes_is_not_missed(content: str) -> None:
+    texts = ["user", " a ", "z", "[", "<b> & 'c'\n\"d\"", "Köln ß", "!", "🙂", "\n ", "", "q", "user user", "]"]
+    messages: list[Any] = [{"role": "user", "content": text} for text in texts]
+    messages += [{"role": "assistant", "content": text} for text in ("<think>a</think>b", "<think>a</think>\n")]
+    async with serving(content) as (_, client, tokenizer):
+        assert await prompt_of(client, messages) == rendered(tokenizer, messages)
+
+
+@pytest.mark.parametrize("escape", ["e", "string | urlencode", "upper", "string | tojson | e"])
+async def test_parts_that_the_template_would_print_are_joined_to_a_text(escape: str) -> None:
+    async with serving(f"{{{{ m.content | {escape} }}}}") as (_, client, tokenizer):
+        in_parts = [{"role": "user", "content": parts("one", "two")}]
+        assert await prompt_of(client, in_parts) == rendered(tokenizer, [{"role": "user", "content": "one\ntwo"}])
+
+
+async def test_the_template_s_own_refusal_is_told_rather_than_that_of_a_form() -> None:
+    template = (
+        "{% if m.role == 'tool' %}{{ raise_exception('unknown role tool') }}{% endif %}{{ '' + m.content }}"
+        "{% for c in m.tool_calls or [] %}<{{ c.function.name }}>{% endfor %}"
+    )
+    async with serving(template) as (_, client, _):
+        with pytest.raises(InvalidRequest, match="refuses messages: unknown role tool"):
+            await client.tokenize(messages=history("{}"))
+
+
 def history(arguments: Any, **message: Any) -> list[Any]:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     return [
