@@ -13,7 +13,8 @@ import logging
 import threading
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from http.client import HTTPException
 from ipaddress import ip_address
 from pathlib import Path
@@ -35,6 +36,9 @@ ALGORITHMS = frozenset(
         *("ES256", "ES384", "ES512", "EdDSA"),
     )
 )
+
+#: Least size of an RSA key (RFC 7518, section 3.3).
+_MIN_RSA_BITS = 2048
 
 _FIELD = "jwt_jwks"
 _SCHEMES = ("https://", "http://")
@@ -60,12 +64,14 @@ class PublicKey(NamedTuple):
     """A key that verifies tokens."""
 
     key: Any
-    algorithm: str
-    """The only algorithm of its signatures; "": any of `ALGORITHMS` that fits the key."""
+    key_id: str
+    """"" for a key without one. Several keys may have one id (RFC 7517, section 4.5)."""
+    algorithms: frozenset[str]
+    """Algorithms of its signatures."""
 
 
-Keys = Mapping[str, PublicKey]
-"""Public keys by their id; "" for a key without one."""
+Keys = Sequence[PublicKey]
+"""Public keys, in the order of their set."""
 
 
 class _Verified(NamedTuple):
@@ -123,14 +129,24 @@ class TokenVerifier:
         algorithm = header.get("alg")
         if algorithm not in ALGORITHMS:
             raise Unauthenticated("the token is not signed with an algorithm that is accepted")
-        key = _choose(keys, header.get("kid"))
-        if key is None:
+        chosen = _choose(keys, header.get("kid"))
+        if not chosen:
             self._keys.note_unknown()
             raise Unauthenticated("the token is signed with a key that is not known")
+        fitting = [key for key in chosen if algorithm in key.algorithms]
+        if not fitting:
+            raise jwt.InvalidAlgorithmError
+        for key in fitting[:-1]:
+            with suppress(jwt.InvalidSignatureError, jwt.InvalidKeyError):
+                return self._claims_by(key, token, algorithm)
+        return self._claims_by(fitting[-1], token, algorithm)
+
+    def _claims_by(self, key: PublicKey, token: str, algorithm: str) -> Mapping[str, Any]:
+        """Return the claims of a token that a key has signed, if they are valid."""
         return jwt.decode(
             token,
             key.key,
-            algorithms=[key.algorithm or algorithm],
+            algorithms=[algorithm],
             issuer=self._issuer,
             audience=self._audience,
             leeway=_LEEWAY_S,
@@ -202,7 +218,7 @@ class _RemoteKeys:
             self._keys = _parse_jwks(text)
         except _NoUsableKeyError as error:
             _log.error("every token is refused: %s", error)
-            self._keys = {}
+            self._keys = ()
         self._text = text
 
 
@@ -219,11 +235,15 @@ class _NoPlaintext(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def _choose(keys: Keys, key_id: object) -> PublicKey | None:
-    """Return the key that a token names, or the only one where it names none; None for an unknown key."""
-    if key_id is None and len(keys) == 1:
-        return next(iter(keys.values()))
-    return keys.get(key_id) if isinstance(key_id, str) else None
+class _ShortKeyError(ValueError):
+    """An RSA key has too few bits."""
+
+
+def _choose(keys: Keys, key_id: object) -> Keys:
+    """Return the keys that a token names; where it names none, those without an id, or the only one."""
+    if key_id is None:
+        return keys if len(keys) == 1 else [key for key in keys if not key.key_id]
+    return [key for key in keys if key.key_id == key_id]
 
 
 def _access(claims: Mapping[str, Any]) -> Access:
@@ -269,13 +289,13 @@ def _parse_jwks(text: str) -> Keys:
         entries = list(json.loads(text)["keys"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InvalidRequest(f"{_FIELD}: not a JSON web key set: {type(error).__name__}", field=_FIELD) from None
-    keys: dict[str, PublicKey] = {}
+    keys: list[PublicKey] = []
     left_out = []
     for entry in entries:
         try:
             stated = {name: value for name, value in entry.items() if value is not None}  # some issuers list all names
             if _may_verify(stated):
-                keys[str(stated.get("kid") or "")] = _public_key(stated)
+                keys.append(_public_key(stated))
         except Exception as error:  # whatever PyJWT and cryptography make of it, the other keys are good
             kid = entry.get("kid") if isinstance(entry, dict) else None
             left_out.append(f"{str(kid)[:_MAX_SHOWN_CHARACTERS]!r} ({type(error).__name__})")
@@ -287,14 +307,23 @@ def _parse_jwks(text: str) -> Keys:
         )
     if left_out:
         _log.warning("JWKS: %s", shown)
-    return keys
+    return tuple(keys)
 
 
 def _may_verify(entry: Mapping[str, Any]) -> bool:
     """Return whether an entry is a public key for signatures; private and shared keys have no place in the set."""
     is_public = entry.get("kty") in ("RSA", "EC", "OKP") and "d" not in entry
-    return is_public and entry.get("use") != "enc" and entry.get("alg", "RS256") in ALGORITHMS
+    verifies = entry.get("use", "sig") == "sig" and "verify" in list(entry.get("key_ops", ("verify",)))
+    return is_public and verifies and entry.get("alg", "RS256") in ALGORITHMS
 
 
 def _public_key(entry: Mapping[str, Any]) -> PublicKey:
-    return PublicKey(jwt.PyJWK(dict(entry)).key, str(entry.get("alg") or ""))
+    """Return the key of an entry. Raises _ShortKeyError, or what PyJWT and cryptography make of a wrong one."""
+    jwk = jwt.PyJWK(dict(entry))
+    algorithms = {jwk.algorithm_name}  # stated, or that of the curve
+    if entry["kty"] == "RSA":
+        if jwk.key.key_size < _MIN_RSA_BITS:
+            raise _ShortKeyError
+        if "alg" not in entry:
+            algorithms = {name for name in ALGORITHMS if name.startswith(("RS", "PS"))}
+    return PublicKey(jwk.key, str(entry.get("kid") or ""), frozenset(algorithms))

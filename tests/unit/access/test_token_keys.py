@@ -12,7 +12,7 @@ from typing import Any
 
 import jwt
 import pytest
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from specdec.access import json_web_tokens
 from specdec.access.json_web_tokens import TokenVerifier
@@ -156,6 +156,59 @@ def test_members_of_a_key_that_are_null_are_absent(tmp_path: Path) -> None:
     unset = dict.fromkeys(("alg", "use", "key_ops", "d", "p", "q", "k", "crv", "x5c", "x5t"))
     path.write_text(json.dumps({"keys": [unset | good]}))
     assert TokenVerifier(str(path), issuer="i", audience="a").identify(issuing.token()).tenant == "acme"
+
+
+def public_entry(key: Any, **members: Any) -> dict[str, Any]:
+    kinds: dict[Any, Any] = {
+        rsa.RSAPrivateKey: jwt.algorithms.RSAAlgorithm, ec.EllipticCurvePrivateKey: jwt.algorithms.ECAlgorithm,
+        ed25519.Ed25519PrivateKey: jwt.algorithms.OKPAlgorithm,
+    }  # fmt: skip
+    algorithm = next(kind for type_, kind in kinds.items() if isinstance(key, type_))
+    return {**json.loads(algorithm.to_jwk(key.public_key())), "key_ops": ["verify"], **members}
+
+
+def usual_token(key: Any, algorithm: str, **headers: str) -> str:
+    claims = {"iss": "i", "aud": "a", "exp": time.time() + 60, "tenant": "acme"}
+    return jwt.encode(claims, key, algorithm=algorithm, headers=headers)
+
+
+@pytest.mark.parametrize("members", [{}, {"kid": "k"}], ids=["without an id", "with one id"])
+def test_keys_that_share_an_id_all_verify_the_tokens_that_their_type_fits(
+    tmp_path: Path, members: dict[str, str]
+) -> None:
+    signers = [
+        (ec.generate_private_key(ec.SECP256R1()), "ES256"), (rsa.generate_private_key(65537, 2048), "RS256"),
+        (ec.generate_private_key(ec.SECP256R1()), "ES256"), (rsa.generate_private_key(65537, 2048), "PS512"),
+        (ed25519.Ed25519PrivateKey.generate(), "EdDSA"), (ec.generate_private_key(ec.SECP384R1()), "ES384"),
+    ]  # fmt: skip
+    path = tmp_path / "jwks"
+    path.write_text(json.dumps({"keys": [public_entry(key, **members) for key, _ in signers]}))
+    tokens = TokenVerifier(str(path), issuer="i", audience="a")
+    for key, algorithm in signers:
+        assert tokens.identify(usual_token(key, algorithm, **members)).tenant == "acme"
+    for stranger, algorithm in (
+        (ec.generate_private_key(ec.SECP256R1()), "ES256"), (rsa.generate_private_key(65537, 2048), "RS256"),
+        (ed25519.Ed25519PrivateKey.generate(), "EdDSA"),
+    ):  # fmt: skip
+        with pytest.raises(Unauthenticated, match="InvalidSignatureError"):
+            tokens.identify(usual_token(stranger, algorithm, **members))
+
+
+@pytest.mark.parametrize(
+    ("members", "bits"),
+    [({"key_ops": ["encrypt"]}, 2048), ({"key_ops": []}, 2048), ({"key_ops": ["sign"]}, 2048), ({"use": "Enc"}, 2048),
+     ({"use": "tls"}, 2048), ({}, 1024)],
+)  # fmt: skip
+def test_a_key_that_is_not_for_signatures_or_too_short_is_left_out(
+    tmp_path: Path, members: dict[str, Any], bits: int
+) -> None:
+    issuing, path, key = Issuer(), tmp_path / "jwks", rsa.generate_private_key(65537, bits)
+    (good,) = json.loads(issuing.jwks)["keys"]
+    path.write_text(json.dumps({"keys": [public_entry(key, kid="bad", **members), good]}))
+    tokens = TokenVerifier(str(path), issuer="i", audience="a")
+    assert tokens.identify(issuing.token()).tenant == "acme"
+    with pytest.raises(Unauthenticated, match="a key that is not known"):
+        tokens.identify(usual_token(key, "RS256", kid="bad"))
 
 
 @pytest.mark.parametrize("remaining", ["good", "none"])
