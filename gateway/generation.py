@@ -21,8 +21,8 @@ from gateway.tracing import traceparent
 from gateway.upstream import Served
 from specdec.client import AsyncClient, AsyncStream, Chunk, Completion, GenerateOptions
 from specdec.contract.errors import InvalidRequest, NotFound, SessionLost, SpecdecError
+from specdec.contract.types import NUM_SEEDS
 
-_SEEDS = 1 << 64
 #: Events that an output may be ahead of the others and of the connection.
 _MAX_AHEAD = 2
 
@@ -86,7 +86,7 @@ def plan(prompts: Sequence[Prompt], num_outputs: int, options: GenerateOptions, 
             if prompt is not None and not isinstance(prompt, str):
                 own["prompt_token_ids"] = prompt
             if seed is not None:
-                own["seed"] = (seed + place) % _SEEDS
+                own["seed"] = (seed + place) % NUM_SEEDS
             text = prompt if isinstance(prompt, str) else None
             jobs.append(Job(leader + place, text, cast(GenerateOptions, own), leader))
     return jobs

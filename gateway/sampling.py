@@ -32,6 +32,7 @@ from gateway.schemas.common import (
 )
 from specdec.client import GenerateOptions
 from specdec.contract.errors import InvalidRequest
+from specdec.contract.types import LEAST_SEED, NUM_SEEDS
 
 #: Most choices of one prompt.
 MAX_N = 8
@@ -93,7 +94,7 @@ class SamplingFields(Body):
     """Amount by which tokens of the output become less likely, for each time that they occur."""
     logit_bias: Annotated[dict[str, Number], BeforeValidator(_require_few)] | None = None
     """Amount that is added to the logit of each token id."""
-    seed: Annotated[StrictInt, Field(ge=-(1 << 63), lt=1 << 64), WHOLE] | None = None
+    seed: Annotated[StrictInt, Field(ge=LEAST_SEED, lt=NUM_SEEDS), WHOLE] | None = None
     """Seed of the draws. The same request and seed give the same text, whatever drafts and load are: without
     speculation.mode the request is served in the mode coupled. In the modes rejection and block, the drafts must have
     the same lengths as well. Output number i draws with seed + i."""

@@ -154,7 +154,7 @@ def add_request_flags(
         "--seed",
         type=int,
         metavar="SEED",
-        help="seed, which gives one text; default: drawn by the server",
+        help="seed from -2^63 to 2^64-1, which gives one text; default: drawn by the server",
     )
     parser.add_argument("--gamma", type=int, metavar="G", help="draft tokens per round; default: the server's choice")
     parser.add_argument(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from operator import index
 from typing import Any, SupportsFloat
 
 from specdec.contract.errors import InvalidRequest
+from specdec.contract.types import LEAST_SEED, NUM_SEEDS
 
 _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "True or False"}
 #: Least and greatest whole number of a field, by protobuf's number of the type.
@@ -36,6 +38,15 @@ def assign(message: Any, name: str, value: Any, prefix: str = "") -> None:
         told = _out_of_range(message, name, (value,)) or f": {error}"
         raise InvalidRequest(f"{prefix}{name}{told}", field=f"{prefix}{name}") from None
     _require_kept(f"{prefix}{name}", value, getattr(message, name))
+
+
+def assign_seed(message: Any, name: str, value: Any, prefix: str = "") -> None:
+    """Set a field to a seed, which counts modulo 2^64: OpenAI's clients send negative ones."""
+    is_whole = hasattr(value, "__index__")
+    if is_whole and not LEAST_SEED <= index(value) < NUM_SEEDS:
+        limits = f"must be at least {LEAST_SEED} and at most {NUM_SEEDS - 1}"
+        raise InvalidRequest(f"{prefix}{name} {limits}, got {_shown(index(value))}", field=f"{prefix}{name}")
+    assign(message, name, index(value) % NUM_SEEDS if is_whole else value, prefix)
 
 
 def assign_biases(message: Any, name: str, biases: Mapping[int, float], prefix: str = "") -> None:

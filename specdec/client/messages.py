@@ -86,9 +86,11 @@ def _texts(content: Any, where: str) -> list[str] | None:
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         text = part.get("text") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(text, str):
+        if kind != "text":
             raise InvalidRequest(
                 f'{where}[{index}] must be {{"type": "text", "text": ...}}, got type {str(kind)[:64]!r}', field=where
             )
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{where}[{index}].text: must be text", field=f"{where}[{index}].text")
         texts.append(text)
     return texts

@@ -14,7 +14,7 @@ from typing import Any, TypedDict, TypeVar
 
 from google.protobuf.message import Message
 
-from specdec.client.fields import assign, assign_biases, extend
+from specdec.client.fields import assign, assign_biases, assign_seed, extend
 from specdec.client.messages import ChatMessage, fill_messages
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import Mode
@@ -30,7 +30,6 @@ _SAMPLING_SCALARS = (
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
-    "seed",
     "ignore_eos",
     "logprobs",
 )
@@ -70,6 +69,7 @@ class GenerateOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     """Value to add to the logit of each token id."""
     seed: int | None
+    """Seed of the draws, at least -2^63 and below 2^64; it counts modulo 2^64."""
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None
@@ -198,6 +198,8 @@ def _set_sampling(sampling: pb.SamplingParams, options: GenerateOptions) -> None
     for name in _SAMPLING_SCALARS:
         if values.get(name) is not None:
             assign(sampling, name, values[name], "sampling.")
+    if options.get("seed") is not None:
+        assign_seed(sampling, "seed", options.get("seed"), "sampling.")
     stop = options.get("stop") or ()
     extend(sampling, "stop", (stop,) if isinstance(stop, str) else stop, "sampling.")
     extend(sampling, "stop_token_ids", options.get("stop_token_ids") or (), "sampling.")

@@ -26,6 +26,9 @@ TokenIds: TypeAlias = "NDArray[np.uint32]"
 #: Sum of the uint32 weights in which a target distribution travels (docs/protocol.md section 3).
 WEIGHT_TOTAL = 1 << 31
 
+#: Seeds that callers may state: at least the first, and below the second, modulo which they count.
+LEAST_SEED, NUM_SEEDS = -(1 << 63), 1 << 64
+
 #: Limit on the entries of a support. Vocabularies up to this size may send their whole distribution: a cut would cost
 #: acceptance and save few bytes. It also keeps W below 2^31, so that every product of the integer rule fits into 62
 #: bits.

@@ -174,6 +174,14 @@ async def test_null_in_a_required_field_is_a_missing_field(running: RunningGatew
     assert words in (f"{name}: is required", "give exactly one of prompt and messages")
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/tokenize"])
+async def test_a_part_whose_text_is_no_text_is_refused_by_its_place(running: RunningGateway, path: str) -> None:
+    for text in (None, 5, ["x"]):
+        message = {"role": "user", "content": [{"type": "text", "text": text}]}
+        status, words = await post(running, path, messages=[message])
+        assert (status, words) == (400, "messages[0].content[0].text: must be text")
+
+
 async def test_null_among_the_variables_of_a_template_is_a_value(running: RunningGateway) -> None:
     counts = []
     for extra in ({"extra": None}, {}, None):

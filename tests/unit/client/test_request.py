@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gateway.generation import plan
 from specdec.client.messages import ChatMessage, TextPart
 from specdec.client.request import GenerateOptions, build_detokenize_request, build_request, build_tokenize_request
 from specdec.client.results import Completion, GenerationStats, Usage
@@ -135,13 +136,24 @@ def test_further_fields_of_a_message_travel_as_json_and_none_is_absent() -> None
     assert tokenized.messages == asked
 
 
+@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63, 2**64 - 1])
+def test_a_seed_counts_modulo_2_to_the_64_as_over_http(seed: int) -> None:
+    (job,) = plan(["x"], 1, {}, seed)
+    assert build_request("x", {"seed": seed}).sampling.seed == job.options["seed"] == seed % 2**64
+
+
+SEED_LIMITS = "must be at least -9223372036854775808 and at most 18446744073709551615"
 FLOAT_LIMITS = "must be 0 or have a size from 1.4e-45 to 3.4028234e+38, the limits of a 32-bit float"
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"seed": -1}, "sampling.seed must be at least 0 and at most 18446744073709551615, got -1"),
+        ({"seed": -(2**63) - 1}, f"sampling.seed {SEED_LIMITS}, got -9223372036854775809"),
+        ({"seed": 2**64}, f"sampling.seed {SEED_LIMITS}, got 18446744073709551616"),
+        ({"seed": 10**5000}, f"sampling.seed {SEED_LIMITS}, got a number of 16610 bits"),
+        ({"seed": 2.5}, "sampling.seed must be a whole number, got float"),
+        ({"seed": "7"}, "sampling.seed must be a whole number, got str"),
         ({"gamma": 2**32}, "speculation.gamma must be at least 0 and at most 4294967295, got 4294967296"),
         ({"priority": -(2**31) - 1}, "priority must be at least -2147483648 and at most 2147483647, got -2147483649"),
         ({"stop_token_ids": [1, -2]}, "sampling.stop_token_ids must be at least 0 and at most 4294967295, got -2"),
@@ -189,7 +201,7 @@ def test_ids_to_detokenize_that_protobuf_cannot_hold_are_refused_by_name() -> No
             "image_url",
         ),
         ([{"role": "user", "content": ["text"]}], {}, "messages[0].content", "'str'"),
-        ([{"role": "user", "content": [{"type": "text"}]}], {}, "messages[0].content", '"text": ...'),
+        ([{"role": "user", "content": [{"type": "text"}]}], {}, "messages[0].content[0].text", "be text"),
     ],
 )
 def test_an_input_that_is_neither_prompt_nor_messages_is_refused(
