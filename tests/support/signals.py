@@ -17,6 +17,8 @@ from tests.support.scraping import Endpoint, Page
 
 #: Interval of the scrapes. Blocks of KV count as active for a second after the last call, hence for less than two.
 INTERVAL_S = 0.5
+#: Scrapes in an interval, of which gauges are read: a target has requests in its queue for parts of a step only.
+NUM_LOOKS = 5
 #: Least factor between a signal before and during a step that counts as a move.
 LEAST_FACTOR = 1.5
 
@@ -24,7 +26,7 @@ LEAST_FACTOR = 1.5
 class Reading(Enum):
     """How a signal is read from two scrapes."""
 
-    GAUGE = "the value at the second one"
+    GAUGE = "the values after the first one"
     RATE = "the increase per second between the two"
     MEAN = "the mean of what a histogram observed between the two"
     EVENTS = "the increase since the last scrape before the step, or since its end"
@@ -104,10 +106,10 @@ async def scrape(endpoints: Mapping[str, Endpoint]) -> Scrape:
 
 
 async def scrape_twice(endpoints: Mapping[str, Endpoint]) -> list[Scrape]:
-    """Scrape at once, and twice more at the interval."""
+    """Scrape at once and during two intervals."""
     scrapes = [await scrape(endpoints)]
-    for _ in range(2):
-        await asyncio.sleep(INTERVAL_S)
+    for _ in range(2 * NUM_LOOKS):
+        await asyncio.sleep(INTERVAL_S / NUM_LOOKS)
         scrapes.append(await scrape(endpoints))
     return scrapes
 
@@ -139,7 +141,9 @@ class Observed:
         return any(abs(value - before) <= abs(value - furthest) for value in self.values_after(signal))
 
     def value_before(self, signal: Signal) -> float:
-        return next(iter(_values(signal, self.before[-2:], since=self.before[-2])), 0.0)
+        scrapes = self.before[-1 - NUM_LOOKS :]
+        values = list(_values(signal, scrapes, since=scrapes[0]))
+        return values[-1] if values else 0.0
 
     def values_during(self, signal: Signal) -> list[float]:
         return list(_values(signal, self.during, since=self.before[-1]))
@@ -149,11 +153,12 @@ class Observed:
 
 
 def _values(signal: Signal, scrapes: Sequence[Scrape], since: Scrape) -> Iterator[float]:
-    """Yield a signal at each scrape but the first; a mean of nothing has no value."""
-    for earlier, later in pairwise(scrapes):
-        if signal.reading is Reading.GAUGE:
-            yield later.value(signal)
-        elif signal.reading is Reading.EVENTS:
+    """Yield a gauge at each scrape but the first, another signal for each interval; a mean of nothing is left out."""
+    if signal.reading is Reading.GAUGE:
+        yield from (scrape.value(signal) for scrape in scrapes[1:])
+        return
+    for earlier, later in pairwise(scrapes[::NUM_LOOKS]):
+        if signal.reading is Reading.EVENTS:
             yield later.value(signal) - since.value(signal)
         elif signal.reading is Reading.RATE:
             yield (later.value(signal) - earlier.value(signal)) / (later.time_s - earlier.time_s)
