@@ -17,6 +17,10 @@ from typing import NamedTuple
 
 #: Most texts for which a further prompt is rendered, those that are nowhere in the prompt first.
 _MAX_RENDERED = 64
+#: Most characters of these prompts together, which bounds the time.
+_MAX_RENDERED_CHARACTERS = 1 << 23
+#: Most characters that are compared in order to count texts.
+_MAX_COMPARED = 1 << 28
 #: End of an assistant's thoughts, before which templates leave out what it wrote.
 _END_OF_THOUGHTS = "</think>"
 _WORD = re.compile(r"\w+")
@@ -50,11 +54,10 @@ def first_missing(
         texts = {place.mark: form for place, form in zip(places, forms, strict=True)}
         if _MARK.sub(partial(_text_of, texts), marked_prompt) == prompt:
             return None
-    expected = "\n".join(place.text for place in places)
-    literal = _MARK.sub("", marked_prompt)
-    doubtful = [place for place in places if _own_words(place) and _is_doubtful(place, prompt, literal, expected)]
+    doubtful = _doubtful(prompt, _MARK.sub("", marked_prompt), [place for place in places if _own_words(place)])
     doubtful.sort(key=lambda place: place.text.strip() in prompt)
-    missing = [place.message_index for place in doubtful[:_MAX_RENDERED] if _is_missing(prompt, place, render_with)]
+    num_rendered = min(_MAX_RENDERED, _MAX_RENDERED_CHARACTERS // (len(prompt) + 1) + 1)
+    missing = [place.message_index for place in doubtful[:num_rendered] if _is_missing(prompt, place, render_with)]
     return min(missing, default=None)
 
 
@@ -74,10 +77,22 @@ def _own_words(place: Place) -> str:
     return (place.text.rpartition(_END_OF_THOUGHTS)[2] if place.is_assistant else place.text).strip()
 
 
-def _is_doubtful(place: Place, prompt: str, literal: str, expected: str) -> bool:
-    """Return whether a text is not surely in the prompt: the prompt has it less often, or the template has it, too."""
-    text = place.text.strip()
-    return text in literal or prompt.count(text) < expected.count(text)
+def _doubtful(prompt: str, literal: str, places: Sequence[Place]) -> list[Place]:
+    """Return the texts that are not surely in a prompt: not found in their order, or in the template's own words."""
+    start, not_found = 0, []
+    for place in places:
+        text = place.text.strip()
+        found = prompt.find(text, start)
+        if found >= 0:
+            start = found + len(text)
+        else:
+            not_found.append(place)
+            if len(not_found) >= _MAX_RENDERED:
+                break
+    if not_found and len(prompt) * len(places) <= _MAX_COMPARED:  # one that is missing may have been found in another
+        expected = "\n".join(place.text for place in places)
+        not_found = [place for place in places if prompt.count(text := place.text.strip()) < expected.count(text)]
+    return not_found + [place for place in places if place.text.strip() in literal]
 
 
 def _is_missing(prompt: str, place: Place, render_with: Callable[[Place, str], str]) -> bool:
@@ -93,13 +108,17 @@ def _is_missing(prompt: str, place: Place, render_with: Callable[[Place, str], s
         return False
     if mark not in other.lower():
         return True
-    start = 0
-    most = min(len(prompt), len(other))
-    while start < most and prompt[start] == other[start]:
-        start += 1
-    end = 0
-    while end < most - start and prompt[-1 - end] == other[-1 - end]:
-        end += 1
+    start = _num_common(prompt, other)
+    end = _num_common(prompt[start:][::-1], other[start:][::-1])
     printed = prompt[start : len(prompt) - end].lower()
     words = _WORD.findall(f"{own} {json.dumps(own)}".lower())
     return not (any(word in printed for word in words) if words else printed.strip())
+
+
+def _num_common(one: str, other: str) -> int:
+    """Return the number of characters with which both texts begin."""
+    least, most = 0, min(len(one), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if one[least:middle] == other[least:middle] else (least, middle - 1)
+    return least
