@@ -27,8 +27,8 @@ def batches_of(rates: Mapping[str, list[float]]) -> dict[str, list[ObservedBatch
     """Return batches of 40 rounds each; of those whose rounds are all to be audited, half were."""
     batches = {}
     for name in SYSTEMS:
-        num_audited, num_spans = 20.0 * (name == AUDITED_EVERY), 7.0 * (name == TRACED)
-        batches[name] = [ObservedBatch(rate, 40, num_audited, num_spans) for rate in rates.get(name, [100.0, 200.0])]
+        num_audited = 20.0 * (name == AUDITED_EVERY)
+        batches[name] = [ObservedBatch(rate, 40, num_audited) for rate in rates.get(name, [100.0, 200.0])]
     return batches
 
 
@@ -59,10 +59,3 @@ def test_an_audit_of_some_rounds_and_frequent_scrapes_tell_what_the_defaults_cos
     # A quarter more time for half of the rounds is half a round's time for each audit.
     assert row_of(rows, AUDITED, "cost_share").value == pytest.approx(0.5 * DEFAULT_SHARE)
     assert row_of(rows, "scraped every 15 s", "cost_share").value == pytest.approx(0.25 * 0.1 / 15)
-
-
-def test_traces_that_reach_no_collector_fall_short() -> None:
-    batches = batches_of({})
-    assert not row_of(system_rows(ROW, batches), TRACED, "spans_exported").falls_short
-    batches[TRACED] = batches[PLAIN]
-    assert row_of(system_rows(ROW, batches), TRACED, "spans_exported").falls_short
