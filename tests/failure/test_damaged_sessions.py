@@ -145,7 +145,7 @@ async def begun(coordinator: Coordinator, raw: RedisConnection, session_id: str,
         stream = coordinator.stub.Generate(request(session_id=session_id, request_id="r", max_new_tokens=48))
         await read_until(stream, 8)
         stream.cancel()
-        while await raw.run_command("EXISTS", lease):  # noqa: ASYNC110  nobody tells when it is gone
+        while await raw.run_command("EXISTS", lease):  # noqa: ASYNC110  Redis sends no event when a key expires
             await asyncio.sleep(0.01)
 
 
