@@ -179,10 +179,10 @@ test-pods: setup k8s-tools container-programs  ## the overlay cpu as real contai
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/pods -s
 
 model-list: setup  ## write docs/reference/models.md: which architectures of transformers are served (minutes)
-	$(BIN)/python -m tests.support.model_list
+	$(BIN)/python -m tools.model_list
 
 reference: setup  ## write the pages of docs/reference that are generated from the code
-	$(BIN)/python -m tests.support.reference
+	$(BIN)/python -m tools.reference
 
 dashboards: setup  ## write the dashboards of monitoring/grafana
 	$(BIN)/python -m monitoring
@@ -232,12 +232,12 @@ test-failure: setup redis  ## what happens when parts die, the long tests includ
 
 # Busy processes beside two workers keep the load of two cores at ten. A test may take five times its usual limit.
 test-loaded: setup redis  ## failure and end-to-end tests on a machine with five times the load (long)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.loaded 10 $(BIN)/python -m pytest -n 2 --dist loadfile \
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.loaded 10 $(BIN)/python -m pytest -n 2 --dist loadfile \
 		--durations 15 --timeout 1500 -m "not full and $(NO_EXTRAS)" tests/failure tests/e2e tests/integration/test_ray_replicas.py
 
 mutants: setup redis  ## which faults put into the code no test notices (long; ONLY='specdec.core.*' for a part, ONLY=--lua)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt $(EDITABLE) -e '.[mutants]'
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.mutants $(ONLY)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.mutants $(ONLY)
 
 # The tools have an environment of their own, so that they are no part of what they look at.
 SUPPLY_VENV := .venv-supply
@@ -253,7 +253,7 @@ sbom: $(SERVE_STAMP) $(SUPPLY_VENV)/.installed  ## write sbom.json: the packages
 	@$(SUPPLY_VENV)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o sbom.json $(BIN)/python
 
 audit: $(SERVE_STAMP) $(SUPPLY_VENV)/.installed  ## known vulnerabilities of the packages of .venv; fails if there is one, or if it cannot be known
-	@$(BIN)/python -m tests.support.audit $(SUPPLY_VENV)/bin/pip-audit $$($(BIN)/$(SITE_PACKAGES))
+	@$(BIN)/python -m tools.audit $(SUPPLY_VENV)/bin/pip-audit $$($(BIN)/$(SITE_PACKAGES))
 
 bench: setup redis  ## all CPU suites (under 40 minutes): tables, bench/results and plots; fails when a row falls short
 	@status=0; for suite in wire latency throughput orchestration; do \
@@ -271,7 +271,7 @@ bench-quick: setup redis  ## whether the suites still run: short runs, whose fig
 lint: setup  ## ruff, and buf for the protos where Node is installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m tests.support.prose_check
+	$(BIN)/python -m tools.prose_check
 	@if command -v npx >/dev/null; then echo "$(BUF) lint"; $(BUF) lint; else echo "buf lint left out: no npx on the PATH"; fi
 
 type: setup  ## mypy, strict
@@ -330,7 +330,7 @@ ci:  ## what CI runs: a test that fails runs once more, alone, and is listed in 
 	@$(MAKE) -j4 --no-print-directory environments
 	@$(MAKE) --no-print-directory lint type proto-check docs k8s-validate
 	@$(MAKE) --no-print-directory bench-quick QUICK_SUITES="wire 'orchestration --rows 10'"  # about a minute
-	@$(MAKE) --no-print-directory test RUNNER='tests.support.flaky tests/flaky.txt'
+	@$(MAKE) --no-print-directory test RUNNER='tools.flaky tests/flaky.txt'
 
 clean:  ## forget environments and caches
 	@! mountpoint -q .pods/storage/overlay 2>/dev/null || umount --recursive .pods/storage/overlay

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOPS = ("specdec", "coordinator", "gateway", "draft_service", "target_service", "bench", "tests")
+TOPS = ("specdec", "coordinator", "gateway", "draft_service", "target_service", "bench", "tests", "tools")
 FILES = [path.relative_to(ROOT).as_posix() for top in TOPS for path in (ROOT / top).rglob("*.py")]
 
 
@@ -43,7 +43,7 @@ def walked_files() -> list[str]:
         for part, is_replica in ((walk, False), (replica, True))
         for name in re.findall(r"`([\w/]+\.py)`", part)
         for path in FILES
-        if f"/{path}".endswith(f"/{name}") and not path.startswith(("tests/", "bench/"))
+        if f"/{path}".endswith(f"/{name}") and not path.startswith(("tests/", "bench/", "tools/"))
         if path.startswith(FRONT) != is_replica or path.startswith(("specdec/core/", "specdec/rpc/"))
     ]
     return list(dict.fromkeys(paths))

@@ -1,8 +1,8 @@
 """Names that users and stored data rely on, written down once: none may appear, vanish or change unnoticed.
 
 They are the flags of the four programs, metrics, Redis keys, digests of the Lua scripts, services and messages of the
-protocol, and the names of the Python client. `python -m tests.support.public_names` records them afresh, after a
-change that is meant to add or remove one.
+protocol, and the names of the Python client. `python -m tools.public_names` records them afresh, after a change that
+is meant to add or remove one.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from copy import deepcopy
 
 import pytest
 
-from tests.support.public_names import ROOT, SNAPSHOT, Names, collect, flat_names
+from tools.public_names import ROOT, SNAPSHOT, Names, collect, flat_names
 
-COMMAND = "python -m tests.support.public_names"
+COMMAND = "python -m tools.public_names"
 
 
 def difference(recorded: Names, current: Names) -> list[str]:

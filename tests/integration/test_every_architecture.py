@@ -17,8 +17,8 @@ from specdec.engine.loader import load_worker
 from specdec.engine.model import batch
 from specdec.engine.options import LoadRequest
 from tests.support.architecture_rig import TOLERANCE, compare_logits, judge
-from tests.support.model_list import documented_rows, is_documented_version, row
 from tests.support.tiny_architectures import MODEL_TYPES, CannotBuild, build_tiny_architecture
+from tools.model_list import documented_rows, is_documented_version, row
 
 #: Computed wrongly or not at all before windows came from masks and attention calls had caches of their own, and one of
 #: each other reason to refuse.

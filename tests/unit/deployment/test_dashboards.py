@@ -10,7 +10,7 @@ import pytest
 
 from monitoring.dashboards import FOLDER, written
 from tests.support.prometheus import queries_of, rules
-from tests.support.public_names import SNAPSHOT
+from tools.public_names import SNAPSHOT
 
 NAMES = ("users", "speculation", "pools", "state")
 _SUFFIX = r"(_bucket|_sum|_count|_total)?$"

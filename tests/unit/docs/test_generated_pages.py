@@ -7,11 +7,11 @@ import re
 
 import pytest
 
-from tests.support.reference import errors, figures, http_api, http_examples, http_text
-from tests.support.reference.__main__ import COMMAND, PAGES, PAGES_WITH_FIGURES, committed, expected
-from tests.support.reference.error_advice import ADVICE
-from tests.support.reference.proto_comments import read_comments
-from tests.support.reference.speed_chart import chart
+from tools.reference import errors, figures, http_api, http_examples, http_text
+from tools.reference.__main__ import COMMAND, PAGES, PAGES_WITH_FIGURES, committed, expected
+from tools.reference.error_advice import ADVICE
+from tools.reference.proto_comments import read_comments
+from tools.reference.speed_chart import chart
 
 #: Schemas of answers and of the framework.
 ANSWERS = {

@@ -25,7 +25,9 @@ _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (?P<text>.+)$", re.MULTILINE)
 #: Paths in the repository that a page names.
-_PATH = re.compile(r"(?<![\w./-])(?:tests|specdec|coordinator|draft_service|bench|examples|models|k8s|protos)/[\w./-]+")
+_PATH = re.compile(
+    r"(?<![\w./-])(?:tests|tools|specdec|coordinator|draft_service|bench|examples|models|k8s|protos)/[\w./-]+"
+)
 _WRITTEN_BY_COMMANDS = {"bench/results/gpu.json"}
 #: `docs/…` in code and other files that are no pages.
 _MENTION = re.compile(r"\bdocs/[\w./-]+\.(?:md|svg)\b")

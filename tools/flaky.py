@@ -1,6 +1,6 @@
 """Run pytest, and run the tests that failed once more, alone: what `make ci` does in place of pytest.
 
-    python -m tests.support.flaky LIST ARGUMENTS_OF_PYTEST...
+    python -m tools.flaky LIST ARGUMENTS_OF_PYTEST...
 
 A test that passes then is flaky: it is printed, appended to LIST, and does not fail the run. Everything else does: a
 test that fails again, one that timed out or whose worker crashed, files that cannot be collected, and a run without

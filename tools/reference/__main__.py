@@ -1,4 +1,4 @@
-"""`python -m tests.support.reference [--check]`: write what the documentation takes from the code, or compare it.
+"""`python -m tools.reference [--check]`: write what the documentation takes from the code, or compare it.
 
 Written are the pages of docs/reference that describe code, and the tables and the picture that show kept measurements.
 `make reference` runs it. `tests/unit/docs/test_generated_pages.py` makes the same comparison.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from tests.support.reference import (
+from tools.reference import (
     command_line,
     configuration,
     errors,

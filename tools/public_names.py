@@ -1,7 +1,7 @@
 """Collect the names that users, dashboards, stored data and other versions of the product rely on.
 
 Flags come from the programs' own parsers, hidden aliases included; metrics from the programs' registries; Redis keys
-from the functions that build them, with the varying parts in capitals. `python -m tests.support.public_names` writes
+from the functions that build them, with the varying parts in capitals. `python -m tools.public_names` writes
 them to tests/contract/public_names.json.
 """
 
@@ -46,7 +46,7 @@ SERVICES: dict[str, type[ProcessSettings]] = {
     "target_service": TargetSettings,
 }
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 SNAPSHOT = ROOT / "tests" / "contract" / "public_names.json"
 
 FIELD_TYPES = {

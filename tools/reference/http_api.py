@@ -25,10 +25,10 @@ from gateway.upstream import Upstream
 from specdec.contract.errors import InvalidRequest, SpecdecError
 from specdec.settings.gateway import GatewaySettings
 from specdec.state.responses import RedisResponses
-from tests.support.reference import errors, http_examples, http_text
-from tests.support.reference.http_examples import SentEvent, shown
-from tests.support.reference.http_fields import Body, field_items, refusal_items, refusals, shared_names
-from tests.support.reference.markdown import code, document, item, items, paragraph, sentence
+from tools.reference import errors, http_examples, http_text
+from tools.reference.http_examples import SentEvent, shown
+from tools.reference.http_fields import Body, field_items, refusal_items, refusals, shared_names
+from tools.reference.markdown import code, document, item, items, paragraph, sentence
 
 _MESSAGES = [{"role": "user", "content": "x"}]
 #: Requests of the routes that generate.

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from specdec.contract import errors
 from specdec.contract.errors import SpecdecError
-from tests.support.reference.error_advice import ADVICE
-from tests.support.reference.markdown import code, document, item, items, paragraph
+from tools.reference.error_advice import ADVICE
+from tools.reference.markdown import code, document, item, items, paragraph
 
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("specdec", "coordinator", "draft_service", "target_service", "gateway")
 
 _INTRODUCTION = """Every error carries `google.rpc.ErrorInfo` with the domain `specdec` and one of the reasons below,

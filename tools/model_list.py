@@ -1,4 +1,4 @@
-"""`python -m tests.support.model_list [--check]`: write docs/reference/models.md, or fail when it is not what the
+"""`python -m tools.model_list [--check]`: write docs/reference/models.md, or fail when it is not what the
 engine does now.
 
 Several minutes: it loads a tiny model of every architecture. `tests.integration.test_every_architecture` compares row
@@ -18,7 +18,7 @@ import transformers
 from tests.support.architecture_rig import judge
 from tests.support.tiny_architectures import MODEL_TYPES, CannotBuild
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "models.md"
 _VERSION_LINE = "The list is that of transformers {version},"
 
 _WIDTH = 120

@@ -75,7 +75,7 @@ class Suite:
             (self.folder / f"test_{index}.py").write_text(text)
         # Without the plugins of the environment, each of the many interpreters starts in a second.
         command = [
-            sys.executable, "-m", "tests.support.flaky", "flaky.txt", "-p", "xdist", "-p", "pytest_timeout", "-n", "2",
+            sys.executable, "-m", "tools.flaky", "flaky.txt", "-p", "xdist", "-p", "pytest_timeout", "-n", "2",
             "--dist", "loadfile", "--rootdir", str(self.folder), "--timeout", str(timeout_s), str(self.folder),
         ]  # fmt: skip
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from specdec.cli.__main__ import build_parser
-from tests.support.reference.markdown import code, document, item, items, paragraph
+from tools.reference.markdown import code, document, item, items, paragraph
 
 _INTRODUCTION = """An error is one line on the standard error stream, `error: message (REASON)`; with `--json` or
 `--json-lines` it is one JSON object with `error`, `code`, `reason` and `field`. The exit code is 0 only on success, 2

@@ -1,8 +1,8 @@
-"""Find sentences that house style refuses: `python -m tests.support.prose_check [PATH...]` (part of `make lint`).
+"""Find sentences that house style refuses: `python -m tools.prose_check [PATH...]` (part of `make lint`).
 
 Three kinds of text are read: docstrings and comments of Python files, messages (string arguments of loggers, errors and
 `help=`), and Markdown. Each line of output is `FILE:LINE: FORM: text`. A count above its limit in
-`tests/support/prose_limits.toml` fails the check.
+`tools/prose_limits.toml` fails the check.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 LIMITS = Path(__file__).with_name("prose_limits.toml")
 PRODUCT = ("specdec/", "coordinator/", "draft_service/", "target_service/", "gateway/")
 
@@ -148,7 +148,7 @@ def tracked_files() -> list[str]:
     """Return the repository's Python files and user pages, but for generated code and history."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py", "*.md"]
     files = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
-    skipped = ("specdec/v1/", "docs/history/", "docs/adr/", "tests/support/prose_check.py", "bench/prompts/")
+    skipped = ("specdec/v1/", "docs/history/", "docs/adr/", "tools/prose_check.py", "bench/prompts/")
     return [path for path in files if not path.startswith(skipped) and (ROOT / path).is_file()]
 
 

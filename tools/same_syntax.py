@@ -1,6 +1,6 @@
 """Compare the syntax trees of two revisions without docstrings and comments.
 
-`python -m tests.support.same_syntax BASE [HEAD] [--messages]` prints every Python file whose code differs, with its
+`python -m tools.same_syntax BASE [HEAD] [--messages]` prints every Python file whose code differs, with its
 first differing top-level definition, and exits with 1 if there is one, so that a commit of prose can be shown to
 change no behaviour. Without HEAD the working tree is compared. `--messages` also ignores the text of string literals.
 Renamed files are paired by git.
@@ -15,7 +15,7 @@ import sys
 from itertools import zip_longest
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def code_of(source: str, *, ignore_messages: bool = False) -> str:

@@ -15,7 +15,7 @@ from specdec.settings.draft import DraftSettings
 from specdec.settings.gateway import GatewaySettings
 from specdec.settings.target import TargetSettings
 from specdec.settings.tracing import TracingSettings
-from tests.support.reference.markdown import code, document, item, items, paragraph
+from tools.reference.markdown import code, document, item, items, paragraph
 
 _SERVICES: dict[str, type[ProcessSettings]] = {
     "Coordinator": CoordinatorSettings,

@@ -36,7 +36,7 @@ from specdec.client import (
     Usage,
 )
 from specdec.contract.types import TokenSource
-from tests.support.reference.markdown import WIDTH
+from tools.reference.markdown import WIDTH
 
 MODEL = "target"
 SESSION = "4f1c0d2e9a7b4c58b1d3e6f7a8091b2c"

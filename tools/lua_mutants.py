@@ -1,7 +1,7 @@
 """Mutants of the store's Lua scripts, and which of them the contract tests let live.
 
 A text mutator: comparisons, logic and numbers are turned, conditions are forced either way, calls of Redis are left
-out. Every mutant is one changed line. Not for Python (mutmut). Called by `tests.support.mutants`.
+out. Every mutant is one changed line. Not for Python (mutmut). Called by `tools.mutants`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path("specdec/state/scripts")
 TESTS = "tests/contract/test_store_*.py"
 REGISTRY_SCRIPTS = ("publish.lua", "remove.lua", "replicas.lua")
@@ -97,7 +97,7 @@ class _Copy:
     """A copy of the tree with one process that has the tests' imports done and forks for every mutant."""
 
     def __init__(self, directory: Path) -> None:
-        for name in ("specdec", "tests"):
+        for name in ("specdec", "tests", "tools"):
             shutil.copytree(ROOT / name, directory / name, ignore=shutil.ignore_patterns("__pycache__", "prebuilt"))
         shutil.copy(ROOT / "pyproject.toml", directory)
         self._scripts = directory / SCRIPTS

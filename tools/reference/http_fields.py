@@ -20,7 +20,7 @@ from gateway.sampling import SamplingFields
 from gateway.schemas.messages import Conversation
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import Mode
-from tests.support.reference.markdown import code, item
+from tools.reference.markdown import code, item
 
 _TYPES = {"string": "text", "integer": "integer", "number": "number", "boolean": "true or false", "object": "object"}
 _BOUNDS = {

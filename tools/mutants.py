@@ -1,6 +1,6 @@
 """What `make mutants` runs: mutmut over the Python of pyproject.toml, then the store's Lua; and what it tells.
 
-    python -m tests.support.mutants [--lua] [PATTERN...]     for instance 'specdec.core.rejection.*'
+    python -m tools.mutants [--lua] [PATTERN...]     for instance 'specdec.core.rejection.*'
 
 Every survivor is shown as the lines it changes. Those in `equivalent_mutants.toml` change nothing that can be seen, for
 the reason given there, and are only counted. Not a test: exit code 1 where another one lives. Minutes to hours.
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support.lua_mutants import ROOT, LuaMutant, all_mutants, survivors
+from tools.lua_mutants import ROOT, LuaMutant, all_mutants, survivors
 
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.toml")
 ALIVE = ("survived", "no tests", "suspicious")

@@ -4,7 +4,7 @@ pip-audit ends with code 0 for a package that its service does not know, so a se
 Here a package that could not be audited fails the audit, unless it is a local build such as torch 2.13.0+cpu: those are
 in no service, and are listed.
 
-    python -m tests.support.audit PIP_AUDIT SITE_PACKAGES
+    python -m tools.audit PIP_AUDIT SITE_PACKAGES
 """
 
 from __future__ import annotations

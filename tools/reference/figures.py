@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.support.reference.markdown import paragraph
+from tools.reference.markdown import paragraph
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 PLACE = re.compile(r"(?P<begin><!-- figures (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end of figures -->)", re.DOTALL)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-PROTOS = Path(__file__).resolve().parents[3] / "protos"
+PROTOS = Path(__file__).resolve().parents[2] / "protos"
 _BLOCK = re.compile(r"^(service|message|enum|oneof)\s+(?P<name>\w+)\s*\{")
 _RPC = re.compile(r"^rpc\s+(?P<name>\w+)")
 _FIELD = re.compile(r"^[\w.<>, ]*?\b(?P<name>\w+)\s*=\s*\d+\s*;")

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from specdec.v1 import common_pb2, coordinator_pb2, draft_pb2, target_pb2
-from tests.support.reference.markdown import code, document, item, items, paragraph, sentence
-from tests.support.reference.proto_comments import read_comments
+from tools.reference.markdown import code, document, item, items, paragraph, sentence
+from tools.reference.proto_comments import read_comments
 
 _PUBLIC = coordinator_pb2.DESCRIPTOR
 _INTERNAL = (draft_pb2.DESCRIPTOR, target_pb2.DESCRIPTOR, common_pb2.DESCRIPTOR)

@@ -13,7 +13,7 @@ from specdec.observability.audit import AuditMetrics
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.state.kv_tally import KvTally
-from tests.support.reference.markdown import code, document, item, items, paragraph
+from tools.reference.markdown import code, document, item, items, paragraph
 
 _INTRODUCTION = """`--metrics HOST:PORT` serves Prometheus text at `/metrics`. A series has the name that vLLM gives to
 the same measurement where there is one, with the prefix `specdec:`. Counters end in `_total`; a histogram has

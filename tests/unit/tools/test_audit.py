@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.audit import report
+from tools.audit import report
 
 SOUND: dict[str, Any] = {"name": "sound", "version": "1.0", "vulns": []}
 BAD: dict[str, Any] = {"name": "bad", "version": "1.0", "vulns": [{"id": "PYSEC-1", "fix_versions": ["1.1"]}]}

@@ -1,4 +1,4 @@
-"""Run a command while the machine has a high load: `python -m tests.support.loaded LOAD COMMAND...`.
+"""Run a command while the machine has a high load: `python -m tools.loaded LOAD COMMAND...`.
 
 Failure and end-to-end tests must pass on a machine with five times the load (`make test-loaded`): busy processes take
 the place of neighbours, and every wait in the tests has to hold without the processor that it expects. A busy process

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tests.support.reference.figures import rate
+from tools.reference.figures import rate
 
 _WIDTH, _BAR_LEFT, _BAR_HEIGHT, _ROW_HEIGHT, _TOP = 720, 270, 22, 34, 44
 _MAX_BAR = 340

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from tests.support.same_syntax import code_of, differing_files, first_difference
+from tools.same_syntax import code_of, differing_files, first_difference
 
 BEFORE = '''
 """A module."""
