@@ -1,6 +1,6 @@
 """Settings of a draft pool inside another engine, from the environment of the engine's process.
 
-Called by `vllm` and `sglang`: the engines' own flags have no place for them.
+Called by `vllm`, whose flags have no place for them.
 """
 
 from __future__ import annotations

@@ -17,6 +17,13 @@ def _checked(texts: tuple[str, ...]) -> tuple[str, ...]:
     return texts
 
 
+def _refuse_removed(backend: object) -> object:
+    """Raise ValueError for a backend that was removed. The message says what replaces it."""
+    if backend == "sglang":
+        raise ValueError("sglang was removed: use server, which speaks to any OpenAI-style server, SGLang included")
+    return backend
+
+
 InTargetDraftSource = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas), AfterValidator(_checked)]
 
 
@@ -28,11 +35,11 @@ class TargetSettings(EngineServerSettings):
     listen: Address = "127.0.0.1:50071"
     """HOST:PORT to serve gRPC on. Port 0 takes a free one, which the log line "listening" names."""
 
-    backend: Literal["own", "server", "vllm", "sglang", "llama-cpp"] = "own"
+    backend: Annotated[Literal["own", "server", "vllm", "llama-cpp"], BeforeValidator(_refuse_removed)] = "own"
     """Engine that runs the target model: own, llama-cpp (llama.cpp in this process, with a GGUF file as --model), or a
-    server that runs already. vllm asks a vLLM server for the likeliest tokens of each position, and sglang an SGLang
-    server (not tried with a real one yet). server lets any OpenAI-style server that takes and returns token ids sample
-    a token at each position. --model then names the checkpoint whose tokenizer the server uses."""
+    server that runs already. vllm asks a vLLM server for the top tokens of each position. server lets any OpenAI-style
+    server that accepts and returns token ids, SGLang included, sample a token at each position. --model then names the
+    checkpoint whose tokenizer the server uses."""
 
     local_draft: InTargetDraftSource = ()
     """In-target draft: this replica drafts in the call in which it verifies. early-exit:N (its first N layers with its
@@ -65,7 +72,5 @@ class TargetSettings(EngineServerSettings):
 
     @model_validator(mode="after")
     def _check_backend(self) -> Self:
-        self._check_engine(
-            self.backend, servers=("server", "vllm", "sglang"), own={"--local-draft": bool(self.local_draft)}
-        )
+        self._check_engine(self.backend, servers=("server", "vllm"), own={"--local-draft": bool(self.local_draft)})
         return self

@@ -20,6 +20,18 @@ from numpy.typing import NDArray
 
 from specdec.contract.errors import Internal
 from specdec.contract.types import SamplingFilters, SessionPosition, TokenIds
+from specdec.core.random import DrawKey, Stream
+
+#: Fields of a request that no sampler of a single next token can serve.
+PENALTIES = (
+    "sampling.repetition_penalty",
+    "sampling.presence_penalty",
+    "sampling.frequency_penalty",
+    "sampling.logit_bias",
+)
+
+#: Seeds of engines are signed 32-bit integers at least.
+_NUM_SEEDS = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +110,11 @@ class RowsRequest:
         """Return whether the request's end tokens are masked at a row, because the output is too short yet."""
         num_before = len(self.token_ids) - self.num_rows + 1 + row - self.position.output_start
         return bool(self.filters.end_token_ids) and num_before < self.filters.min_new_tokens
+
+    def seed_at(self, row: int) -> int:
+        """Return the seed of a row: a function of the request's seed, the turn and the absolute position."""
+        at = len(self.token_ids) - self.num_rows + 1 + row
+        return DrawKey(self.position.seed, self.position.turn, at).below(_NUM_SEEDS, 0, Stream.TAIL)
 
 
 @dataclass(frozen=True, slots=True)

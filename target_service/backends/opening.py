@@ -10,15 +10,10 @@ from specdec.settings.target import TargetSettings
 from target_service.backends.contract import Backend
 from target_service.backends.engine import BackendTarget
 from target_service.backends.server import open_server
-from target_service.backends.sglang import open_sglang
 from target_service.backends.vllm import open_vllm
 
 #: Backends that reach their engine over HTTP.
-_OPEN: Mapping[str, Callable[..., Awaitable[Backend]]] = {
-    "server": open_server,
-    "vllm": open_vllm,
-    "sglang": open_sglang,
-}
+_OPEN: Mapping[str, Callable[..., Awaitable[Backend]]] = {"server": open_server, "vllm": open_vllm}
 
 
 async def open_backend_target(

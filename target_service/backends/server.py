@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from specdec.engine.remote.completions import CompletionServer, open_completions, sampling_options
 from specdec.engine.remote.connection import Connection
 from specdec.engine.remote.remote_model import NUM_PROBED_TOKENS
-from target_service.backends.contract import Answer, BackendShape, RowsRequest, sampled
-from target_service.backends.top_backend import PENALTIES, seed_at
+from target_service.backends.contract import PENALTIES, Answer, BackendShape, RowsRequest, sampled
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ class ServerBackend:
             answers = await self._server.complete(prompts, options[0])
         else:
             calls = [
-                self._server.complete([prompt], {**option, "seed": seed_at(rows_request, row)})
+                self._server.complete([prompt], {**option, "seed": rows_request.seed_at(row)})
                 for row, (prompt, option) in enumerate(zip(prompts, options, strict=True))
             ]
             answers = [answer for completed in await asyncio.gather(*calls) for answer in completed]

@@ -36,8 +36,16 @@ from specdec.engine.remote.remote_model import (
     read_model_files,
     require_token_ids,
 )
-from target_service.backends.contract import BackendShape, Distribution, RowsRequest, TopTokens, sampled
-from target_service.backends.top_backend import MAX_LOGPROBS, PENALTIES, TopBackend, seed_at
+from target_service.backends.contract import (
+    PENALTIES,
+    Answer,
+    BackendShape,
+    Distribution,
+    RowsRequest,
+    TopTokens,
+    sampled,
+)
+from target_service.backends.top_distributions import distribution_of, may_decide, num_wanted
 from target_service.backends.vllm_checks import check_cache, check_distributions, find_max_logprobs, require_endpoint
 from target_service.backends.vllm_wire import (
     GENERATE,
@@ -49,18 +57,71 @@ from target_service.backends.vllm_wire import (
     top_of_prompt_row,
 )
 
+#: Largest number of logprobs that a request may ask for.
+_MAX_LOGPROBS = 20
+
 #: Largest number of logprobs in an answer's rows of the prompt; vLLM takes about 10 ms to write as many.
 _MAX_ENTRIES = 20_000
 
 
-class VllmBackend(TopBackend):
-    """Implements `contract.Backend`. Make one with `open_vllm`."""
+class VllmBackend:
+    """Implements `contract.Backend` with the top tokens of a server. Make one with `open_vllm`.
+
+    The top tokens of each row decide distributions (`top_distributions`). If the filters keep more tokens than the
+    server states, or the bounds do not decide, the server samples the token.
+    """
 
     def __init__(self, connection: Connection, model: str, shape: BackendShape, max_logprobs: int) -> None:
-        super().__init__(connection, shape, max_logprobs)
+        """`max_logprobs` is the largest number of top tokens that the server states."""
+        self.shape = shape
+        self._connection = connection
         self._model = model
+        self._max_logprobs = max_logprobs
+
+    async def ask(self, rows_request: RowsRequest) -> Answer:
+        """Return the distributions of a request for rows; see `Backend.ask`."""
+        num_masked = len(rows_request.filters.end_token_ids) if rows_request.masks_end(0) else 0
+        num_top = max(num_wanted(rows_request.filters, num_masked, self._max_logprobs), rows_request.num_logprobs or 0)
+        filters = rows_request.filters
+        # Engines apply min-p before top-p, and the protocol after it: with both, the engine's own order decides.
+        has_both = not filters.is_greedy and filters.top_p < 1.0 and filters.min_p > 0.0
+        if has_both or not may_decide(filters, num_top, self.shape.vocabulary_size):
+            samples = await asyncio.gather(*(self._sample(rows_request, row) for row in range(rows_request.num_rows)))
+            return Answer([distribution for distribution, _ in samples], num_cached_tokens=samples[0][1])
+        tops, num_cached_tokens = await self._ask_tops(rows_request, num_top)
+        lost = [row for row, top in enumerate(tops) if top is None]
+        asked_again = await asyncio.gather(*(self._ask_row(rows_request, row, num_top) for row in lost))
+        for row, top in zip(lost, asked_again, strict=True):
+            tops[row] = top
+        distributions = [self._distribution(rows_request, row, top) for row, top in enumerate(tops) if top is not None]
+        undecided = [row for row, distribution in enumerate(distributions) if distribution is None]
+        sampled_distributions = await asyncio.gather(*(self._sample(rows_request, row) for row in undecided))
+        for row, (distribution, _) in zip(undecided, sampled_distributions, strict=True):
+            distributions[row] = distribution
+        return Answer(
+            [distribution for distribution in distributions if distribution is not None],
+            num_cached_tokens=num_cached_tokens,
+            num_reasked_rows=len(lost) + len(undecided),
+            num_lost_rows=len(lost),
+        )
+
+    def forget(self, session_ids: Sequence[str]) -> None:
+        """Do nothing: the server finds cached prefixes by itself."""
+
+    async def wait_changed(self) -> None:
+        """Raise Internal once the server serves another model."""
+        await self._connection.wait_changed()
+
+    async def close(self) -> None:
+        """Close the connections. Idempotent."""
+        await self._connection.close()
+
+    def _distribution(self, rows_request: RowsRequest, row: int, top: TopTokens) -> Distribution | None:
+        masked = rows_request.filters.end_token_ids if rows_request.masks_end(row) else ()
+        return distribution_of(top, self.shape.vocabulary_size, rows_request.filters, masked)
 
     async def _ask_tops(self, rows_request: RowsRequest, num_top: int) -> tuple[list[TopTokens | None], int]:
+        """Return the top tokens of each row, None for rows that are lost, and the number of cached tokens."""
         num_draft_tokens = rows_request.num_rows - 1
         if num_draft_tokens and len(rows_request.token_ids) * (num_top + 1) > _MAX_ENTRIES:
             rows = range(rows_request.num_rows)
@@ -86,13 +147,14 @@ class VllmBackend(TopBackend):
         return [*tops, top_of_output(answer, num_top)], num_cached_tokens
 
     async def _ask_row(self, rows_request: RowsRequest, row: int, num_top: int) -> TopTokens:
+        """Return the top tokens of one row, asked for after its prefix."""
         options = {"logprobs": num_top, "temperature": 0.0}
         return top_of_output(await self._generate(rows_request, rows_request.prefixes[row], options), num_top)
 
     async def _sample(self, rows_request: RowsRequest, row: int) -> tuple[Distribution, int]:
         """Let vLLM sample the token of a row; return its distribution and the number of cached tokens."""
         options = sampling_options(rows_request.filters, masks_end=rows_request.masks_end(row))
-        options["seed"] = seed_at(rows_request, row)
+        options["seed"] = rows_request.seed_at(row)
         if rows_request.num_logprobs is not None:
             options["logprobs"] = rows_request.num_logprobs
         answer = await self._generate(rows_request, rows_request.prefixes[row], options)
@@ -150,6 +212,6 @@ async def open_vllm(
         model_fingerprint=await connection.pin(lambda: fingerprint_of(files, name, continue_greedily)),
         max_context_tokens=context_tokens(files, listed, max_context_tokens),
         eos_token_ids=files.eos_token_ids,
-        unsupported_fields=PENALTIES if max_logprobs >= MAX_LOGPROBS else (*PENALTIES, "sampling.logprobs"),
+        unsupported_fields=PENALTIES if max_logprobs >= _MAX_LOGPROBS else (*PENALTIES, "sampling.logprobs"),
     )
     return VllmBackend(connection, name, shape, max_logprobs)

@@ -25,9 +25,6 @@ REFUSALS = [
     ("vllm", EngineOptions(caches_prefixes=False), {}, "start vLLM with --enable-prefix-caching"),
     ("vllm", EngineOptions(speculates=True), {}, "start vLLM without --speculative-config"),
     ("vllm", EngineOptions(max_logprobs=0), {}, "start vLLM with --max-logprobs 20"),
-    ("sglang", EngineOptions(speculates=True), {}, "start SGLang without --speculative-algorithm"),
-    ("sglang", EngineOptions(caches_prefixes=False), {}, "start SGLang without --disable-radix-cache"),
-    ("sglang", EngineOptions(skips_tokenizer=True), {}, "start SGLang without --skip-tokenizer-init"),
 ]
 
 
@@ -41,7 +38,7 @@ async def test_a_server_that_cannot_be_a_target_is_refused_with_what_to_change(
             await start_backend(server.url, tmp_path, backend, **settings)
 
 
-@pytest.mark.parametrize("backend", ["server", "vllm", "sglang"])
+@pytest.mark.parametrize("backend", ["server", "vllm"])
 async def test_an_address_without_a_server_is_refused_as_unavailable(tmp_path: Path, backend: str) -> None:
     write_checkpoint(tmp_path)
     with pytest.raises(Unavailable, match="cannot be reached"):
@@ -59,18 +56,15 @@ async def test_a_field_that_the_server_ignores_is_refused(ignored: str, field: s
             await system.coordinator.generate(request(temperature=0.8, **asked))
 
 
-@pytest.mark.parametrize("backend", ["server", "sglang"])
-async def test_a_seed_that_the_server_ignores_is_refused_where_it_decides(
-    backend: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with backend_system(backend, EngineOptions(ignored=("seed",))) as system:
+async def test_a_seed_that_the_server_ignores_is_refused_where_it_decides(caplog: pytest.LogCaptureFixture) -> None:
+    async with backend_system("server", EngineOptions(ignored=("seed",))) as system:
         assert "ignores seeds: sampled requests with a seed are refused" in caplog.text
         with pytest.raises(grpc.aio.AioRpcError, match=r"sampling\.seed cannot be served exactly"):
             await system.coordinator.generate(request(temperature=0.8, seed=7))
         for served in ({"temperature": 0.0, "seed": 7}, {"temperature": 0.8}):
             assert (await system.coordinator.generate(request(**served))).token_ids
     caplog.clear()
-    async with backend_system(backend) as system:
+    async with backend_system("server") as system:
         assert "ignores seeds" not in caplog.text
         asked = [request(temperature=0.8, seed=7, mode=0, gamma=gamma) for gamma in (0, 3)]
         outputs = [await system.coordinator.generate(each) for each in asked]

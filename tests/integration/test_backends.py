@@ -28,7 +28,7 @@ from tests.support.chi_square import chi_square_p_value
 from tests.support.coordinator_rig import EOS, PROMPT, VOCABULARY, Rig, request
 from tests.support.engine_server import EngineOptions, EngineServer
 
-BACKENDS = ("server", "vllm", "sglang")
+BACKENDS = ("server", "vllm")
 MODES = (pb.SPECULATION_MODE_REJECTION, pb.SPECULATION_MODE_BLOCK, pb.SPECULATION_MODE_COUPLED)
 
 
@@ -121,7 +121,7 @@ async def test_a_seed_gives_the_same_sampled_text_again(system: BackendSystem) -
         assert first == second, mode
 
 
-# The text of vLLM and SGLang is our own engine's, token for token, where the top tokens decide: a test above.
+# The text of vLLM is our own engine's, token for token, where the top tokens decide: a test above.
 @pytest.mark.parametrize("system", ["server", *(pytest.param(b, marks=pytest.mark.full) for b in BACKENDS[1:])],
                          indirect=True)  # fmt: skip
 async def test_three_tokens_follow_the_models_joint_law(system: BackendSystem) -> None:
@@ -326,7 +326,7 @@ async def test_a_refused_round_names_no_detail_of_the_server(system: BackendSyst
     assert "sk-secret" not in caught.value.message
 
 
-@pytest.mark.parametrize("backend", ["server", "vllm"])  # requests to SGLang name no model
+@pytest.mark.parametrize("backend", BACKENDS)
 async def test_a_server_that_knows_the_model_by_another_name_after_its_restart_ends_the_replica(backend: str) -> None:
     async with backend_system(backend) as system:
         port = system.server.port

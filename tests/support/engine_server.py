@@ -1,10 +1,8 @@
-"""An engine's HTTP server over a table model: OpenAI's completions, and the native endpoints of vLLM and SGLang.
+"""An engine's HTTP server over a table model: OpenAI's completions, and vLLM's native endpoint.
 
 It stands for servers that tests cannot start everywhere (`make test-engines` starts real ones). Requests, answers and
-refusals have the form of vLLM 0.32 and SGLang 0.5.23, and so do their traps: vLLM has a prefix cache in blocks, and
-rows of cached positions that hold what an earlier request left there; SGLang's logprobs of a sampled token have the
-temperature in them, and its longest prompt is shorter than the model's. Its sampler is its own: numpy's generator,
-seeded by the request.
+refusals have the form of vLLM 0.32, and so do its traps: a prefix cache in blocks, and rows of cached positions that
+hold what an earlier request left there. Its sampler is its own: numpy's generator, seeded by the request.
 """
 
 from __future__ import annotations
@@ -48,7 +46,6 @@ class EngineOptions:
     """Rows of cached positions hold numbers that JSON does not have, and such a request is refused."""
     ignored: tuple[str, ...] = ()
     """Fields of sampling parameters that the server does not apply."""
-    skips_tokenizer: bool = False
     text: str = ""
     """Text of every completion."""
     owner: str = "vllm"
@@ -119,8 +116,6 @@ class EngineServer:
         app.get("/version")(lambda: {"version": "0.32.0"})
         app.get("/metrics")(self._metrics)
         app.post("/v1/completions")(self._completions)
-        app.get("/server_info")(self._server_info)
-        app.post("/generate")(self._generate_as_sglang)
         if self.options.has_scale_out:
             app.post("/inference/v1/generate")(self._generate)
         app.middleware("http")(self._check_key)
@@ -185,47 +180,6 @@ class EngineServer:
         if rows is not None and num_cached and self.options.has_nan_in_memory:
             return _refusal("Out of range float values are not JSON compliant", 400)
         return {"choices": [choice], "usage": usage, "prompt_logprobs": rows}
-
-    async def _server_info(self) -> Any:
-        options = self.options
-        return {
-            "version": "0.5.23",
-            "speculative_algorithm": "EAGLE3" if options.speculates else None,
-            "disable_radix_cache": not options.caches_prefixes,
-            "skip_tokenizer_init": options.skips_tokenizer,
-            "enable_deterministic_inference": "seed" not in options.ignored,
-            "max_req_input_len": options.max_model_len - 6,
-        }
-
-    async def _generate_as_sglang(self, request: Request) -> Any:
-        body = await request.json()
-        self.asked.generations.append(body)
-        params, prompt = body["sampling_params"], body["input_ids"]
-        options = {
-            **params, "max_tokens": params["max_new_tokens"], "seed": params.get("sampling_seed"),
-            "min_tokens": params.get("min_new_tokens"),
-        }  # fmt: skip
-        if len(prompt) >= self.options.max_model_len - 6:
-            return _refusal("Input length exceeds the maximum allowed length", 400)
-        token_ids = self._continue(prompt, options)
-        info: dict[str, Any] = {"cached_tokens": 0, "prompt_tokens": len(prompt)}
-        if body.get("return_logprob"):
-            start, num_top = body["logprob_start_len"], body["top_logprobs_num"]
-            rows = [self._sglang_row(prompt[:at], num_top) for at in range(start + 1, len(prompt))]
-            info["input_top_logprobs"] = [None, *rows]
-            scaled = self._logits(prompt, options) / (params["temperature"] or 1.0)
-            logprobs = scaled - np.log(np.exp(scaled).sum())
-            top = np.argsort(-logprobs, kind="stable")[:num_top].tolist()
-            entries = {each: [float(logprobs[each]), each, None] for each in range(len(logprobs))}
-            info["output_top_logprobs"] = [[entries[each] for each in top]]
-            info["output_token_logprobs"] = [entries[token_ids[0]]]
-            if body.get("token_ids_logprob"):
-                info["output_token_ids_logprobs"] = [[entries[each] for each in body["token_ids_logprob"]]]
-        return {"text": "?", "output_ids": token_ids, "meta_info": info}
-
-    def _sglang_row(self, prefix: Sequence[int], num_top: int) -> list[Any]:
-        logprobs = self._logprobs(prefix)
-        return [[float(logprobs[each]), each, None] for each in np.argsort(-logprobs, kind="stable")[:num_top].tolist()]
 
     def _take_cached(self, salt: str, prompt: Sequence[int]) -> int:
         """Return how many tokens the prefix cache has, and enter the prompt's full blocks."""

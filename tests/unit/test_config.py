@@ -104,6 +104,15 @@ def test_a_removed_setting_is_refused_with_what_replaces_it(
     assert error.count("\n") == 1
 
 
+def test_the_removed_backend_is_refused_with_the_one_that_replaces_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_settings(TargetSettings, prog="target", argv=["--model", "MODEL", "--backend", "sglang"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "--backend: sglang was removed: use server, which speaks to any OpenAI-style server" in error
+    assert error.count("\n") == 1
+
+
 def test_a_setting_that_is_fixed_now_is_ignored_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
