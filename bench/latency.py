@@ -22,7 +22,7 @@ from bench.models import DEMO, deep
 from bench.pairs import interleave, median_ratio
 from bench.peers import METHODS, PeerProcess, PeerRun
 from bench.report import progress
-from bench.round_timeline import timeline_rows
+from bench.round_table import table_rows
 from bench.rows import Origin, Row
 from bench.system import RunningSystem, SystemRun, acceptance, emitted_per_round
 from bench.workload import GAMMA, NUM_NEW_TOKENS, NUM_THREADS, prompt_token_ids
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         prompts = prompt_token_ids(target_dir)
         prompts = prompts[:NUM_QUICK_PROMPTS] if arguments.quick else prompts
         rows = _rows(*_measure(target_dir, prompts), arguments.quick)
-        rows += timeline_rows(target_dir, DEMO / "draft", prompts, Path(folder), arguments.quick)
+        rows += table_rows(target_dir, DEMO / "draft", prompts, arguments.quick)
         rows += sampled_rows(len(prompts), arguments.quick)
         return rows + int8_rows(len(prompts), arguments.quick)
 

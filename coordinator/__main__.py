@@ -37,7 +37,6 @@ from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
 from coordinator.replicas.target_models import TargetModels
 from coordinator.round.draft_source_factory import DraftSourceFactory
-from coordinator.round.timeline import TimelineLog
 from coordinator.routing.promotion import Canary
 from coordinator.routing.scoring import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
@@ -127,9 +126,6 @@ async def _serve(settings: CoordinatorSettings) -> None:
         ending.push_async_callback(target_models.close)
         histories = TokenHistories(_HISTORY_TOKENS) if LookupKind.SUFFIX in settings.lookup else None
         tracing = trace_requests(settings, ending, os.environ)
-        timelines = None if settings.timeline is None else TimelineLog(settings.timeline)
-        if timelines is not None:
-            ending.callback(timelines.close)
         scores, canary = None, None
         if settings.route == "auto":
             scores, canary = ScoreQueue(pools), Canary(store.promotions())
@@ -146,7 +142,6 @@ async def _serve(settings: CoordinatorSettings) -> None:
             metrics=metrics,
             directory=store.prefixes(),
             learning_log=open_learning_log(settings, metrics),
-            timelines=timelines,
             auditor=build_auditor(settings, metrics, ending),
         )
         servicer = CoordinatorServicer(

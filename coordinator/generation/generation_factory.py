@@ -33,7 +33,6 @@ from coordinator.round.runner import RoundRunner
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
 from coordinator.round.target_calls import TargetCalls
-from coordinator.round.timeline import TimelineLog
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.state.store import SessionStore
 
@@ -56,7 +55,6 @@ class GenerationFactory:
         recovery_s: float,
         vocabulary_size: int,
         recorder: Recorder | None = None,
-        timelines: TimelineLog | None = None,
         auditor: Auditor | None = None,
     ) -> None:
         self._store = store
@@ -71,7 +69,6 @@ class GenerationFactory:
         self._kv_wait_s = kv_wait_s
         self._vocabulary_size = vocabulary_size
         self._recorder = recorder
-        self._timelines = timelines
         self._auditor = auditor
         self._commits = CommitQueue(store)
         self._lease_keeper = LeaseKeeper(store)
@@ -100,7 +97,7 @@ class GenerationFactory:
             tenant=turn.lease.tenant,
             trace=trace,
         )
-        setting = self._round_setting(turn, is_timed=trace is not None or self._timelines is not None)
+        setting = self._round_setting(turn, is_timed=trace is not None)
         router = self._draft_sources.router(turn.identity.parameters.speculation, setting, turn.tokens)
         replicas = self._replicas(prepared, router)
         calls = SessionCalls(setting, turn.tokens, replicas)
@@ -116,7 +113,6 @@ class GenerationFactory:
                     account,
                     store=self._store.of_tenant(turn.lease.tenant),
                     commits=self._commits,
-                    timelines=self._timelines,
                     trace=trace,
                 ),
                 stream=stream,

@@ -42,7 +42,6 @@ from coordinator.replicas.prefixes import Prefixes
 from coordinator.replicas.target_models import TargetModels
 from coordinator.requests import DEFAULT_MAX_NEW_TOKENS, GenerationRequest, OutputChunk
 from coordinator.round.draft_source_factory import DraftSourceFactory
-from coordinator.round.timeline import TimelineLog
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.contract.errors import SessionBusy, SpecdecError, Unavailable
 from specdec.contract.tenant import SessionKey
@@ -81,7 +80,6 @@ class GenerationService:
         metrics: CoordinatorMetrics,
         directory: PrefixDirectory | None = None,
         learning_log: LearningLog | None = None,
-        timelines: TimelineLog | None = None,
         auditor: Auditor | None = None,
     ) -> None:
         """
@@ -95,7 +93,6 @@ class GenerationService:
             metrics: receives counts and times of requests.
             directory: prefix directory of all tenants; None: sessions are placed by load alone.
             learning_log: receives the target's distributions, for drafts to learn from; closed by `drain`.
-            timelines: receives the timeline of each round.
             auditor: verifies a share of the rounds again; closed by its owner.
         """
         self._store = store
@@ -130,7 +127,6 @@ class GenerationService:
             recovery_s=settings.recovery_s,
             vocabulary_size=tokenizer.vocabulary_size,
             recorder=None if learning_log is None else Recorder(learning_log, pools),
-            timelines=timelines,
             auditor=auditor,
         )
         metrics.set_capacity(settings.admission.max_queue)

@@ -22,7 +22,7 @@ from coordinator.generation.request_trace import RequestTrace
 from coordinator.generation.stream import OutputStream
 from coordinator.generation.turn import Turn
 from coordinator.round.outcome import RoundOutcome
-from coordinator.round.timeline import RoundTimeline, TimelineLog
+from coordinator.round.timeline import RoundTimeline
 from coordinator.text.output import OutputStep
 from specdec.contract.errors import SessionLost, SpecdecError, Unavailable
 from specdec.state.store import Commit, Lease, SessionStore
@@ -109,7 +109,6 @@ class Publisher:
         *,
         store: SessionStore,
         commits: CommitQueue,
-        timelines: TimelineLog | None = None,
         trace: RequestTrace | None = None,
     ) -> None:
         """
@@ -119,7 +118,6 @@ class Publisher:
             account: counts published rounds and tokens.
             store: sessions of the turn's tenant; receives commits that are repeated, and repairs.
             commits: receives the first attempt of each commit.
-            timelines: receives the timeline of each round.
             trace: receives each round with its timeline.
         """
         self._turn = turn
@@ -127,7 +125,6 @@ class Publisher:
         self._account = account
         self._store = store
         self._commits = commits
-        self._timelines = timelines
         self._trace = trace
         self._publication: asyncio.Task[None] | None = None
         """Task that publishes the latest round."""
@@ -187,19 +184,13 @@ class Publisher:
         self._account.count_commit(committed_s - began_s)
         self._account.count_chunk(len(output.token_ids), is_first=not self._stream.num_tokens)
         self._stream.publish(output, decided.outcome.provenance)
-        if decided.outcome.timeline is not None:
-            self._record(decided, decided.outcome.timeline, committed_s)
+        if self._trace is not None and decided.outcome.timeline is not None:
+            self._record(self._trace, decided, decided.outcome.timeline, committed_s)
 
-    def _record(self, decided: DecidedRound, timeline: RoundTimeline, committed_s: float) -> None:
+    def _record(self, trace: RequestTrace, decided: DecidedRound, timeline: RoundTimeline, committed_s: float) -> None:
         """Record the times of a round that was just shown."""
         timeline.committed_s, timeline.shown_s = committed_s, time.monotonic()
-        outcome, output = decided.outcome, decided.output
-        if self._trace is not None:
-            self._trace.note_round(decided.round_id, len(output.token_ids), outcome, timeline)
-        if self._timelines is not None:
-            self._timelines.write(self._turn.lease.key, decided.round_id, outcome.num_draft_tokens, timeline)
-            if output.finish_reason is not None:
-                self._timelines.flush()
+        trace.note_round(decided.round_id, len(decided.output.token_ids), decided.outcome, timeline)
 
     async def _commit(self, commit: Commit) -> None:
         """Commit, and try again after errors that may pass. Raises as `SessionStore.commit`."""

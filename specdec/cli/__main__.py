@@ -39,7 +39,6 @@ _COMMANDS = {
     "scale": "start or drain replicas of a running specdec up",
     "join": "add a draft model to a running specdec up, scored before it is used",
     "distill": "train a draft on what the target said (see up --learning-log)",
-    "timeline": "picture where the milliseconds of a round are",
     "bench": "speculation against target-only on a running system",
     "doctor": "check the installation and a running system: what is wrong and what to do",
     "health": "ask a service for its health",
@@ -50,7 +49,7 @@ _COMMANDS = {
 _NEED_A_SYSTEM = ("generate", "chat", "top", "status", "pools", "promote", "scale", "join", "bench")
 
 #: Subcommands whose flags have no default in the environment.
-_WITHOUT_ENVIRON = ("up", "timeline", "completion")
+_WITHOUT_ENVIRON = ("up", "completion")
 
 
 def build_parser(environ: Mapping[str, str], command: str = "") -> argparse.ArgumentParser:

@@ -36,6 +36,7 @@ _SERVING_HINTS = {
     "--served-model-name": "--set gateway.served_model_name=NAME",
     "--allow-anonymous": "--set gateway.allow_anonymous=true",
     "--seed": "--seed with each request, as in specdec generate --seed N",
+    "--timeline": "--otlp-endpoint URL: traces have the times of each round",
     "--lane": "--set target.unix_socket=off and --set draft.unix_socket=off",
 }  # fmt: skip
 
@@ -64,6 +65,9 @@ _HINTS: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("generate", "chat", "bench"), _REQUEST_HINTS),
 }
 
+#: Subcommands that were removed, with what replaces them. For one release they are refused with that.
+_REMOVED_COMMANDS = {"timeline": "traces have the times of each round (specdec up --otlp-endpoint URL)"}
+
 
 class CommandParser(argparse.ArgumentParser):
     """A parser whose usage errors are one line in the form of every other error, and name the subcommand's help."""
@@ -84,10 +88,12 @@ class CommandParser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Raises ArgumentError for an unknown subcommand, with the nearest name, and otherwise as the base class."""
+        """Raises ArgumentError for an unknown subcommand, with what to use instead, and otherwise as the base class."""
         if action is not getattr(self._subparsers, "_group_actions", [None])[0] or value in (action.choices or ()):
             super()._check_value(action, value)
             return
+        if instead := _REMOVED_COMMANDS.get(value):
+            raise argparse.ArgumentError(None, f"specdec {value} was removed: {instead}")
         import difflib  # not at the top: `specdec --help` is to be quick
 
         alike = difflib.get_close_matches(value, list(action.choices or ()), n=1)

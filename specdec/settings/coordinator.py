@@ -95,10 +95,6 @@ class CoordinatorSettings(AccessSettings, TracingSettings, ServiceSettings):
     """Share of the rounds that are verified again in the background, each in a target-only pass of its own while its
     target is idle. The series `specdec:audit_...` and an error in the log name rounds that differ. 0: none."""
 
-    timeline: Path | None = None
-    """File that gets one JSON line a round with the times of each step in the coordinator and its replicas. It holds no
-    text and no tokens; `specdec timeline FILE` draws it. Unset: no file."""
-
     default_mode: Literal["off", "rejection", "block", "coupled"] = "rejection"
     """Speculation mode of requests that name none. A sampled request with a seed is served in the mode coupled instead,
     unless this is off, which gives the same text: so one seed gives one text."""

@@ -28,7 +28,7 @@ _VALUE_NAMES = {
     **dict.fromkeys(("lookup", "local-draft"), "KIND"),
     **dict.fromkeys(("model", "tokenizer"), "PATH_OR_HUB_ID"),
     **dict.fromkeys(("redis-url", "tier-url"), "URL"),
-    **dict.fromkeys(("config", "timeline", "api-keys", "service-key", "tls-cert", "tls-key", "tls-ca"), "FILE"),
+    **dict.fromkeys(("config", "api-keys", "service-key", "tls-cert", "tls-key", "tls-ca"), "FILE"),
     "jwks": "FILE_OR_URL",
     "issuer": "URL",
     "learning-log": "DIR",
@@ -49,6 +49,7 @@ _RENAMED = {"lane": "unix_socket"}
 #: Settings that were removed, with what replaces them. For one release they are refused with that.
 _REMOVED = {
     "otlp_metrics": "scrape --metrics; a collector reads it with its Prometheus receiver",
+    "timeline": "traces have the times of each round: --otlp-endpoint URL",
     "worker_contract": "the router smg is not served any more; the gateway serves the HTTP interfaces of OpenAI",
 }
 #: Settings whose value is a constant of the code now. For one release they are ignored with a warning.

@@ -55,7 +55,6 @@ EXCUSES = {
     r"\.venv/bin/python -m pytest ": "is a test",
     r"(docker|kubectl|kustomize|helm|git|apt-get|brew) ": "needs a cluster, a daemon or the network",
     r"python -m bench ": "is measured by `make bench`",
-    r"specdec timeline ": "reads the file of a system of its own; test_up has one",
 }
 
 

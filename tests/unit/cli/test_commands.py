@@ -176,6 +176,7 @@ def test_standard_input_is_a_prompt_to_its_last_byte(
             ["up", "--parallel", "4"],
             "--parallel is not a flag of specdec: a replica runs all its sessions in one batch",
         ),
+        (["up", "--timeline", "FILE"], "--timeline is not a flag of specdec: use --otlp-endpoint URL: traces have"),
         (["serve", "m", "--seed", "1"], "--seed is not a flag of specdec: use --seed with each request"),
         (["generate", "hi", "--max-new-tokens", "0"], "argument --max-new-tokens: must be at least 1, got '0'"),
         (["status", "now"], "unrecognized arguments: now; see specdec status --help"),
@@ -506,9 +507,10 @@ def test_a_flag_of_another_program_gets_the_flag_to_use_here(
     [
         ([], "error: the following arguments are required: COMMAND; see specdec --help (INVALID_REQUEST)\n"),
         (["generat"], "error: 'generat' is not a command of specdec; did you mean generate? See specdec --help "),
+        (["timeline", "FILE"], "error: specdec timeline was removed: traces have the times of each round (specdec up "),
         (["serve"], "error: the following arguments are required: MODEL; see specdec serve --help "),
     ],
-    ids=["no command", "misspelt command", "no model"],
+    ids=["no command", "misspelt command", "removed command", "no model"],
 )
 def test_a_usage_error_begins_with_the_sentence(
     args: list[str], sentence: str, capsys: pytest.CaptureFixture[str]

@@ -54,7 +54,7 @@ def test_every_flag_that_is_a_setting_reaches_its_services() -> None:
     flags += " --max-context-tokens 99 --kv-tier-url redis://tier:1 --tensor-parallel 2 --tensor-parallel-draft 3"
     flags += " --kv-cache-bytes-target 11 --kv-cache-bytes-draft 12 --num-threads-target 4 --num-threads-draft 5"
     flags += " --gpu-memory-utilization-target 0.5 --gpu-memory-utilization-draft 0.25 --route auto --tenant t"
-    flags += " --learning-log logs --timeline lines --tokenizer tok"
+    flags += " --learning-log logs --tokenizer tok"
     settings = settings_of(*flags.split())
     for role, of_role in (("target", (2, 11, 4, 0.5)), ("draft", (3, 12, 5, 0.25))):
         found = settings[role]
@@ -68,7 +68,7 @@ def test_every_flag_that_is_a_setting_reaches_its_services() -> None:
         assert (found.tensor_parallel, found.kv_cache_bytes, found.num_threads, found.gpu_memory_utilization) == of_role
     coordinator = settings["coordinator"]
     assert (coordinator.route, coordinator.tenant, coordinator.tokenizer) == ("auto", "t", "tok")
-    assert (str(coordinator.learning_log), str(coordinator.timeline)) == ("logs", "lines")
+    assert str(coordinator.learning_log) == "logs"
 
 
 def test_replicas_get_the_files_of_tls_only_where_the_coordinator_connects_with_tls(tmp_path: Path) -> None:

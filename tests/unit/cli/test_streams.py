@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,23 +18,14 @@ def shell(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
                           timeout=120, check=False)  # fmt: skip
 
 
-@pytest.fixture
-def timeline(tmp_path: Path) -> str:
-    times = {"decided": 9, "committed": 9, "shown": 9, "draft": None}
-    call = {"asked": 1, "sent": 2, "heard": 3, "answered": 4}
-    rounds = [{"session_id": "s", "began_us": 10 * index, "target": call, **times} for index in range(3)]
-    (tmp_path / "t").write_text("".join(f"{json.dumps(line)}\n" for line in rounds))
-    return str(tmp_path / "t")
-
-
-def test_output_onto_a_full_disk_is_one_line(timeline: str) -> None:
-    ended = shell(">/dev/full", "timeline", timeline)
+def test_output_onto_a_full_disk_is_one_line() -> None:
+    ended = shell(">/dev/full", "completion", "bash")
     assert (ended.returncode, ended.stderr) == (1, "error: No space left on device\n")
 
 
 @pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
-def test_streams_that_are_closed_are_empty_or_lead_nowhere(closed: str, timeline: str) -> None:
-    ended = shell(closed, "timeline", timeline)
+def test_streams_that_are_closed_are_empty_or_lead_nowhere(closed: str) -> None:
+    ended = shell(closed, "completion", "bash")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert bool(ended.stdout) == (">&-" not in closed.replace("2>&-", ""))
 
