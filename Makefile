@@ -35,7 +35,7 @@ NO_EXTRAS := not gpu and not real and not engines and not pods
 
 .PHONY: help setup demo real demo-real demo-pair peers test test-full test-real model-list reference docs docs-serve \
 	wheel-check test-gpu test-clients test-engines test-pods test-failure \
-	test-loaded mutants sbom audit bench bench-quick lint type proto proto-check k8s-tools k8s-validate images up down ci clean redis browser \
+	test-loaded mutants sbom audit bench bench-quick lint type client proto proto-check k8s-tools k8s-validate images up down ci clean redis browser \
 	prometheus dashboards environments programs container-programs
 
 help:  ## list the targets
@@ -183,6 +183,9 @@ model-list: setup  ## write docs/reference/models.md: which architectures of tra
 
 reference: setup  ## write the pages of docs/reference that are generated from the code
 	$(BIN)/python -m tools.reference
+
+client: setup  ## write the blocking client of specdec/client from the asyncio one
+	$(BIN)/python -m tools.blocking_client
 
 dashboards: setup  ## write the dashboards of monitoring/grafana
 	$(BIN)/python -m monitoring

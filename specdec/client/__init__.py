@@ -27,7 +27,8 @@ from specdec.client.results import (
     Usage,
 )
 from specdec.client.server_info import Pool, Promotion, Replica, Route, ServerInfo, TargetModel
-from specdec.client.sync_client import Client, Stream
+from specdec.client.sync_client import Client
+from specdec.client.sync_stream import Stream
 from specdec.contract.errors import (
     ClientClosed,
     DeadlineExceeded,

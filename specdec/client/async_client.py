@@ -1,11 +1,10 @@
-"""The asyncio client: one connection, any number of concurrent calls.
+"""The asyncio client: one connection, any number of concurrent calls. `sync_client` is generated from it.
 
 `request` builds its messages, `results` and `transcript` read the answers, `recovery` decides on retries.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
@@ -14,8 +13,8 @@ import grpc
 import tenacity
 
 from specdec.access.tls import Tls
+from specdec.client.async_coordinators import AsyncAttempts, AsyncCoordinators
 from specdec.client.async_stream import AsyncStream
-from specdec.client.coordinators import AsyncAttempts, AsyncCoordinators
 from specdec.client.endpoints import resolve_endpoint
 from specdec.client.failures import closed
 from specdec.client.identity import Identity, trace_metadata
@@ -170,7 +169,8 @@ class AsyncClient(Identity):
     ) -> tuple[int, ...]:
         """Return the token ids of a text or conversation as a new session would hold them."""
         request = build_tokenize_request(text, messages, chat_template_kwargs)
-        return tuple((await self._call("Tokenize", request)).token_ids)
+        answer = await self._call("Tokenize", request)
+        return tuple(answer.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids, as `generate` would make it from them.
@@ -179,7 +179,8 @@ class AsyncClient(Identity):
         ids than the context holds, or an id outside the vocabulary.
         """
         request = build_detokenize_request(token_ids, skip_special_tokens=skip_special_tokens)
-        return str((await self._call("Detokenize", request)).text)
+        answer = await self._call("Detokenize", request)
+        return str(answer.text)
 
     async def promote(self, draft_pool: str, share: float = 1.0) -> Promotion | None:
         """Move sessions to a draft pool in steps, up to the share `share` of them; 0 ends the current promotion.
@@ -199,7 +200,8 @@ class AsyncClient(Identity):
         fingerprint (see `info().target_models`), and Forbidden as `promote`.
         """
         request = build_message(pb.PromoteRequest, target_fingerprint=fingerprint, share=share)
-        return read_target_models((await self._call("Promote", request)).target_models)
+        answer = await self._call("Promote", request)
+        return read_target_models(answer.target_models)
 
     async def info(self) -> ServerInfo:
         """Return the served model, the pools and their replicas."""
@@ -229,14 +231,9 @@ class AsyncClient(Identity):
 
         async def once() -> Any:
             try:
-                return await (await attempts.begin(method, request, recovery))
+                return await attempts.answer(method, request, recovery)
             except grpc.RpcError as error:
                 raise attempts.failed(error, recovery) from error
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if self._coordinators.is_closed and task is not None and not task.cancelling():
-                    raise closed() from None  # gRPC cancels the calls of a closed channel
-                raise
 
         try:
             return await tenacity.AsyncRetrying(**recovery.tenacity_options())(once)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from types import TracebackType
@@ -14,7 +13,7 @@ from typing import Any, Self
 import grpc
 import tenacity
 
-from specdec.client.coordinators import AsyncAttempts
+from specdec.client.async_coordinators import AsyncAttempts
 from specdec.client.recovery import Recovery, ended_early
 from specdec.client.results import Chunk, Completion
 from specdec.client.transcript import Transcript
@@ -158,25 +157,18 @@ class AsyncStream(AsyncIterator[Chunk]):
                 return None
             self._call = call
         try:
-            response = await call.read()
+            message: pb.GenerateResponse | None = await self._attempts.read(call)
         except grpc.RpcError as error:
-            self._call = None
-            raise self._attempts.failed(error, self._recovery) from error
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                self._end()
-                raise
-            # gRPC raises it for a call that another task has cancelled: by `aclose`, or by closing the client.
             self._call = None
             if self._closed:
                 return None
-            raise ended_early() from None
+            raise self._attempts.failed(error, self._recovery) from error
         except BaseException:
             self._end()
             raise
-        if response is grpc.aio.EOF:
+        if message is None:
             self._call = None
+            if self._closed:
+                return None
             raise ended_early()
-        message: pb.GenerateResponse = response
         return message

@@ -8,7 +8,8 @@ A client of one address starts on the plain connection, because a proxy may stan
 the connection that spreads, which also finds other coordinators behind a proxy. After a call whose deadline passed, the
 health of the connection is checked first. Any coordinator can resume any session.
 
-`failures` maps errors and `recovery` decides on retries. Both clients use this module.
+`async_coordinators` makes the checks and calls; `sync_coordinators` is generated from it. Here is the state that both
+share, and the differences between gRPC's two APIs. `failures` maps errors and `recovery` decides on retries.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specdec.access.tls import Signature, Tls
 from specdec.client.endpoints import may_name_several
 from specdec.client.failures import closed, read_failure
-from specdec.client.identity import Metadata
 from specdec.client.looks import Looks
 from specdec.client.recovery import CHANNEL_OPTIONS, Recovery
 from specdec.client.transport import resolve_proxy
@@ -67,15 +67,20 @@ class _Connection(Generic[ChannelT]):
         return cls(channel, CoordinatorServiceStub(channel), health_pb2_grpc.HealthStub(channel))
 
 
-class _Coordinators(Generic[ChannelT]):
-    """Base of the blocking and the asyncio class."""
+AsyncConnection = _Connection[grpc.aio.Channel]
+Connection = _Connection[grpc.Channel]
+
+
+class _Connections(Generic[ChannelT]):
+    """Base of the connections of one client."""
 
     first: _Connection[ChannelT]
     chosen: _Connection[ChannelT]
 
     def __init__(self, endpoint: str, tls: Tls | None) -> None:
         """Raises InvalidRequest for a proxy that cannot be used."""
-        self.endpoint, self.tls, self.proxy = endpoint, tls, resolve_proxy(endpoint)
+        self.endpoint, self.tls, self._proxy = endpoint, tls, resolve_proxy(endpoint)
+        self._changing = threading.Lock()
         self._process = 0
         """Process of the first call, which makes the first connection; 0 before it."""
         self.suspect: _Connection[ChannelT] | None = None
@@ -90,13 +95,26 @@ class _Coordinators(Generic[ChannelT]):
 
     def open(self) -> None:
         """Make the first connection unless there is one. Raises ClientClosed, InvalidRequest, and as `dial`."""
-        self.require_open()
-        if not self._process:
-            self._files = () if self.tls is None else self.tls.signature()
-            self.first = self.chosen = _Connection.over(self._dial(CHANNEL_OPTIONS))
-            self._process = os.getpid()
-        elif self._process != os.getpid():
-            raise forked()
+        with contextlib.nullcontext() if self._process else self._changing:  # a fork may leave the lock locked
+            self.require_open()
+            if not self._process:
+                self._files = () if self.tls is None else self.tls.signature()
+                self.first = self.chosen = _Connection.over(self._dial(CHANNEL_OPTIONS))
+                self._process = os.getpid()
+            elif self._process != os.getpid():
+                raise forked()
+
+    def open_others(self) -> _Connection[ChannelT] | None:
+        """Return the connection that spreads calls; None while the certificate files are replaced.
+
+        Raises ClientClosed.
+        """
+        with self._changing:
+            self.require_open()
+            if self._others is None:
+                with contextlib.suppress(InvalidRequest):
+                    self._others = _Connection.over(self._dial(_HEALTH_CHECKED_OPTIONS))
+            return self._others
 
     def note_unreached(self, connection: _Connection[ChannelT]) -> None:
         """Note that a call over a connection reached no coordinator."""
@@ -113,21 +131,36 @@ class _Coordinators(Generic[ChannelT]):
 
         For a connection that TLS refused: its files may have been renewed since it was made.
         """
-        if self.tls is None or self._closed or (files := self.tls.signature()) == self._files:
-            return
+        with self._changing:
+            if self.tls is None or self._closed or (files := self.tls.signature()) == self._files:
+                return
+            try:
+                first = _Connection.over(self._dial(CHANNEL_OPTIONS))
+            except InvalidRequest:  # they are being replaced; the next attempt looks again
+                return
+            self._files = files
+            self._left = self._connections()
+            self.first = self.chosen = first
+            self._others = None
+            self.looks.ask()
+
+    def begin(self, method: Any, request: Message, **options: Any) -> Any:
+        """Begin a call of a stub's method. Raises ClientClosed."""
         try:
-            first = _Connection.over(self._dial(CHANNEL_OPTIONS))
-        except InvalidRequest:  # they are being replaced; the next attempt looks again
-            return
-        self._files = files
-        self._left = self._connections()
-        self.first = self.chosen = first
-        self._others = None
-        self.looks.ask()
+            return method(request, **options)
+        except ValueError:  # gRPC's error for a closed channel
+            self.require_open()
+            raise
 
     def _dial(self, options: Options) -> ChannelT:
         """Return a channel to the endpoint. Raises InvalidRequest if the certificate files cannot be used."""
         raise NotImplementedError
+
+    def _close(self) -> list[_Connection[ChannelT]]:
+        """Return the connections that are to be closed, and refuse further calls."""
+        with self._changing:
+            self._closed = True
+            return self._connections()
 
     def _connections(self) -> list[_Connection[ChannelT]]:
         if self._process != os.getpid():
@@ -146,12 +179,71 @@ class _Coordinators(Generic[ChannelT]):
             raise closed()
 
 
-class _Attempts(Generic[ChannelT]):
-    """Base of the attempts of one call, made one after the other."""
+class AsyncConnections(_Connections[grpc.aio.Channel]):
+    """Connections by gRPC's asyncio API, for the event loop of the first call."""
 
-    _coordinators: _Coordinators[ChannelT]
-    _metadata: Metadata
-    _connection: _Connection[ChannelT]
+    def __init__(self, endpoint: str, tls: Tls | None) -> None:
+        super().__init__(endpoint, tls)
+        self._looking = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def open(self) -> None:
+        super().open()
+        self._loop = self._loop or asyncio.get_running_loop()
+        if self._loop is not asyncio.get_running_loop():
+            raise Unsupported("an AsyncClient belongs to the event loop of its first call; make one in each loop")
+
+    async def answer(self, method: Any, request: Message, **options: Any) -> Any:
+        """Return the answer to a unary call of a stub's method. Raises RpcError and ClientClosed."""
+        call = self.begin(method, request, **options)
+        try:
+            return await call
+        except (grpc.aio.UsageError, asyncio.CancelledError):  # gRPC's errors for a channel that is closed meanwhile
+            if not _is_task_cancelled():
+                self.require_open()
+            raise
+
+    async def read(self, call: Any) -> Any:
+        """Return the next message of a call; None after the last one, or after the call was cancelled here.
+
+        Raises RpcError.
+        """
+        try:
+            message = await call.read()
+        except asyncio.CancelledError:  # gRPC raises it, too, for a call that another task has cancelled
+            if _is_task_cancelled():
+                raise
+            return None
+        return None if message is grpc.aio.EOF else message
+
+    def _dial(self, options: Options) -> grpc.aio.Channel:
+        return dial(self.endpoint, options, tls=self.tls, proxy=self._proxy)
+
+
+class Connections(_Connections[grpc.Channel]):
+    """Connections by gRPC's blocking API, for any number of threads."""
+
+    def __init__(self, endpoint: str, tls: Tls | None) -> None:
+        super().__init__(endpoint, tls)
+        self._looking = threading.Lock()
+
+    def answer(self, method: Any, request: Message, **options: Any) -> Any:
+        """Return the answer to a unary call of a stub's method. Raises RpcError and ClientClosed."""
+        return self.begin(method, request, **options)
+
+    def read(self, call: Any) -> Any:
+        """Return the next message of a call; None after the last one. Raises RpcError."""
+        return next(call, None)
+
+    def _dial(self, options: Options) -> grpc.Channel:
+        return dial_blocking(self.endpoint, options, tls=self.tls, proxy=self._proxy)
+
+
+class AttemptNotes:
+    """What the attempts of one call have found, for the next one."""
+
+    _coordinators: _Connections[Any]
+    _connection: _Connection[Any]
     _must_choose = False
     """True if the next attempt must choose a serving coordinator first, unless another call has done so."""
     _num_lost = 0
@@ -178,185 +270,14 @@ class _Attempts(Generic[ChannelT]):
         must_choose, self._must_choose = self._must_choose, False
         return must_choose and self._coordinators.chosen is self._connection
 
-    def _begin(self, method: str, request: Message, recovery: Recovery) -> Any:
-        self._coordinators.require_open()
-        self._connection = self._coordinators.chosen
-        try:
-            call = getattr(self._connection.stub, method)
-            return call(request, timeout=recovery.remaining_s, metadata=self._metadata)
-        except ValueError:  # gRPC's error for a closed channel
-            self._coordinators.require_open()
-            raise
 
-
-def _health_timeout_s(recovery: Recovery) -> float:
+def health_timeout_s(recovery: Recovery) -> float:
+    """Return how long an attempt may wait for the health of a coordinator."""
     left_s = recovery.remaining_s
     return HEALTH_TIMEOUT_S if left_s is None else min(HEALTH_TIMEOUT_S, left_s)
 
 
-def _reports_serving(response: health_pb2.HealthCheckResponse) -> bool:
-    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-class AsyncCoordinators(_Coordinators[grpc.aio.Channel]):
-    """Connections of an `AsyncClient`, for the event loop of its first call."""
-
-    def __init__(self, endpoint: str, tls: Tls | None) -> None:
-        super().__init__(endpoint, tls)
-        self._looking = asyncio.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def open(self) -> None:
-        super().open()
-        self._loop = self._loop or asyncio.get_running_loop()
-        if self._loop is not asyncio.get_running_loop():
-            raise Unsupported("an AsyncClient belongs to the event loop of its first call; make one in each loop")
-
-    async def look(self, timeout_s: float) -> None:
-        """Choose as `choose_serving`, unless a call beside this one has done so meanwhile."""
-        async with self._looking:
-            if self.looks.is_due():
-                await self.choose_serving(timeout_s)
-
-    async def choose_serving(self, timeout_s: float) -> None:
-        """Choose the other coordinators if one of them reports SERVING within `timeout_s`, else the first one."""
-        if self._others is None:
-            try:
-                self._others = _Connection.over(self._dial(_HEALTH_CHECKED_OPTIONS))
-            except InvalidRequest:  # certificate files that are being replaced
-                return
-        others = self._others
-        is_serving = await self.serves(others, timeout_s, wait_for_ready=True)
-        self.chosen = others if is_serving else self.first
-        self.looks.note(is_serving=is_serving)
-
-    async def serves(
-        self, connection: _Connection[grpc.aio.Channel], timeout_s: float, *, wait_for_ready: bool = False
-    ) -> bool:
-        """Return whether the coordinator behind a connection reports SERVING. Raises ClientClosed."""
-        try:
-            response = await connection.health.Check(_ANY_SERVICE, timeout=timeout_s, wait_for_ready=wait_for_ready)
-        except grpc.RpcError:
-            return False
-        except (grpc.aio.UsageError, asyncio.CancelledError):  # gRPC's errors for a channel that is closed meanwhile
-            task = asyncio.current_task()
-            if task is None or not task.cancelling():
-                self.require_open()
-            raise
-        return _reports_serving(response)
-
-    def _dial(self, options: Options) -> grpc.aio.Channel:
-        return dial(self.endpoint, options, tls=self.tls, proxy=self.proxy)
-
-    async def close(self) -> None:
-        """End every call and connection. Idempotent."""
-        self._closed = True
-        for connection in self._connections():
-            await connection.channel.close()
-
-
-class AsyncAttempts(_Attempts[grpc.aio.Channel]):
-    """Attempts of one call, made one after the other."""
-
-    def __init__(self, coordinators: AsyncCoordinators, metadata: Metadata) -> None:
-        self._coordinators: AsyncCoordinators = coordinators
-        self._metadata = metadata
-
-    async def begin(self, method: str, request: Message, recovery: Recovery) -> Any:
-        """Begin a call on the chosen connection, after the checks that the last failure asked for.
-
-        Raises ClientClosed.
-        """
-        self._coordinators.open()
-        must_choose, suspect = self._take_must_choose(), self._coordinators.take_suspect()
-        if suspect is not None:
-            must_choose |= not await self._coordinators.serves(suspect, _health_timeout_s(recovery))
-        if must_choose:
-            await self._coordinators.choose_serving(_health_timeout_s(recovery))
-        elif self._coordinators.looks.is_due():
-            await self._coordinators.look(_health_timeout_s(recovery))
-        return self._begin(method, request, recovery)
-
-
-class Coordinators(_Coordinators[grpc.Channel]):
-    """Connections of a `Client`, for any number of threads."""
-
-    def __init__(self, endpoint: str, tls: Tls | None) -> None:
-        super().__init__(endpoint, tls)
-        self._lock, self._looking = threading.Lock(), threading.Lock()
-
-    def open(self) -> None:
-        with contextlib.nullcontext() if self._process else self._lock:  # the lock may be held for ever after a fork
-            super().open()
-
-    def look(self, timeout_s: float) -> None:
-        """Choose as `choose_serving`, unless a call beside this one has done so meanwhile."""
-        with self._looking:
-            if self.looks.is_due():
-                self.choose_serving(timeout_s)
-
-    def choose_serving(self, timeout_s: float) -> None:
-        """Choose the other coordinators if one of them reports SERVING within `timeout_s`, else the first one.
-
-        Raises ClientClosed.
-        """
-        with self._lock:
-            self.require_open()
-            if self._others is None:
-                try:
-                    self._others = _Connection.over(self._dial(_HEALTH_CHECKED_OPTIONS))
-                except InvalidRequest:  # certificate files that are being replaced
-                    return
-            others = self._others
-        is_serving = self.serves(others, timeout_s, wait_for_ready=True)
-        self.chosen = others if is_serving else self.first
-        self.looks.note(is_serving=is_serving)
-
-    def serves(self, connection: _Connection[grpc.Channel], timeout_s: float, *, wait_for_ready: bool = False) -> bool:
-        """Return whether the coordinator behind a connection reports SERVING. Raises ClientClosed."""
-        try:
-            response = connection.health.Check(_ANY_SERVICE, timeout=timeout_s, wait_for_ready=wait_for_ready)
-        except grpc.RpcError:
-            return False
-        except ValueError:  # gRPC's error for a closed channel
-            self.require_open()
-            raise
-        return _reports_serving(response)
-
-    def renew(self) -> None:
-        with self._lock:
-            super().renew()
-
-    def _dial(self, options: Options) -> grpc.Channel:
-        return dial_blocking(self.endpoint, options, tls=self.tls, proxy=self.proxy)
-
-    def close(self) -> None:
-        """End every call and connection. Idempotent."""
-        with self._lock:
-            self._closed = True
-            connections = self._connections()
-        for connection in connections:
-            connection.channel.close()
-
-
-class Attempts(_Attempts[grpc.Channel]):
-    """Attempts of one call, made one after the other."""
-
-    def __init__(self, coordinators: Coordinators, metadata: Metadata) -> None:
-        self._coordinators: Coordinators = coordinators
-        self._metadata = metadata
-
-    def begin(self, method: str, request: Message, recovery: Recovery) -> Any:
-        """Begin a call on the chosen connection, after the checks that the last failure asked for.
-
-        Raises ClientClosed.
-        """
-        self._coordinators.open()
-        must_choose, suspect = self._take_must_choose(), self._coordinators.take_suspect()
-        if suspect is not None:
-            must_choose |= not self._coordinators.serves(suspect, _health_timeout_s(recovery))
-        if must_choose:
-            self._coordinators.choose_serving(_health_timeout_s(recovery))
-        elif self._coordinators.looks.is_due():
-            self._coordinators.look(_health_timeout_s(recovery))
-        return self._begin(method, request, recovery)
+def _is_task_cancelled() -> bool:
+    """Return whether the running task itself is being cancelled."""
+    task = asyncio.current_task()
+    return task is None or bool(task.cancelling())

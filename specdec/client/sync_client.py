@@ -1,12 +1,12 @@
-"""The blocking client: the calls of `AsyncClient` over gRPC's blocking API. Several threads may share one client.
+# Written by `make client` from the asyncio module; change that one.
+"""The blocking client. Several threads may share it.
 
 `request` builds its messages, `results` and `transcript` read the answers, `recovery` decides on retries.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
@@ -14,12 +14,11 @@ import grpc
 import tenacity
 
 from specdec.access.tls import Tls
-from specdec.client.coordinators import Attempts, Coordinators
 from specdec.client.endpoints import resolve_endpoint
 from specdec.client.failures import closed
 from specdec.client.identity import Identity, trace_metadata
 from specdec.client.messages import ChatMessage
-from specdec.client.recovery import Budgets, Recovery, ended_early
+from specdec.client.recovery import Budgets, Recovery
 from specdec.client.request import (
     GenerateOptions,
     Input,
@@ -28,7 +27,7 @@ from specdec.client.request import (
     build_request,
     build_tokenize_request,
 )
-from specdec.client.results import Chunk, Completion, Session, read_session
+from specdec.client.results import Completion, Session, read_session
 from specdec.client.server_info import (
     Promotion,
     ServerInfo,
@@ -37,141 +36,19 @@ from specdec.client.server_info import (
     read_server_info,
     read_target_models,
 )
+from specdec.client.sync_coordinators import Attempts, Coordinators
+from specdec.client.sync_stream import Stream
 from specdec.client.transcript import Transcript
 from specdec.client.transport import require_private_key, resolve_tls
 from specdec.contract.errors import SpecdecError
 from specdec.v1 import coordinator_pb2 as pb
 
 
-class Stream(Iterator[Chunk]):
-    """One output, streamed. Iterate it or call `result()`, and end it by `with`, `close()` or its last chunk.
-
-    After a lost connection, coordinator or lease the stream reconnects and resumes after the last token it returned, so
-    that no token is lost or repeated. A failure ends it: the error has the output so far in `error.partial`. One thread
-    at a time may read a stream; any thread may close it.
-    """
-
-    def __init__(self, attempts: Attempts, transcript: Transcript, recovery: Recovery) -> None:
-        self._attempts = attempts
-        self._transcript = transcript
-        self._recovery = recovery
-        self._retrying = tenacity.Retrying(**self._recovery.tenacity_options())
-        self._call: Any = None
-        self._closed = False
-        self._failure: SpecdecError | None = None
-        """The error that ended the stream, until `result()` has raised it."""
-
-    @property
-    def session_id(self) -> str:
-        return self._transcript.request.session_id
-
-    @property
-    def request_id(self) -> str:
-        return self._transcript.request_id
-
-    @property
-    def target_fingerprint(self) -> str:
-        """Fingerprint of the model that decides every token; "" before the first chunk."""
-        return self._transcript.target_fingerprint
-
-    @property
-    def target_changed(self) -> bool:
-        """True if another target model decided the session's previous turn; False before the first chunk."""
-        return self._transcript.target_changed
-
-    def __next__(self) -> Chunk:
-        """Return the next chunk.
-
-        Raises:
-            SpecdecError: the server refused, or the interruption outlasted its budget. The stream is over then.
-        """
-        try:
-            chunk = self._next_chunk()
-        except SpecdecError as error:
-            self._end()
-            error.partial = self._transcript.partial()
-            self._failure = error
-            raise error.with_traceback(None) from None  # without the frames of the retries
-        if chunk is None:
-            self._end()
-            raise StopIteration
-        return chunk
-
-    def result(self) -> Completion:
-        """Read to the end and return the whole output; after `close()`, the part received ("cancelled").
-
-        Raises:
-            SpecdecError: the stream failed. The same error is raised once, also if iteration has raised it before; a
-                further call returns the part received.
-        """
-        with contextlib.suppress(SpecdecError):  # kept in _failure
-            for _ in self:
-                pass
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure.with_traceback(None) from None
-        return self._transcript.completion()
-
-    def close(self) -> None:
-        """Cancel the call unless it has ended. A thread that iterates sees the end of the stream. Idempotent."""
-        self._failure = None
-        self._end()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _next_chunk(self) -> Chunk | None:
-        """Return the next chunk; None at the end. Raises SpecdecError."""
-        while not (self._transcript.finished or self._closed):
-            response = self._retrying(self._read)
-            if response is None:
-                break
-            chunk = self._transcript.accept(response)
-            self._recovery.answered(with_new_tokens=chunk is not None)
-            if chunk is not None:
-                return chunk
-        return None
-
-    def _end(self) -> None:
-        self._closed = True
-        call, self._call = self._call, None
-        if call is not None:
-            call.cancel()
-
-    def _read(self) -> pb.GenerateResponse | None:
-        """Return the next message; None once the stream is closed."""
-        if self._closed:
-            return None  # closed during the wait for a retry
-        call = self._call
-        if call is None:
-            call = self._attempts.begin("Generate", self._transcript.next_request(), self._recovery)
-            if self._closed:  # closed while a coordinator was chosen
-                call.cancel()
-                return None
-            self._call = call
-        try:
-            response: pb.GenerateResponse = next(call)
-            return response
-        except StopIteration:
-            self._call = None
-            raise ended_early() from None
-        except grpc.RpcError as error:
-            self._call = None
-            if self._closed:
-                return None
-            raise self._attempts.failed(error, self._recovery) from error
-        except BaseException:
-            self._end()
-            raise
-
-
 class Client(Identity):
-    """Client of a coordinator. Close it or use it by `with`; afterwards every call raises ClientClosed."""
+    """Client of a coordinator, for any number of threads. Close it, or use `with`.
+
+    Once it is closed, every call raises ClientClosed.
+    """
 
     def __init__(
         self,
@@ -182,6 +59,7 @@ class Client(Identity):
         api_key: str | None = None,
         tls: Tls | bool | None = None,
         insecure: bool = False,
+        remembers_sessions: bool = True,
     ) -> None:
         """Make a client that connects at its first call.
 
@@ -195,6 +73,8 @@ class Client(Identity):
             tls: certificate files to encrypt with; True: trust the authorities that gRPC knows; False: plaintext; None:
                 the files of SPECDEC_TLS_CA, SPECDEC_TLS_CERT and SPECDEC_TLS_KEY, or plaintext without them.
             insecure: whether the key may be sent without `tls` beyond this machine, where the network can read it.
+            remembers_sessions: whether the next turn of a session states how many tokens it should hold. False for a
+                client whose sessions other clients continue, too.
 
         Raises:
             InvalidRequest: the endpoint is neither HOST:PORT nor a gRPC target, or the key has other characters than
@@ -205,7 +85,7 @@ class Client(Identity):
         address, credentials = resolve_endpoint(endpoint), resolve_tls(tls)
         require_private_key(address, credentials, api_key, insecure=insecure)
         self._coordinators = Coordinators(address, credentials)
-        self._identify(api_key)
+        self._identify(api_key, remembers_sessions=remembers_sessions)
 
     @overload
     def generate(
@@ -233,14 +113,15 @@ class Client(Identity):
 
         Raises:
             InvalidRequest: an option does not fit the request message. The call itself raises this one.
-            SpecdecError: the request failed, or took longer than its timeout; a stream raises it when it is read.
+            SpecdecError: waiting or iterating raises the other errors, such as DeadlineExceeded.
         """
         request = self._sizes.add_expected_tokens(build_request(prompt, options))
         output = self._stream(request, options.get("timeout"), options.get("traceparent"))
-        if stream:
-            return output
-        with output:
-            return output.result()
+        if not stream:
+            return _completed(output)
+        if self._coordinators.is_closed:  # waiting for a completion raises it by itself
+            raise closed()
+        return output
 
     def resume(
         self,
@@ -260,6 +141,8 @@ class Client(Identity):
         request = build_message(
             pb.GenerateRequest, session_id=session_id, resume_from=resume_from, return_provenance=provenance
         )
+        if self._coordinators.is_closed:
+            raise closed()
         return self._stream(request, timeout, traceparent)
 
     def get_session(self, session_id: str, *, include_token_ids: bool = False) -> Session:
@@ -286,7 +169,9 @@ class Client(Identity):
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         """Return the token ids of a text or conversation as a new session would hold them."""
-        return tuple(self._call("Tokenize", build_tokenize_request(text, messages, chat_template_kwargs)).token_ids)
+        request = build_tokenize_request(text, messages, chat_template_kwargs)
+        answer = self._call("Tokenize", request)
+        return tuple(answer.token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids, as `generate` would make it from them.
@@ -295,7 +180,8 @@ class Client(Identity):
         ids than the context holds, or an id outside the vocabulary.
         """
         request = build_detokenize_request(token_ids, skip_special_tokens=skip_special_tokens)
-        return str(self._call("Detokenize", request).text)
+        answer = self._call("Detokenize", request)
+        return str(answer.text)
 
     def promote(self, draft_pool: str, share: float = 1.0) -> Promotion | None:
         """Move sessions to a draft pool in steps, up to the share `share` of them; 0 ends the current promotion.
@@ -315,7 +201,8 @@ class Client(Identity):
         fingerprint (see `info().target_models`), and Forbidden as `promote`.
         """
         request = build_message(pb.PromoteRequest, target_fingerprint=fingerprint, share=share)
-        return read_target_models(self._call("Promote", request).target_models)
+        answer = self._call("Promote", request)
+        return read_target_models(answer.target_models)
 
     def info(self) -> ServerInfo:
         """Return the served model, the pools and their replicas."""
@@ -335,8 +222,6 @@ class Client(Identity):
         self.close()
 
     def _stream(self, request: pb.GenerateRequest, timeout: float | None, traceparent: str | None) -> Stream:
-        if self._coordinators.is_closed:
-            raise closed()
         recovery = Recovery(self._budgets, self._timeout if timeout is None else timeout, needs_target=True)
         attempts = Attempts(self._coordinators, (*self._metadata, *trace_metadata(traceparent)))
         return Stream(attempts, Transcript(request, self._sizes), recovery)
@@ -347,7 +232,7 @@ class Client(Identity):
 
         def once() -> Any:
             try:
-                return attempts.begin(method, request, recovery)
+                return attempts.answer(method, request, recovery)
             except grpc.RpcError as error:
                 raise attempts.failed(error, recovery) from error
 
@@ -355,3 +240,8 @@ class Client(Identity):
             return tenacity.Retrying(**recovery.tenacity_options())(once)
         except SpecdecError as error:
             raise error.with_traceback(None) from None  # without the frames of the retries
+
+
+def _completed(stream: Stream) -> Completion:
+    with stream:
+        return stream.result()
