@@ -135,7 +135,8 @@ def require_taken(arguments: list[str]) -> None:
         up_flags.check(args)
 
 
-PYTHON = [block for block in blocks() if block.language == "python"]
+#: `test_examples` runs the included programs.
+PYTHON = [block for block in blocks() if block.language == "python" and not block.code.startswith("--8<--")]
 #: Each command once, with a block that has it.
 COMMANDS = {command: block.name for block in blocks() if block.language in SHELL for command in block.commands}
 #: What a command gets in addition, because without it the command takes long.
