@@ -25,10 +25,12 @@ export GRPC_VERBOSITY := ERROR
 # Tests start hundreds of processes: where the environment forbids Python to keep bytecode, each compiles all of specdec.
 export PYTHONDONTWRITEBYTECODE :=
 # Three workers on two cores, because tests wait as well as compute: whole files each (a file shares its processes), one
-# thread apiece. In the order of folders: the many short files of tests/unit come last, so that no worker waits long for
+# thread apiece. The slowest files come first and the many short ones of tests/unit last, so that no worker waits long for
 # the others.
 RUNNER := pytest
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m $(RUNNER) -n 3 --dist loadfile --no-loadscope-reorder --durations 15
+DURATIONS := $(VENV)/durations.json
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m $(RUNNER) -n 3 --dist loadfile --no-loadscope-reorder --durations 15 \
+	-p tools.durations --durations-file $(DURATIONS)
 
 # Tests that need a GPU, real models, other engines or root have targets of their own.
 NO_EXTRAS := not gpu and not real and not engines and not pods
@@ -334,6 +336,7 @@ ci:  ## what CI runs: a test that fails runs once more, alone, and is listed in 
 	@$(MAKE) --no-print-directory lint type proto-check docs k8s-validate
 	@$(MAKE) --no-print-directory bench-quick QUICK_SUITES="wire 'orchestration --rows 10'"  # about a minute
 	@$(MAKE) --no-print-directory test RUNNER='tools.flaky tests/flaky.txt'
+	@$(BIN)/python -m tools.durations $(DURATIONS)
 
 clean:  ## forget environments and caches
 	@! mountpoint -q .pods/storage/overlay 2>/dev/null || umount --recursive .pods/storage/overlay
