@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 import unicodedata
 from pathlib import Path
 
@@ -110,6 +111,29 @@ def test_every_path_that_a_page_names_exists(path: Path) -> None:
     named = {found.rstrip(".") for found in _PATH.findall(path.read_text())}
     missing = {name for name in named if not (ROOT / name).exists()} - _WRITTEN_BY_COMMANDS
     assert not missing
+
+
+def floors_of_the_house() -> dict[str, int]:
+    """Return the floor of each package of the product."""
+    layers = tomllib.loads((ROOT / "tests/architecture/layers.toml").read_text())
+    floors = {name.removeprefix("specdec."): floor for name, floor in layers["floors"].items() if name != "bench"}
+    return {name: floor for name, floor in floors.items() if "." not in name}
+
+
+def test_the_architecture_lists_every_package_with_its_floor() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| `(?:specdec/)?(\w+)` \|", page, re.MULTILINE)
+    assert {name: int(floor) for floor, name in rows} == floors_of_the_house()
+
+
+def test_the_structure_lists_every_package_above_those_that_import_it() -> None:
+    section = (ROOT / "docs" / "structure.md").read_text().partition("## Packages")[2]
+    listed = re.findall(r"`(\w+)`", "".join(re.findall(r"^- (`.*?): ", section, re.MULTILINE)))
+    floors = floors_of_the_house()
+    floors.pop("v1")  # generated; the page names protos
+    assert set(listed) >= set(floors)
+    order = [floors[name] for name in listed if name in floors]
+    assert order == sorted(order)
 
 
 def test_the_citation_names_the_version() -> None:
