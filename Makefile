@@ -167,8 +167,8 @@ test-full: setup redis  ## the long products as well; properties are tried on ne
 test-real: $(REAL) $(DEMO_PAIR)  ## SmolLM2 and Gemma 3 against Transformers, and the examples with real models (30 minutes, 2 GB)
 	$(BIN)/python -m pytest tests/real --timeout 3600
 
-test-engines: setup redis $(REAL) $(DEMO_PAIR) $(LLAMA_CPP) $(PEERS)/vllm/.specdec  ## targets in front of a real vLLM and llama.cpp: texts, laws, faults (25 minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engines --timeout 1200 -s
+test-engines: setup redis $(REAL) $(DEMO_PAIR) $(LLAMA_CPP) $(PEERS)/vllm/.specdec  ## targets in front of a real vLLM and llama.cpp: texts, distributions, faults (25 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engines tests/statistical -m engines --timeout 1200 -s
 
 POD_PROGRAMS := buildah podman runc netavark aardvark-dns catatonit debootstrap
 container-programs: setup

@@ -94,6 +94,13 @@ class VllmServer:
         own: list[int] = answer["choices"][0]["token_ids"]
         return own
 
+    def logprobs_after(self, token_ids: list[int]) -> dict[int, float]:
+        """Return the server's 20 likeliest next tokens with their logarithms of probabilities."""
+        params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 20, "detokenize": False}
+        answer = self.ask("/inference/v1/generate", {"token_ids": token_ids, "sampling_params": params})
+        row = answer["choices"][0]["logprobs"]["content"][0]
+        return {entry["token_id"]: entry["logprob"] for entry in [row, *row["top_logprobs"]]}
+
     def _is_healthy(self) -> bool:
         try:
             with urllib.request.urlopen(self.url + "/health", timeout=5) as answer:

@@ -1,7 +1,7 @@
 """Targets in front of a real vLLM server: `make test-engines`.
 
-The server computes in float32. The oracle of greedy text is the server's own, and that of laws are its own
-probabilities, as `/v1/completions` states them without specdec.
+The server computes in float32. The oracle of greedy text is the server's own. Sampled tokens are compared with its
+own probabilities in `tests/statistical/test_first_tokens.py`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,9 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 
 from bench.real_models import SMOLLM2
@@ -23,15 +20,12 @@ from specdec import Client
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.client import Budgets
 from specdec.contract.errors import SpecdecError
-from specdec.contract.types import SamplingFilters
-from specdec.core.reference import filtered_distribution
 from tests.engines.conftest import DEMO, VllmServer
 from tests.engines.rig import (
     NUM_TOKENS,
     PROMPTS,
     generate,
     installed,
-    p_value,
     system,
     token_ids_of,
 )
@@ -50,14 +44,6 @@ def client(vllm: VllmServer, request: pytest.FixtureRequest) -> Iterator[Client]
 def vllm_client(vllm: VllmServer) -> Iterator[Client]:
     with system(TARGET, DEMO / "draft", "vllm", vllm.url) as client:
         yield client
-
-
-def logprobs_after(server: VllmServer, token_ids: list[int]) -> dict[int, float]:
-    """Return the server's 20 likeliest next tokens with their logarithms of probabilities."""
-    params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 20, "detokenize": False}
-    answer = server.ask("/inference/v1/generate", {"token_ids": token_ids, "sampling_params": params})
-    row = answer["choices"][0]["logprobs"]["content"][0]
-    return {entry["token_id"]: entry["logprob"] for entry in [row, *row["top_logprobs"]]}
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -94,7 +80,7 @@ def require_own_text(client: Client, server: VllmServer, tokens: list[int]) -> N
     if ours != own:
         at = first_difference(ours, own)
         assert at is not None
-        first, second = sorted(logprobs_after(server, tokens + own[:at]).values(), reverse=True)[:2]
+        first, second = sorted(server.logprobs_after(tokens + own[:at]).values(), reverse=True)[:2]
         print(f"parted at token {at}: the two likeliest differ by {first - second:.1e}")
         assert first - second < TIE
 
@@ -105,46 +91,6 @@ def test_coupled_text_is_the_same_for_every_number_of_draft_tokens(vllm_client: 
     texts = {gamma: generate(vllm_client, prompt, gamma=gamma, **options) for gamma in range(9)}
     assert all(text == texts[0] for text in texts.values())
     assert generate(vllm_client, prompt, **{**options, "seed": 6}) != texts[0]  # the control
-
-
-@pytest.mark.parametrize(
-    "filters",
-    [SamplingFilters(temperature=0.8, top_k=20), SamplingFilters(temperature=1.0, top_p=0.9)],
-    ids=["top-k 20", "top-p 0.9"],
-)
-def test_three_tokens_follow_the_servers_joint_law(client: Client, vllm: VllmServer, filters: SamplingFilters) -> None:
-    """Rare outcomes are pooled. A false alarm comes in 1 of 10,000 runs; the law at another temperature is rejected."""
-    prompt, num_outputs = token_ids_of(TARGET, "def add(a, b):\n    return a"), 1000
-
-    def draw(seed: int) -> tuple[int, ...]:
-        options = {"temperature": filters.temperature, "top_k": filters.top_k, "top_p": filters.top_p}
-        return tuple(generate(client, prompt, max_new_tokens=3, gamma=2, seed=seed, **options))
-
-    with ThreadPoolExecutor(8) as pool:
-        counts = Counter(pool.map(draw, range(num_outputs)))
-    laws = {}
-    for outcome in counts:
-        mass = [probability_of(vllm, [*prompt, *outcome[:place]], outcome[place], filters) for place in range(3)]
-        laws[outcome] = float(np.prod(mass))
-    assert p_value(counts, laws) > 1e-4
-    flattened = {outcome: law**0.5 for outcome, law in laws.items()}
-    total = sum(flattened.values()) / sum(laws.values())
-    assert p_value(counts, {outcome: law / total for outcome, law in flattened.items()}) < 1e-4  # the control
-
-
-def probability_of(server: VllmServer, prefix: list[int], token_id: int, filters: SamplingFilters) -> float:
-    """Return the probability of a token after the filters, from the server's own top 20; 0 for other tokens."""
-    row = logprobs_after(server, prefix)
-    logits = np.full(2048, -np.inf)
-    logits[list(row)] = list(row.values())
-    law = filtered_distribution(logits, filters, prefix, len(prefix))
-    if not filters.top_k:  # top-p is a share of the whole mass, not of the top 20's
-        probabilities = np.exp(logits)
-        order = np.argsort(-probabilities)
-        before = np.cumsum(probabilities[order]) - probabilities[order]
-        law = np.where(np.isin(np.arange(2048), order[before < filters.top_p]), probabilities, 0.0)
-        law /= law.sum()
-    return float(law[token_id])
 
 
 @pytest.mark.parametrize("fault", ["killed", "stopped", "cache reset"])

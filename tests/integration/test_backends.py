@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import pytest
 from specdec.contract.errors import Internal, StaleEpoch, Unavailable
 from specdec.contract.tenant import session_on_replica
 from specdec.contract.types import DrawRule, SamplingFilters, SessionPosition, VerifyRequest
-from specdec.core.reference import filtered_distribution
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.backend_rig import (
     BackendSystem,
@@ -24,7 +22,6 @@ from tests.support.backend_rig import (
     table_model,
     write_checkpoint,
 )
-from tests.support.chi_square import chi_square_p_value
 from tests.support.coordinator_rig import EOS, PROMPT, VOCABULARY, Rig, request
 from tests.support.engine_server import EngineOptions, EngineServer
 
@@ -119,51 +116,6 @@ async def test_a_seed_gives_the_same_sampled_text_again(system: BackendSystem) -
         asked = request(mode=mode, gamma=3, temperature=1.0, seed=11, max_new_tokens=12)
         first, second = [(await system.coordinator.generate(asked)).token_ids for _ in range(2)]
         assert first == second, mode
-
-
-# The text of vLLM is our own engine's, token for token, where the top tokens decide: a test above.
-@pytest.mark.parametrize("system", ["server", *(pytest.param(b, marks=pytest.mark.full) for b in BACKENDS[1:])],
-                         indirect=True)  # fmt: skip
-async def test_three_tokens_follow_the_models_joint_law(system: BackendSystem) -> None:
-    """The test has 8 outcomes and 120 draws, and a false alarm in 1 of 10,000 runs."""
-    expected = joint_law(SamplingFilters(temperature=0.8, top_k=2))
-    counts = await count_outputs(system, expected, {"temperature": 0.8, "top_k": 2}, num_outputs=120)
-    observed = np.array([counts[outcome] for outcome in expected], dtype=float)
-    assert chi_square_p_value(observed, np.array(list(expected.values())) * observed.sum()) > 1e-4
-    other = joint_law(SamplingFilters(temperature=0.3, top_k=2))  # the negative control
-    assert chi_square_p_value(observed, np.array([other[outcome] for outcome in expected]) * observed.sum()) < 1e-4
-
-
-def joint_law(filters: SamplingFilters) -> dict[tuple[int, ...], float]:
-    """Return the probability of each three tokens after the prompt."""
-    laws: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(3):
-        longer = {}
-        for tokens, mass in laws.items():
-            prefix = [*PROMPT, *tokens]
-            law = filtered_distribution(table_model().logits_after(prefix), filters, prefix, len(PROMPT))
-            longer |= {(*tokens, int(token_id)): mass * law[token_id] for token_id in np.flatnonzero(law)}
-        laws = longer
-    return laws
-
-
-async def count_outputs(
-    system: BackendSystem, outcomes: dict[tuple[int, ...], float], sampling: dict[str, float], num_outputs: int
-) -> Counter[tuple[int, ...]]:
-    """Return how often each output of three tokens occurred."""
-    counts: Counter[tuple[int, ...]] = Counter()
-    seeds = iter(range(num_outputs))
-
-    async def draw() -> None:
-        for seed in seeds:
-            mode = MODES[seed % 2]
-            asked = request(mode=mode, gamma=2, seed=seed, max_new_tokens=3, **sampling)
-            output = tuple((await system.coordinator.generate(asked)).token_ids)
-            assert output in outcomes
-            counts[output] += 1
-
-    await asyncio.gather(*(draw() for _ in range(16)))
-    return counts
 
 
 async def test_end_tokens_are_masked_until_the_output_is_long_enough(system: BackendSystem) -> None:
