@@ -32,7 +32,7 @@ from gateway.schemas.common import (
 )
 from specdec.client import GenerateOptions
 from specdec.contract.errors import InvalidRequest
-from specdec.contract.types import LEAST_SEED, NUM_SEEDS
+from specdec.contract.types import FILTER_RANGES, LEAST_SEED, NUM_SEEDS, RECOMMENDED_FILTERS
 
 #: Most choices of one prompt.
 MAX_N = 8
@@ -40,22 +40,8 @@ MAX_N = 8
 MAX_BIASES = 4096
 
 _DELIVERY = "text is what the tokens before the end decode to, without special tokens"
-_OPENAI_NAMES = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "min_tokens": "min_new_tokens",
-    "ignore_eos": "ignore_eos",
-    "stop_token_ids": "stop_token_ids",
-    "stop": "stop",
-    "priority": "priority",
-}
-#: Sampling parameters that a model may recommend. `max_new_tokens` is the routes' subject.
-_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+#: Fields that are options of the same name.
+_OPTIONS = (*FILTER_RANGES, "ignore_eos", "stop_token_ids", "stop", "priority")
 
 
 def _require_few(biases: Any) -> Any:
@@ -184,10 +170,10 @@ class SamplingFields(Body):
         Raises:
             InvalidRequest: a key of `logit_bias` is not a token id.
         """
-        given: dict[str, Any] = {name: value for name in _RECOMMENDED if (value := recommended.get(name)) is not None}
-        for name, ours in _OPENAI_NAMES.items():
-            if (value := getattr(self, name)) is not None:
-                given[ours] = value
+        given: dict[str, Any] = {name: value for name, value in recommended.items() if name in RECOMMENDED_FILTERS}
+        given |= {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
+        if self.min_tokens is not None:
+            given["min_new_tokens"] = self.min_tokens
         if given.get("top_k") == -1:
             given["top_k"] = 0
         if self.logit_bias:

@@ -21,7 +21,8 @@ from coordinator.front.chat_validation import check_template_arguments, validate
 from coordinator.front.raw_params import RawGenerationParams, RawSamplingParams, RawSpeculationParams
 from coordinator.requests import DEFAULT_MAX_NEW_TOKENS, ChatTurn, GenerationRequest, SpeculationChoice
 from specdec.contract.errors import InvalidRequest, Unsupported
-from specdec.contract.types import Mode, SamplingFilters, SamplingParams, TokenIds
+from specdec.contract.number_range import NumberRange
+from specdec.contract.types import FILTER_RANGES, Mode, SamplingFilters, SamplingParams, TokenIds
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 1024
@@ -173,7 +174,7 @@ def _check_token_ids(field: str, ids: Iterable[int], vocabulary_size: int) -> No
 
 
 def _sampling(raw: RawSamplingParams, limits: ServingLimits) -> SamplingParams:
-    for name in ("max_new_tokens", "min_new_tokens", "top_k", "logprobs"):
+    for name in ("max_new_tokens", "min_new_tokens", "logprobs"):
         _check_not_negative(f"sampling.{name}", getattr(raw, name))
     max_new_tokens = raw.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
     if raw.min_new_tokens > max_new_tokens:
@@ -239,47 +240,34 @@ def _stop(stop: Collection[str]) -> tuple[str, ...]:
 
 
 def _filters(raw: RawSamplingParams, limits: ServingLimits) -> SamplingFilters:
-    temperature = _number("sampling.temperature", raw.temperature, 1.0)
-    if temperature < 0:
-        raise _invalid("sampling.temperature", f"must be at least 0, got {temperature:g}")
-    top_p = _number("sampling.top_p", raw.top_p, 1.0)
-    if not 0 < top_p <= 1:
-        raise _invalid("sampling.top_p", f"must be in (0, 1], got {top_p:g}")
-    min_p = _number("sampling.min_p", raw.min_p, 0.0)
-    if not 0 <= min_p < 1:
-        raise _invalid("sampling.min_p", f"must be in [0, 1), got {min_p:g}")
-    repetition_penalty = _number("sampling.repetition_penalty", raw.repetition_penalty, 1.0)
-    if repetition_penalty <= 0:
-        raise _invalid("sampling.repetition_penalty", f"must be above 0, got {repetition_penalty:g}")
+    numbers: dict[str, Any] = {
+        name: _number(f"sampling.{name}", getattr(raw, name), range_) for name, range_ in FILTER_RANGES.items()
+    }
+    if numbers["top_k"] >= limits.vocabulary_size:  # such a top-k filters nothing, so the engines are not told of it
+        numbers["top_k"] = 0
     _check_num_ids("sampling.logit_bias", raw.logit_bias, limits)
     _check_token_ids("sampling.logit_bias", raw.logit_bias, limits.vocabulary_size)
     for token_id, bias in raw.logit_bias.items():
         if not math.isfinite(bias):
             raise _invalid("sampling.logit_bias", f"must hold finite values, got {bias} for token {token_id}")
     end_token_ids = sorted({*limits.eos_token_ids, *raw.stop_token_ids}) if raw.min_new_tokens else ()
-    top_k = raw.top_k or 0
     return SamplingFilters(
-        temperature=temperature,
-        top_p=top_p,
-        # A top-k of the whole vocabulary filters nothing, so the engines are not told of it.
-        top_k=top_k if top_k < limits.vocabulary_size else 0,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=_number("sampling.presence_penalty", raw.presence_penalty, 0.0),
-        frequency_penalty=_number("sampling.frequency_penalty", raw.frequency_penalty, 0.0),
+        **numbers,
         logit_bias=dict(sorted(raw.logit_bias.items())),
         min_new_tokens=raw.min_new_tokens,
         end_token_ids=tuple(end_token_ids),
     )
 
 
-def _number(field: str, value: float | None, default: float) -> float:
-    """Return an optional number, or its default. Raises InvalidRequest unless it is finite."""
+def _number(field: str, value: float | None, range_: NumberRange) -> float:
+    """Return an optional number, or its default. Raises InvalidRequest unless it is finite and in its range."""
     if value is None:
-        return default
+        return range_.default
     if not math.isfinite(value):
         raise _invalid(field, f"must be a finite number, got {value}")
-    return float(value)
+    if not range_.holds(value):
+        raise _invalid(field, f"must be {range_.words}, got {value:g}")
+    return type(range_.default)(value)
 
 
 def _speculation(raw: RawSpeculationParams, limits: ServingLimits, *, must_repeat: bool) -> SpeculationChoice:

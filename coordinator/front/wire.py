@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from dataclasses import fields
+from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
 
@@ -32,6 +33,8 @@ from specdec.observability.series import served_name
 from specdec.state.store import Promotion, SessionRecord
 from specdec.v1 import coordinator_pb2
 
+ParamsT = TypeVar("ParamsT", RawSamplingParams, RawSpeculationParams)
+
 #: Sources of tokens that depend on a draft token.
 _DRAFTED = (TokenSource.ACCEPTED, TokenSource.CORRECTED)
 
@@ -49,10 +52,10 @@ def decode_request(message: coordinator_pb2.GenerateRequest) -> RawGenerationPar
         prompt_token_ids=message.prompt_token_ids.ids if kind == "prompt_token_ids" else None,
         messages=decode_messages(message.messages) if kind == "messages" else None,
         template_arguments_json=message.messages.template_arguments_json,
-        sampling=_decode_sampling(message.sampling),
-        speculation=_decode_speculation(message.speculation),
-        resume_from=_optional(message, "resume_from"),
-        expected_session_tokens=_optional(message, "expected_session_tokens"),
+        sampling=_decode(RawSamplingParams, message.sampling),
+        speculation=_decode(RawSpeculationParams, message.speculation),
+        resume_from=_sent(message, "resume_from"),
+        expected_session_tokens=_sent(message, "expected_session_tokens"),
         priority=message.priority,
         former_digests=(_digest_of_form_1(message),),
     )
@@ -67,38 +70,15 @@ def decode_messages(messages: coordinator_pb2.ChatMessages) -> tuple[ChatTurn, .
     )
 
 
-def _decode_sampling(params: coordinator_pb2.SamplingParams) -> RawSamplingParams:
-    return RawSamplingParams(
-        max_new_tokens=params.max_new_tokens,
-        min_new_tokens=params.min_new_tokens,
-        temperature=_optional(params, "temperature"),
-        top_p=_optional(params, "top_p"),
-        top_k=_optional(params, "top_k"),
-        min_p=_optional(params, "min_p"),
-        repetition_penalty=_optional(params, "repetition_penalty"),
-        presence_penalty=_optional(params, "presence_penalty"),
-        frequency_penalty=_optional(params, "frequency_penalty"),
-        logit_bias=params.logit_bias,
-        seed=_optional(params, "seed"),
-        stop=params.stop,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        logprobs=_optional(params, "logprobs"),
-    )
+def _decode(kind: type[ParamsT], message: Message) -> ParamsT:
+    """Return the fields of a message in the dataclass whose fields have the same names."""
+    return kind(**{field.name: _sent(message, field.name) for field in fields(kind)})
 
 
-def _decode_speculation(params: coordinator_pb2.SpeculationParams) -> RawSpeculationParams:
-    return RawSpeculationParams(
-        mode=int(params.mode),
-        gamma=_optional(params, "gamma"),
-        draft_pool=params.draft_pool,
-        task=params.task,
-    )
-
-
-def _optional(message: Message, field: str) -> Any:
-    """Return a field's value; None where it was not sent."""
-    return getattr(message, field) if message.HasField(field) else None
+def _sent(message: Message, field: str) -> Any:
+    """Return a field's value; None if it is optional and was not sent."""
+    is_optional = message.DESCRIPTOR.fields_by_name[field].has_presence
+    return None if is_optional and not message.HasField(field) else getattr(message, field)
 
 
 def _digest_of_form_1(message: coordinator_pb2.GenerateRequest) -> str:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import logging
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.contract.errors import InvalidRequest
+from specdec.contract.number_range import NumberRange
+from specdec.contract.types import FILTER_RANGES, RECOMMENDED_FILTERS
 
 _log = logging.getLogger(__name__)
 
@@ -24,14 +26,10 @@ _FILE = "generation_config.json"
 #: Limits of numbers, as of the fields of the public interface.
 _MAX_COUNT, _MAX_NUMBER = 2**32 - 1, 3e38
 
-#: Condition on the value of each key that is read. Source: vLLM, `ModelConfig.get_diff_sampling_param`.
-_CONDITIONS: Mapping[str, tuple[type, Callable[[Any], bool]]] = {
-    "repetition_penalty": (float, lambda value: 0 < value <= _MAX_NUMBER),
-    "temperature": (float, lambda value: 0 <= value <= _MAX_NUMBER),
-    "top_k": (int, lambda value: 0 <= value <= _MAX_COUNT),
-    "top_p": (float, lambda value: 0 < value <= 1),
-    "min_p": (float, lambda value: 0 <= value < 1),
-    "max_new_tokens": (int, lambda value: 1 <= value <= _MAX_COUNT),
+#: Range of each key that is read. Source: vLLM, `ModelConfig.get_diff_sampling_param`.
+_RANGES: Mapping[str, NumberRange] = {
+    **{key: FILTER_RANGES[key] for key in RECOMMENDED_FILTERS},
+    "max_new_tokens": NumberRange(0, least=1),
 }
 
 
@@ -47,7 +45,7 @@ def recommended_sampling(model: str | Path) -> dict[str, float | int]:
     directory = locate_checkpoint(model, small_files_only=True)
     config = _read(directory)
     recommended: dict[str, float | int] = {}
-    for key in _CONDITIONS:
+    for key in _RANGES:
         value = config.get(key)
         if value is None or (key == "top_k" and value == -1):  # -1 turns top-k off in vLLM
             continue
@@ -111,10 +109,11 @@ def _read(directory: Path) -> dict[str, Any]:
 
 def _usable(key: str, value: Any) -> float | int | None:
     """Return a value as requests carry it, in 32 bits; None if no request could use it."""
-    kind, condition = _CONDITIONS[key]
-    if not isinstance(value, int | float) or isinstance(value, bool) or not condition(value):
+    range_ = _RANGES[key]
+    most = _MAX_COUNT if isinstance(range_.default, int) else _MAX_NUMBER
+    if not isinstance(value, int | float) or isinstance(value, bool) or value > most or not range_.holds(value):
         return None
-    if kind is int:
+    if isinstance(range_.default, int):
         return int(value) if value % 1 == 0 else None
     (carried,) = struct.unpack("f", struct.pack("f", value))
-    return value if condition(carried) and (carried or not value) else None
+    return value if range_.holds(carried) and (carried or not value) else None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, cast
 
 from specdec.cli import Usage
 from specdec.client import Budgets, Client, GenerateOptions, Tls
 from specdec.client.endpoints import DEFAULT_ENDPOINT, ENDPOINT_VARIABLE, check_endpoint
 from specdec.client.transport import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, SERVER_NAME_VARIABLE, exposes_key, tls_of
 from specdec.contract.errors import InvalidRequest
-from specdec.contract.types import Mode
+from specdec.contract.types import FILTER_RANGES, Mode
 
 #: Variable that holds the API key of client commands.
 _API_KEY_VARIABLE = "SPECDEC_API_KEY"
@@ -119,6 +120,28 @@ def token_limit(text: str) -> int:
     raise argparse.ArgumentTypeError(f"must be at least 1, got {text!r}")
 
 
+#: Arguments of `add_argument` for each flag that is an option of the SDK, by the option's name. In help texts,
+#: {temperature} is the default of `--temperature`.
+_REQUEST_FLAGS: Mapping[str, Mapping[str, Any]] = {
+    "max_new_tokens": {"type": token_limit, "metavar": "N", "help": "most tokens of the output; default 256"},
+    "temperature": {"type": float, "metavar": "T",
+                    "help": "sampling temperature; 0 is greedy; default {temperature:g}"},
+    "top_p": {"type": float, "metavar": "P",
+              "help": f"smallest set of tokens with this probability, {FILTER_RANGES['top_p'].words}; default 1"},
+    "top_k": {"type": int, "metavar": "K", "help": "most probable tokens only; 0: off"},
+    "min_p": {"type": float, "metavar": "P", "help": "tokens with at least this share of the highest probability, "
+              f"{FILTER_RANGES['min_p'].words}; 0: off"},
+    "stop": {"action": "append", "metavar": "TEXT", "help": "text that ends the output and is left out; repeatable"},
+    "seed": {"type": int, "metavar": "SEED",
+             "help": "seed from -2^63 to 2^64-1, which gives one text; default: drawn by the server"},
+    "gamma": {"type": int, "metavar": "G", "help": "draft tokens per round; default: the server's choice"},
+    "mode": {"choices": [mode.name.lower() for mode in Mode],
+             "help": "acceptance rule; off: without drafts; default: rejection; coupled with --seed"},
+    "draft_pool": {"metavar": "POOL", "help": "draft pool (see specdec pools); default: the server's choice"},
+    "task": {"metavar": "LABEL", "help": "label of the kind of request, for up --route auto"},
+}  # fmt: skip
+
+
 def add_request_flags(
     parser: argparse.ArgumentParser, environ: Mapping[str, str], *, temperature: float | None = None
 ) -> None:
@@ -130,56 +153,12 @@ def add_request_flags(
         temperature: default of `--temperature`; None: the server's.
     """
     add_client_flags(parser, environ)
-    parser.add_argument(
-        "--max-new-tokens", type=token_limit, metavar="N", help="most tokens of the output; default 256"
-    )
-    parser.add_argument(
-        "--temperature", type=float, metavar="T", default=temperature,
-        help=f"sampling temperature; 0 is greedy; default {1.0 if temperature is None else temperature:g}",
-    )  # fmt: skip
-    parser.add_argument(
-        "--top-p", type=float, metavar="P", help="smallest set of tokens with this probability, in (0, 1]; default 1"
-    )
-    parser.add_argument("--top-k", type=int, metavar="K", help="most probable tokens only; 0: off")
-    parser.add_argument(
-        "--min-p",
-        type=float,
-        metavar="P",
-        help="tokens with at least this share of the highest probability, in [0, 1); 0: off",
-    )
-    parser.add_argument(
-        "--stop", action="append", metavar="TEXT", help="text that ends the output and is left out; repeatable"
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        metavar="SEED",
-        help="seed from -2^63 to 2^64-1, which gives one text; default: drawn by the server",
-    )
-    parser.add_argument("--gamma", type=int, metavar="G", help="draft tokens per round; default: the server's choice")
-    parser.add_argument(
-        "--mode",
-        choices=[mode.name.lower() for mode in Mode],
-        help="acceptance rule; off: without drafts; default: rejection; coupled with --seed",
-    )
-    parser.add_argument(
-        "--draft-pool", metavar="POOL", help="draft pool (see specdec pools); default: the server's choice"
-    )
-    parser.add_argument("--task", metavar="LABEL", help="label of the kind of request, for up --route auto")
+    for name, flag in _REQUEST_FLAGS.items():
+        meaning = flag["help"].format(temperature=1.0 if temperature is None else temperature)
+        parser.add_argument(f"--{name.replace('_', '-')}", **{**flag, "help": meaning})
+    parser.set_defaults(temperature=temperature)
 
 
 def request_options(args: argparse.Namespace) -> GenerateOptions:
     """Return the shared flags as options of the SDK."""
-    return GenerateOptions(
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        stop=args.stop,
-        seed=args.seed,
-        gamma=args.gamma,
-        mode=args.mode,
-        draft_pool=args.draft_pool,
-        task=args.task,
-    )
+    return cast(GenerateOptions, {name: getattr(args, name) for name in _REQUEST_FLAGS})

@@ -17,22 +17,11 @@ from google.protobuf.message import Message
 from specdec.client.fields import assign, assign_biases, assign_seed, extend
 from specdec.client.messages import ChatMessage, fill_messages
 from specdec.contract.errors import InvalidRequest
-from specdec.contract.types import Mode
+from specdec.contract.types import FILTER_RANGES, Mode
 from specdec.v1 import coordinator_pb2 as pb
 
-_SAMPLING_SCALARS = (
-    "max_new_tokens",
-    "min_new_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "ignore_eos",
-    "logprobs",
-)
+#: Fields of `SamplingParams` that are set as they are given.
+_SAMPLING_SCALARS = ("max_new_tokens", "min_new_tokens", *FILTER_RANGES, "ignore_eos", "logprobs")
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -111,10 +100,7 @@ def build_request(prompt: Input, options: GenerateOptions) -> pb.GenerateRequest
     request = pb.GenerateRequest(return_provenance=bool(options.get("provenance")))
     assign(request, "session_id", options.get("session_id") or uuid.uuid4().hex)
     assign(request, "request_id", options.get("request_id") or uuid.uuid4().hex)
-    if options.get("expected_session_tokens") is not None:
-        assign(request, "expected_session_tokens", options.get("expected_session_tokens"))
-    if options.get("priority") is not None:
-        assign(request, "priority", options.get("priority"))
+    _assign_given(request, ("expected_session_tokens", "priority"), options)
     _set_input(request, prompt, options)
     _set_sampling(request.sampling, options)
     _set_speculation(request.speculation, options)
@@ -194,10 +180,7 @@ def _as_messages(prompt: Any) -> Sequence[ChatMessage]:
 
 
 def _set_sampling(sampling: pb.SamplingParams, options: GenerateOptions) -> None:
-    values: Mapping[str, Any] = options
-    for name in _SAMPLING_SCALARS:
-        if values.get(name) is not None:
-            assign(sampling, name, values[name], "sampling.")
+    _assign_given(sampling, _SAMPLING_SCALARS, options, "sampling.")
     if options.get("seed") is not None:
         assign_seed(sampling, "seed", options.get("seed"), "sampling.")
     stop = options.get("stop") or ()
@@ -215,12 +198,14 @@ def _set_speculation(speculation: pb.SpeculationParams, options: GenerateOptions
         mode = Mode[mode.upper()]
     if mode is not None:
         assign(speculation, "mode", int(mode), "speculation.")
-    if options.get("gamma") is not None:
-        assign(speculation, "gamma", options.get("gamma"), "speculation.")
-    if options.get("draft_pool"):
-        assign(speculation, "draft_pool", options.get("draft_pool"), "speculation.")
-    if options.get("task"):
-        assign(speculation, "task", options.get("task"), "speculation.")
+    _assign_given(speculation, ("gamma", "draft_pool", "task"), options, "speculation.")
+
+
+def _assign_given(message: Message, names: Sequence[str], options: Mapping[str, Any], prefix: str = "") -> None:
+    """Set the fields whose options are given."""
+    for name in names:
+        if options.get(name) is not None:
+            assign(message, name, options[name], prefix)
 
 
 def build_message(kind: type[MessageT], **fields: Any) -> MessageT:

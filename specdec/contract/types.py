@@ -15,6 +15,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from specdec.contract.number_range import ranged, ranges_of
 from specdec.contract.tenant import DEFAULT_TENANT
 
 if TYPE_CHECKING:
@@ -82,15 +83,18 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingFilters:
-    """The filters that turn logits into p (or q), in the order of docs/protocol.md section 2."""
+    """The filters that turn logits into p (or q), in the order of docs/protocol.md section 2.
 
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0  # (0, 1]; 1 is off
-    top_k: int = 0  # 0 is off
-    min_p: float = 0.0  # [0, 1); 0 is off
-    repetition_penalty: float = 1.0  # above 0; 1 is off; over prompt and output
-    presence_penalty: float = 0.0  # over output
-    frequency_penalty: float = 0.0  # over output
+    Clients, the wire of both links, checkpoints and checks read the numbers' names, defaults and ranges from here.
+    """
+
+    temperature: float = ranged(1.0, least=0.0)  # 0 is greedy
+    top_p: float = ranged(1.0, above=0.0, most=1.0)  # 1 is off
+    top_k: int = ranged(0, least=0)  # 0 is off
+    min_p: float = ranged(0.0, least=0.0, below=1.0)  # 0 is off
+    repetition_penalty: float = ranged(1.0, above=0.0)  # 1 is off; over prompt and output
+    presence_penalty: float = ranged(0.0)  # over output
+    frequency_penalty: float = ranged(0.0)  # over output
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))  # token id to added logit
     min_new_tokens: int = 0
     """`end_token_ids` are masked while fewer output tokens than this precede the position."""
@@ -105,6 +109,12 @@ class SamplingFilters:
     def uses_history(self) -> bool:
         """Return whether a penalty makes the distribution depend on the earlier tokens, beside the model itself."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+#: Ranges of the numbers among the filters, by name.
+FILTER_RANGES = ranges_of(SamplingFilters)
+#: Filters that a model may recommend in its generation_config.json.
+RECOMMENDED_FILTERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from specdec.contract.errors import InvalidRequest
-from specdec.contract.types import EngineInfo, SamplingFilters, TokenIds
+from specdec.contract.types import FILTER_RANGES, EngineInfo, SamplingFilters, TokenIds
 
 _FEW = 32
 
@@ -30,23 +30,10 @@ def check_filters(filters: SamplingFilters, vocabulary_size: int) -> None:
     Raises:
         InvalidRequest: naming the field, as `round.law.…`, and its limit.
     """
-    # Written so that NaN fails every comparison.
-    limits = (
-        ("temperature", filters.temperature, 0.0 <= filters.temperature < math.inf, "finite and at least 0"),
-        ("top_p", filters.top_p, 0.0 < filters.top_p <= 1.0, "in (0, 1]"),
-        ("top_k", filters.top_k, filters.top_k >= 0, "at least 0"),
-        ("min_p", filters.min_p, 0.0 <= filters.min_p < 1.0, "in [0, 1)"),
-        (
-            "repetition_penalty",
-            filters.repetition_penalty,
-            0.0 < filters.repetition_penalty < math.inf,
-            "finite and above 0",
-        ),
-        ("presence_penalty", filters.presence_penalty, math.isfinite(filters.presence_penalty), "finite"),
-        ("frequency_penalty", filters.frequency_penalty, math.isfinite(filters.frequency_penalty), "finite"),
-    )
-    for name, value, holds, limit in limits:
-        if not holds:
+    for name, range_ in FILTER_RANGES.items():
+        if not range_.holds(value := getattr(filters, name)):
+            may_be_infinite = isinstance(range_.default, float) and not range_.is_bounded
+            limit = " and ".join(filter(None, ("finite" if may_be_infinite else "", range_.words)))
             raise InvalidRequest(f"round.law.{name} is {value}; it must be {limit}", field=f"round.law.{name}")
     for token_id, bias in filters.logit_bias.items():
         if not (0 <= token_id < vocabulary_size and math.isfinite(bias)):

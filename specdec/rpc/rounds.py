@@ -5,6 +5,9 @@ A value out of range raises InvalidRequest, which names the field and its limit.
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.tenant import DEFAULT_TENANT, check_tenant, session_on_replica
 from specdec.contract.types import DrawRule, EngineInfo, SamplingFilters, SessionPosition
@@ -20,6 +23,9 @@ _MAX_SESSION_ID_BYTES = 256
 _MAX_CACHED = 4096
 #: Longest `LawParams` that is cached. Long lists of biases are rare.
 _MAX_CACHED_FILTERS_BYTES = 512
+
+#: Filters whose number 1, which is off, is 0 on the wire.
+_OFF_AT_1 = ("top_p", "repetition_penalty")
 
 _encoded_requests: dict[tuple[str, str, str, int, int, int, int, int, int, int], tuple[SamplingFilters, bytes]] = {}
 """Encoded fields that all rounds of a request share, by these fields and the `id` of its filters. The filters are kept
@@ -76,18 +82,10 @@ def _encode_request(round_: SessionPosition) -> bytes:
 
 
 def _filters_message(filters: SamplingFilters) -> common_pb2.LawParams:
-    return common_pb2.LawParams(
-        temperature=filters.temperature,
-        top_p=filters.top_p if filters.top_p != 1.0 else 0.0,  # 1 is off, which is 0 on the wire
-        top_k=filters.top_k,
-        min_p=filters.min_p,
-        repetition_penalty=filters.repetition_penalty if filters.repetition_penalty != 1.0 else 0.0,
-        presence_penalty=filters.presence_penalty,
-        frequency_penalty=filters.frequency_penalty,
-        logit_bias=filters.logit_bias,
-        min_new_tokens=filters.min_new_tokens,
-        end_token_ids=filters.end_token_ids,
-    )
+    values: dict[str, Any] = {field.name: getattr(filters, field.name) for field in fields(SamplingFilters)}
+    for name in _OFF_AT_1:
+        values[name] = 0.0 if values[name] == 1.0 else values[name]
+    return common_pb2.LawParams(**values)
 
 
 def tenant_on_wire(tenant: str) -> str:
@@ -167,18 +165,11 @@ def _read_filters(message: common_pb2.LawParams, limits: EngineInfo) -> Sampling
     for name in ("logit_bias", "end_token_ids"):
         count, most = len(getattr(message, name)), limits.vocabulary_size
         require(count <= most, f"round.law.{name}", f"holds {count} entries, the vocabulary {most} tokens")
-    filters = SamplingFilters(
-        temperature=message.temperature,
-        top_p=message.top_p or 1.0,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty or 1.0,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        logit_bias=dict(message.logit_bias),
-        min_new_tokens=message.min_new_tokens,
-        end_token_ids=tuple(message.end_token_ids),
-    )
+    values: dict[str, Any] = {field.name: getattr(message, field.name) for field in fields(SamplingFilters)}
+    for name in _OFF_AT_1:
+        values[name] = values[name] or 1.0
+    values |= {"logit_bias": dict(message.logit_bias), "end_token_ids": tuple(message.end_token_ids)}
+    filters = SamplingFilters(**values)
     check_filters(filters, limits.vocabulary_size)
     return filters
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import openai
 
-from gateway import sampling
 from gateway.app import build_app
 from gateway.auth import ApiKeys
 from gateway.bodies import MAX_DEPTH
@@ -23,6 +22,7 @@ from gateway.schemas.messages import CountTokensRequest, MessagesRequest
 from gateway.schemas.responses import ResponseRequest
 from gateway.upstream import Upstream
 from specdec.contract.errors import InvalidRequest, SpecdecError
+from specdec.contract.types import RECOMMENDED_FILTERS
 from specdec.settings.gateway import GatewaySettings
 from specdec.state.responses import RedisResponses
 from tools.reference import errors, http_examples, http_text
@@ -113,7 +113,7 @@ def _request_fields(api: Mapping[str, Any]) -> Iterator[str]:
     yield "### Fields of every route that generates"
     yield paragraph(http_text.SHARED)
     yield items([*field_items(schemas[ChatRequest.__name__], schemas, taken)])
-    yield paragraph(http_text.DEFAULTS.format(names=", ".join(map(code, sampling._RECOMMENDED))))
+    yield paragraph(http_text.DEFAULTS.format(names=", ".join(map(code, RECOMMENDED_FILTERS))))
     yield paragraph(http_text.REFUSED)
     yield items(refusal_items(refused))
     yield paragraph(http_text.PATHS)
