@@ -15,8 +15,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-#: Distribution of this repository, which no service knows before it is published.
-_OWN = "specdec"
+from specdec.contract.version import DISTRIBUTION
+
 _MAX_NAMED = 5
 
 
@@ -30,7 +30,8 @@ def main(pip_audit: str, folder: str) -> int:
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
         print(f"error: nothing was audited, the vulnerability service cannot be reached: {reason}", file=sys.stderr)
         return 1
-    return report([each for each in packages if each["name"] != _OWN])
+    # No service knows the distribution of this repository before it is published.
+    return report([each for each in packages if each["name"] != DISTRIBUTION])
 
 
 def report(packages: Sequence[Mapping[str, Any]]) -> int:

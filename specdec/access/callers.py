@@ -17,6 +17,7 @@ from specdec.access.keys import hash_key, parse_keys
 from specdec.access.service_key import ServiceKey
 from specdec.access.watched_files import WatchedFile
 from specdec.contract.errors import InvalidRequest, Unauthenticated
+from specdec.contract.version import install_command
 
 _SERVICE_ACCESS = Access(rights=frozenset((SERVICE,)))
 
@@ -134,7 +135,7 @@ def open_tokens(sources: Sources) -> Tokens | None:
     try:
         from specdec.access.json_web_tokens import TokenVerifier  # loads PyJWT
     except ModuleNotFoundError as error:
-        missing = 'package PyJWT is not installed: run pip install "specdec[gateway]"'
+        missing = f"package PyJWT is not installed: run {install_command('gateway')}"
         raise InvalidRequest(f"jwt_jwks: {missing}", field="jwt_jwks") from error
     return TokenVerifier(sources.jwt_jwks, issuer=sources.jwt_issuer, audience=sources.jwt_audience)
 

@@ -2,7 +2,7 @@
 
 A token must name its issuer, this audience and its expiry, and be signed with an asymmetric algorithm. Its claim
 `tenant` is the tenant, and `rights` the rights, as a list or as words (default: `generate`). Only this module loads
-PyJWT (extra specdec[gateway] or specdec[serve]).
+PyJWT (extra gateway or serve).
 """
 
 from __future__ import annotations

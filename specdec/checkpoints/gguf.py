@@ -32,6 +32,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specdec.checkpoints import artifact_cache
 from specdec.contract.errors import InvalidRequest, Unsupported
+from specdec.contract.version import install_command
 
 #: Without a terminal, a line for each tenth.
 _NUM_LINES = 10
@@ -170,8 +171,8 @@ def _convert(path: Path, directory: Path, tokenizer_only: bool) -> None:
     missing = [name for name in _REQUIRED_PACKAGES if find_spec(name) is None]
     if missing:
         raise InvalidRequest(
-            f"reading {str(path)!r} needs {' and '.join(missing)}, which this installation lacks: run pip install "
-            '"specdec[gguf]"',
+            f"reading {str(path)!r} needs {' and '.join(missing)}, which this installation lacks: run "
+            f"{install_command('gguf')}",
             field="model",
         )
     what = "tokenizer of " if tokenizer_only else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from specdec.contract.errors import Unsupported
+from specdec.contract.version import install_command
 
 #: Top-level modules that the gateway needs beside those of `specdec up`.
 GATEWAY_MODULES = ("fastapi", "uvicorn", "httptools")
@@ -32,8 +33,9 @@ def missing_extra(error: ModuleNotFoundError, command: str) -> Unsupported:
     package = (error.name or "").partition(".")[0]
     for extra, modules in _MODULES.items():
         if package in modules:
-            install = f'pip install "specdec[{extra}]"'
-            return Unsupported(f"specdec {command} needs the package {package}, which is not installed: run {install}")
+            return Unsupported(
+                f"specdec {command} needs the package {package}, which is not installed: run {install_command(extra)}"
+            )
     raise error
 
 

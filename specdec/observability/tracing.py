@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal
 
 from specdec.contract.errors import SpecdecError, Unsupported
+from specdec.contract.version import install_command
 from specdec.observability.logging import bind, bound_request_id
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def open_tracing(endpoint: str, share: float, *, service: str, environ: Mapping[
     try:
         tracing = Tracing(chosen, share, service)
     except ModuleNotFoundError as error:
-        missing = f'package {error.name} is not installed: run pip install "specdec[otel]"'
+        missing = f"package {error.name} is not installed: run {install_command('otel')}"
         if endpoint:
             raise Unsupported(f"otlp_endpoint: {missing}", field="otlp_endpoint") from error
         _log.warning("traces are off, although OTEL_EXPORTER_OTLP_ENDPOINT is set: %s", missing)

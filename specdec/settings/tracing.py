@@ -26,7 +26,7 @@ class TracingSettings(BaseModel):
 
     otlp_endpoint: OptionalOtlpUrl = ""
     """OpenTelemetry collector that gets a trace of each request, over OTLP (gRPC, usually port 4317). https:// encrypts
-    the connection. Needs the extra specdec[otel]. Unset: OTEL_EXPORTER_OTLP_ENDPOINT; without both, no traces."""
+    the connection. Needs the extra otel. Unset: OTEL_EXPORTER_OTLP_ENDPOINT; without both, no traces."""
 
     trace_share: float = Field(default=1.0, ge=0.0, le=1.0)
     """Share of requests whose trace is recorded, 0 to 1. A request that comes with a trace context (`traceparent`) is

@@ -22,6 +22,7 @@ from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.exceptions import BusyLoadingError, ConnectionError, TimeoutError
 
 from specdec.contract.errors import InvalidSetting, Unsupported
+from specdec.contract.version import install_command
 from specdec.settings.redis_url import MEMORY, SENTINEL, RedisUrl
 from specdec.state.sentinel_pool import PrimaryPool
 
@@ -170,8 +171,8 @@ def require_fakeredis(store: str, instead: str) -> None:
     """
     if find_spec("fakeredis") is None:
         raise Unsupported(
-            f"{store} needs the package fakeredis, which is not installed: {instead}, or run pip install "
-            "'specdec[embedded]'",
+            f"{store} needs the package fakeredis, which is not installed: {instead}, or run "
+            f"{install_command('embedded')}",
             field="redis_url",
         )
 

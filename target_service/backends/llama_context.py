@@ -1,6 +1,6 @@
 """A llama.cpp context of several sequences: run tokens, read logits, roll back.
 
-A thin layer over the C interface of the package llama-cpp-python, which `specdec[llama-cpp]` installs. Called by
+A thin layer over the C interface of the package llama-cpp-python, which the extra llama-cpp installs. Called by
 `llama_cpp` from one thread.
 """
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.contract.errors import Internal, InvalidSetting, ResourceExhausted, Unsupported
+from specdec.contract.version import install_command
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ def _import_llama() -> Any:
         import llama_cpp
     except ImportError as error:
         raise Unsupported(
-            'backend: --backend llama-cpp needs the package llama-cpp-python: run pip install "specdec[llama-cpp]"',
+            f"backend: --backend llama-cpp needs the package llama-cpp-python: run {install_command('llama-cpp')}",
             field="backend",
         ) from error
     _silence(llama_cpp)

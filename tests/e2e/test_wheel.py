@@ -130,7 +130,7 @@ def test_a_command_that_needs_the_services_names_the_extra_to_install(
 ) -> None:
     refused = client.specdec(*words, check=False)
     assert refused.returncode == 1
-    assert refused.stderr.endswith(' is not installed: run pip install "specdec[serve]" (UNSUPPORTED)\n')
+    assert refused.stderr.endswith(' is not installed: run pip install "specdec-serving[serve]" (UNSUPPORTED)\n')
     assert "Traceback" not in refused.stderr
 
 

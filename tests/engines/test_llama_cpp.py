@@ -20,7 +20,7 @@ from specdec.checkpoints.locate import locate_checkpoint
 from tests.engines.conftest import DEMO
 from tests.engines.rig import NUM_TOKENS, PROMPTS, Llama, generate, installed, system, token_ids_of
 
-pytest.importorskip("llama_cpp", reason="needs llama-cpp-python: pip install 'specdec[llama-cpp]'")
+pytest.importorskip("llama_cpp", reason="needs llama-cpp-python: pip install 'specdec-serving[llama-cpp]'")
 
 
 @pytest.fixture(scope="module", params=["SmolLM2", "Qwen2.5-Coder"])

@@ -119,13 +119,13 @@ def test_up_without_redis_server_and_without_fakeredis_names_both_remedies(tmp_p
     assert ended.stderr.splitlines()[-1] == (
         "error: without redis-server 7 or later, the store of `specdec up` needs the "
         "package fakeredis, which is not installed: install redis-server 7 or later, or run pip install "
-        "'specdec[embedded]' (UNSUPPORTED)"
+        '"specdec-serving[embedded]" (UNSUPPORTED)'
     )
 
 
 def test_a_memory_url_without_fakeredis_names_both_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fakeredis", None)
-    with pytest.raises(Unsupported, match=r"give --redis-url .*, or run pip install 'specdec\[embedded\]'"):
+    with pytest.raises(Unsupported, match=r'give --redis-url .*, or run pip install "specdec-serving\[embedded\]"'):
         RedisConnection("memory://")
 
 

@@ -235,7 +235,7 @@ def test_without_the_packages_that_read_it_the_extra_is_told_that_installs_them(
     assert done.returncode == 1
     told = (
         f"error: reading {str(demo_file)!r} needs gguf, which this installation lacks: run pip install "
-        '"specdec[gguf]" (INVALID_REQUEST)'
+        '"specdec-serving[gguf]" (INVALID_REQUEST)'
     )
     assert done.stderr.splitlines()[-1] == told
 

@@ -119,5 +119,5 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch,
     from target_service.backends.llama_context import LlamaContext
 
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(Unsupported, match=r'pip install "specdec\[llama-cpp\]"'):
+    with pytest.raises(Unsupported, match=r'pip install "specdec-serving\[llama-cpp\]"'):
         LlamaContext(tmp_path / "model.gguf", OPTIONS)

@@ -15,7 +15,7 @@ from pathlib import Path
 from specdec.checkpoints.artifact_cache import cache_directory, make_folder
 from specdec.cli.checks.finding import Finding, fail, ok, warn
 from specdec.cli.extras import missing_modules
-from specdec.contract.version import __version__
+from specdec.contract.version import DISTRIBUTION, __version__, install_command
 
 _PYTHONS = ((3, 11), (3, 13))
 _COMPILE_LIMIT_S = 240.0
@@ -38,7 +38,7 @@ def check_packages() -> Iterator[Finding]:
         yield ok("extras", f"{there}, so it is no replica; not installed: {absent}")
     elif missing["serve"]:
         found = f"packages of the extra serve are missing: {', '.join(missing['serve'])}"
-        yield warn("extras", found, 'pip install "specdec[serve]"')
+        yield warn("extras", found, install_command("serve"))
     else:
         yield ok("extras", f"{there}; not installed: {absent}" if any(missing.values()) else f"all: {there}")
 
@@ -48,7 +48,7 @@ def _packages_outside_their_range() -> Iterator[str]:
     try:
         from packaging.requirements import Requirement
 
-        requirements = importlib.metadata.requires("specdec") or []
+        requirements = importlib.metadata.requires(DISTRIBUTION) or []
     except (ImportError, importlib.metadata.PackageNotFoundError):  # a client, or a checkout that is not installed
         return
     for requirement in map(Requirement, requirements):

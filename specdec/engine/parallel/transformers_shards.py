@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from specdec.checkpoints.rank_checks import FLAG, require_even_heads, require_even_kv_heads
 from specdec.contract.errors import Unsupported
+from specdec.contract.version import install_command
 from specdec.engine.model.checkpoint_model import load_weights
 from specdec.engine.model.model_runner import ForwardPass, TransformersForward
 from specdec.engine.options import CompileOptions
@@ -72,6 +73,6 @@ def _require_plan(config: PreTrainedConfig, num_ranks: int) -> None:
     if find_spec("accelerate") is None:
         raise Unsupported(
             f"{FLAG} for a model of type {config.model_type} needs the package accelerate, which is not installed: run "
-            'pip install "specdec[gguf]"',
+            f"{install_command('gguf')}",
             field="tensor_parallel",
         )

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any, TextIO
 
 from specdec.contract.errors import InvalidRequest, Unavailable, Unsupported
+from specdec.contract.version import install_command
 from specdec.rpc.channels import dial_blocking
 from specdec.settings.addresses import check_dialable
 from specdec.settings.standard_streams import output_stream
@@ -51,7 +52,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise Unsupported(f'--ray-address needs the package ray: run pip install "specdec[ray]" ({error})') from error
+        raise Unsupported(f"--ray-address needs the package ray: run {install_command('ray')} ({error})") from error
     return ray
 
 

@@ -104,4 +104,7 @@ def test_a_missing_package_of_the_gateway_is_told_with_its_extra(monkeypatch: py
     with pytest.raises(ModuleNotFoundError) as refused:
         up.run(args, [], {}, threading.Event())
     told = missing_extra(refused.value, "up").message
-    assert told == 'specdec up needs the package fastapi, which is not installed: run pip install "specdec[gateway]"'
+    assert (
+        told
+        == 'specdec up needs the package fastapi, which is not installed: run pip install "specdec-serving[gateway]"'
+    )

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import specdec
+from specdec.contract.version import DISTRIBUTION
 
 ROOT = Path(__file__).resolve().parents[3]
 MAX_COLUMNS = 120
@@ -134,6 +135,13 @@ def test_the_structure_lists_every_package_above_those_that_import_it() -> None:
     assert set(listed) >= set(floors)
     order = [floors[name] for name in listed if name in floors]
     assert order == sorted(order)
+
+
+def test_the_project_is_built_under_the_name_that_the_code_knows() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    own = {re.split(r"[\[=<>]", line)[0] for lines in project["optional-dependencies"].values() for line in lines}
+    assert project["name"] == DISTRIBUTION
+    assert {name for name in own if name.startswith("specdec")} == {DISTRIBUTION}
 
 
 def test_the_citation_names_the_version() -> None:

@@ -55,7 +55,7 @@ except Unsupported as error:
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.startswith("otlp_endpoint ")
-    assert 'pip install "specdec[otel]"' in shown
+    assert 'pip install "specdec-serving[otel]"' in shown
 
 
 def test_missing_packages_are_a_warning_where_only_the_standard_variable_asks_for_traces() -> None:

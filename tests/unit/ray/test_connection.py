@@ -60,7 +60,7 @@ def test_a_missing_ray_is_one_line_with_the_command_that_installs_it(environ: di
     (tmp_path / "ray.py").write_text("raise ImportError('no module named ray')\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     assert told(place("127.0.0.1:1", **environ, PYTHONPATH=path)).startswith(
-        'error: --ray-address needs the package ray: run pip install "specdec[ray]" ('
+        'error: --ray-address needs the package ray: run pip install "specdec-serving[ray]" ('
     )
 
 
