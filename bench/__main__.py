@@ -1,64 +1,80 @@
 """`python -m bench SUITE --json FILE --plot DIR [--quick]`: run a suite, print its table, keep its rows and plots.
 
-`python -m bench compare OLD NEW` prints which figures moved between two kept runs. The exit code is 1 when a row falls
-short of what it must reach, so that a script can hold a result; with `--quick` it never is, because its intervals are
-too wide to judge by.
+`python -m bench --list` says what each suite shows and how long it takes, and `python -m bench compare OLD NEW` which
+figures moved between two kept runs. The exit code is 1 when a row falls short of what it must reach, so that a script
+can hold a result; with `--quick` it never is, because its intervals are too wide to judge by.
 """
 
 import argparse
+import importlib
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from transformers.utils.logging import disable_progress_bar
+from bench.harness import compare
+from bench.harness.plots import write_plots
+from bench.harness.report import print_suites, print_table
+from bench.harness.rows import write_json
 
-from bench import (
-    compare,
-    drafts,
-    elastic,
-    faults,
-    gateway,
-    gpu,
-    latency,
-    observability,
-    orchestration,
-    planning,
-    real,
-    throughput,
-    wire,
-)
-from bench.autoscaling import suite as autoscaling
-from bench.engines import suite as engines
-from bench.report import print_table, write_plots
-from bench.rows import write_json
-from bench.servers import suite as peers
-
-_MODULES = (
-    latency, throughput, orchestration, wire, drafts, elastic, faults, gateway, observability, planning, autoscaling,
-    gpu, real, peers, engines,
-)  # fmt: skip
-SUITES = {suite.SUITE: suite for suite in _MODULES}
+#: The module of each suite, and about how many minutes it takes on two idle cores.
+SUITES = {
+    "latency": ("bench.suites.latency.suite", 12),
+    "throughput": ("bench.suites.throughput", 10),
+    "orchestration": ("bench.suites.orchestration.suite", 12),
+    "wire": ("bench.suites.wire", 2),
+    "drafts": ("bench.suites.drafts.suite", 60),
+    "elastic": ("bench.suites.elastic.suite", 30),
+    "faults": ("bench.suites.faults.suite", 20),
+    "gateway": ("bench.suites.gateway.suite", 6),
+    "observability": ("bench.suites.observability.suite", 12),
+    "planning": ("bench.suites.planning", 6),
+    "autoscaling": ("k8s.simulation.suite", 3),
+    "gpu": ("bench.suites.gpu.suite", 10),
+    "real": ("bench.suites.real.suite", 15),
+    "peers": ("bench.suites.peers.suite", 60),
+    "engines": ("bench.suites.engines.suite", 60),
+}
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the suite that the command line names."""
+    argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python -m bench", description="Measure against peers in the same run.")
+    parser.add_argument("--list", action="store_true", help="say what each suite shows and how long it takes")
+    if "--list" in argv:
+        print_suites((name, suite_of(name).__doc__ or "", minutes) for name, (_, minutes) in SUITES.items())
+        return 0
     commands = parser.add_subparsers(dest="suite", required=True, metavar="SUITE")
-    for name, suite in SUITES.items():
-        command = commands.add_parser(name, help=(suite.__doc__ or "").partition("\n")[0])
-        command.add_argument("--json", type=Path, help="write the rows to this file")
-        command.add_argument("--plot", type=Path, help="write PNG plots into this folder (needs the bench extra)")
-        command.add_argument(
-            "--quick", action="store_true", help="a few pairs only: a smoke test, not a figure to keep"
-        )
-        suite.add_arguments(command)
+    for name in SUITES:
+        _add_suite(commands.add_parser(name), name if name in argv else "")
     compare.add_arguments(commands.add_parser("compare", help="say what moved between two files of rows"))
     arguments = parser.parse_args(argv)
     if arguments.suite == "compare":
         return compare.run(arguments)
+    return _run(arguments)
+
+
+def suite_of(name: str) -> Any:
+    """Return the module of a suite, which has `add_arguments` and `run`."""
+    return importlib.import_module(SUITES[name][0])
+
+
+def _add_suite(command: argparse.ArgumentParser, suite: str) -> None:
+    """Add the options of every suite, and those of one if it is the one that runs."""
+    command.add_argument("--json", type=Path, help="write the rows to this file")
+    command.add_argument("--plot", type=Path, help="write PNG plots into this folder (needs the bench extra)")
+    command.add_argument("--quick", action="store_true", help="a few pairs only: a smoke test, not a figure to keep")
+    if suite:
+        suite_of(suite).add_arguments(command)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    rows = SUITES[arguments.suite].run(arguments)
+    rows = suite_of(arguments.suite).run(arguments)
     if not rows:
         return 0
     print_table(rows)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from one_machine import TransformersPeer, print_answer, with_system
 
-from bench.real_models import QWEN_DRAFT, QWEN_TARGET
-from bench.report import progress, waiting
+from bench.harness.report import progress, waiting
+from bench.systems.real_models import QWEN_DRAFT, QWEN_TARGET
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.cli.closing_line import closing_line, tokens_per_s
 from specdec.cli.terminal import TokenWriter, wants_colour

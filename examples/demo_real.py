@@ -13,8 +13,8 @@ from pathlib import Path
 
 from one_machine import TransformersPeer, print_answer, with_system
 
-from bench.real_models import SMOLLM2
-from bench.report import waiting
+from bench.harness.report import waiting
+from bench.systems.real_models import SMOLLM2
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.cli.closing_line import closing_line, tokens_per_s
 from specdec.cli.terminal import TokenWriter, wants_colour

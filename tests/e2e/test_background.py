@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.simulated_system import write_tokenizer
+from bench.systems.simulated import write_tokenizer
 from specdec.cli import control
 from tests.support.stack import free_port
 from tests.support.tiny_models import build_tiny_model

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.models import DEMO
+from bench.systems.models import DEMO
 from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_fingerprint
 from specdec.cli import up
 from specdec.cli.__main__ import build_parser

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.simulated_system import write_tokenizer
+from bench.systems.simulated import write_tokenizer
 from specdec.client import Client
 from specdec.contract.errors import SpecdecError
 from tests.support.up_rig import specdec, start_up

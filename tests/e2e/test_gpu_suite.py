@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from transformers import LlamaConfig
 
-from bench import gpu, gpu_stack
+from bench.suites.gpu import stack as gpu_stack
+from bench.suites.gpu import suite as gpu
 
 CONFIG = LlamaConfig(
     hidden_size=64,

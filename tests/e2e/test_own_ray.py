@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.ray_nodes import descendants
-from bench.simulated_system import write_tokenizer
+from bench.systems.ray_nodes import descendants
+from bench.systems.simulated import write_tokenizer
 from specdec.client import Client
 from tests.support.up_rig import complaints, start_up, wait_until_gone
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.simulated_system import write_tokenizer
+from bench.systems.simulated import write_tokenizer
 from specdec.client import AsyncClient, Client
 from specdec.contract.errors import InvalidRequest, SpecdecError
 from specdec.observability.tracing import open_tracing

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.simulated_system import write_tokenizer
-from bench.steady_load import SteadyLoad
+from bench.harness.steady_load import SteadyLoad
+from bench.systems.simulated import write_tokenizer
 from specdec.client import Client
 from tests.support.up_rig import children_of, specdec, start_up
 

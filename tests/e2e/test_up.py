@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.models import DEMO
+from bench.systems.models import DEMO
 from specdec.client import Client, Completion
 from specdec.contract.errors import InvalidRequest
 from specdec.rpc.client import TargetLink

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.real_models import PackagedModel
+from bench.systems.real_models import PackagedModel
 from specdec import Client
 from specdec.checkpoints.vocabulary import load_tokenizer
 from specdec.client import Budgets

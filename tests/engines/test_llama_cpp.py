@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from bench.gguf_writing import write_gguf
-from bench.real_models import QWEN_DRAFT, QWEN_TARGET, SMOLLM2
-from bench.servers.texts import first_difference
+from bench.suites.peers.texts import first_difference
+from bench.systems.gguf_writing import write_gguf
+from bench.systems.real_models import QWEN_DRAFT, QWEN_TARGET, SMOLLM2
 from specdec import Client
 from specdec.checkpoints.locate import locate_checkpoint
 from tests.engines.conftest import DEMO

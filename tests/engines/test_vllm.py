@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from bench.real_models import SMOLLM2
-from bench.servers.texts import first_difference
+from bench.suites.peers.texts import first_difference
+from bench.systems.real_models import SMOLLM2
 from specdec import Client
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.client import Budgets

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.simulated_system import write_tokenizer
+from bench.systems.simulated import write_tokenizer
 from coordinator.replicas.replica import DRAFT
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, eventually, request

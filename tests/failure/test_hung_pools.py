@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from bench.simulated_system import write_tokenizer
+from bench.systems.simulated import write_tokenizer
 from specdec.client import Client
 from tests.support.freezing import frozen
 from tests.support.up_rig import children_of, specdec, start_up

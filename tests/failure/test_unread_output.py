@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from bench.simulated_system import write_tokenizer
+from bench.systems.simulated import write_tokenizer
 from specdec.client import Client
 from specdec.settings.standard_streams import MAX_WAITING_BYTES
 from tests.support.stack import START_TIMEOUT_S, STOP_TIMEOUT_S, Stack, is_serving

@@ -24,8 +24,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import set_tqdm_hook
 
-from bench.gguf_writing import write_gguf
-from bench.models import DEMO
+from bench.systems.gguf_writing import write_gguf
+from bench.systems.models import DEMO
 from specdec.checkpoints import gguf_convert
 from specdec.checkpoints.gguf_numbers import NotConverted
 from specdec.checkpoints.locate import checkpoint_fingerprint, locate_checkpoint

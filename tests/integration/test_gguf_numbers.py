@@ -18,8 +18,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import set_tqdm_hook
 
-from bench.gguf_writing import add_tokenizer
-from bench.models import DEMO
+from bench.systems.gguf_writing import add_tokenizer
+from bench.systems.models import DEMO
 from specdec.checkpoints import gguf_convert
 from specdec.checkpoints.gguf_numbers import NotConverted
 

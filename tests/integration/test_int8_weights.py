@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.models import DEMO
-from bench.workload import prompt_token_ids
+from bench.harness.workload import prompt_token_ids
+from bench.systems.models import DEMO
 from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from specdec.contract.types import BLOCK_TOKENS

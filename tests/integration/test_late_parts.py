@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.simulated_system import write_tokenizer
+from bench.systems.simulated import write_tokenizer
 from tests.support.kubelet import Container, grpc_probe, http_probe
 from tests.support.redis_fixture import RedisServer
 from tests.support.stack import free_port, is_ready

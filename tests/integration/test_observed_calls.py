@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.observed_calls import read_observed
-from bench.simulated_system import ProcessSystem, simulated_replicas, write_tokenizer
-from bench.streams import StreamProcess, StreamRequest
+from bench.harness.streams import StreamProcess, StreamRequest
+from bench.suites.observability.calls import read_observed
+from bench.systems.simulated import ProcessSystem, simulated_replicas, write_tokenizer
 
 SERVICES = {"coordinator", "draft_service", "target_service"}
 
@@ -19,7 +19,7 @@ def test_each_round_is_counted_by_its_services_within_its_own_time(tmp_path: Pat
         ProcessSystem(
             tokenizer_dir,
             simulated_replicas("simulated:8b-0.6b,predraft=off"),
-            runner=("bench.observed_calls", str(folder)),
+            runner=("bench.suites.observability.calls", str(folder)),
         ) as system,
         StreamProcess(system.endpoint) as client,
     ):

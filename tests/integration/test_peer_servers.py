@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.models import DEMO
-from bench.process_tree import descendants
-from bench.servers.process import ServerFailure
-from bench.servers.specdec_server import SpecdecServer
-from bench.servers.transformers_server import TransformersServer
-from bench.workload import prompt_token_ids
+from bench.harness.process_tree import descendants
+from bench.harness.workload import prompt_token_ids
+from bench.systems.models import DEMO
+from bench.systems.process import ServerFailure
+from bench.systems.specdec_server import SpecdecServer
+from bench.systems.transformers_server import TransformersServer
 
 TARGET, DRAFT = DEMO / "target", DEMO / "draft"
 NUM_TOKENS = 12

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.ray_nodes import NUM_CPUS, RayNodes, descendants
-from bench.simulated_system import write_tokenizer
-from bench.steady_load import SteadyLoad
+from bench.harness.steady_load import SteadyLoad
+from bench.systems.ray_nodes import NUM_CPUS, RayNodes, descendants
+from bench.systems.simulated import write_tokenizer
 from specdec.client import Budgets, Client
 from tests.support.redis_fixture import RedisServer
 from tests.support.tiny_models import build_tiny_model

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from bench.simulated_system import ProcessSystem, redis_server, simulated_replicas, write_tokenizer
-from bench.streams import StreamProcess, StreamRequest
+from bench.harness.streams import StreamProcess, StreamRequest
+from bench.systems.simulated import ProcessSystem, redis_server, simulated_replicas, write_tokenizer
 
 NUM_TOKENS = 120
 GAMMA = 4

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.simulated_system import write_tokenizer
+from bench.systems.simulated import write_tokenizer
 from specdec.client import AsyncClient, Client
 from tests.support.name_server import NameServer
 from tests.support.process_template import ENVIRON, Streams, start_like

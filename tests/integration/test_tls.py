@@ -14,7 +14,7 @@ from urllib.request import urlopen
 import grpc
 import pytest
 
-from bench.simulated_system import write_tokenizer
+from bench.systems.simulated import write_tokenizer
 from specdec import AsyncClient, Client, Tls
 from specdec.cli.__main__ import run
 from specdec.client import Budgets

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.simulated_system import write_tokenizer
-from bench.zipf import EXPONENT, ZipfWorker
+from bench.systems.simulated import write_tokenizer
+from bench.systems.zipf import EXPONENT, ZipfWorker
 from specdec.contract.types import TokenSource
 from specdec.engine.simulated.text import VOCABULARY_SIZE
 from tests.support.model_stack import ModelStack

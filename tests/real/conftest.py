@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.real_models import GEMMA3, SMOLLM2
+from bench.systems.real_models import GEMMA3, SMOLLM2
 from tests.support.served_files import Served, serve
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bench.system import RunningSystem
+from bench.systems.ours import RunningSystem
 from specdec.client import Client
 
 #: Logits this close may change places between one step and many in one: all is float32, but sums have their order.

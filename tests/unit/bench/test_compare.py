@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.__main__ import main
-from bench.compare import compare
+from bench.__main__ import SUITES, main
+from bench.harness.compare import compare
 
 
 def kept(value: float, low: float | None = None, high: float | None = None, **changes: object) -> dict:
@@ -54,3 +54,10 @@ def test_the_command_reads_two_files_and_says_how_many_moved(
         (tmp_path / name).write_text(json.dumps([row]))
     assert main(["compare", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
     assert "1 of 1 figures moved" in capsys.readouterr().out
+
+
+def test_the_list_says_of_every_suite_what_it_shows_and_how_long_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    listed = [line.split(maxsplit=3) for line in capsys.readouterr().out.splitlines()]
+    assert [(name, minutes) for name, minutes, _, _ in listed] == [(name, str(m)) for name, (_, m) in SUITES.items()]
+    assert all(shown.endswith(".") for *_, shown in listed)

@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 
-from bench.engines.draft_pool import longest_pause_ms
-from bench.engines.turns import num_equal_texts
-from bench.engines.vllm_front import above_pass_row
-from bench.rows import Origin, Row
-from bench.servers.answers import Answer
-from bench.servers.figures import Batch, ratio_row
+from bench.harness.rows import Origin, Row
+from bench.suites.engines.draft_pool import longest_pause_ms
+from bench.suites.engines.turns import num_equal_texts
+from bench.suites.engines.vllm_front import above_pass_row
+from bench.suites.peers.figures import Batch, ratio_row
+from bench.systems.answers import Answer
 
 make_row = partial(Row, suite="engines", row=None, case="case", origin=Origin("two cores", "commit", "date"))
 

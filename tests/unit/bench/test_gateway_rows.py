@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 
-from bench.gateway import GRPC, HTTP, Batch, batch_rows
-from bench.gateway_streams import TextStream, tokens_per_s
-from bench.guidellm_client import acceptance_figures, report_figures
-from bench.pairs import median_difference
-from bench.peer_clients import client_rows
-from bench.rows import Origin, Row
+from bench.harness.pairs import median_difference
+from bench.harness.rows import Origin, Row
+from bench.suites.gateway.guidellm_client import acceptance_figures, report_figures
+from bench.suites.gateway.peer_clients import client_rows
+from bench.suites.gateway.streams import TextStream, tokens_per_s
+from bench.suites.gateway.suite import GRPC, HTTP, Batch, batch_rows
 
 ORIGIN = Origin(hardware="2 cores, a processor", commit="abc123", date="2026-01-02T03:04:05Z")
 ROW = partial(Row, suite="gateway", row=None, origin=ORIGIN)

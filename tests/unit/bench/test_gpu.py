@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from bench import gpu
-from bench.gpu_attention import attention_rows
-from bench.rows import Origin, Row
+from bench.harness.rows import Origin, Row
+from bench.suites.gpu import suite as gpu
+from bench.suites.gpu.attention import attention_rows
 
 CONFIG = LlamaConfig(
     hidden_size=64,

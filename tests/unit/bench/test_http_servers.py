@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.servers.http_servers import LlamaServer, VllmServer
-from bench.servers.http_stream import HttpFailure, get_status
-from bench.servers.process import ServerFailure
-from bench.servers.systems import own_draft_model
+from bench.harness.http_stream import HttpFailure, get_status
+from bench.systems.http_servers import LlamaServer, VllmServer
+from bench.systems.process import ServerFailure
+from bench.systems.served import own_draft_model
 from tests.support import canned_server
 
 PROMPT = [1, 300, 301]

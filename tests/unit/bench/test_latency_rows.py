@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from bench import latency
-from bench.latency import OURS, TARGET_ONLY, RoundTimes
-from bench.peers import PeerRun
-from bench.report import write_plots
-from bench.rows import Row
-from bench.system import SystemRun
+from bench.harness.plots import write_plots
+from bench.harness.rows import Row
+from bench.suites.latency import suite as latency
+from bench.suites.latency.suite import OURS, TARGET_ONLY, RoundTimes
+from bench.systems.ours import SystemRun
+from bench.systems.transformers import PeerRun
 from specdec.client.results import GenerationStats
 
 NUM_PROMPTS = 9

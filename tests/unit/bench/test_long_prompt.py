@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.long_prompt import gap_p99_s
-from bench.streams import StreamRun
+from bench.harness.streams import StreamRun
+from bench.suites.orchestration.long_prompt import gap_p99_s
 
 
 def run(*chunk_s: float) -> StreamRun:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from bench.models import deep
+from bench.systems.models import deep
 
 VOCABULARY_SIZE = 64
 

@@ -7,10 +7,19 @@ from functools import partial
 
 import pytest
 
-from bench.metrics_cost import CountedBatch, metrics_rows
-from bench.observed_calls import Observed
-from bench.observed_systems import AUDITED, AUDITED_EVERY, PLAIN, SCRAPED, SYSTEMS, TRACED, ObservedBatch, system_rows
-from bench.rows import Origin, Row
+from bench.harness.rows import Origin, Row
+from bench.suites.observability.calls import Observed
+from bench.suites.observability.metrics_cost import CountedBatch, metrics_rows
+from bench.suites.observability.systems import (
+    AUDITED,
+    AUDITED_EVERY,
+    PLAIN,
+    SCRAPED,
+    SYSTEMS,
+    TRACED,
+    ObservedBatch,
+    system_rows,
+)
 from specdec.settings.coordinator import CoordinatorSettings
 
 ORIGIN = Origin(hardware="2 cores, a processor", commit="abc123", date="2026-01-02T03:04:05Z")

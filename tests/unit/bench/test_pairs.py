@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bench.pairs import interleave, median_ratio
+from bench.harness.pairs import interleave, median_ratio
 
 
 def test_the_median_of_equal_ratios_has_an_interval_of_no_width() -> None:

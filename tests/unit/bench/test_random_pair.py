@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.models import DEMO
-from bench.random_pair import PairModel, RandomPair, write_random_pair, write_tokenizer
-from bench.workload import prompt_token_ids
+from bench.harness.workload import prompt_token_ids
+from bench.systems.models import DEMO
+from bench.systems.random_pair import PairModel, RandomPair, write_random_pair, write_tokenizer
 from specdec.checkpoints.vocabulary import load_tokenizer
 
 CONFIG = LlamaConfig(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.gguf_parts import join_parts
-from bench.real_models import QWEN_DRAFT, SMOLLM2
+from bench.systems.gguf_parts import join_parts
+from bench.systems.real_models import QWEN_DRAFT, SMOLLM2
 
 CONTENTS = [b"GGUF first ", b"second ", b"third"]
 
@@ -53,7 +53,7 @@ def print_paths(folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
     """Run the command with the packages of one folder and a cache of its own."""
     python_path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     environ = os.environ | {"PYTHONPATH": python_path, "XDG_CACHE_HOME": str(folder / "cache")}
-    command = [sys.executable, "-m", "bench.real_models", *names]
+    command = [sys.executable, "-m", "bench.systems.real_models", *names]
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
 
 

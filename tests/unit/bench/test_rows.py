@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench.report import print_table, write_plots
-from bench.rows import Origin, Row, write_json
+from bench.harness.plots import write_plots
+from bench.harness.report import print_table
+from bench.harness.rows import Origin, Row, read_json, write_json
 
 FIELDS = [
     "suite",
@@ -50,6 +51,7 @@ def test_the_kept_file_is_a_list_of_flat_objects_with_every_agreed_field(tmp_pat
     assert kept[1]["row"] == 0
     assert kept[1]["ratio_to"] == "peer"
     assert kept[0]["commit"] == "abc123"
+    assert read_json(path) == [a_row(), a_ratio()]
 
 
 def test_this_machine_and_this_commit_have_names() -> None:

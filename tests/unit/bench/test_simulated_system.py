@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.simulated_system import best_gamma, ideal_round_s, ideal_tokens_per_s, write_tokenizer
-from bench.streams import StreamRun
+from bench.harness.streams import StreamRun
+from bench.systems.simulated import best_gamma, ideal_round_s, ideal_tokens_per_s, write_tokenizer
 from specdec.checkpoints.vocabulary import load_tokenizer, vocabulary_fingerprint
 from specdec.engine.simulated.pair import PRESETS, simulated_pair
 from specdec.engine.simulated.text import simulated_vocabulary_fingerprint

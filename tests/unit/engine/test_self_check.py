@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.models import DEMO
+from bench.systems.models import DEMO
 from specdec.contract.errors import Unsupported
 from specdec.engine.base import ModelShape
 from specdec.engine.cuda_graphs.static_attention import GatheredAttention

@@ -1,0 +1,103 @@
+"""Measure the inter-token latency of running streams while a long prompt is prefilled, and without it.
+
+Real processes around simulated engines (70B/1B), with the target's default prefill budget and with practically
+none. A gap is the time between two chunks of one stream, one round; those count that overlap the reading of the
+prompt, or, without a prompt, the same stretch of the run. Part of the suite `orchestration`, which calls this.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from bench.harness.pairs import interleave, median_ratio
+from bench.harness.report import progress
+from bench.harness.rows import Row
+from bench.harness.streams import StreamProcess, StreamRequest, StreamRun
+from bench.systems.simulated import ProcessSystem, simulated_replicas
+
+NUM_STREAMS = 8
+NUM_TOKENS = 256
+PROMPT_TOKENS = 2_000
+#: By then all streams decode.
+ARRIVAL_S = 0.5
+UNBOUNDED_MS = 1e6
+
+_Run = tuple[list[StreamRun], StreamRun | None]
+
+
+def measure_long_prompt(
+    tokenizer_dir: Path,
+    model: str,
+    stream_request: Callable[..., StreamRequest],
+    num_runs: int,
+    row: Callable[..., Row],
+) -> list[Row]:
+    """The p99 of the gaps with the prompt over that without it, both, and how long the prompt took.
+
+    Args:
+        tokenizer_dir: see `write_tokenizer`.
+        model: the simulated pair.
+        stream_request: makes the request of one stream from its index and number of tokens.
+        num_runs: interleaved pairs.
+        row: makes a row of the suite.
+    """
+    rows = []
+    for name, budget in (("default budget", ()), ("unbounded", ("--prefill-budget-ms", str(UNBOUNDED_MS)))):
+        with (
+            ProcessSystem(tokenizer_dir, simulated_replicas(model, arguments=budget)) as system,
+            StreamProcess(system.endpoint) as clients,
+            progress(f"long prompt, {name}", 2 * num_runs + 1) as advance,
+        ):
+            systems = {
+                kind: partial(_run, clients=clients, stream_request=stream_request, has_prompt=kind == "prompt")
+                for kind in ("prompt", "alone")
+            }
+            # The first batch warms caches and lets the scheduler measure what a prompt costs.
+            systems["prompt"](num_runs)
+            advance()
+            runs = interleave(range(num_runs), systems, advance)
+        rows += _rows(runs, partial(row, row=None, system=name))
+    return rows
+
+
+def _run(index: int, clients: StreamProcess, stream_request: Callable[..., StreamRequest], has_prompt: bool) -> _Run:
+    first = index * (NUM_STREAMS + 1) * 2
+    requests = [stream_request(first + stream, NUM_TOKENS, gamma=4) for stream in range(NUM_STREAMS)]
+    if has_prompt:
+        ids = [1 + (first * 7 + position * 11) % 100_000 for position in range(PROMPT_TOKENS)]
+        requests.append(StreamRequest(ids, {"max_new_tokens": 1, "temperature": 0.0}, ARRIVAL_S))
+    runs = clients.run(requests)
+    return runs[:NUM_STREAMS], runs[NUM_STREAMS] if has_prompt else None
+
+
+def _rows(runs: dict[str, list[_Run]], row: Callable[..., Row]) -> list[Row]:
+    row = partial(row, case=f"70B/1B, gamma 4, {NUM_STREAMS} streams, a prompt of {PROMPT_TOKENS} tokens arrives")
+    windows = [(prompt.began_s, prompt.chunk_s[0]) for _, prompt in runs["prompt"] if prompt is not None]
+    p99_s = {
+        kind: [gap_p99_s(streams, *window) for (streams, _), window in zip(done, windows, strict=True)]
+        for kind, done in runs.items()
+    }
+    ratio = median_ratio(p99_s["prompt"], p99_s["alone"])
+    ttft_ms = float(np.median([end_s - begin_s for begin_s, end_s in windows])) * 1e3
+    return [
+        row(
+            metric="itl_p99_ratio", value=ratio.median, unit="x", ratio_to="no prompt", low=ratio.low, high=ratio.high,
+            num_pairs=ratio.num_pairs,
+        ),
+        row(metric="itl_p99_ms", value=float(np.median(p99_s["prompt"])) * 1e3, unit="ms"),
+        row(metric="itl_p99_without_prompt_ms", value=float(np.median(p99_s["alone"])) * 1e3, unit="ms"),
+        row(metric="prompt_ttft_ms", value=ttft_ms, unit="ms"),
+    ]  # fmt: skip
+
+
+def gap_p99_s(runs: Sequence[StreamRun], begin_s: float, end_s: float) -> float:
+    """The 99th percentile of the gaps that overlap a stretch of the batch."""
+    gaps = [
+        later - earlier
+        for run in runs
+        for earlier, later in zip(run.chunk_s, run.chunk_s[1:], strict=False)
+        if later > begin_s and earlier < end_s
+    ]
+    return float(np.quantile(gaps, 0.99))

@@ -1,0 +1,212 @@
+"""Suite `real`: SmolLM2-135M-Instruct on this CPU, one stream and eight, against Transformers and llama.cpp.
+
+The peers get the same GGUF file, or one made of the same weights (Q8_0, BF16, F16), the same threads and prompts, and
+the same number of greedy tokens; ours and llama.cpp keep the system prompt that all have in common. Ours runs
+target-only: no smaller model has its vocabulary, so neither specdec nor Transformers has a draft model; Transformers'
+prompt lookup needs none. llama.cpp's eight streams would need its server, which its Python package does not have (see
+the suite `peers`). Needs `make real`; llama.cpp is left out where `llama-cpp-python` is not installed.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from bench.harness.pairs import interleave, median_ratio
+from bench.harness.report import progress
+from bench.harness.rows import Origin, Row
+from bench.harness.streams import StreamProcess, StreamRequest, tokens_per_s
+from bench.harness.workload import NUM_THREADS
+from bench.systems.bare import BareProcess
+from bench.systems.gguf_files import rewrite
+from bench.systems.llama_cpp import LlamaProcess, is_installed
+from bench.systems.ours import RunningSystem
+from bench.systems.real_models import SMOLLM2
+from bench.systems.transformers import PeerProcess
+from specdec.checkpoints.locate import locate_checkpoint
+from specdec.checkpoints.vocabulary import load_tokenizer
+
+SUITE = "real"
+CASE = "SmolLM2-135M-Instruct"
+NUM_PAIRS, NUM_QUICK_PAIRS = 9, 2
+NUM_TOKENS, NUM_QUICK_TOKENS = 96, 24
+NUM_STREAMS = 8
+LOOKUP_TOKENS = 4
+STEP_CONTEXT = 100
+
+OURS, OURS_INT8, OURS_KEPT, OURS_WIDENED = "specdec", "specdec_int8", "specdec_bf16", "specdec_bf16_as_float32"
+PLAIN, LOOKUP, BATCH = "hf_plain", "hf_prompt_lookup", "hf_padded_batch"
+LLAMA = {kind: f"llama.cpp_{kind.lower()}" for kind in ("Q4_1", "Q8_0", "BF16", "F16")}
+
+#: Comparisons of one stream, and the ratio that each must reach.
+RATIOS: tuple[tuple[str, str, float | None], ...] = (
+    (OURS, PLAIN, 5.0),
+    (OURS, LOOKUP, None),
+    (OURS_KEPT, OURS_WIDENED, None),
+    (OURS_INT8, LLAMA["Q8_0"], 0.8),
+    (OURS_KEPT, LLAMA["BF16"], 0.9),
+    (OURS_KEPT, LLAMA["F16"], None),
+    (OURS, LLAMA["Q4_1"], None),
+    (OURS_INT8, PLAIN, None),
+)
+
+Run = Callable[[list[int]], float]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add no options to those of every suite."""
+
+
+def chat_prompts() -> list[str]:
+    """20 questions."""
+    return Path(__file__).with_name("chat_prompts.txt").read_text("utf-8").splitlines()
+
+
+def run(arguments: argparse.Namespace) -> list[Row]:
+    """Measure and return the rows; prints nothing but progress."""
+    from specdec.checkpoints.gguf_convert import convert  # needs the gguf extra
+
+    quick = arguments.quick
+    try:
+        model = SMOLLM2.path()
+    except FileNotFoundError as error:
+        raise SystemExit(f"error: {error}") from None
+    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder, ExitStack() as stack:
+        checkpoint = locate_checkpoint(model)
+        bf16 = rewrite(model, Path(folder) / "bf16.gguf", "BF16")
+        bf16_checkpoint = Path(folder) / "bf16"
+        convert(bf16, bf16_checkpoint, tokenizer_only=False)  # outside the user's cache, which would grow every run
+        ours = {
+            name: stack.enter_context(RunningSystem(path, None, dtype=dtype))
+            for name, path, dtype in (
+                (OURS, model, "auto"), (OURS_INT8, model, "int8"), (OURS_KEPT, bf16_checkpoint, "auto"),
+                (OURS_WIDENED, bf16_checkpoint, "float32"),
+            )
+        }  # fmt: skip
+        peer = stack.enter_context(PeerProcess(checkpoint, None, NUM_THREADS))
+        systems: dict[str, Run] = {name: partial(_ours, system, quick) for name, system in ours.items()}
+        systems |= {name: partial(_peer, peer, name.removeprefix("hf_"), quick) for name in (PLAIN, LOOKUP)}
+        if is_installed():
+            files = {"Q4_1": model, "BF16": bf16}
+            files |= {kind: rewrite(model, Path(folder) / f"{kind}.gguf", kind) for kind in ("Q8_0", "F16")}
+            for kind, path in files.items():
+                systems[LLAMA[kind]] = partial(_llama, stack.enter_context(LlamaProcess(path, NUM_THREADS)), quick)
+        prompts = _prompt_token_ids(checkpoint)
+        return [
+            *_one_stream(systems, prompts, quick),
+            *_steps(bf16_checkpoint, quick),
+            *_eight_streams(stack.enter_context(StreamProcess(ours[OURS].endpoint)), peer, prompts, quick),
+        ]
+
+
+def _prompt_token_ids(checkpoint: Path) -> list[list[int]]:
+    tokenizer = load_tokenizer(checkpoint)
+    conversations = ([{"role": "user", "content": text}] for text in chat_prompts())
+    return [
+        tokenizer.encode(
+            tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False),
+            add_special_tokens=False,
+        )
+        for conversation in conversations
+    ]
+
+
+def _num_tokens(quick: bool) -> int:
+    return NUM_QUICK_TOKENS if quick else NUM_TOKENS
+
+
+def _ours(system: RunningSystem, quick: bool, prompt: list[int]) -> float:
+    """Tokens a second, prompt included."""
+    return _num_tokens(quick) / system.run(prompt, _num_tokens(quick), mode="off", temperature=0.0).e2el_s
+
+
+def _peer(peer: PeerProcess, method: str, quick: bool, prompt: list[int]) -> float:
+    return _num_tokens(quick) / peer.run(method, prompt, _num_tokens(quick), LOOKUP_TOKENS).e2el_s
+
+
+def _llama(peer: LlamaProcess, quick: bool, prompt: list[int]) -> float:
+    return _num_tokens(quick) / peer.run(prompt, _num_tokens(quick)).e2el_s
+
+
+def _one_stream(systems: dict[str, Run], prompts: list[list[int]], quick: bool) -> list[Row]:
+    num_pairs = NUM_QUICK_PAIRS if quick else NUM_PAIRS
+    with progress("one stream", (1 + num_pairs) * len(systems)) as advance:
+        interleave(prompts[-1:], systems, advance)
+        rates = interleave(prompts[:num_pairs], systems, advance)
+    row = partial(Row, suite=SUITE, row=None, case=f"{CASE}, one stream", origin=Origin(), quick=quick)
+    return [
+        *_ratios(row, rates, [ratio for ratio in RATIOS if set(ratio[:2]) <= set(rates)]),
+        *_rates(row, rates),
+    ]
+
+
+def _steps(checkpoint: Path, quick: bool) -> list[Row]:
+    """Compare our step with 16-bit weights with the same step on float32 weights: one row, and five rows."""
+    num_pairs = NUM_QUICK_PAIRS if quick else NUM_PAIRS
+    models = {OURS_KEPT: (checkpoint, "auto"), OURS_WIDENED: (checkpoint, "float32")}
+    rows: list[Row] = []
+    with BareProcess(models, NUM_THREADS) as bare, progress("steps", 2 * 2 * num_pairs) as advance:
+        for num_rows, required in ((1, 1.6), (5, None)):
+            rate = {name: partial(_steps_per_s, bare, name, num_rows) for name in models}
+            rates = interleave([STEP_CONTEXT] * num_pairs, rate, advance)
+            case = f"{CASE}, step of {num_rows} row{'s' * (num_rows > 1)}"
+            row = partial(Row, suite=SUITE, row=None, case=case, origin=Origin(), quick=quick)
+            rows += _ratios(row, rates, [(OURS_KEPT, OURS_WIDENED, required)], metric="steps_per_s_ratio")
+    return rows
+
+
+def _steps_per_s(bare: BareProcess, name: str, num_rows: int, context_tokens: int) -> float:
+    return 1 / bare.step_s(name, context_tokens, num_rows)
+
+
+def _eight_streams(clients: StreamProcess, peer: PeerProcess, prompts: list[list[int]], quick: bool) -> list[Row]:
+    """Prompts of one length, so that the peer's batch needs no padding either."""
+    length, num_tokens = min(map(len, prompts)), _num_tokens(quick)
+    equal = [prompt[-length:] for prompt in prompts]
+    options = {"max_new_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, "mode": "off"}
+
+    def batch(index: int) -> list[list[int]]:
+        return [equal[(index + place) % len(equal)] for place in range(NUM_STREAMS)]
+
+    def ours(index: int) -> float:
+        return tokens_per_s(clients.run([StreamRequest(prompt, options) for prompt in batch(index)]))
+
+    def padded(index: int) -> float:
+        return NUM_STREAMS * num_tokens / peer.run_batch(batch(index), num_tokens)
+
+    systems = {OURS: ours, BATCH: padded}
+    num_pairs = NUM_QUICK_PAIRS if quick else NUM_PAIRS
+    with progress(f"{NUM_STREAMS} streams", (1 + num_pairs) * len(systems)) as advance:
+        interleave([len(prompts)], systems, advance)
+        rates = interleave(range(num_pairs), systems, advance)
+    row = partial(Row, suite=SUITE, row=None, case=f"{CASE}, {NUM_STREAMS} streams", origin=Origin(), quick=quick)
+    return [*_ratios(row, rates, [(OURS, BATCH, 2.0)]), *_rates(row, rates)]
+
+
+def _ratios(
+    row: Callable[..., Row],
+    rates: dict[str, list[float]],
+    wanted: Sequence[tuple[str, str, float | None]],
+    metric: str = "tokens_per_s_ratio",
+) -> list[Row]:
+    rows = []
+    for system, other, required in wanted:
+        ratio = median_ratio(rates[system], rates[other])
+        rows.append(
+            row(
+                system=system, metric=metric, value=ratio.median, unit="x", ratio_to=other, low=ratio.low,
+                high=ratio.high, num_pairs=ratio.num_pairs, required=required,
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _rates(row: Callable[..., Row], rates: dict[str, list[float]]) -> list[Row]:
+    return [
+        row(system=name, metric="tokens_per_s", value=float(np.median(measured)), unit="tokens/s")
+        for name, measured in rates.items()
+    ]

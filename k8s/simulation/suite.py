@@ -1,0 +1,36 @@
+"""Suite `autoscaling`: simulated request traces under the autoscalers of the manifests, and what breaks at large loads.
+
+Pods, scrapes and decisions are simulated; the queries, thresholds, windows and policies are those of k8s/components,
+and the step times those of `specdec plan`. Only the processor time of Redis is measured here. A run takes under three
+minutes, and gives the same simulated figures every time.
+"""
+
+import argparse
+from functools import partial
+from typing import Any
+
+from bench.harness.rows import Origin, Row
+
+SUITE = "autoscaling"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add nothing: the suite has no flags of its own."""
+
+
+def run(arguments: argparse.Namespace) -> list[Row]:
+    """Simulate and return the rows; print nothing but progress.
+
+    What it needs (simpy, promql-parser) is imported here: a machine that runs another suite need not have it.
+    """
+    from bench.harness.report import progress
+    from k8s.simulation.rows import goodput_rows, limit_rows, pause_rows, signal_rows, trace_rows
+
+    row: Any = partial(Row, suite=SUITE, row=None, origin=Origin(), quick=arguments.quick)
+    parts = (goodput_rows, signal_rows, trace_rows, pause_rows, limit_rows)
+    rows: list[Row] = []
+    with progress(SUITE, len(parts)) as advance:
+        for part in parts:
+            rows += part(row, arguments.quick)
+            advance()
+    return rows
