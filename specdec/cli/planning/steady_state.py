@@ -5,7 +5,7 @@ per second is followed by one of cs calls, and by one of a single call where non
 exp(-cs): a step has cs + exp(-cs) calls on average. A call waits for the rest of a running step and takes part in the
 next one. A stream whose draft is faster than half a step comes back early in the step that followed its own, and waits
 for more than the half of it. The streams of one step of a target ask their drafts together. Requests arrive at random,
-so a request meets the mean number of others. `bench/planning.py` compares these means with live processes.
+so a request meets the mean number of others. `bench/suites/planning.py` compares these means with live processes.
 """
 
 from __future__ import annotations
