@@ -338,7 +338,7 @@ async def _real_vllm(backend: str, vllm: Any) -> AsyncIterator[System]:
 
 @asynccontextmanager
 async def _real_llama(folder: Path) -> AsyncIterator[System]:
-    from bench.gguf_writing import write_gguf
+    from bench.systems.gguf_writing import write_gguf
     from tests.engines.conftest import DEMO
     from tests.engines.rig import Llama
 
