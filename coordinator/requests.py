@@ -123,7 +123,7 @@ class GenerationIdentity:
 
 
 @dataclass(frozen=True, slots=True)
-class TopLogprob:
+class RankedLogprob:
     token_id: int
     logprob: float
 
@@ -133,7 +133,7 @@ class TokenLogprobs:
     """The model's logprobs at one position, before filters."""
 
     logprob: float
-    top: tuple[TopLogprob, ...]
+    top: tuple[RankedLogprob, ...]
 
 
 class Provenance(NamedTuple):

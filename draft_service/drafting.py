@@ -18,7 +18,7 @@ import torch
 from specdec.contract.types import Proposal, ProposeRequest, Score, ScoreRequest, Support
 from specdec.core.sparse import probability
 from specdec.engine.base import MultiStepDrafts
-from specdec.engine.drafting.drawing import Draft, Drawing
+from specdec.engine.drafting.drawing import Drawing, DrawnDraft
 from specdec.engine.drafting.multi_step import DeviceMultiStep, GreedyMultiStep
 from specdec.engine.drafting.multi_step_policy import MultiStepPolicy
 from specdec.engine.logits.filters import filtered_distributions, greedy_choices
@@ -122,7 +122,7 @@ def request_of(call: Call) -> ProposeRequest:
 
 def proposal_of(job: Job) -> Proposal:
     """Return the answer of a job's draft."""
-    draft: Draft = job.progress
+    draft: DrawnDraft = job.progress
     last_run_len = job.call.position.committed_len + len(draft.token_ids) - 1  # the last draft token does not run
     return draft.proposal(
         kv_len=min(job.kv_len, last_run_len),

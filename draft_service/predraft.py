@@ -38,7 +38,7 @@ import torch
 from draft_service.drafting import DraftProgram, is_complete, proposal_of, request_of
 from draft_service.fan_out_policy import MAX_FAN_OUT, FanOutPolicy, Predraft
 from specdec.contract.types import BLOCK_TOKENS, ProposeRequest, SessionPosition
-from specdec.engine.drafting.drawing import Draft
+from specdec.engine.drafting.drawing import DrawnDraft
 from specdec.engine.loop.idle_drafting import Branch, IdleDrafting
 from specdec.engine.loop.job import Job, split_non_finite
 from specdec.engine.sessions.calls import Call
@@ -78,7 +78,7 @@ class SpeculationTree:
 
     root: Sequence
     request: ProposeRequest
-    draft: Draft
+    draft: DrawnDraft
     fan_out: int
     """Fan-out of the branches; 0: only times are measured."""
     answered_s: float
@@ -160,7 +160,7 @@ class Predrafter(IdleDrafting):
         before = self._trees.pop(job.sequence.session_id, None)
         if before is not None:
             self._note_round(before, job.call.position, now_s)
-        draft: Draft = job.progress
+        draft: DrawnDraft = job.progress
         if len(draft.top_token_ids) != len(draft.token_ids):
             return  # drafted in a step with too many jobs to note top tokens
         request = request_of(job.call)

@@ -44,7 +44,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class OutputPlan:
     """One output to generate."""
 
     index: int
@@ -69,8 +69,8 @@ class Continued:
         return {"session_id": self.session_id, "expected_session_tokens": self.num_tokens}
 
 
-def plan(prompts: Sequence[Prompt], num_outputs: int, options: GenerateOptions, seed: int | None) -> list[Job]:
-    """Return the jobs of a request, those of one prompt next to each other.
+def plan(prompts: Sequence[Prompt], num_outputs: int, options: GenerateOptions, seed: int | None) -> list[OutputPlan]:
+    """Return the plans of the outputs of a request; those of one prompt are neighbours.
 
     Args:
         prompts: inputs; None where `options` have the input.
@@ -78,7 +78,7 @@ def plan(prompts: Sequence[Prompt], num_outputs: int, options: GenerateOptions, 
         options: options of every output.
         seed: seed of each prompt's first output; the others draw with the numbers after it.
     """
-    jobs = []
+    plans = []
     for number, prompt in enumerate(prompts):
         leader = number * num_outputs
         for place in range(num_outputs):
@@ -88,8 +88,8 @@ def plan(prompts: Sequence[Prompt], num_outputs: int, options: GenerateOptions, 
             if seed is not None:
                 own["seed"] = (seed + place) % NUM_SEEDS
             text = prompt if isinstance(prompt, str) else None
-            jobs.append(Job(leader + place, text, cast(GenerateOptions, own), leader))
-    return jobs
+            plans.append(OutputPlan(leader + place, text, cast(GenerateOptions, own), leader))
+    return plans
 
 
 def session_options(session_id: str | None, request_id: str | None, num_outputs: int) -> Mapping[str, str]:
@@ -107,7 +107,7 @@ class Outputs:
     def __init__(
         self,
         client: AsyncClient,
-        jobs: Sequence[Job],
+        plans: Sequence[OutputPlan],
         metrics: GatewayMetrics,
         model: str,
         continued: Continued | None = None,
@@ -115,15 +115,15 @@ class Outputs:
         """
         Args:
             client: client of the request's tenant.
-            jobs: outputs to generate.
+            plans: outputs to generate.
             metrics: receives counts and times.
             model: name under which the request named its model.
             continued: session of the only job; without it, or where it cannot be continued, the job's options count.
         """
-        self._client, self._jobs, self._metrics = client, jobs, metrics
+        self._client, self._plans, self._metrics = client, plans, metrics
         self._model, self._continued = model, continued
         self._began_s = time.monotonic()
-        self._has_begun = [asyncio.Event() for _ in jobs]
+        self._has_begun = [asyncio.Event() for _ in plans]
         """Set for an output that has a token or has ended."""
 
     async def events(self) -> AsyncGenerator[Event, None]:
@@ -132,7 +132,7 @@ class Outputs:
         Raises:
             SpecdecError: an output failed; the others are cancelled.
         """
-        source = self._output(self._jobs[0]) if len(self._jobs) == 1 else self._merged()
+        source = self._output(self._plans[0]) if len(self._plans) == 1 else self._merged()
         is_first = True
         async with aclosing(source) as events:
             async for event in events:
@@ -144,15 +144,15 @@ class Outputs:
                 yield event
 
     async def completions(self) -> list[Completion]:
-        """Return all outputs in the order of their jobs. Raises SpecdecError as `events`."""
+        """Return all outputs in the order of their plans. Raises SpecdecError as `events`."""
         finished: dict[int, Completion] = {}
         async with aclosing(self.events()) as events:
             async for event in events:
                 if event.completion is not None:
                     finished[event.index] = event.completion
-        return [finished[job.index] for job in self._jobs]
+        return [finished[job.index] for job in self._plans]
 
-    async def _output(self, job: Job) -> AsyncGenerator[Event, None]:
+    async def _output(self, job: OutputPlan) -> AsyncGenerator[Event, None]:
         """Yield the parts of one output: of the session to continue, or else of the job's own."""
         has_begun, continued = False, self._continued
         if continued is not None:
@@ -170,8 +170,8 @@ class Outputs:
                 yield event
 
     async def _merged(self) -> AsyncGenerator[Event, None]:
-        queue: asyncio.Queue[Event | BaseException] = asyncio.Queue(_MAX_AHEAD * len(self._jobs))
-        tasks = [asyncio.create_task(self._feed(job, queue)) for job in self._jobs]
+        queue: asyncio.Queue[Event | BaseException] = asyncio.Queue(_MAX_AHEAD * len(self._plans))
+        tasks = [asyncio.create_task(self._feed(job, queue)) for job in self._plans]
         try:
             num_left = len(tasks)
             while num_left:
@@ -185,7 +185,7 @@ class Outputs:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _feed(self, job: Job, queue: asyncio.Queue[Event | BaseException]) -> None:
+    async def _feed(self, job: OutputPlan, queue: asyncio.Queue[Event | BaseException]) -> None:
         """Put an output's events into the queue, and its error in place of the rest."""
         try:
             if job.index != job.leader:
@@ -201,7 +201,7 @@ class Outputs:
 
 
 async def _generated(
-    client: AsyncClient, job: Job, session: GenerateOptions | None = None
+    client: AsyncClient, job: OutputPlan, session: GenerateOptions | None = None
 ) -> AsyncGenerator[Event, None]:
     """Yield the parts of one output; the options of `session` replace the job's."""
     options = cast(

@@ -24,7 +24,7 @@ from specdec.contract.types import (
     VerifyRequest,
 )
 from specdec.core.random import DrawKey
-from specdec.engine.drafting.drawing import Draft, Drawing
+from specdec.engine.drafting.drawing import Drawing, DrawnDraft
 from specdec.engine.logits.filters import filtered_distributions, greedy_choices, split_batches
 from specdec.engine.logits.penalties import FilterContext
 from specdec.engine.logits.rows import coupled_choices, distribution_rows, logit_rows
@@ -55,9 +55,9 @@ class _Rows:
         return request
 
     @property
-    def draft(self) -> Draft | None:
+    def draft(self) -> DrawnDraft | None:
         """Local draft of the job."""
-        draft: Draft | None = self.job.progress
+        draft: DrawnDraft | None = self.job.progress
         return draft
 
     @property

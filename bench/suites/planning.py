@@ -22,7 +22,7 @@ from bench.harness.scrape import scrape
 from bench.harness.streams import StreamProcess, StreamRequest, StreamRun
 from bench.systems.simulated import ProcessSystem, ReplicaCommand, write_tokenizer
 from specdec.cli.planning.steady_state import CallTimes, Requests, SteadyState, steady_state
-from specdec.engine.simulated.device import ForwardTime
+from specdec.engine.simulated.device import ModelledTime
 from specdec.engine.simulated.pair import SimulatedPair, simulated_pair
 from specdec.supervision.processes import free_ports
 
@@ -64,7 +64,7 @@ PAIRS = (
 class _Steps:
     """Step times of a simulated engine, as a plan asks for them. Implements `StepModel`."""
 
-    forward: ForwardTime
+    forward: ModelledTime
 
     def step_s(self, num_sequences: float, num_rows: float, context_tokens: float) -> float:
         """See `StepModel.step_s`; the context costs nothing."""

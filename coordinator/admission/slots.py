@@ -17,7 +17,7 @@ from coordinator.admission.round_turns import RoundTurns
 from coordinator.admission.shares import TenantShares
 from coordinator.admission.slot_request import QueueState, SlotRequest
 from coordinator.admission.speeds import OutputLength, RunningLimit, StreamSpeeds
-from coordinator.admission.waiting import Waiter, WaitingRequests
+from coordinator.admission.waiting import WaitingRequest, WaitingRequests
 from specdec.contract.errors import ResourceExhausted, SpecdecError
 from specdec.contract.tenant import SessionKey
 
@@ -319,7 +319,7 @@ class RunningSlots:
     def _fill(self) -> None:
         """Give free slots to waiting requests."""
         while self._waiting and self.num_running < self._shares.limit:
-            waiter: Waiter = self._waiting.pop(self._shares.running)
+            waiter: WaitingRequest = self._waiting.pop(self._shares.running)
             if not waiter.granted.done():
                 waiter.granted.set_result(self._take(waiter.tenant, waiter.request.length))
 

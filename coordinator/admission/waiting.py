@@ -18,7 +18,7 @@ from specdec.contract.errors import SpecdecError
 
 
 @dataclass(order=True, slots=True)
-class Waiter:
+class WaitingRequest:
     """A request that waits. The first fields are its place within its tenant."""
 
     is_new: bool
@@ -46,7 +46,7 @@ class WaitingRequests:
     """All waiting requests of one coordinator. Used from one event loop; `all` and `len` from any thread."""
 
     def __init__(self) -> None:
-        self._queues: dict[str, list[Waiter]] = {}
+        self._queues: dict[str, list[WaitingRequest]] = {}
         """Waiting requests by tenant, in order; no tenant without one."""
         self._served_at: dict[str, int] = {}
         """Number of the last grant by waiting tenant, which decides between tenants that run equally many."""
@@ -67,13 +67,13 @@ class WaitingRequests:
         """Return all waiting requests, tenant by tenant."""
         return [waiter.request for queue in list(self._queues.values()) for waiter in list(queue)]
 
-    def of_tenant(self, tenant: str) -> list[Waiter]:
+    def of_tenant(self, tenant: str) -> list[WaitingRequest]:
         """Return the waiting requests of a tenant in their order."""
         return list(self._queues.get(tenant, ()))
 
-    def add(self, request: SlotRequest, *, is_judged: bool) -> Waiter:
+    def add(self, request: SlotRequest, *, is_judged: bool) -> WaitingRequest:
         """Let a request wait in its place."""
-        waiter = Waiter(
+        waiter = WaitingRequest(
             not request.is_resumption,
             request.priority,
             not request.is_next_turn,
@@ -88,7 +88,7 @@ class WaitingRequests:
         insort(self._queues[waiter.tenant], waiter)
         return waiter
 
-    def remove(self, waiter: Waiter) -> None:
+    def remove(self, waiter: WaitingRequest) -> None:
         """Remove a request that no longer waits. Idempotent."""
         queue = self._queues.get(waiter.tenant, [])
         if waiter in queue:
@@ -96,7 +96,7 @@ class WaitingRequests:
             if not queue:
                 del self._queues[waiter.tenant], self._served_at[waiter.tenant]
 
-    def pop(self, num_running: Mapping[str, int]) -> Waiter:
+    def pop(self, num_running: Mapping[str, int]) -> WaitingRequest:
         """Remove and return the next request; `num_running`: requests that run by tenant, 0 for others."""
         tenant = min(self._queues, key=lambda name: (num_running[name], self._served_at[name]))
         waiter = self._queues[tenant][0]

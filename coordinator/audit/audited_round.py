@@ -47,7 +47,7 @@ class Result(StrEnum):
     MISMATCH = "mismatch"
 
 
-class Acceptance(NamedTuple):
+class AuditedAcceptance(NamedTuple):
     """Accepted draft tokens of a round, beside the distribution that the target-only pass expects of them."""
 
     num_accepted: int
@@ -63,5 +63,5 @@ class Verdict(NamedTuple):
     """Session position of the first difference; 0 where there is none."""
     difference: str = ""
     """Subject of the difference: choice, distribution, final_token or acceptance; "" where there is none."""
-    acceptance: Acceptance | None = None
+    acceptance: AuditedAcceptance | None = None
     """Set for rounds that carry distributions and have draft tokens."""

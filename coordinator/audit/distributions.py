@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from coordinator.audit.audited_round import Acceptance, AuditedRound, Result, Verdict
+from coordinator.audit.audited_round import AuditedAcceptance, AuditedRound, Result, Verdict
 from coordinator.audit.expected_acceptance import acceptance_probabilities, expected_acceptance
 from coordinator.audit.target_pass import TargetPass
 from coordinator.audit.tolerance import Tolerance, nudged_filters
@@ -71,12 +71,12 @@ class DistributionCheck:
         narrower, wider = [(await self._replay(filters)).rows[index] for filters in self._nudged_filters]
         return _distance(live, narrower) <= _distance(narrower, wider) + self._tolerance.mass
 
-    def _acceptance(self, fresh: Verification) -> Acceptance | None:
+    def _acceptance(self, fresh: Verification) -> AuditedAcceptance | None:
         if not self._draft_token_ids:
             return None
         num_accepted, mode = self._outcome.num_accepted, self._audited.setting.mode
         expected = expected_acceptance(mode, num_accepted, self._draft_token_ids, self._outcome.supports, fresh.rows)
-        return Acceptance(num_accepted, *expected)
+        return AuditedAcceptance(num_accepted, *expected)
 
     def _is_impossible(self, fresh: Verification) -> bool:
         """Return whether no draw could have accepted this number of tokens."""

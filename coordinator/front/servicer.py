@@ -49,7 +49,7 @@ from specdec.contract.types import Mode
 from specdec.contract.version import __version__
 from specdec.observability.series import served_name
 from specdec.observability.tracing import Tracing, span_of_call
-from specdec.state.store import Promotion, SessionStore
+from specdec.state.store import PromotionRecord, SessionStore
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 #: Limit on the tokens to encode or decode in one call while no target replica has told its context length.
@@ -245,7 +245,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             raise Unsupported("this coordinator does not route requests: it runs without --route auto")
         return self._promoted(await self._canary.promote(request.draft_pool, request.share))
 
-    def _promoted(self, promotion: Promotion | None) -> coordinator_pb2.PromoteResponse:
+    def _promoted(self, promotion: PromotionRecord | None) -> coordinator_pb2.PromoteResponse:
         return coordinator_pb2.PromoteResponse(
             promotion=encode_promotion(promotion), target_models=encode_target_models(self._target_models.models())
         )

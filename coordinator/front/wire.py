@@ -17,7 +17,7 @@ from coordinator.front.chat_validation import check_num_messages
 from coordinator.front.raw_params import RawGenerationParams, RawSamplingParams, RawSpeculationParams
 from coordinator.generation.request_log import decode_stats
 from coordinator.replicas.replica import DRAFT, Replica
-from coordinator.replicas.target_models import TargetModel
+from coordinator.replicas.target_models import ServedModel
 from coordinator.requests import (
     ChatTurn,
     DraftStats,
@@ -30,7 +30,7 @@ from coordinator.requests import (
 )
 from specdec.contract.types import TokenSource
 from specdec.observability.series import served_name
-from specdec.state.store import Promotion, SessionRecord
+from specdec.state.store import PromotionRecord, SessionRecord
 from specdec.v1 import coordinator_pb2
 
 ParamsT = TypeVar("ParamsT", RawSamplingParams, RawSpeculationParams)
@@ -242,7 +242,7 @@ def encode_pools(
 
 
 def encode_target_models(
-    models: Iterable[TargetModel], *, has_inner_names: bool = True
+    models: Iterable[ServedModel], *, has_inner_names: bool = True
 ) -> list[coordinator_pb2.TargetModelInfo]:
     """Return the messages of the served target models; `has_inner_names` as for `encode_pools`."""
     return [
@@ -256,7 +256,7 @@ def encode_target_models(
     ]
 
 
-def encode_promotion(promotion: Promotion | None) -> coordinator_pb2.PromotionInfo | None:
+def encode_promotion(promotion: PromotionRecord | None) -> coordinator_pb2.PromotionInfo | None:
     """Return the message of a promotion; None, which leaves the field unset, where there is none."""
     if promotion is None:
         return None

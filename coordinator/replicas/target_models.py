@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class TargetModel:
+class ServedModel:
     """A model that target replicas serve."""
 
     info: EngineInfo
@@ -94,14 +94,14 @@ class TargetModels:
         await self._store.put(TargetShare(fingerprint, share) if fingerprint else None)
         await self.sync_with_store()
 
-    def models(self) -> list[TargetModel]:
+    def models(self) -> list[ServedModel]:
         """Return the served models by fingerprint, those included of which no replica takes sessions."""
         infos = {replica.model: replica.info for replica in self._pools.targets() if replica.is_alive}
         counts = self._num_replicas()
         weights = self._weights(counts)
         total = sum(weights.values())
         return [
-            TargetModel(info, counts[fingerprint], weights.get(fingerprint, 0.0) / total if total else 0.0)
+            ServedModel(info, counts[fingerprint], weights.get(fingerprint, 0.0) / total if total else 0.0)
             for fingerprint, info in sorted(infos.items())
             if info is not None
         ]

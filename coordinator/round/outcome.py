@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from coordinator.requests import Provenance, TokenLogprobs, TopLogprob
+from coordinator.requests import Provenance, RankedLogprob, TokenLogprobs
 from coordinator.round.timeline import RoundTimeline
 from specdec.contract.types import LogitRow, Proposal, Support, TokenIds, Verification
 from specdec.core.rejection import Decision
@@ -63,7 +63,7 @@ def _logprobs(token_id: int, index: int, supports: Sequence[Support], verificati
     return TokenLogprobs(
         logprob=_emitted_logit(token_id, row, support) - row.logsumexp,
         top=tuple(
-            TopLogprob(int(top_id), float(logit) - row.logsumexp)
+            RankedLogprob(int(top_id), float(logit) - row.logsumexp)
             for top_id, logit in zip(row.top_token_ids, row.top_logits, strict=True)
         ),
     )

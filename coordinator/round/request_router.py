@@ -19,7 +19,7 @@ from coordinator.round.routing_table import RoutingTable
 from coordinator.round.setting import RoundSetting
 from coordinator.round.tokens import SessionTokens
 from coordinator.routing.expected_rounds import ExpectedRounds, expected_rounds, rounds_of
-from coordinator.routing.scoring import MAX_CONTEXT_TOKENS, Span
+from coordinator.routing.scoring import MAX_CONTEXT_TOKENS, TokenSpan
 from specdec.contract.types import MAX_SCORED_TOKENS, Score, ScoreRequest, SessionPosition, TokenIds
 
 #: Spans shorter than this are not worth a call.
@@ -182,7 +182,7 @@ class RequestRouter:
         num_new = start + len(p) if self._is_first_span and self._setting.turn == 0 else None
         self._is_first_span = False
         self._routes.scores.put(
-            Span(
+            TokenSpan(
                 request,
                 tuple(p),
                 unused,

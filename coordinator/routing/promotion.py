@@ -18,7 +18,7 @@ from math import log, sqrt
 
 from coordinator.replicas.activity import Activity
 from coordinator.replicas.store_watch import StoreWatch
-from specdec.state.store import Promotion, Promotions, PromotionStatus
+from specdec.state.store import PromotionRecord, Promotions, PromotionStatus
 
 #: Shares of the sessions, and the number of requests of each group that a share takes.
 STAGES = {0.01: 16, 0.05: 32, 0.25: 64}
@@ -69,13 +69,13 @@ class Canary:
 
     def __init__(self, store: Promotions) -> None:
         self._store = store
-        self._promotion: Promotion | None = None
+        self._promotion: PromotionRecord | None = None
         self._pool, self._others = Sample(), Sample()
-        self._decided: Promotion | None = None
+        self._decided: PromotionRecord | None = None
         self._watch = StoreWatch("promotion", self.sync_with_store)
 
     @property
-    def promotion(self) -> Promotion | None:
+    def promotion(self) -> PromotionRecord | None:
         """Current promotion as last read from the store; None for none."""
         return self._promotion
 
@@ -87,13 +87,13 @@ class Canary:
         """Stop following the store. Idempotent."""
         await self._watch.close()
 
-    async def promote(self, pool: str, most: float) -> Promotion | None:
+    async def promote(self, pool: str, most: float) -> PromotionRecord | None:
         """Begin the promotion of a pool up to a share of the sessions, in place of the current one; 0 ends it.
 
         Raises:
             Unavailable: the store cannot be reached.
         """
-        begun = Promotion(pool, next_share(0.0, most), most, PromotionStatus.RUNNING) if most > 0.0 else None
+        begun = PromotionRecord(pool, next_share(0.0, most), most, PromotionStatus.RUNNING) if most > 0.0 else None
         self._follow(await self._store.put(begun))
         return self._promotion
 
@@ -124,7 +124,7 @@ class Canary:
         if count in LOOKS and count == sample.count:
             self._look(promotion, count)
 
-    def _look(self, promotion: Promotion, count: int) -> None:
+    def _look(self, promotion: PromotionRecord, count: int) -> None:
         """Decide after a look; `sync_with_store` writes the decision to the store."""
         if is_worse(self._pool, self._others):
             self._decided = replace(promotion, status=PromotionStatus.ROLLED_BACK)
@@ -147,7 +147,7 @@ class Canary:
         self._follow(await self._store.swap(before, decided))
         self._decided = None
 
-    def _follow(self, promotion: Promotion | None) -> None:
+    def _follow(self, promotion: PromotionRecord | None) -> None:
         if promotion == self._promotion:
             return
         self._promotion = promotion

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TokenSpan:
     """Committed tokens, and what is needed to score them."""
 
     request: ScoreRequest
@@ -56,11 +56,11 @@ class ScoreQueue:
     def __init__(self, pools: ReplicaPools, retry_s: float = RETRY_S) -> None:
         self._pools = pools
         self._retry_s = retry_s
-        self._waiting: deque[Span] = deque()
+        self._waiting: deque[TokenSpan] = deque()
         self._worker: asyncio.Task[None] | None = None
         self.num_dropped = 0
 
-    def put(self, span: Span) -> None:
+    def put(self, span: TokenSpan) -> None:
         """Add a span to the queue; return at once."""
         if len(self._waiting) >= MAX_WAITING:
             self._waiting.popleft()
@@ -91,7 +91,7 @@ class ScoreQueue:
             except Exception:
                 _log.exception("scoring a span failed")
 
-    async def _score(self, span: Span) -> None:
+    async def _score(self, span: TokenSpan) -> None:
         left = list(span.pools)
         for attempt in range(ATTEMPTS):
             if attempt:
@@ -101,7 +101,7 @@ class ScoreQueue:
                 break
         span.on_end()
 
-    async def _score_by(self, span: Span, pool: str) -> bool:
+    async def _score_by(self, span: TokenSpan, pool: str) -> bool:
         """Have one pool score a span; return whether no further attempt is needed."""
         local_pool = pool if pool in self._pools.local_pools else ""
         drafting = self._pools.local_targets(pool) if local_pool else self._pools.drafts(pool)

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from coordinator.text.missing_texts import Place, first_missing
+from coordinator.text.missing_texts import TextPlace, first_missing
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
@@ -161,7 +161,7 @@ def _with_marked_key(message: Message) -> Message:
     return {**message, "content": [{**part, _KEY: ""} for part in content]}
 
 
-def _render_with_text(render: Render, messages: Sequence[Message], form: _Form, place: Place, text: str) -> str:
+def _render_with_text(render: Render, messages: Sequence[Message], form: _Form, place: TextPlace, text: str) -> str:
     """Return the prompt of a conversation with another text at one place."""
     content = messages[place.message_index]["content"]
     texts = _texts(content)
@@ -176,7 +176,7 @@ class _Marks:
     def __init__(self, index: int) -> None:
         self._index = index
         self.texts: list[str] = []
-        self.places: list[Place] = []
+        self.places: list[TextPlace] = []
         """Places of the texts that must be in the prompt: none if the tool calls may be there in their place."""
         self.calls: list[str] = []
 
@@ -187,7 +187,7 @@ class _Marks:
             marked_texts = [self._mark(self.texts) if text else "" for text in _texts(content)]
             if not message.get("tool_calls"):
                 self.places = [
-                    Place(self._index, part, text, mark, message["role"] == "assistant")
+                    TextPlace(self._index, part, text, mark, message["role"] == "assistant")
                     for part, (text, mark) in enumerate(zip(_texts(content), marked_texts, strict=True))
                     if text
                 ]

@@ -27,7 +27,7 @@ _WORD = re.compile(r"\w+")
 _MARK = re.compile(r"zq\d+t\d+qz", re.IGNORECASE)
 
 
-class Place(NamedTuple):
+class TextPlace(NamedTuple):
     """A text of a conversation, and its place."""
 
     message_index: int
@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
 
 def first_missing(
-    prompt: str, marked_prompt: str, places: Sequence[Place], render_with: Callable[[Place, str], str]
+    prompt: str, marked_prompt: str, places: Sequence[TextPlace], render_with: Callable[[TextPlace, str], str]
 ) -> int | None:
     """Return the index of the first message with a text that is missing from a prompt, or None.
 
@@ -72,12 +72,12 @@ def _printed_forms(text: str) -> Iterator[str]:
         yield json.dumps(each, ensure_ascii=False)[1:-1]
 
 
-def _own_words(place: Place) -> str:
+def _own_words(place: TextPlace) -> str:
     """Return the part of a text that must be in the prompt; "" if nothing must."""
     return (place.text.rpartition(_END_OF_THOUGHTS)[2] if place.is_assistant else place.text).strip()
 
 
-def _doubtful(prompt: str, literal: str, places: Sequence[Place]) -> list[Place]:
+def _doubtful(prompt: str, literal: str, places: Sequence[TextPlace]) -> list[TextPlace]:
     """Return the texts that are not surely in a prompt: not found in their order, or in the template's own words."""
     start, not_found = 0, []
     for place in places:
@@ -95,7 +95,7 @@ def _doubtful(prompt: str, literal: str, places: Sequence[Place]) -> list[Place]
     return not_found + [place for place in places if place.text.strip() in literal]
 
 
-def _is_missing(prompt: str, place: Place, render_with: Callable[[Place, str], str]) -> bool:
+def _is_missing(prompt: str, place: TextPlace, render_with: Callable[[TextPlace, str], str]) -> bool:
     """Return whether nothing of a text is where a mark in its place would be."""
     own = _own_words(place)
     first, last = (next(letter for letter in "qxz" if letter != own[end].lower()) for end in (0, -1))

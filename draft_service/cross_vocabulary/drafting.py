@@ -28,7 +28,7 @@ from draft_service.drafting import DraftProgram, proposal_of
 from specdec.checkpoints.cross_vocabulary.pair import TokenizerPair
 from specdec.checkpoints.cross_vocabulary.retokenizer import retokenise
 from specdec.contract.types import Proposal, ProposeRequest, Score, ScoreRequest, Stages, Support, TokenIds
-from specdec.engine.drafting.drawing import Draft
+from specdec.engine.drafting.drawing import DrawnDraft
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.logits.transfer import to_device, to_host
 from specdec.engine.loop.job import Job, Program
@@ -116,7 +116,7 @@ class CrossVocabularyJob(Job):
         # Its time went into the draft-vocabulary tokens that had to run.
         num_run = job.call.position.committed_len - job.num_cached_tokens
         self.num_cached_tokens = max(0, len(committed) - num_run)
-        self.progress: Draft = Draft()
+        self.progress: DrawnDraft = DrawnDraft()
 
     @property
     def token_ids(self) -> TokenIds:

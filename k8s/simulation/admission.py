@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from specdec.cli.planning.deployment import BASE_STREAMS, SLOT_GAIN, Deployment, Load, base_tpot_s, slot_gain
+from specdec.cli.planning.deployment import BASE_STREAMS, SLOT_GAIN, Deployment, ExpectedLoad, base_tpot_s, slot_gain
 from specdec.cli.planning.steady_state import steady_state
 from specdec.cli.planning.step_times import CALLS
 
@@ -23,7 +23,7 @@ _NUM_STEPS, _MAX_STEPS = 50, 1_000
 _KEEP = 0.98
 
 
-def slots_per_target(deployment: Deployment, load: Load, alpha: float) -> int:
+def slots_per_target(deployment: Deployment, load: ExpectedLoad, alpha: float) -> int:
     """Return the number of slots that a coordinator gives each target."""
     requests = load.requests(deployment.gamma, alpha)
     num_targets, num_drafts = deployment.num_targets, deployment.num_drafts

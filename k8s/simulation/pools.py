@@ -21,7 +21,7 @@ import simpy
 from simpy.events import Event
 
 from k8s.simulation.admission import Slots
-from specdec.cli.planning.deployment import Deployment, Load
+from specdec.cli.planning.deployment import Deployment, ExpectedLoad
 from specdec.cli.planning.step_times import CALLS
 
 _NUM_DRAWS = 1 << 16
@@ -31,7 +31,7 @@ _NUM_DRAWS = 1 << 16
 class Workload:
     """Requests, models and costs of a simulated system."""
 
-    load: Load
+    load: ExpectedLoad
     """Limits and lengths; its rate is that of the plan at the begin of a trace."""
     alpha: float
     deployment: Deployment

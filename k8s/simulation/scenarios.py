@@ -14,7 +14,7 @@ from k8s.simulation.outcomes import Planner
 from k8s.simulation.pools import Workload
 from k8s.simulation.traces import Trace
 from specdec.cli.planning.cards import card_of
-from specdec.cli.planning.deployment import Load, best_deployment
+from specdec.cli.planning.deployment import ExpectedLoad, best_deployment
 from specdec.cli.planning.step_times import PlacedModel
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.target import TargetSettings
@@ -38,7 +38,7 @@ def llama_pair(rate_per_s: float) -> Workload:
     card = card_of("h100")
     target = PlacedModel("llama-8b", 8_030_261_248, 32, 131_072, 2 * 8_030_261_248, card, 1)
     draft = PlacedModel("llama-1b", 1_235_814_400, 16, 32_768, 2 * 1_235_814_400, card, 1)
-    load = Load(rate_per_s, PROMPT_TOKENS, OUTPUT_TOKENS, TTFT_S, TPOT_S)
+    load = ExpectedLoad(rate_per_s, PROMPT_TOKENS, OUTPUT_TOKENS, TTFT_S, TPOT_S)
     deployment = best_deployment(load, ALPHA, target, draft)
     return Workload(
         load, ALPHA, deployment, measured_coordinator_s_per_token(),

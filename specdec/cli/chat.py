@@ -26,7 +26,7 @@ from specdec.client import ChatMessage, Client, GenerateOptions
 from specdec.contract.errors import InvalidRequest, SessionLost, SpecdecError
 
 
-class Conversation:
+class ChatHistory:
     """Messages of a chat, all of which are sent with every request. A turn is a user's message and its answer."""
 
     def __init__(self, system: str = "") -> None:
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], interrupts: Interr
     reader = MessageReader()
     with connect(args, PATIENT_BUDGETS) as client:
         habits = Habits(args.trim, args.verbose, args.json)
-        chat = Chat(client, Conversation(args.system), request_options(args), writer, interrupts, habits)
+        chat = Chat(client, ChatHistory(args.system), request_options(args), writer, interrupts, habits)
         chat.check_model()
         if reader.is_terminal:
             print(f"Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands.  {writer.legend()}", file=sys.stderr)
@@ -194,7 +194,7 @@ class Chat:
     def __init__(
         self,
         client: Client,
-        conversation: Conversation,
+        conversation: ChatHistory,
         options: GenerateOptions,
         writer: TokenWriter,
         interrupts: Interrupts,

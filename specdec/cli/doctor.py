@@ -21,7 +21,7 @@ from rich.style import Style
 
 from specdec.cli.checks import certificates, clocks, devices, installation, kv_tier, ports, redis_store
 from specdec.cli.checks.finding import Check, Finding, Status, findings_of
-from specdec.cli.checks.system import Place, System
+from specdec.cli.checks.system import System, SystemAddresses
 from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.request_flags import BUDGETS, add_client_flags, address, require_private
 from specdec.cli.terminal import wants_colour
@@ -113,8 +113,10 @@ def _checks(args: argparse.Namespace, environ: Mapping[str, str]) -> Sequence[Ch
             insecure=args.insecure,
         )  # fmt: skip
 
-    place = Place(args.endpoint, is_given, connect, args.redis_url, args.cluster, static, tls, bool(args.api_key))
-    system = System(place)
+    addresses = SystemAddresses(
+        args.endpoint, is_given, connect, args.redis_url, args.cluster, static, tls, bool(args.api_key)
+    )
+    system = System(addresses)
     metrics = args.metrics or list(metrics_addresses_of(args.endpoint))
     checks = [
         Check("versions", installation.check_packages, _FILE_S),
@@ -153,7 +155,7 @@ def _usable_tls(args: argparse.Namespace) -> Tls | None:
 def _known_ports(system: System) -> Iterator[ports.Port]:
     """Yield the ports of the system that other machines may have."""
     if system.info is not None:
-        yield ports.Port(system.place.endpoint, "coordinator")
+        yield ports.Port(system.addresses.endpoint, "coordinator")
     for where, engine in {**system.coordinators, **system.engines}.items():
         yield ports.Port(where, f"{engine.role} {engine.replica_id}")
 

@@ -15,7 +15,7 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 
 
 @dataclass(frozen=True, slots=True)
-class DraftPool:
+class DraftPoolSpec:
     """One draft model and its pool."""
 
     name: str
@@ -29,7 +29,7 @@ class DraftPool:
     """True if requests use the pool only by name or after a promotion."""
 
 
-def draft_pools(given: Sequence[str], reserved: Collection[str]) -> tuple[DraftPool, ...]:
+def draft_pools(given: Sequence[str], reserved: Collection[str]) -> tuple[DraftPoolSpec, ...]:
     """Return the pools of models given as MODEL or NAME=MODEL, in their order.
 
     A pool without a name is called after the last part of the model's path, with a number if that name is taken. A lone
@@ -44,7 +44,7 @@ def draft_pools(given: Sequence[str], reserved: Collection[str]) -> tuple[DraftP
     """
     named = [_split(each) for each in given]
     if len(named) == 1 and not named[0][0]:
-        return (DraftPool(ONLY_POOL, named[0][1], "draft"),)
+        return (DraftPoolSpec(ONLY_POOL, named[0][1], "draft"),)
     taken: list[str] = []
     for name, _ in named:
         if name and name in taken:
@@ -57,11 +57,11 @@ def draft_pools(given: Sequence[str], reserved: Collection[str]) -> tuple[DraftP
         if not name:
             name = _free_name(model, {*taken, *reserved})
             taken.append(name)
-        pools.append(DraftPool(name, model, "draft" if len(named) == 1 else f"draft-{name}"))
+        pools.append(DraftPoolSpec(name, model, "draft" if len(named) == 1 else f"draft-{name}"))
     return tuple(pools)
 
 
-def joining_pool(name: str, model: str, there_are: Collection[str], reserved: Collection[str]) -> DraftPool:
+def joining_pool(name: str, model: str, there_are: Collection[str], reserved: Collection[str]) -> DraftPoolSpec:
     """Return the pool of a draft model that joins a running system as a shadow.
 
     Raises:
@@ -71,7 +71,7 @@ def joining_pool(name: str, model: str, there_are: Collection[str], reserved: Co
         raise ValueError(f"a draft model cannot be called {name[:80]!a}")
     if name in there_are:
         raise ValueError(f"a draft model is called {name} already")
-    return DraftPool(name, model, f"draft-{name}", is_shadow=True)
+    return DraftPoolSpec(name, model, f"draft-{name}", is_shadow=True)
 
 
 def _split(given: str) -> tuple[str, str]:

@@ -25,7 +25,7 @@ from specdec.cli.planning.cards import CARDS, Card, card_of
 from specdec.cli.planning.deployment import (
     PLANNED_SHARE,
     Deployment,
-    Load,
+    ExpectedLoad,
     best_deployment,
     formula_speedup,
     lone_stream,
@@ -48,7 +48,7 @@ _COORDINATOR, _DRAFT, _TARGET = "coordinator", "draft", "target"
 class Plan:
     """A deployment beside that of the target alone."""
 
-    load: Load
+    load: ExpectedLoad
     alpha: float
     alpha_source: str
     chosen: Deployment
@@ -106,7 +106,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     if args.draft and args.alpha is None and args.measured is None:
         raise Usage("--draft needs --alpha SHARE or --measured HOST:PORT")
     card = card_of(args.gpu)
-    load = Load(args.rate, args.prompt_tokens, args.output_tokens, args.ttft_ms / 1e3, args.tpot_ms / 1e3)
+    load = ExpectedLoad(args.rate, args.prompt_tokens, args.output_tokens, args.ttft_ms / 1e3, args.tpot_ms / 1e3)
     room_tokens = load.prompt_tokens + load.output_tokens
     target = placed(_sized("MODEL", args.model, args.dtype, card), card, room_tokens)
     draft, alpha, source = None, 0.0, "no draft"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import specdec
 from specdec.cli import Usage
-from specdec.cli.draft_pools import DraftPool, draft_pools
+from specdec.cli.draft_pools import DraftPoolSpec, draft_pools
 from specdec.cli.listening import split_flag
 from specdec.cli.service_settings import SETTINGS_TYPES
 from specdec.client import Tls
@@ -42,7 +42,7 @@ class Models:
     """The models and in-target drafts of one system."""
 
     target: str
-    drafts: tuple[DraftPool, ...]
+    drafts: tuple[DraftPoolSpec, ...]
     """Draft models; empty for a system without any."""
     local_drafts: tuple[str, ...] = ()
     """In-target drafts, as `--local-draft` of the target takes them."""
@@ -161,7 +161,7 @@ def models(args: argparse.Namespace) -> Models:
         raise Usage(f"no demo pair in {demo}: give --target and --draft")
     is_demo = not (args.target or args.draft or args.lookup or args.local_draft) and num_drafts(args) > 0
     target = args.target or str(demo / "target")
-    drafts: tuple[DraftPool, ...] = ()
+    drafts: tuple[DraftPoolSpec, ...] = ()
     if num_drafts(args):
         drafts = _pools_given(args) or draft_pools([str(demo / "draft")], LOOKUPS)
     local_drafts = args.local_draft
@@ -187,7 +187,7 @@ def _demo_folder() -> Path:
     return installed if installed.is_dir() else package.parent / "models" / "demo"
 
 
-def _pools_given(args: argparse.Namespace) -> tuple[DraftPool, ...]:
+def _pools_given(args: argparse.Namespace) -> tuple[DraftPoolSpec, ...]:
     try:
         return draft_pools(args.draft, LOOKUPS)
     except ValueError as error:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.contract.types import WEIGHT_TOTAL, DistributionRow, Support, TokenIds
-from specdec.core.random import DrawKey, Stream, index_at_uniform
+from specdec.core.random import DrawKey, DrawStream, index_at_uniform
 from specdec.core.rejection import Decision, decision_of, entry_of
 
 
@@ -71,7 +71,7 @@ def verify_block(
     shares, levels = acceptance_levels(draft_token_ids, supports, rows)
     num_accepted = 0
     for num_prefix in range(num_drafted, 0, -1):
-        if key.uniform(num_prefix - 1, Stream.ACCEPT) < levels[num_prefix - 1]:
+        if key.uniform(num_prefix - 1, DrawStream.ACCEPT) < levels[num_prefix - 1]:
             num_accepted = num_prefix
             break
     if num_accepted == num_drafted:
@@ -79,5 +79,5 @@ def verify_block(
     weights = block_residual_weights(shares[num_accepted], supports[num_accepted], rows[num_accepted])
     if not weights.any():  # possible by rounding only: such a prefix is rejected with probability 0
         weights = rows[num_accepted].weights.astype(np.float64)
-    entry = index_at_uniform(weights, key.uniform(num_accepted, Stream.RESIDUAL))
+    entry = index_at_uniform(weights, key.uniform(num_accepted, DrawStream.RESIDUAL))
     return decision_of(draft_token_ids, supports, rows, num_accepted, entry)

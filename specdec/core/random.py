@@ -25,7 +25,7 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 UNIFORM_BITS = 52
 
 
-class Stream(IntEnum):
+class DrawStream(IntEnum):
     """Purpose of a draw. It is the last counter word, so two purposes never share a random number."""
 
     PROPOSE = 0
@@ -136,7 +136,7 @@ class DrawKey:
     committed_len: int
     """Committed tokens when the round starts."""
 
-    def _words(self, index: int, stream: Stream) -> tuple[int, int, int, int]:
+    def _words(self, index: int, stream: DrawStream) -> tuple[int, int, int, int]:
         """Return `philox4x32` on ints; the products need no mask after their shift."""
         c0, c1, c2, c3 = self.turn, self.committed_len, index, int(stream)
         multiplier0, multiplier1 = _MULTIPLIERS
@@ -145,16 +145,16 @@ class DrawKey:
             c0, c1, c2, c3 = (product1 >> 32) ^ c1 ^ k0, product1 & _MASK, (product0 >> 32) ^ c3 ^ k1, product0 & _MASK
         return c0, c1, c2, c3
 
-    def uniform(self, index: int, stream: Stream) -> float:
+    def uniform(self, index: int, stream: DrawStream) -> float:
         """Return a uniform in the open interval (0, 1), on a grid of 2^52 points."""
         high, low, _, _ = self._words(index, stream)
         return float(((high << 20) | (low >> 12)) + 0.5) * 2.0**-UNIFORM_BITS
 
-    def uint31s(self, num_draws: int, stream: Stream) -> list[int]:
+    def uint31s(self, num_draws: int, stream: DrawStream) -> list[int]:
         """Return uniform integers below 2^31 for the indices 0 to `num_draws` - 1; each is the same for any count."""
         return [draw >> 33 for draw in self.uint64s(num_draws, stream)]
 
-    def uint64s(self, num_draws: int, stream: Stream) -> list[int]:
+    def uint64s(self, num_draws: int, stream: DrawStream) -> list[int]:
         """Return the 64 bits that `below` scales, for the indices 0 to `num_draws` - 1.
 
         A round asks for PROPOSE, to check its draft, and then for ACCEPT; both are computed in one pass.
@@ -162,15 +162,15 @@ class DrawKey:
         pair = _draws_of_pair(self.seed, self.turn, self.committed_len, num_draws, stream & ~1)
         return pair[num_draws:] if stream & 1 else pair[:num_draws]
 
-    def below(self, n: int, index: int, stream: Stream) -> int:
+    def below(self, n: int, index: int, stream: DrawStream) -> int:
         """Return a uniform integer below `n`, 1 <= n <= 2^62; the probability of any range is off by at most 2^-64."""
         high, low, _, _ = self._words(index, stream)
         return int((((high << 32) | low) * n) >> 64)
 
     def tail_uniforms(self, num_draft_tokens: int) -> list[float]:
         """Return the uniforms of a round's L + 1 distribution rows: tail tokens of the drafts, then the bonus token."""
-        tails = [self.uniform(index, Stream.TAIL) for index in range(num_draft_tokens)]
-        return [*tails, self.uniform(num_draft_tokens, Stream.BONUS)]
+        tails = [self.uniform(index, DrawStream.TAIL) for index in range(num_draft_tokens)]
+        return [*tails, self.uniform(num_draft_tokens, DrawStream.BONUS)]
 
 
 def gumbel_noise(seed: int, turn: int, position: int, token_ids: TokenIds) -> NDArray[np.float64]:
@@ -182,7 +182,7 @@ def gumbel_noise(seed: int, turn: int, position: int, token_ids: TokenIds) -> ND
         float64 [n], finite.
     """
     ids = np.asarray(token_ids, dtype=np.uint64)
-    words = philox4x32((turn, position, ids >> np.uint64(1), int(Stream.COUPLED)), seed_words(seed))
+    words = philox4x32((turn, position, ids >> np.uint64(1), int(DrawStream.COUPLED)), seed_words(seed))
     is_odd = (ids & np.uint64(1)).astype(bool)
     high = np.where(is_odd, words[2], words[0])
     low = np.where(is_odd, words[3], words[1])

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from specdec.contract.errors import Internal
 from specdec.contract.types import WEIGHT_TOTAL, DistributionRow, Support, TokenIds, TokenSource
 from specdec.core.packed import PackedRows, PackedSupports, pack_rows, pack_supports
-from specdec.core.random import DrawKey, Stream
+from specdec.core.random import DrawKey, DrawStream
 
 
 class Decision(NamedTuple):
@@ -102,7 +102,7 @@ def verify_rejection(
     drafted = list(map(int, draft_token_ids))
     packed, targets = pack_supports(drafted, supports), pack_rows(rows)
     on_drafts = targets.weights[packed.row_entries].tolist()
-    accepts = key.uint31s(len(drafted), Stream.ACCEPT)
+    accepts = key.uint31s(len(drafted), DrawStream.ACCEPT)
     num_accepted, final_entry = len(drafted), 0
     for index, draw in enumerate(accepts):
         if draw >= _bound(on_drafts[index], packed.totals[index], packed.weights_drawn[index]):
@@ -110,7 +110,7 @@ def verify_rejection(
             drafting = packed.weights[start : start + size]
             reach = _residual(drafting, packed.totals[index], targets.row_weights(index)).cumsum()
             num_accepted = index
-            final_entry = int(reach.searchsorted(key.below(int(reach[-1]), index, Stream.RESIDUAL), side="right"))
+            final_entry = int(reach.searchsorted(key.below(int(reach[-1]), index, DrawStream.RESIDUAL), side="right"))
             break
     return _decision(drafted, packed, targets, on_drafts, num_accepted, final_entry)
 

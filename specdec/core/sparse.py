@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from specdec.contract.errors import Internal
 from specdec.contract.types import MAX_SUPPORT, WEIGHT_TOTAL, Support
 from specdec.core.packed import PackedSupports
-from specdec.core.random import DrawKey, Stream, index_at
+from specdec.core.random import DrawKey, DrawStream, index_at
 
 #: Support entries of larger vocabularies.
 LARGE_VOCABULARY_SUPPORT = 64
@@ -54,7 +54,7 @@ def integer_shares(masses: NDArray[np.float64], largest: float) -> NDArray[np.ui
 
 def draw_from_support(support: Support, key: DrawKey, index: int) -> int:
     """Draw the draft token at `index` of the round from exactly the weights that travel."""
-    point = key.below(int(support.weights.sum(dtype=np.int64)), index, Stream.PROPOSE)
+    point = key.below(int(support.weights.sum(dtype=np.int64)), index, DrawStream.PROPOSE)
     return int(support.token_ids[index_at(support.weights, point)])
 
 
@@ -75,7 +75,7 @@ def check_drawn(supports: PackedSupports, key: DrawKey) -> None:
     entries = supports.row_entries - np.arange(num_drafted)
     reached = supports.weights.cumsum(dtype=np.int64)[entries].tolist()
     before = 0
-    for index, bits in enumerate(key.uint64s(num_drafted, Stream.PROPOSE)):
+    for index, bits in enumerate(key.uint64s(num_drafted, DrawStream.PROPOSE)):
         total = supports.totals[index]
         # The token's points are the last `weight` ones that its entry reaches.
         above = reached[index] - before - (bits * total >> 64)

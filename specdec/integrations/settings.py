@@ -16,7 +16,7 @@ from specdec.integrations.draft_pool import DraftPool
 
 
 @dataclass(frozen=True, slots=True)
-class DraftSettings:
+class DraftPoolSettings:
     """Settings from the environment."""
 
     endpoints: tuple[str, ...]
@@ -29,7 +29,7 @@ class DraftSettings:
     """SPECDEC_TLS_CA, SPECDEC_TLS_CERT, SPECDEC_TLS_KEY: files of the connection; unset: plaintext."""
 
 
-def read_settings(environ: Mapping[str, str] = os.environ) -> DraftSettings:
+def read_settings(environ: Mapping[str, str] = os.environ) -> DraftPoolSettings:
     """Return the settings of an environment.
 
     Raises:
@@ -47,10 +47,10 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> DraftSettings:
         raise InvalidSetting(f"SPECDEC_DRAFT_DEADLINE_MS must be above 0 and at most 60000, got {text!r}")
     ca, cert, key = (environ.get(f"SPECDEC_TLS_{name}", "") for name in ("CA", "CERT", "KEY"))
     tls = Tls(ca=ca, cert=cert, key=key) if ca else None
-    return DraftSettings(endpoints, deadline_ms / 1e3, environ.get("SPECDEC_SERVICE_KEY", ""), tls)
+    return DraftPoolSettings(endpoints, deadline_ms / 1e3, environ.get("SPECDEC_SERVICE_KEY", ""), tls)
 
 
-def open_draft_pool(settings: DraftSettings, tokenizer: str) -> DraftPool:
+def open_draft_pool(settings: DraftPoolSettings, tokenizer: str) -> DraftPool:
     """Connect to the draft replicas of an engine.
 
     Args:

@@ -3,9 +3,9 @@
     vllm serve MODEL --speculative-config '{"method": "custom_class", "num_speculative_tokens": 4,
         "model": "specdec.integrations.vllm.DraftPoolProposer"}'
 
-with the environment variables of `settings.DraftSettings`. vLLM keeps its API, its sampler and its KV; the draft model
-runs in a draft service of its own, and vLLM goes on without drafts while that service does not answer. vLLM calls its
-proposer experimental; this one is for vLLM 0.32 and its V1 model runner.
+with the environment variables of `settings.DraftPoolSettings`. vLLM keeps its API, its sampler and its KV; the draft
+model runs in a draft service of its own, and vLLM goes on without drafts while that service does not answer. vLLM calls
+its proposer experimental; this one is for vLLM 0.32 and its V1 model runner.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from specdec.learning.samples import Batch
+from specdec.learning.samples import TrainingBatch
 
 #: Lower bound of the draft's tail mass: a smaller one would make the draft learn rounding errors.
 _LEAST_REST = 1e-6
@@ -21,7 +21,7 @@ _LEAST_REST = 1e-6
 _LEAST_TEMPERATURE = 0.1
 
 
-def divergence(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+def divergence(logits: torch.Tensor, batch: TrainingBatch) -> torch.Tensor:
     """Return KL(target || draft) in nats per token, over the entries and the tail mass.  [M, V] -> [M]
 
     At temperature 0 this is the draft's negative log-probability of the target's choice.
@@ -36,7 +36,7 @@ def divergence(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     return of_entries + torch.xlogy(rest_p, rest_p) - rest_p * rest_q.log()
 
 
-def acceptance(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+def acceptance(logits: torch.Tensor, batch: TrainingBatch) -> torch.Tensor:
     """Return the probability that a token drawn from the draft is accepted, over the entries.  [M, V] -> [M]
 
     This is the sum of min(p, q) without the tail mass, hence a lower bound. At temperature 0 it is 1 if both models
@@ -48,7 +48,7 @@ def acceptance(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     return torch.where(is_greedy, agrees.float(), overlap)
 
 
-def _entry_log_q(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+def _entry_log_q(logits: torch.Tensor, batch: TrainingBatch) -> torch.Tensor:
     """Return the draft's log-probabilities of the logged entries.  [M, V] -> [M, K]"""
     temperatures = np.where(batch.temperatures > 0.0, np.maximum(batch.temperatures, _LEAST_TEMPERATURE), 1.0)
     scaled = logits / torch.from_numpy(temperatures.astype(np.float32))[:, None]

@@ -28,7 +28,7 @@ from specdec.engine.linear.projection import Projection
 from specdec.engine.local_drafting import target_parts
 from specdec.engine.model.early_exit import decoder_layers
 from specdec.learning.learner import Learner, width_of
-from specdec.learning.samples import ROW_TOKENS, Batch
+from specdec.learning.samples import ROW_TOKENS, TrainingBatch
 
 #: Number of draft depths that a head with attention is trained for. A head without attention trains every depth it has.
 MAX_DEPTHS = 3
@@ -74,7 +74,7 @@ class Head(Learner):
         """Tensors of the head by name, each in the dtype it was stored in."""
         return {name: tensor.detach().to(self._stored_as[name]) for name, tensor in self._tensors.items()}
 
-    def depths(self, batch: Batch) -> Iterator[tuple[torch.Tensor, Batch]]:
+    def depths(self, batch: TrainingBatch) -> Iterator[tuple[torch.Tensor, TrainingBatch]]:
         """See `Learner.depths`."""
         token_ids = torch.from_numpy(batch.token_ids)  # [B, T]
         head, rows = self._made(), _Rows(*token_ids.shape)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from specdec.engine.heads.head_file import HeadFile
 from specdec.engine.model.early_exit import Adapter, EarlyExit, load_early_exit, shortened
-from specdec.learning.samples import Batch
+from specdec.learning.samples import TrainingBatch
 from specdec.settings.draft_specs import LocalDraftSpec
 
 
@@ -34,7 +34,7 @@ class Learner(Protocol):
     width: int
     """Size of the hidden state."""
 
-    def depths(self, batch: Batch) -> Iterator[tuple[torch.Tensor, Batch]]:
+    def depths(self, batch: TrainingBatch) -> Iterator[tuple[torch.Tensor, TrainingBatch]]:
         """Compute the draft's logits at the places of a batch, for one draft depth after the other.
 
         The depth is the number of draft tokens of the same round before the place: 0, 1, ...
@@ -59,7 +59,7 @@ class DraftModel(Learner):
         self.dtypes = [dtype] * len(self.parameters)
         self.width = width_of(model)
 
-    def depths(self, batch: Batch) -> Iterator[tuple[torch.Tensor, Batch]]:
+    def depths(self, batch: TrainingBatch) -> Iterator[tuple[torch.Tensor, TrainingBatch]]:
         """See `Learner.depths`."""
         yield _at_places(self.model, batch), batch
 
@@ -92,7 +92,7 @@ class ExitAdapter(Learner):
         self._model = shortened(target, EarlyExit(spec.num_layers, Adapter(weight, bias)))
         self._vocabulary_size = vocabulary_size
 
-    def depths(self, batch: Batch) -> Iterator[tuple[torch.Tensor, Batch]]:
+    def depths(self, batch: TrainingBatch) -> Iterator[tuple[torch.Tensor, TrainingBatch]]:
         """See `Learner.depths`."""
         yield _at_places(self._model, batch)[:, : self._vocabulary_size], batch
 
@@ -102,7 +102,7 @@ def width_of(model: PreTrainedModel) -> int:
     return cast(nn.Embedding, model.get_input_embeddings()).weight.shape[1]
 
 
-def _at_places(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+def _at_places(model: PreTrainedModel, batch: TrainingBatch) -> torch.Tensor:
     """Run one forward pass and return the logits at the places of a batch.  -> float32 [M, rows of the LM head]"""
     logits: torch.Tensor = model(input_ids=torch.from_numpy(batch.token_ids), use_cache=False).logits  # [B, T, V]
     return logits.flatten(0, 1)[torch.from_numpy(batch.places)].float()

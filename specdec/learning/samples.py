@@ -47,7 +47,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TrainingBatch:
     """B rows of T tokens, and the M distributions that are learned from them."""
 
     token_ids: NDArray[np.int64]
@@ -61,11 +61,11 @@ class Batch:
     shares: NDArray[np.float32]
     """[M, K]: probabilities of the entries, padded with 0."""
 
-    def beyond(self, position: int) -> Batch:
+    def beyond(self, position: int) -> TrainingBatch:
         """Return a batch with the same tokens and only the places that are after `position` in their rows."""
         kept = self.places % self.token_ids.shape[1] > position
         columns = (self.places, self.temperatures, self.entry_ids, self.shares)
-        return Batch(self.token_ids, *(column[kept] for column in columns))
+        return TrainingBatch(self.token_ids, *(column[kept] for column in columns))
 
 
 class Samples:
@@ -111,7 +111,7 @@ class Samples:
         """Add the segments that were written since the last call. Raise as the constructor for an unusable segment."""
         self._add(self._of_target(self._read_new()))
 
-    def batches(self, batch_tokens: int, dice: np.random.Generator) -> Iterator[Batch]:
+    def batches(self, batch_tokens: int, dice: np.random.Generator) -> Iterator[TrainingBatch]:
         """Yield one pass over the training rows in batches, in a new random order each time."""
         return batches_of([self.learned[index] for index in dice.permutation(len(self.learned))], batch_tokens)
 
@@ -161,7 +161,7 @@ class Samples:
         return [turn for _, turns in own for turn in turns]
 
 
-def batches_of(rows: Sequence[Row], batch_tokens: int) -> Iterator[Batch]:
+def batches_of(rows: Sequence[Row], batch_tokens: int) -> Iterator[TrainingBatch]:
     """Yield the rows in order, in batches of at most `batch_tokens` tokens with padding, but at least one row."""
     waiting: list[Row] = []
     for row in rows:
@@ -188,7 +188,7 @@ def _rows(turn: LoggedTurn) -> Iterator[Row]:
         )
 
 
-def _batch(rows: Sequence[Row]) -> Batch:
+def _batch(rows: Sequence[Row]) -> TrainingBatch:
     width = max(len(row.token_ids) for row in rows)
     token_ids = np.zeros((len(rows), width), np.int64)
     for index, row in enumerate(rows):
@@ -200,7 +200,7 @@ def _batch(rows: Sequence[Row]) -> Batch:
     entry_ids, shares = np.zeros(is_there.shape, np.int64), np.zeros(is_there.shape, np.float32)
     entry_ids[is_there] = np.concatenate([row.entry_ids for row in rows])
     shares[is_there] = np.concatenate([row.entry_weights for row in rows]) / WEIGHT_TOTAL
-    return Batch(
+    return TrainingBatch(
         token_ids=token_ids,
         places=np.concatenate([np.arange(end - count, end) - 1 for end, count in zip(ends, learned, strict=True)]),
         temperatures=np.repeat(np.array([row.temperature for row in rows], np.float32), learned),

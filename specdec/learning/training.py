@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from specdec.learning.distillation import acceptance, divergence
 from specdec.learning.early_stopping import EarlyStopping, first_rows, split_held_out
 from specdec.learning.learner import Learner
-from specdec.learning.samples import Batch, Row, Samples, batches_of
+from specdec.learning.samples import Row, Samples, TrainingBatch, batches_of
 
 #: Product of the highest learning rate and the model's width: wider drafts learn in smaller steps.
 _RATE_TIMES_WIDTH = 0.2
@@ -62,7 +62,7 @@ class TrainingPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class DraftQuality:
     """Quality of a draft on held-out tokens."""
 
     kl_nats: float
@@ -75,8 +75,8 @@ class Figures:
 class Learned:
     """Result of a training."""
 
-    before: Figures
-    after: Figures
+    before: DraftQuality
+    after: DraftQuality
     num_steps: int
     num_learned_tokens: int
     """Number of distinct tokens trained on."""
@@ -153,7 +153,7 @@ def train(
     )
 
 
-def _step(learner: Learner, optimizer: torch.optim.Optimizer, batch: Batch, rate: float) -> float:
+def _step(learner: Learner, optimizer: torch.optim.Optimizer, batch: TrainingBatch, rate: float) -> float:
     """Take one step with a learning rate, and return the KL before it in nats per token."""
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -186,7 +186,7 @@ def _kl_nats(learner: Learner, rows: Sequence[Row], plan: TrainingPlan) -> float
 @torch.no_grad()
 def compare(
     learner: Learner, initial: Sequence[torch.Tensor], rows: Sequence[Row], plan: TrainingPlan
-) -> tuple[Figures, Figures]:
+) -> tuple[DraftQuality, DraftQuality]:
     """Return the quality of a draft on `rows` with its initial parameters and with its current ones."""
     before, after, count = np.zeros(2), np.zeros(2), 0
     for batch in batches_of(rows, plan.batch_tokens):
@@ -196,10 +196,10 @@ def compare(
             initial_sums, _ = _sums(learner, batch)
             _exchange(learner, initial)
         before, after, count = before + initial_sums, after + current_sums, count + num_places
-    return Figures(*(before / max(count, 1)).tolist()), Figures(*(after / max(count, 1)).tolist())
+    return DraftQuality(*(before / max(count, 1)).tolist()), DraftQuality(*(after / max(count, 1)).tolist())
 
 
-def _sums(learner: Learner, batch: Batch) -> tuple[NDArray[np.float64], int]:
+def _sums(learner: Learner, batch: TrainingBatch) -> tuple[NDArray[np.float64], int]:
     """Return the sums of KL and expected acceptance over the tokens of a batch at all depths, and their number."""
     totals, count = np.zeros(2), 0
     for logits, drafted in learner.depths(batch):

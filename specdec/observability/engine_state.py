@@ -8,50 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from prometheus_client.core import Metric
 
+from specdec.contract.engine_api import EngineStats
+from specdec.contract.types import EngineInfo
 from specdec.observability.series import ServiceSeries
 
 #: Phases of a replica's start, in their order.
 PHASES = ("starting", "loading", "warming_up", "serving")
-
-
-class EngineStats(Protocol):
-    """The part of `specdec.contract.engine_api.EngineStats` that is read here."""
-
-    @property
-    def num_waiting_calls(self) -> int: ...
-    @property
-    def num_running_calls(self) -> int: ...
-    @property
-    def num_backlog_tokens(self) -> int: ...
-    @property
-    def num_kv_blocks(self) -> int: ...
-    @property
-    def num_active_kv_blocks(self) -> int: ...
-    @property
-    def num_free_kv_blocks(self) -> int: ...
-    @property
-    def num_kv_exhausted(self) -> int: ...
-    @property
-    def num_preemptions(self) -> int: ...
-    @property
-    def is_stalled(self) -> bool: ...
-
-
-class EngineDescription(Protocol):
-    """The part of `specdec.contract.types.EngineInfo` that is read here."""
-
-    @property
-    def num_sessions(self) -> int: ...
-    @property
-    def num_kv_blocks(self) -> int: ...
-    @property
-    def kv_block_tokens(self) -> int: ...
-    @property
-    def dtype(self) -> str: ...
 
 
 class LoadClock:
@@ -93,10 +58,10 @@ class EngineState:
     def __init__(self, series: ServiceSeries) -> None:
         self._series = series
         self._stats: Callable[[], EngineStats] | None = None
-        self._describe: Callable[[], EngineDescription] | None = None
+        self._describe: Callable[[], EngineInfo] | None = None
         series.read(self._collect)
 
-    def watch(self, stats: Callable[[], EngineStats], describe: Callable[[], EngineDescription]) -> None:
+    def watch(self, stats: Callable[[], EngineStats], describe: Callable[[], EngineInfo]) -> None:
         """Read this engine from now on."""
         self._stats, self._describe = stats, describe
 
@@ -139,7 +104,7 @@ class EngineState:
         )
         yield counter("num_preemptions", "Admitted calls that gave up their KV and ran it again.", [({}, preempted)])
 
-    def _description(self, info: EngineDescription | None) -> Iterator[Metric]:
+    def _description(self, info: EngineInfo | None) -> Iterator[Metric]:
         num_sessions = 0 if info is None else info.num_sessions
         yield self._series.gauge_family("num_sessions", "Sessions with KV here.", [({}, num_sessions)])
         config = {} if info is None else {

@@ -41,7 +41,7 @@ from specdec.rpc.framing import MAX_FRAME_ITEMS, split_items
 from specdec.rpc.identity import Metadata, check_answering
 from specdec.rpc.replica_stream import ReplicaStream
 from specdec.rpc.rounds import tenant_on_wire
-from specdec.rpc.transport_selector import Route, TransportSelector
+from specdec.rpc.transport_selector import Transport, TransportSelector
 from specdec.v1 import common_pb2, draft_pb2, target_pb2
 
 RequestT = TypeVar("RequestT")
@@ -133,11 +133,11 @@ class _Link(Generic[RequestT, ReplyT]):
 
     def _choose_stream(self, model: str) -> ReplicaStream:
         route = self.transports.choose(is_alone=self.oldest_pending is None)
-        key = (model, route is Route.DEVICE_THREAD_SOCKET)
+        key = (model, route is Transport.DEVICE_THREAD_SOCKET)
         stream = self._streams.get(key)
         if (
             stream is not None
-            and route is Route.UNIX_SOCKET
+            and route is Transport.UNIX_SOCKET
             and not stream.is_unix_socket
             and stream.oldest_pending is None
         ):

@@ -41,7 +41,7 @@ _CHANNEL_OPTIONS = (
 )
 
 
-class Route(Enum):
+class Transport(Enum):
     """The ways to a replica."""
 
     GRPC = "gRPC"
@@ -76,24 +76,24 @@ class TransportSelector:
         self._num_lone_calls = 0
         self.is_closed = False
 
-    def choose(self, *, is_alone: bool) -> Route:
+    def choose(self, *, is_alone: bool) -> Transport:
         """Return the preferred route for a call that starts now; `is_alone`: no other call of the link is pending."""
         self._num_lone_calls = self._num_lone_calls + 1 if is_alone else 0
         if self._num_lone_calls >= LONE_CALLS and self._is_usable(self.device_thread_socket):
-            return Route.DEVICE_THREAD_SOCKET
-        return Route.UNIX_SOCKET if self._is_usable(self.unix_socket) else Route.GRPC
+            return Transport.DEVICE_THREAD_SOCKET
+        return Transport.UNIX_SOCKET if self._is_usable(self.unix_socket) else Transport.GRPC
 
-    def open(self, route: Route, model: str) -> FrameTransport:
+    def open(self, route: Transport, model: str) -> FrameTransport:
         """Return a transport that has not connected yet; only the model with this fingerprint may answer, "": any.
 
         Raises:
             Unavailable: the link is closed.
         """
-        if route is Route.GRPC:
+        if route is Transport.GRPC:
             # Without serializers: frames are bytes here.
             call: Any = self.channel().stream_stream(self._stream_method)(metadata=(*self.metadata, *meant_for(model)))
             return GrpcTransport(call, self._address)
-        is_lone = route is Route.DEVICE_THREAD_SOCKET
+        is_lone = route is Transport.DEVICE_THREAD_SOCKET
         name = self.device_thread_socket if is_lone else self.unix_socket
         return UnixSocketTransport(name, model, self._address, partial(self._note_lost, name), sends_at_once=is_lone)
 

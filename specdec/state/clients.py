@@ -64,12 +64,12 @@ def cancellation_kept() -> Iterator[None]:
 
 @cache
 def _keeping_cancellation(client_class: Any) -> Any:
-    class Client(client_class):  # type: ignore[misc]
+    class KeepingClient(client_class):  # type: ignore[misc]
         async def execute_command(self, *args: Any, **options: Any) -> Any:
             with cancellation_kept():
                 return await super().execute_command(*args, **options)
 
-    return Client
+    return KeepingClient
 
 
 def open_client(url: RedisUrl, original: str) -> Any:

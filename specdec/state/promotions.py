@@ -16,7 +16,7 @@ from specdec.settings.cluster_names import DEFAULT_CLUSTER
 from specdec.settings.pool_names import is_pool_name
 from specdec.state.connection import RedisConnection
 from specdec.state.keys import promotion_key
-from specdec.state.store import Promotion, PromotionStatus
+from specdec.state.store import PromotionRecord, PromotionStatus
 
 _ANY, _NONE = "*", ""
 
@@ -31,27 +31,27 @@ class RedisPromotions:
         self._connection = connection
         self._key = promotion_key(tenant, cluster)
 
-    async def read(self) -> Promotion | None:
+    async def read(self) -> PromotionRecord | None:
         """See `Promotions.read`."""
         return _read(await self._connection.run_command("GET", self._key))
 
-    async def put(self, promotion: Promotion | None) -> Promotion | None:
+    async def put(self, promotion: PromotionRecord | None) -> PromotionRecord | None:
         """See `Promotions.put`."""
         return await self._swap(_ANY, promotion)
 
-    async def swap(self, expected: Promotion, wanted: Promotion) -> Promotion | None:
+    async def swap(self, expected: PromotionRecord, wanted: PromotionRecord) -> PromotionRecord | None:
         """See `Promotions.swap`."""
         return await self._swap(_write(expected), wanted)
 
-    async def _swap(self, expected: str, wanted: Promotion | None) -> Promotion | None:
+    async def _swap(self, expected: str, wanted: PromotionRecord | None) -> PromotionRecord | None:
         return _read(await self._connection.run_script("swap_promotion", [self._key], [expected, _write(wanted)]))
 
 
-def _write(promotion: Promotion | None) -> str:
+def _write(promotion: PromotionRecord | None) -> str:
     return _NONE if promotion is None else json.dumps(asdict(promotion), sort_keys=True)
 
 
-def _read(value: bytes | None) -> Promotion | None:
+def _read(value: bytes | None) -> PromotionRecord | None:
     """Return the promotion in a record. Raises Internal for an invalid record, which another program may have
     written."""
     if not value:
@@ -60,7 +60,7 @@ def _read(value: bytes | None) -> Promotion | None:
         fields = json.loads(value) if len(value) <= _MAX_BYTES else {}
         if not isinstance(fields["pool"], str):
             raise TypeError("the pool's name is not text")
-        promotion = Promotion(
+        promotion = PromotionRecord(
             fields["pool"], float(fields["share"]), float(fields["most"]), PromotionStatus(fields["status"])
         )
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:

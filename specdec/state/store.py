@@ -305,7 +305,7 @@ class PromotionStatus(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Promotion:
+class PromotionRecord:
     """A draft pool that replaces the usual pool for a share of the sessions."""
 
     pool: str
@@ -349,14 +349,14 @@ class Promotions(Protocol):
     record.
     """
 
-    async def read(self) -> Promotion | None:
+    async def read(self) -> PromotionRecord | None:
         """Return the current promotion, or None."""
         ...
 
-    async def put(self, promotion: Promotion | None) -> Promotion | None:
+    async def put(self, promotion: PromotionRecord | None) -> PromotionRecord | None:
         """Store a promotion, or remove it with None; return the stored one."""
         ...
 
-    async def swap(self, expected: Promotion, wanted: Promotion) -> Promotion | None:
+    async def swap(self, expected: PromotionRecord, wanted: PromotionRecord) -> PromotionRecord | None:
         """Replace `expected` by `wanted` if it is still stored; return the promotion that is stored afterwards."""
         ...

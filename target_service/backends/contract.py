@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from specdec.contract.errors import Internal
 from specdec.contract.types import SamplingFilters, SessionPosition, TokenIds
-from specdec.core.random import DrawKey, Stream
+from specdec.core.random import DrawKey, DrawStream
 
 #: Fields of a request that no sampler of a single next token can serve.
 PENALTIES = (
@@ -114,7 +114,7 @@ class RowsRequest:
     def seed_at(self, row: int) -> int:
         """Return the seed of a row: a function of the request's seed, the turn and the absolute position."""
         at = len(self.token_ids) - self.num_rows + 1 + row
-        return DrawKey(self.position.seed, self.position.turn, at).below(_NUM_SEEDS, 0, Stream.TAIL)
+        return DrawKey(self.position.seed, self.position.turn, at).below(_NUM_SEEDS, 0, DrawStream.TAIL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class LlamaOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BatchPart:
     """Tokens of one sequence to run in one call."""
 
     sequence: int
@@ -77,7 +77,7 @@ class LlamaContext:
         self.max_context_tokens = int(llama.llama_model_n_ctx_train(self._model))
         self.version = str(llama.__version__)
 
-    def decode(self, parts: Sequence[Part]) -> list[NDArray[np.float32]]:
+    def decode(self, parts: Sequence[BatchPart]) -> list[NDArray[np.float32]]:
         """Run the parts, which have `batch_tokens` tokens at most together.
 
         Returns:
@@ -109,7 +109,7 @@ class LlamaContext:
         self._llama.llama_free(self._context)
         self._llama.llama_model_free(self._model)
 
-    def _fill(self, parts: Sequence[Part]) -> list[range]:
+    def _fill(self, parts: Sequence[BatchPart]) -> list[range]:
         """Write the parts into the batch; return the batch indices of each part's rows."""
         batch, index, rows = self._batch, 0, []
         for part in parts:

@@ -26,7 +26,7 @@ from specdec.contract.types import TokenIds
 from specdec.engine.remote.remote_model import ModelFiles, read_model_files
 from specdec.settings.processors import num_processors
 from target_service.backends.contract import Answer, BackendShape, RowsRequest
-from target_service.backends.llama_context import LlamaContext, LlamaOptions, Part
+from target_service.backends.llama_context import BatchPart, LlamaContext, LlamaOptions
 from target_service.backends.logit_distributions import distributions_of
 
 _NUM_SEQUENCES = 64
@@ -215,11 +215,11 @@ class LlamaBackend:
         self._held[free] = _Held(session_id, tenant, tokens, self._num_batches)
         return free
 
-    def _part(self, run: _Run) -> Part:
+    def _part(self, run: _Run) -> BatchPart:
         tokens = run.rows_request.token_ids[run.start :].tolist()
-        return Part(run.sequence, run.start, tokens, run.rows_request.num_rows)
+        return BatchPart(run.sequence, run.start, tokens, run.rows_request.num_rows)
 
-    def _decode(self, runs: Sequence[_Run], parts: Sequence[Part]) -> None:
+    def _decode(self, runs: Sequence[_Run], parts: Sequence[BatchPart]) -> None:
         """Run one batch; where the memory is full, drop the sequences that no question of this batch uses."""
         in_use = {run.sequence for run in runs}
         while True:
@@ -307,9 +307,9 @@ def _num_common(ours: TokenIds, theirs: TokenIds) -> int:
     return int(different[0]) if len(different) else length
 
 
-def _batches(parts: Sequence[Part], limit: int) -> list[list[Part]]:
+def _batches(parts: Sequence[BatchPart], limit: int) -> list[list[BatchPart]]:
     """Divide parts into batches of at most `limit` tokens; a part may be cut, and its rows are those of its end."""
-    batches: list[list[Part]] = [[]]
+    batches: list[list[BatchPart]] = [[]]
     room = limit
     for part in parts:
         done, num_tokens = 0, len(part.token_ids)
@@ -320,6 +320,6 @@ def _batches(parts: Sequence[Part], limit: int) -> list[list[Part]]:
             taken = min(room, num_tokens - done)
             num_rows = max(0, part.num_rows - (num_tokens - done - taken))
             token_ids = part.token_ids[done : done + taken]
-            batches[-1].append(Part(part.sequence, part.start + done, token_ids, min(num_rows, taken)))
+            batches[-1].append(BatchPart(part.sequence, part.start + done, token_ids, min(num_rows, taken)))
             done, room = done + taken, room - taken
     return batches

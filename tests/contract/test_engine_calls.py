@@ -20,7 +20,7 @@ from specdec.contract.types import ProposeRequest, SessionPosition, VerifyReques
 from specdec.engine.loop.replica import ReplicaOptions
 from specdec.engine.schedule.scheduler import Scheduler
 from specdec.engine.sessions.table import DEFAULT_PIN_TTL_S, MAX_ANSWERS
-from specdec.engine.simulated.device import ForwardTime
+from specdec.engine.simulated.device import ModelledTime
 from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
 from specdec.engine.simulated.pair import PRESETS
 from target_service.verifier import Verifier
@@ -30,7 +30,7 @@ from tests.support.table_worker import TableWorker
 TOKENS = [3 + index * 7 % 20 for index in range(200)]
 NO_TOKENS = np.empty(0, dtype=np.uint32)
 MAX_STEP_TOKENS = 32
-AT_ONCE = replace(PRESETS["70b-1b"], target=ForwardTime(0.0, 0.0), draft=ForwardTime(0.0, 0.0), predrafts=False)
+AT_ONCE = replace(PRESETS["70b-1b"], target=ModelledTime(0.0, 0.0), draft=ModelledTime(0.0, 0.0), predrafts=False)
 PATIENCE_S = 60.0
 
 

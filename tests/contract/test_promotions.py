@@ -17,7 +17,7 @@ from coordinator.routing.promotion import LEAST_TOKENS, LOOKS, STAGES, Canary, S
 from specdec.contract.errors import Internal
 from specdec.settings.pool_names import MAX_POOL_NAME_CHARS
 from specdec.state.redis_store import RedisSessionStore, open_store
-from specdec.state.store import Promotion, PromotionStatus
+from specdec.state.store import PromotionRecord, PromotionStatus
 from tests.support.redis_fixture import RedisServer
 
 SPREAD = 0.2
@@ -107,7 +107,7 @@ async def test_coordinators_share_a_promotion_and_a_later_one_continues_it(
     first, second = Canary(store.promotions()), Canary(store.promotions())
     await first.promote("new", 0.05)
     await second.sync_with_store()
-    assert second.promotion == Promotion("new", 0.01, 0.05, PromotionStatus.RUNNING)
+    assert second.promotion == PromotionRecord("new", 0.01, 0.05, PromotionStatus.RUNNING)
     sessions = [f"s{index}" for index in range(2000)]
     assert [*map(first.pool_of, sessions)] == [*map(second.pool_of, sessions)]
     await follow(second, np.random.default_rng(2))
@@ -115,7 +115,7 @@ async def test_coordinators_share_a_promotion_and_a_later_one_continues_it(
     await first.sync_with_store()
     later = Canary(store.promotions())
     await later.sync_with_store()
-    assert first.promotion == later.promotion == Promotion("new", 0.05, 0.05, PromotionStatus.DONE)
+    assert first.promotion == later.promotion == PromotionRecord("new", 0.05, 0.05, PromotionStatus.DONE)
     await later.promote("new", 0.0)
     await first.sync_with_store()
     assert first.promotion is None
@@ -153,7 +153,7 @@ async def test_a_pool_of_the_longest_name_is_promoted(store: RedisSessionStore) 
     name, canary = "\N{EVERGREEN TREE}" * MAX_POOL_NAME_CHARS, Canary(store.promotions())
     await Canary(store.promotions()).promote(name, 1.0)
     await canary.sync_with_store()
-    assert canary.promotion == Promotion(name, 0.01, 1.0, PromotionStatus.RUNNING)
+    assert canary.promotion == PromotionRecord(name, 0.01, 1.0, PromotionStatus.RUNNING)
 
 
 async def test_an_invalid_record_is_logged_once_and_later_ones_are_followed(
@@ -166,7 +166,7 @@ async def test_an_invalid_record_is_logged_once_and_later_ones_are_followed(
     async with asyncio.timeout(20):
         await eventually(lambda: bool(caplog.records))
         await asyncio.sleep(0.1)
-        await store.promotions().put(Promotion("new", 0.01, 1.0, PromotionStatus.RUNNING))
+        await store.promotions().put(PromotionRecord("new", 0.01, 1.0, PromotionStatus.RUNNING))
         await eventually(lambda: canary.promotion is not None)
     await canary.close()
     assert [record.getMessage() for record in caplog.records if "cannot be read" in record.getMessage()] == [
@@ -211,7 +211,7 @@ async def test_a_decision_made_while_the_store_hung_is_published_afterwards(
             await ask(canary, generator, 500, slower=0.4)
             assert canary.pool_of("s") in ("", "new")
             await asyncio.sleep(0.15)  # longer than the time limit of a command
-        assert canary.promotion == Promotion("new", 0.01, 1.0, PromotionStatus.RUNNING)
+        assert canary.promotion == PromotionRecord("new", 0.01, 1.0, PromotionStatus.RUNNING)
         assert len(asyncio.all_tasks()) <= num_tasks + 3
     finally:
         redis_server.signal(signal.SIGCONT)
@@ -219,6 +219,6 @@ async def test_a_decision_made_while_the_store_hung_is_published_afterwards(
         await eventually(lambda: canary.promotion.status is not PromotionStatus.RUNNING)
     later = Canary(store.promotions())
     await later.sync_with_store()
-    assert canary.promotion == later.promotion == Promotion("new", 0.01, 1.0, PromotionStatus.ROLLED_BACK)
+    assert canary.promotion == later.promotion == PromotionRecord("new", 0.01, 1.0, PromotionStatus.ROLLED_BACK)
     await canary.close()
     await store.close()

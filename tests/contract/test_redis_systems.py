@@ -17,7 +17,7 @@ from specdec.contract.errors import InvalidSetting, SpecdecError, Unavailable
 from specdec.state.keys import session_keys
 from specdec.state.redis_store import RedisSessionStore, open_registry, open_store
 from specdec.state.responses import RedisResponses, ResponseRecord
-from specdec.state.store import Lease, Promotion, PromotionStatus
+from specdec.state.store import Lease, PromotionRecord, PromotionStatus
 from specdec.state.store_wait import wait_for_store
 from tests.contract.test_store_batches import (
     test_a_script_cancelled_before_it_was_sent_never_runs,
@@ -121,7 +121,7 @@ async def test_everything_that_is_not_a_session_works_on_every_system(store_url:
     prefixes = store.prefixes()
     await prefixes.note([b"one", b"two"], {"replica": 2})
     assert await prefixes.holders([b"one", b"two"]) == [["replica"], ["replica"]]
-    promotion = Promotion("pool", 0.5, 1.0, PromotionStatus.RUNNING)
+    promotion = PromotionRecord("pool", 0.5, 1.0, PromotionStatus.RUNNING)
     assert await store.promotions().put(promotion) == promotion
     assert await store.promotions().put(None) is None
     await store.ping()

@@ -22,7 +22,7 @@ from specdec.state.connection import RedisConnection
 from specdec.state.keys import session_keys
 from specdec.state.redis_store import RedisSessionStore, open_registry, open_store
 from specdec.state.responses import RedisResponses, ResponseRecord
-from specdec.state.store import Lease, Promotion, PromotionStatus
+from specdec.state.store import Lease, PromotionRecord, PromotionStatus
 from specdec.state.store_wait import store_answers, wait_for_store
 from tests.support.certificates import Authority
 from tests.support.redis_fixture import RedisServer
@@ -215,7 +215,7 @@ async def use_everything(url: str, cluster: str) -> None:
     await store.delete("s")
     await store.prefixes().note([b"one"], {"replica": 1})
     assert await store.prefixes().holders([b"one"]) == [["replica"]]
-    promotion = Promotion("pool", 0.5, 1.0, PromotionStatus.RUNNING)
+    promotion = PromotionRecord("pool", 0.5, 1.0, PromotionStatus.RUNNING)
     assert await store.promotions().put(promotion) == await store.promotions().read() == promotion
     await store.promotions().put(None)
     await responses.put("default", "r", ResponseRecord({}, [], "s", 1), ttl_s=60.0)
@@ -286,7 +286,7 @@ async def test_two_clusters_on_one_redis_share_nothing(server: TcpRedis, store: 
     assert await held_tokens(east.reopen().of_tenant("default"), "s") == [1, 2, 3, 9]
     await east.prefixes().of_tenant("t").note([b"one"], {"replica": 1})
     assert await store.prefixes().of_tenant("t").holders([b"one"]) == [[]]
-    await east.promotions().put(Promotion("pool", 0.5, 1.0, PromotionStatus.RUNNING))
+    await east.promotions().put(PromotionRecord("pool", 0.5, 1.0, PromotionStatus.RUNNING))
     assert await store.promotions().read() is None
     keys = server.command("KEYS", "*")
     assert {key.partition(b":")[0] for key in keys} == {b"specdec", b"specdec@east"}

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from specdec.engine.cuda_graphs.paged_attention import Splitting
+from specdec.engine.cuda_graphs.paged_attention import ContextSplit
 from tests.support.paged_rig import TOLERANCE, Heads, Part, Step, batch, check
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine: no kernel was compiled"),
 ]
-SHIPPED = Splitting()
+SHIPPED = ContextSplit()
 # Draft steps, verifications, chunks of prompts, contexts of many units, sequences without rows.
 MIXED = batch((70, 1), (29, 5), (15, 20), (0, 9), (0, 1), (5, 0), (2100, 5), (500, 17), (4097, 1), (127, 1), (128, 1))
 

@@ -15,7 +15,7 @@ from coordinator.replicas.replica import DRAFT, TARGET
 from coordinator.round import runner
 from specdec.contract.errors import Internal
 from specdec.contract.types import Proposal, ProposeRequest, Support, Verification, VerifyRequest
-from specdec.core.random import DrawKey, Stream
+from specdec.core.random import DrawKey, DrawStream
 from specdec.core.rejection import decision_of
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import (
@@ -267,7 +267,7 @@ async def test_a_draft_that_chooses_q_by_the_draws_that_follow_moves_z(mode: str
         key = DrawKey(position.seed, position.turn, position.committed_len)
         place = int(np.argsort(support.weights)[-2])
         share = int(support.weights[place]) / int(support.weights.sum())  # its model is the target's
-        if key.uniform(0, Stream.ACCEPT) > 0.9 * share:
+        if key.uniform(0, DrawStream.ACCEPT) > 0.9 * share:
             return proposal
         chosen = support.token_ids[place : place + 1]
         return replace(proposal, draft_token_ids=chosen, supports=(Support(chosen, np.ones(1, np.uint16)),))

@@ -19,7 +19,7 @@ from specdec.cli.checks.certificates import check_certificates
 from specdec.cli.checks.finding import Check, Finding, Status, findings_of, ok
 from specdec.cli.checks.ports import Port, check_ports, own_ports
 from specdec.cli.checks.redis_store import clock_finding
-from specdec.cli.checks.system import Place, System
+from specdec.cli.checks.system import System, SystemAddresses
 from specdec.cli.request_flags import BUDGETS
 from specdec.client import Client
 from specdec.rpc.server import TARGET_SERVICE, ServiceServer
@@ -140,9 +140,9 @@ def test_without_a_system_at_the_default_endpoint_it_only_warns() -> None:
     def connect() -> Client:
         return Client(NOWHERE, budgets=BUDGETS)
 
-    (finding,) = System(Place(NOWHERE, False, connect)).check_coordinator()
+    (finding,) = System(SystemAddresses(NOWHERE, False, connect)).check_coordinator()
     assert (finding.status, "nothing answers" in finding.found) == (Status.WARN, True)
-    (finding,) = System(Place(NOWHERE, True, connect)).check_coordinator()
+    (finding,) = System(SystemAddresses(NOWHERE, True, connect)).check_coordinator()
     assert finding.status == Status.FAIL
 
 
@@ -217,7 +217,7 @@ async def test_replicas_that_answer_services_alone_are_alive_and_open_services_b
 
         beyond = rig.draft.address.replace("127.0.0.1", "0.0.0.0")  # as an address of a network
         static = [("target", server.address), ("draft", beyond)]
-        system = System(Place(coordinator.server.address, True, connect, static=static))
+        system = System(SystemAddresses(coordinator.server.address, True, connect, static=static))
         checks = (system.check_coordinator, system.check_replicas)
         found = await asyncio.to_thread(lambda: {each.check: each for check in checks for each in check()})
         await server.stop(0)

@@ -22,7 +22,7 @@ import pytest
 
 from specdec.contract.types import WEIGHT_TOTAL, DistributionRow, Support
 from specdec.core.block import verify_block
-from specdec.core.random import Stream
+from specdec.core.random import DrawStream
 from specdec.core.rejection import Decision, verify_rejection
 
 Path = tuple[int, ...]
@@ -76,7 +76,7 @@ class Cell(NamedTuple):
 class Dealer:
     """A `DrawKey` whose draws are enumerated, one combination of cells at a time."""
 
-    cells: Callable[[int, int, Stream], Sequence[Cell]]
+    cells: Callable[[int, int, DrawStream], Sequence[Cell]]
     """A draw's cells: its range, its index and its stream."""
     is_high: bool = False
     dealt: list[int] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Dealer:
             self.dealt[-1] += 1
         return bool(self.dealt)
 
-    def _deal(self, size: int, index: int, stream: Stream) -> Any:
+    def _deal(self, size: int, index: int, stream: DrawStream) -> Any:
         cells = self.cells(size, index, stream)
         if self._num_drawn == len(self.dealt):
             self.dealt.append(0)
@@ -108,13 +108,13 @@ class Dealer:
         self.share *= cell.share
         return cell.high if self.is_high else cell.low
 
-    def uint31s(self, num_draws: int, stream: Stream) -> list[int]:
+    def uint31s(self, num_draws: int, stream: DrawStream) -> list[int]:
         return [self._deal(WEIGHT_TOTAL, index, stream) for index in range(num_draws)]
 
-    def below(self, n: int, index: int, stream: Stream) -> int:
+    def below(self, n: int, index: int, stream: DrawStream) -> int:
         return int(self._deal(n, index, stream))
 
-    def uniform(self, index: int, stream: Stream) -> float:
+    def uniform(self, index: int, stream: DrawStream) -> float:
         return float(self._deal(0, index, stream))
 
 
@@ -171,9 +171,9 @@ def emitted_distribution(verify: Callable[..., Decision], deal: Callable[[Path],
 # ---- rejection: equal cells --------------------------------------------------------------------------------------
 
 
-def equal_cells(size: int, index: int, stream: Stream) -> Sequence[Cell]:
+def equal_cells(size: int, index: int, stream: DrawStream) -> Sequence[Cell]:
     """Return the cells of eighths of 2^31, and of a residual, whose weights are multiples of four eighths."""
-    width = GRAIN if stream is Stream.ACCEPT else 4 * GRAIN
+    width = GRAIN if stream is DrawStream.ACCEPT else 4 * GRAIN
     assert size % width == 0
     return [Cell(Fraction(width, size), low, low + width - 1) for low in range(0, size, width)]
 
@@ -244,8 +244,8 @@ def excess_of(path: Path, share: Fraction) -> list[Fraction]:
 def deal_by_levels(draft: Path) -> Dealer:
     shares = shares_of(draft)
 
-    def cells(size: int, index: int, stream: Stream) -> Sequence[Cell]:
-        if stream is Stream.ACCEPT:
+    def cells(size: int, index: int, stream: DrawStream) -> Sequence[Cell]:
+        if stream is DrawStream.ACCEPT:
             share, num_prefix = shares[index + 1], index + 1
             if num_prefix == GAMMA or share == 1:
                 return cells_between([share])

@@ -16,7 +16,7 @@ import torch
 from specdec.contract.types import SamplingFilters
 from specdec.core.block import verify_block
 from specdec.core.coupling import verify_choices
-from specdec.core.random import DrawKey, Stream
+from specdec.core.random import DrawKey, DrawStream
 from specdec.core.reference import coupled_choice, cut_support, distribution_row
 from specdec.core.rejection import Decision, verify_rejection
 from specdec.core.sparse import draw_from_support
@@ -84,7 +84,7 @@ def test_coupled_choices_follow_the_distribution_and_positions_are_independent()
 def test_coupled_choices_without_noise_per_token_are_detected() -> None:
     distribution = np.array([0.4, 0.3, 0.2, 0.1])
     num = 5000
-    noise = np.array([DrawKey(0, 0, position).uniform(0, Stream.COUPLED) for position in range(num)])
+    noise = np.array([DrawKey(0, 0, position).uniform(0, DrawStream.COUPLED) for position in range(num)])
     choices = np.argmax(np.log(distribution)[None] - np.log(-np.log(noise))[:, None], axis=-1)
     assert p_value(np.bincount(choices, minlength=4), distribution) < FALSE_ALARM_RATE
 
@@ -93,8 +93,8 @@ def test_coupled_choices_without_noise_per_token_are_detected() -> None:
 class PositionKey(DrawKey):
     """The fault that section 4 warns of: acceptance is keyed by the position alone instead of by the round."""
 
-    def uniform(self, index: int, stream: Stream) -> float:
-        if stream is not Stream.ACCEPT:
+    def uniform(self, index: int, stream: DrawStream) -> float:
+        if stream is not DrawStream.ACCEPT:
             return DrawKey(self.seed, self.turn, self.committed_len).uniform(index, stream)
         return DrawKey(self.seed, self.turn, 0).uniform(self.committed_len + index, stream)
 

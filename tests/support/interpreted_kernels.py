@@ -16,13 +16,13 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from specdec.engine.cuda_graphs import fused_operations, paged_attention
-from specdec.engine.cuda_graphs.paged_attention import Splitting
+from specdec.engine.cuda_graphs.paged_attention import ContextSplit
 from specdec.engine.linear import row_products
 from specdec.engine.linear.row_products import Tiling, tiling
 from tests.support.cuda_graphs_rig import Tape
 
-_FEW_TILES = fused_operations.Tiling(rows=64, heads=512, numbers=1 << 14)
-_FEW_SPLITS = Splitting(tile_keys=64, unit_tiles=1, num_splits=1, tile_outputs=64)
+_FEW_TILES = fused_operations.ProgramSizes(rows=64, heads=512, numbers=1 << 14)
+_FEW_SPLITS = ContextSplit(tile_keys=64, unit_tiles=1, num_splits=1, tile_outputs=64)
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def few_programs() -> Iterator[None]:
         return replace(tiling(num_rows, dtype), outputs=256)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paged_attention, "Splitting", lambda: _FEW_SPLITS)
+        patch.setattr(paged_attention, "ContextSplit", lambda: _FEW_SPLITS)
         patch.setattr(fused_operations, "Tiling", lambda: _FEW_TILES)
         patch.setattr(row_products, "tiling", wide)
         yield

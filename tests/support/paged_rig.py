@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from specdec.contract.types import BLOCK_TOKENS
-from specdec.engine.cuda_graphs.paged_attention import RaggedRows, Splitting, paged_attention
+from specdec.engine.cuda_graphs.paged_attention import ContextSplit, RaggedRows, paged_attention
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.kv_cache import KvCache, LayerKv, LayerShape
 
 #: A context of a few pages has several units, and one of some more has more than there are splits.
-SMALL = Splitting(tile_keys=16, unit_tiles=2, num_splits=4, tile_outputs=16)
+SMALL = ContextSplit(tile_keys=16, unit_tiles=2, num_splits=4, tile_outputs=16)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Step:
         numbers = numbers.to(self._device, self._dtype)
         return numbers[:, :num_queries].unflatten(1, (-1, heads.dim)), numbers[:, num_queries:]
 
-    def attend(self, splitting: Splitting = SMALL, layer: LayerKv | None = None) -> torch.Tensor:
+    def attend(self, splitting: ContextSplit = SMALL, layer: LayerKv | None = None) -> torch.Tensor:
         """Return the attention that the kernels compute, [T, H, value_dim]."""
         heads = self.heads
         return paged_attention(
@@ -132,7 +132,7 @@ class Step:
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
-def check(step: Step, splitting: Splitting = SMALL) -> None:
+def check(step: Step, splitting: ContextSplit = SMALL) -> None:
     """Check that the kernels compute the expected attention."""
     actual = step.attend(splitting)
     assert actual.dtype == step.query.dtype

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.contract.errors import ResourceExhausted
-from target_service.backends.llama_context import LlamaOptions, Part
+from target_service.backends.llama_context import BatchPart, LlamaOptions
 from tests.support.table_worker import TableWorker
 
 
@@ -33,7 +33,7 @@ class TableContext:
         self._worker = worker
         self._tokens: list[list[int]] = [[] for _ in range(options.num_sequences)]
 
-    def decode(self, parts: Sequence[Part]) -> list[NDArray[np.float32]]:
+    def decode(self, parts: Sequence[BatchPart]) -> list[NDArray[np.float32]]:
         assert sum(len(part.token_ids) for part in parts) <= self.options.batch_tokens
         longer = {part.sequence: [*self._tokens[part.sequence], *part.token_ids] for part in parts}
         if any(len(tokens) >= 3 and tokens[2] == self.fail_on for tokens in longer.values()):

@@ -15,17 +15,17 @@ from specdec.contract.types import WEIGHT_TOTAL
 from specdec.learning.distillation import acceptance, divergence
 from specdec.learning.learner import Learner
 from specdec.learning.log_files import LogFacts, LoggedTurn, encode_segment
-from specdec.learning.samples import Batch, Samples, batches_of
+from specdec.learning.samples import Samples, TrainingBatch, batches_of
 from specdec.learning.training import TrainingPlan, train
 
 FACTS = LogFacts("target", "words", 50)
 
 
-def batch_of(p: np.ndarray, num_entries: int, temperature: float) -> Batch:
+def batch_of(p: np.ndarray, num_entries: int, temperature: float) -> TrainingBatch:
     """Return a batch with the top entries of each row of p; the other tokens are in the tail mass."""
     likeliest = np.argsort(-p, axis=-1)[:, :num_entries]
     count = len(p)
-    return Batch(
+    return TrainingBatch(
         np.zeros((1, count + 1), np.int64), np.arange(count), np.full(count, temperature, np.float32), likeliest,
         np.take_along_axis(p, likeliest, -1).astype(np.float32),
     )  # fmt: skip
@@ -98,7 +98,7 @@ class Two(Learner):
         self.parameters = [torch.randn(20, generator=draw).requires_grad_() for _ in range(2)]
         self.dtypes = [torch.float32, torch.bfloat16]
 
-    def depths(self, batch: Batch) -> Iterator[tuple[torch.Tensor, Batch]]:
+    def depths(self, batch: TrainingBatch) -> Iterator[tuple[torch.Tensor, TrainingBatch]]:
         for depth, parameter in enumerate(self.parameters):
             drafted = batch.beyond(depth)
             yield parameter.expand(len(drafted.places), -1), drafted

@@ -17,7 +17,7 @@ from specdec.learning import heads
 from specdec.learning.distillation import divergence
 from specdec.learning.heads import Head
 from specdec.learning.learner import ExitAdapter
-from specdec.learning.samples import ROW_TOKENS, Batch
+from specdec.learning.samples import ROW_TOKENS, TrainingBatch
 from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.head_checkpoints import (
     as_speculators,
@@ -69,13 +69,13 @@ def learning(spec: LocalDraftSpec, target: PreTrainedModel) -> Head:
     return Head(spec.kind, HeadFile.read(spec.path), target, VOCABULARY_SIZE)
 
 
-def batch() -> Batch:
+def batch() -> TrainingBatch:
     """Return a batch that learns every next token of both rows with probability 1."""
     width = max(map(len, ROWS))
     token_ids = np.array([[*row, *[0] * (width - len(row))] for row in ROWS])
     places = np.concatenate([index * width + np.arange(len(row) - 1) for index, row in enumerate(ROWS)])
     following = token_ids.reshape(-1)[places + 1]
-    return Batch(
+    return TrainingBatch(
         token_ids, places, np.ones(len(places), np.float32), following[:, None], np.ones((len(places), 1), np.float32)
     )
 
@@ -156,7 +156,7 @@ def loss(head: Head) -> torch.Tensor:
 def test_rows_of_the_maximum_length_can_be_trained_on(target: PreTrainedModel, tmp_path: Path) -> None:
     token_ids = np.arange(ROW_TOKENS)[None] % 250 + 2
     places = np.arange(ROW_TOKENS - 20, ROW_TOKENS - 1)
-    long = Batch(
+    long = TrainingBatch(
         token_ids, places, np.ones(19, np.float32), token_ids[0, places + 1, None], np.ones((19, 1), np.float32)
     )
     for logits, drafted in learning(written("eagle3-some_tokens", tmp_path), target).depths(long):

@@ -20,7 +20,7 @@ from specdec.contract.types import BLOCK_TOKENS, DrawRule, SamplingFilters, Sess
 from specdec.engine.base import KvLayout, ModelShape, StepPlan, Worker
 from specdec.engine.cold_tier import run_blocks
 from specdec.engine.loop.replica import ReplicaOptions
-from specdec.engine.simulated.device import ForwardTime
+from specdec.engine.simulated.device import ModelledTime
 from specdec.state.kv_tier import KvTier
 from specdec.state.kv_values import KvSpace
 from target_service.verifier import Verifier
@@ -29,7 +29,7 @@ PROMPT_TOKENS = 1_500
 _NUM_LAYERS, _LAYER_BYTES = 32, BLOCK_TOKENS * 2 * 8 * 128 * 2
 _NUM_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS + 2
 #: Simulated targets by their prefill tokens a second: with a GPU, and without one.
-TARGETS = {"fast target": ForwardTime(5e-3, 1 / 30_000), "slow target": ForwardTime(5e-3, 1 / 300)}
+TARGETS = {"fast target": ModelledTime(5e-3, 1 / 30_000), "slow target": ModelledTime(5e-3, 1 / 300)}
 _TIER = ("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru")
 _PATIENCE_S = 60.0
 
@@ -37,7 +37,7 @@ _PATIENCE_S = 60.0
 class _TimedWorker(Worker):
     """Implements `specdec.engine.base.Worker` without a model."""
 
-    def __init__(self, forward: ForwardTime) -> None:
+    def __init__(self, forward: ModelledTime) -> None:
         layout = KvLayout("bfloat16", (_LAYER_BYTES,) * _NUM_LAYERS)
         self.shape = ModelShape(
             vocabulary_size=32,
@@ -94,7 +94,7 @@ def measure_rule(row: Callable[..., Row]) -> list[Row]:
     return rows
 
 
-async def _choose(forward: ForwardTime, url: str) -> _Choice:
+async def _choose(forward: ModelledTime, url: str) -> _Choice:
     """Lets one replica compute and write a session, and it return on another."""
     for index in range(2):
         worker = _TimedWorker(forward)

@@ -22,7 +22,7 @@ _GRPC_REFUSAL = "Failed to connect to remote host: "
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SystemAddresses:
     """Addresses of the parts of a system, as the command line states them."""
 
     endpoint: str
@@ -44,7 +44,7 @@ class Place:
 class System:
     """A running system as far as it is known. The checks fill it in, and later ones use it."""
 
-    place: Place
+    addresses: SystemAddresses
     info: ServerInfo | None = None
     engines: dict[str, EngineInfo] = field(default_factory=dict)
     """Descriptions of replicas by address."""
@@ -62,12 +62,12 @@ class System:
 
     def check_coordinator(self) -> Iterator[Finding]:
         """Ask the coordinator what it serves."""
-        endpoint = self.place.endpoint
+        endpoint = self.addresses.endpoint
         try:
-            with self.place.connect() as client:
+            with self.addresses.connect() as client:
                 self.info = client.info()
         except (Unavailable, DeadlineExceeded) as error:
-            if self.place.is_endpoint_given:
+            if self.addresses.is_endpoint_given:
                 yield fail("coordinator", error.message, "start it, or name another one with --endpoint HOST:PORT")
             else:
                 yield warn("coordinator", f"nothing answers at {endpoint}; no running system was checked",
@@ -76,7 +76,7 @@ class System:
         except (Unauthenticated, Forbidden) as error:
             yield fail("coordinator", f"{endpoint} refuses this caller: {error.message}", "give a key with --api-key")
             return
-        if not self.place.has_credential and not is_local(endpoint):
+        if not self.addresses.has_credential and not is_local(endpoint):
             self.open_callers.append(f"coordinator at {endpoint}")
         version = self.info.version
         if version != __version__:
@@ -119,7 +119,7 @@ class System:
     async def _describe_all(self) -> list[Finding]:
         """Fill in `engines`; return a failure for the registry and for each replica that gives no description."""
         failures = []
-        known = {address: role for role, address in self.place.static}
+        known = {address: role for role, address in self.addresses.static}
         if self.info is not None:
             known |= {
                 replica.address: pool.role
@@ -127,17 +127,19 @@ class System:
                 for replica in pool.replicas
                 if replica.address and pool.role in ("draft", "target")
             }
-        if self.place.redis_url:
+        if self.addresses.redis_url:
             try:
                 await self._read_registry()
             except SpecdecError as error:
                 failures.append(fail("registry", error.message, "see the check of Redis"))
         known |= {address: record.role for address, record in self.engines.items()}
-        answers = await asyncio.gather(*(_describe(role, address, self.place.tls) for address, role in known.items()))
+        answers = await asyncio.gather(
+            *(_describe(role, address, self.addresses.tls) for address, role in known.items())
+        )
         for (address, role), answer in zip(known.items(), answers, strict=True):
             if isinstance(answer, EngineInfo):
                 self.engines[address] = answer
-                if not is_local(address) and not (self.place.tls and self.place.tls.cert):
+                if not is_local(address) and not (self.addresses.tls and self.addresses.tls.cert):
                     self.open_callers.append(f"{role} at {address}")
             elif isinstance(answer, Unauthenticated | Forbidden):  # it lives; the registry may describe it
                 if address not in self.engines:
@@ -153,7 +155,7 @@ class System:
         from specdec.state.coordinators import COORDINATOR
         from specdec.state.redis_store import open_registry
 
-        registry = open_registry(self.place.redis_url, cluster=self.place.cluster)
+        registry = open_registry(self.addresses.redis_url, cluster=self.addresses.cluster)
         try:
             for role in ("target", "draft"):
                 self.engines |= {record.address: record.engine for record in await registry.replicas(role)}
@@ -165,7 +167,7 @@ class System:
     def _compare(self) -> Iterator[Finding]:
         everything = {**self.coordinators, **self.engines}
         if self.info is not None:
-            reference, whose = self.info.vocabulary_fingerprint, f"the coordinator at {self.place.endpoint}"
+            reference, whose = self.info.vocabulary_fingerprint, f"the coordinator at {self.addresses.endpoint}"
         else:
             fingerprints = Counter(engine.vocabulary_fingerprint for engine in everything.values())
             reference, whose = fingerprints.most_common(1)[0][0] if fingerprints else "", "most others"

@@ -36,7 +36,7 @@ _SESSION_BYTES, _TOKEN_BYTES = 2_500, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ExpectedLoad:
     """The load, and the latencies that it may have."""
 
     rate_per_s: float
@@ -77,7 +77,7 @@ class Deployment:
     slot_gain: float
     """Gain of further streams at the peak. At less than `SLOT_GAIN`, coordinators give the targets fewer slots."""
 
-    def kv_bytes_per_target(self, load: Load) -> float:
+    def kv_bytes_per_target(self, load: ExpectedLoad) -> float:
         """Return the KV of the streams of one target at their full length, at the peak."""
         return _kv_bytes(self.target, self.peak, load) / self.num_targets
 
@@ -86,24 +86,24 @@ class Deployment:
         draft_gpus = 0 if self.draft is None else self.num_drafts * self.draft.num_gpus
         return self.num_targets * self.target.num_gpus + draft_gpus
 
-    def redis_bytes(self, load: Load) -> float:
+    def redis_bytes(self, load: ExpectedLoad) -> float:
         """Return the memory of the sessions that Redis keeps."""
         num_sessions = load.rate_per_s * load.session_ttl_s + self.expected.num_streams
         return num_sessions * (_SESSION_BYTES + _TOKEN_BYTES * (load.prompt_tokens + load.output_tokens))
 
-    def redis_writes_per_s(self, load: Load) -> float:
+    def redis_writes_per_s(self, load: ExpectedLoad) -> float:
         """Return the number of commits: one a round."""
         return load.rate_per_s * max(1.0, load.output_tokens / self.tokens_per_round)
 
-    def num_coordinators(self, load: Load) -> int:
+    def num_coordinators(self, load: ExpectedLoad) -> int:
         """Return the number of coordinator processes, each with one core; two at least, so that one may end."""
         cores = load.rate_per_s * load.output_tokens * _COORDINATOR_S_PER_TOKEN / _CORE_SHARE
         return max(2, math.ceil(cores))
 
-    def gpu_hours_per_million_tokens(self, load: Load) -> float:
+    def gpu_hours_per_million_tokens(self, load: ExpectedLoad) -> float:
         return self.num_gpus * 1e6 / (load.rate_per_s * load.output_tokens * 3600)
 
-    def limits(self, load: Load) -> str:
+    def limits(self, load: ExpectedLoad) -> str:
         """Return what keeps the system from more streams."""
         shares = {
             "time per token": self.peak.tpot_s / load.tpot_s,
@@ -118,7 +118,7 @@ class Deployment:
         return max(shares, key=lambda name: shares[name])
 
 
-def _kv_bytes(model: PlacedModel, state: SteadyState, load: Load) -> float:
+def _kv_bytes(model: PlacedModel, state: SteadyState, load: ExpectedLoad) -> float:
     """Return the KV that a model has of all streams at their full length."""
     return state.num_streams * (load.prompt_tokens + load.output_tokens) * model.kv_bytes_per_token
 
@@ -163,7 +163,7 @@ def placed(model: PlacedModel, card: Card, room_tokens: int) -> PlacedModel:
     )
 
 
-def best_deployment(load: Load, alpha: float, target: PlacedModel, draft: PlacedModel | None) -> Deployment:
+def best_deployment(load: ExpectedLoad, alpha: float, target: PlacedModel, draft: PlacedModel | None) -> Deployment:
     """Return the deployment with the fewest GPUs, of these with the fewest drafts, and then the least time per token.
 
     Beyond 16 targets not every number of them is tried, so that some GPUs more than the fewest are possible.
@@ -191,7 +191,9 @@ def best_deployment(load: Load, alpha: float, target: PlacedModel, draft: Placed
     return found
 
 
-def lone_stream(load: Load, alpha: float, target: PlacedModel, draft: PlacedModel | None, gamma: int) -> SteadyState:
+def lone_stream(
+    load: ExpectedLoad, alpha: float, target: PlacedModel, draft: PlacedModel | None, gamma: int
+) -> SteadyState:
     """Return the times of a stream that no other one meets."""
     state = steady_state(replace(load.requests(gamma, alpha), rate_per_s=0.0), CALLS, target, draft, 1, 1)
     assert state is not None, "no queue grows without requests"
@@ -231,7 +233,7 @@ def slot_gain(base_s: float, state: SteadyState, num_targets: int) -> float:
     return max(0.0, base_s - per_stream_s * BASE_STREAMS) / state.tpot_s
 
 
-def _require_reachable(load: Load, alpha: float, target: PlacedModel, draft: PlacedModel | None) -> None:
+def _require_reachable(load: ExpectedLoad, alpha: float, target: PlacedModel, draft: PlacedModel | None) -> None:
     lone = [lone_stream(load, alpha, target, draft, gamma) for gamma in _gammas(draft)]
     least_tpot_s, least_ttft_s = min(each.tpot_s for each in lone), min(each.ttft_s for each in lone)
     if least_tpot_s > load.tpot_s:
@@ -252,7 +254,9 @@ def _gammas(draft: PlacedModel | None) -> range:
     return range(1, MAX_GAMMA + 1) if draft else range(1)
 
 
-def _candidates(load: Load, alpha: float, target: PlacedModel, draft: PlacedModel | None) -> Iterator[Deployment]:
+def _candidates(
+    load: ExpectedLoad, alpha: float, target: PlacedModel, draft: PlacedModel | None
+) -> Iterator[Deployment]:
     for gamma in _gammas(draft):
         search = _Search(load, alpha, target, draft, gamma)
         yield from (search.deployment(*pool) for pool in search.pools())
@@ -261,7 +265,9 @@ def _candidates(load: Load, alpha: float, target: PlacedModel, draft: PlacedMode
 class _Search:
     """The deployments of one gamma."""
 
-    def __init__(self, load: Load, alpha: float, target: PlacedModel, draft: PlacedModel | None, gamma: int) -> None:
+    def __init__(
+        self, load: ExpectedLoad, alpha: float, target: PlacedModel, draft: PlacedModel | None, gamma: int
+    ) -> None:
         self._load, self._target, self._draft, self._gamma = load, target, draft, gamma
         self._expected = load.requests(gamma, alpha)
         self._peak = load.requests(gamma, alpha, PLANNED_SHARE)

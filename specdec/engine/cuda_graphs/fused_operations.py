@@ -14,7 +14,7 @@ from specdec.engine.model.kv_cache import LayerKv
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class ProgramSizes:
     """Work per program, in powers of two. It does not change any result."""
 
     rows: int = 1
@@ -50,7 +50,7 @@ def normalise(
 
     from specdec.engine.cuda_graphs.fused_kernels import add_and_normalise
 
-    width, tile_rows = residual.shape[1], Tiling().rows
+    width, tile_rows = residual.shape[1], ProgramSizes().rows
     num_rows = len(residual) if rows is None else len(rows)
     output = torch.empty(num_rows, width, dtype=residual.dtype, device=residual.device)
     with torch.cuda.device_of(residual):  # Triton launches on the current device
@@ -89,7 +89,7 @@ def rotate(
 
     num_rows, dim, kv_heads = len(qkv), layer.shape.key_dim, layer.shape.num_kv_heads
     num_heads = qkv.shape[1] // dim - 2 * kv_heads
-    tile_heads = Tiling().heads
+    tile_heads = ProgramSizes().heads
     with torch.cuda.device_of(qkv):
         rotate_and_store[(-(-num_rows * (num_heads + 2 * kv_heads) // tile_heads),)](
             qkv, cos, sin, qkv if norm is None else norm.gains, slots, layer.rows, num_rows,
@@ -104,7 +104,7 @@ def gated(gate_up: torch.Tensor) -> torch.Tensor:
     from specdec.engine.cuda_graphs.fused_kernels import gate
 
     num_rows, width = len(gate_up), gate_up.shape[1] // 2
-    tile_numbers = Tiling().numbers
+    tile_numbers = ProgramSizes().numbers
     output = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
     with torch.cuda.device_of(gate_up):
         gate[(-(-num_rows * width // tile_numbers),)](

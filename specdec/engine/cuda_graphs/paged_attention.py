@@ -34,7 +34,7 @@ _FEWEST_SEQUENCES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Splitting:
+class ContextSplit:
     """Division of a context among programs that run in parallel.
 
     It is fixed for a process, whatever a step holds: it and the row's position determine the order of a row's sums.
@@ -68,7 +68,7 @@ def paged_attention(
     *,
     scale: float,
     softcap: float | None = None,
-    splitting: Splitting | None = None,
+    splitting: ContextSplit | None = None,
 ) -> torch.Tensor:
     """Return the attention of ragged rows over one layer's cache, which already holds the step's own keys.
 
@@ -93,7 +93,7 @@ def paged_attention(
 
     from specdec.engine.cuda_graphs.paged_kernels import attend_parts, merge_parts
 
-    splitting = splitting or Splitting()
+    splitting = splitting or ContextSplit()
     num_rows, num_heads, _ = query.shape
     shape, group, num_sequences = layer.shape, kind.queries_per_kv_head, len(rows.lengths)
     if query.stride()[1:] != (shape.key_dim, 1):

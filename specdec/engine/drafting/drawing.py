@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from specdec.contract.types import Proposal, SamplingFilters, ScoreRequest, Stages, Support
-from specdec.core.random import DrawKey, Stream, index_at_uniform
+from specdec.core.random import DrawKey, DrawStream, index_at_uniform
 from specdec.core.sparse import draw_from_support, probability
 from specdec.engine.logits.filters import filtered_distributions, greedy_choices, split_batches
 from specdec.engine.logits.penalties import FilterContext, processed_logits
@@ -26,7 +26,7 @@ from specdec.engine.loop.job import Job, RowKind, row_kind
 
 
 @dataclass(slots=True)
-class Draft:
+class DrawnDraft:
     """The draft of one job so far."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -126,7 +126,7 @@ class Drawing:
         top_n = self._top_n if is_noted else 0
         for kind, drawn_by, rows in _batches(jobs, logits.num_tokens):
             for job in drawn_by:
-                job.progress = job.progress or Draft()
+                job.progress = job.progress or DrawnDraft()
             token_ids = self._draw[kind](drawn_by, logits.select(rows), top_n)
             for job, token_id in zip(drawn_by, token_ids, strict=True):
                 draft, request = job.progress, job.call.request
@@ -225,7 +225,7 @@ def _bonus_scores(jobs: Sequence[Job], logits: torch.Tensor) -> torch.Tensor:
     """Return log q at the bonus position, with 0 for the token that q gives for the target's bonus draw from p."""
     distributions = filtered_distributions(logits, [context_of(job) for job in jobs])
     uniforms = [
-        draw_key_of(job).uniform(len(job.token_ids) - job.call.position.committed_len, Stream.BONUS) for job in jobs
+        draw_key_of(job).uniform(len(job.token_ids) - job.call.position.committed_len, DrawStream.BONUS) for job in jobs
     ]
     for distribution, uniform in zip(distributions, uniforms, strict=True):
         distribution[index_at_uniform(distribution.cpu().numpy(), uniform)] = 1.0

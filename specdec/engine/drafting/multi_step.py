@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specdec.core.random import DrawKey, Stream, philox4x32, seed_words
+from specdec.core.random import DrawKey, DrawStream, philox4x32, seed_words
 from specdec.core.sparse import support_of_top
 from specdec.engine.base import StepPlan, Worker
-from specdec.engine.drafting.drawing import Draft, Drawing, context_of, draw_key_of
+from specdec.engine.drafting.drawing import Drawing, DrawnDraft, context_of, draw_key_of
 from specdec.engine.drafting.multi_step_policy import MultiStepPolicy
 from specdec.engine.logits.device_draws import dense_coupled_scores, support_draws
 from specdec.engine.logits.filters import distributions_of, stable_topk
@@ -67,7 +67,7 @@ class GreedyMultiStep:
             if not math.isfinite(logit):
                 non_finite.append(job)
                 continue
-            job.progress = job.progress or Draft()
+            job.progress = job.progress or DrawnDraft()
             job.progress.token_ids.append(token_id)
             self._go_on(job)
             if job.answer is None:
@@ -104,7 +104,7 @@ class DeviceMultiStep:
         self._go_on = go_on
         rows_of: dict[RowKind, list[int]] = {}
         for row, job in enumerate(jobs):
-            job.progress = job.progress or Draft()
+            job.progress = job.progress or DrawnDraft()
             rows_of.setdefault(row_kind(job.call.position), []).append(row)
         self._parts = [_Part(kind, [jobs[row] for row in rows], rows, drawing, num_steps, top_n)
                        for kind, rows in rows_of.items()]  # fmt: skip
@@ -265,5 +265,5 @@ class _Part:
 
 def _words(key: DrawKey, index: int) -> tuple[int, int]:
     """Return the upper and lower 32 bits that `DrawKey.below` uses at one index of a round."""
-    upper, lower, _, _ = philox4x32((key.turn, key.committed_len, index, int(Stream.PROPOSE)), seed_words(key.seed))
+    upper, lower, _, _ = philox4x32((key.turn, key.committed_len, index, int(DrawStream.PROPOSE)), seed_words(key.seed))
     return upper, lower

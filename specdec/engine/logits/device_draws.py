@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from specdec.core.random import UNIFORM_BITS, Stream, philox4x32
+from specdec.core.random import UNIFORM_BITS, DrawStream, philox4x32
 from specdec.core.sparse import MAX_WEIGHT
 
 #: Number of entries whose noise is computed at once; limits working memory.
@@ -31,7 +31,7 @@ def dense_coupled_scores(distributions: torch.Tensor, keys: torch.Tensor) -> tor
     for first in range(0, -(-num_tokens // 2), num_pairs):
         pairs = torch.arange(first, min(first + num_pairs, -(-num_tokens // 2)), device=distributions.device)
         low_seed, high_seed, turn, position = key
-        words = philox4x32((turn, position, pairs[None, :], int(Stream.COUPLED)), (low_seed, high_seed))
+        words = philox4x32((turn, position, pairs[None, :], int(DrawStream.COUPLED)), (low_seed, high_seed))
         bits = torch.stack(((words[0] << 20) | (words[1] >> 12), (words[2] << 20) | (words[3] >> 12)), dim=-1)
         uniforms = bits.flatten(1).to(torch.float64).add_(0.5).mul_(2.0**-UNIFORM_BITS)
         noise = uniforms.log_().neg_().log_().neg_()

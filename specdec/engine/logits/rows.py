@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from specdec.contract.types import DistributionRow, LogitRow, Support, TokenIds
-from specdec.core.random import UNIFORM_BITS, Stream, index_at_mass, locate_uniform, philox4x32, seed_words
+from specdec.core.random import UNIFORM_BITS, DrawStream, index_at_mass, locate_uniform, philox4x32, seed_words
 from specdec.core.sparse import DEFAULT_COVERAGE, integer_shares, integer_weights, support_of_top
 from specdec.engine.logits import kernel_choices
 from specdec.engine.logits.filters import stable_topk
@@ -254,7 +254,7 @@ def _gaps(key: Sequence[torch.Tensor], pairs: torch.Tensor) -> tuple[torch.Tenso
     It follows from the upper 32 of the 52 bits. `key` is the seed's low and high word, turn and position.
     """
     low_seed, high_seed, turn, position = key
-    words = philox4x32((turn, position, pairs, int(Stream.COUPLED)), (low_seed, high_seed))
+    words = philox4x32((turn, position, pairs, int(DrawStream.COUPLED)), (low_seed, high_seed))
     even, odd = (
         words[index].neg().to(torch.float64).add_(_WORD_RANGE - 1.0 + _SMALLEST_GAP).mul_(1.0 / _WORD_RANGE)
         for index in (0, 2)
@@ -273,7 +273,7 @@ def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     is_new = torch.ones(len(pairs), dtype=torch.bool, device=pairs.device)
     is_new[1:] = (pairs[1:] != pairs[:-1]).any(dim=-1)
     low_seed, high_seed, turn, position, pair = pairs[is_new].unbind(-1)
-    words = philox4x32((turn, position, pair, int(Stream.COUPLED)), (low_seed, high_seed))
+    words = philox4x32((turn, position, pair, int(DrawStream.COUPLED)), (low_seed, high_seed))
     bits = torch.stack(((words[0] << 20) | (words[1] >> 12), (words[2] << 20) | (words[3] >> 12)))  # [2, pairs]
     uniforms = bits.to(torch.float64).add_(0.5).mul_(2.0**-UNIFORM_BITS)
     noise = uniforms.log_().neg_().log_().neg_()

@@ -14,7 +14,7 @@ import torch
 from specdec.engine.model.feature_layer import FeatureLayer, Weights
 from specdec.engine.model.kv_cache import LayerKv
 from specdec.engine.native.packing import Packing
-from specdec.engine.native.structures import DraftHead, Layer, Model, Product
+from specdec.engine.native.structures import HeadStructure, Layer, Model, Product
 
 
 class NativeHead:
@@ -42,7 +42,7 @@ class NativeHead:
             mark=layer.mark,
             unseen=layer.unseen,
         )
-        self.structure = DraftHead(
+        self.structure = HeadStructure(
             model=self._model(layer),
             features_of=self._product(layer.features),
             taps=packing.keep(torch.tensor(taps, dtype=torch.int64)),

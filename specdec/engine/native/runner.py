@@ -25,7 +25,7 @@ from specdec.engine.base import ModelShape, MultiStepDrafts, SequenceSlice, Step
 from specdec.engine.model.kv_cache import KvCache, LayerShape
 from specdec.engine.native.draft_head import NativeHead
 from specdec.engine.native.packing import PackedModel
-from specdec.engine.native.structures import Batch, DraftHead, Model, MultiStep
+from specdec.engine.native.structures import Batch, HeadStructure, Model, MultiStep
 
 if TYPE_CHECKING:  # with it come the modules of transformers, which kept layouts are loaded without
     from specdec.engine.model.model_runner import LocalHead
@@ -71,7 +71,7 @@ class NativeRunner(Worker):
         self._library = library
         library.specdec_step.argtypes = [POINTER(Model), POINTER(Batch), c_int]
         library.specdec_multi_step.argtypes = [POINTER(Model), POINTER(Batch), POINTER(MultiStep), c_int]
-        library.specdec_draft.argtypes = [POINTER(DraftHead), POINTER(Batch), c_int]
+        library.specdec_draft.argtypes = [POINTER(HeadStructure), POINTER(Batch), c_int]
         self._cache = cache
         self.packed = packed
         """The model; what it holds lives as long as it."""
@@ -176,7 +176,7 @@ class NativeRunner(Worker):
             if layer is not None and NativeHead.fits(self._library, layer, self._model, self._num_embeddings):
                 taps = [self._tapped.index(tapped) for tapped in head.feature_layers]
                 taken[name] = NativeHead(self._packing, layer, head.cached, taps)
-        self._draft_heads = (DraftHead * len(taken))(*(head.structure for head in taken.values()))
+        self._draft_heads = (HeadStructure * len(taken))(*(head.structure for head in taken.values()))
         self._model.draft_heads = ctypes.addressof(self._draft_heads)
         self._model.num_draft_heads = len(taken)
         return taken

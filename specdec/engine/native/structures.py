@@ -64,7 +64,7 @@ class Model(Structure):
     ]
 
 
-class DraftHead(Structure):
+class HeadStructure(Structure):
     """A draft head with one decoder layer."""
 
     _fields_ = [

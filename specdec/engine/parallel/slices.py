@@ -61,7 +61,7 @@ class SliceReader:
     ) -> None:
         self._open_files.close()
 
-    def parts(self, shapes: Mapping[str, Sequence[int]], cut_of: Callable[[str], Cut | None]) -> dict[str, Part]:
+    def parts(self, shapes: Mapping[str, Sequence[int]], cut_of: Callable[[str], Cut | None]) -> dict[str, TensorPart]:
         """Return this rank's part of every tensor, by its name in the files.
 
         Args:
@@ -75,24 +75,24 @@ class SliceReader:
 
     def _part(
         self, key: str, stored: Any, shapes: Mapping[str, Sequence[int]], cut_of: Callable[[str], Cut | None]
-    ) -> Part:
+    ) -> TensorPart:
         names = (key, _PREFIX + key, key.removeprefix(_PREFIX))
         name = next((name for name in names if name in shapes), None)
         if name is None:  # no parameter of this model, or one that transformers renames
-            return Part(stored, None, self._count)
+            return TensorPart(stored, None, self._count)
         if list(stored.get_shape()) != list(shapes[name]):
             raise InvalidRequest(
                 f"model {self._model!r} cannot be loaded: tensor {name} has shape {stored.get_shape()}, and its "
                 f"configuration needs {list(shapes[name])}",
                 field="model",
             )
-        return Part(stored, cut_of(name), self._count)
+        return TensorPart(stored, cut_of(name), self._count)
 
     def _count(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
 
 
-class Part:
+class TensorPart:
     """A part of a stored tensor, with the operations that transformers uses on a tensor that it is to load."""
 
     def __init__(self, stored: Any, cut: Cut | None, count: Callable[[int], None]) -> None:

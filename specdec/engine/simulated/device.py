@@ -33,7 +33,7 @@ MAX_BRANCH_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardTime:
+class ModelledTime:
     """Duration of a forward pass."""
 
     fixed_s: float
@@ -142,7 +142,7 @@ class SimulatedDevice:
     Calls always precede branches, but a step that has begun also ends: a cancelled branch costs at most one step.
     """
 
-    forward: ForwardTime
+    forward: ModelledTime
     timeline: Timeline
     scheduler: Scheduler
     observer: StepObserver | None = None

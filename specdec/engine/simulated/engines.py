@@ -36,7 +36,7 @@ from specdec.core.sparse import probability
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.concurrent_rounds import ConcurrentRounds
 from specdec.engine.sessions.request_checks import check_round, check_scored, digest_of
-from specdec.engine.simulated.device import Branches, ForwardTime
+from specdec.engine.simulated.device import Branches, ModelledTime
 from specdec.engine.simulated.pair import SimulatedPair
 from specdec.engine.simulated.replica import MAX_CONTEXT_TOKENS, NO_TOKENS, SimulatedJob, SimulatedReplica
 from specdec.engine.simulated.text import VOCABULARY_SIZE, SimulatedText
@@ -50,7 +50,7 @@ class SimulatedDraft(SimulatedReplica):
     role = "draft"
 
     @property
-    def _forward(self) -> ForwardTime:
+    def _forward(self) -> ModelledTime:
         return self._pair.draft
 
     async def propose(self, request: ProposeRequest) -> Proposal:
@@ -130,7 +130,7 @@ class SimulatedTarget(SimulatedReplica):
         self._answers = ConcurrentRounds()
 
     @property
-    def _forward(self) -> ForwardTime:
+    def _forward(self) -> ModelledTime:
         return self._pair.target
 
     async def verify(self, request: VerifyRequest) -> Verification:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import SIMULATED_PREFIX
-from specdec.engine.simulated.device import ForwardTime
+from specdec.engine.simulated.device import ModelledTime
 from specdec.engine.simulated.text import TextOptions
 
 
@@ -20,8 +20,8 @@ from specdec.engine.simulated.text import TextOptions
 class SimulatedPair:
     """Parameters of a simulated draft and target."""
 
-    target: ForwardTime
-    draft: ForwardTime
+    target: ModelledTime
+    draft: ModelledTime
     text: TextOptions
     fan_out: int = 8
     """F: number of next tokens guessed for each accepted length."""
@@ -52,8 +52,8 @@ def _pair(t_ar_ms: float, t_v_ms: float, t_d_ms: float, alpha: float) -> Simulat
     """
     per_token_ms = (t_v_ms - t_ar_ms) / 4
     return SimulatedPair(
-        target=ForwardTime((t_ar_ms - per_token_ms) / 1e3, per_token_ms / 1e3),
-        draft=ForwardTime(0.995 * t_d_ms / 1e3, 0.005 * t_d_ms / 1e3),
+        target=ModelledTime((t_ar_ms - per_token_ms) / 1e3, per_token_ms / 1e3),
+        draft=ModelledTime(0.995 * t_d_ms / 1e3, 0.005 * t_d_ms / 1e3),
         text=TextOptions(alphas=(alpha,)),
     )
 

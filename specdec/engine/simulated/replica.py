@@ -24,7 +24,7 @@ from specdec.engine.schedule.scheduler import Scheduler, is_short
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.event_loop_gate import EventLoopGate
 from specdec.engine.sessions.sequence import Sequence
-from specdec.engine.simulated.device import ForwardTime, SimulatedDevice, Timeline, Work
+from specdec.engine.simulated.device import ModelledTime, SimulatedDevice, Timeline, Work
 from specdec.engine.simulated.pair import SimulatedPair
 from specdec.engine.simulated.text import EOS_TOKEN_ID, VOCABULARY_SIZE, simulated_vocabulary_fingerprint
 
@@ -112,7 +112,7 @@ class SimulatedReplica:
         )
 
     @property
-    def _forward(self) -> ForwardTime:
+    def _forward(self) -> ModelledTime:
         raise NotImplementedError
 
     def info(self) -> EngineInfo:

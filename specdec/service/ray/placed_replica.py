@@ -24,7 +24,7 @@ from typing import Any, TextIO
 
 from specdec.contract.errors import Internal, SpecdecError, Unavailable, error_line
 from specdec.service.ray.connection import connect, first_sentence, seclude
-from specdec.service.ray.placement import PLACE_TIMEOUT_S, Needs, Placement
+from specdec.service.ray.placement import PLACE_TIMEOUT_S, Needs, RayPlacement
 from specdec.service.ray.rank_host import CALLER_VARIABLES, only
 from specdec.settings.addresses import join_address
 
@@ -50,7 +50,7 @@ class _Event:
 class _Replica:
     """The ranks of the replica, from their start to their end."""
 
-    def __init__(self, ray: Any, args: argparse.Namespace, flags: Sequence[str], placement: Placement) -> None:
+    def __init__(self, ray: Any, args: argparse.Namespace, flags: Sequence[str], placement: RayPlacement) -> None:
         self._ray, self._args, self._placement = ray, args, placement
         self._flags = [*flags, "--listen", join_address(placement.address, 0)]
         if args.metrics:
@@ -150,7 +150,7 @@ def _run(args: argparse.Namespace, flags: Sequence[str], say: TextIO) -> int:
         has_gpus = args.gpus == "auto" and ray.cluster_resources().get("GPU", 0) > 0
         needs = Needs(args.ranks, args.cpus, 1.0 if has_gpus else 0.0)
         _tell(say, f"asking Ray for {needs}")
-        with Placement(ray, args.name, needs, args.place_timeout_s) as placement:
+        with RayPlacement(ray, args.name, needs, args.place_timeout_s) as placement:
             replica = _Replica(ray, args, flags, placement)
             _tell(say, f"placed on node {placement.address}")
             if args.metrics:

@@ -43,7 +43,7 @@ class Needs:
         return f"{cpus:g} CPU" + (f" and {gpus:g} GPU" if gpus else "") + (" on one node" if self.num_ranks > 1 else "")
 
 
-class Placement:
+class RayPlacement:
     """The actors of a replica: entering the context places them, leaving it removes them."""
 
     def __init__(self, ray: Any, name: str, needs: Needs, timeout_s: float = PLACE_TIMEOUT_S) -> None:
@@ -63,7 +63,7 @@ class Placement:
         self.free_port = 0
         """Port that was free on that node when the first actor started."""
 
-    def __enter__(self) -> Placement:
+    def __enter__(self) -> RayPlacement:
         """Raises ResourceExhausted if the cluster has no room, Unavailable if an actor cannot start."""
         try:
             self._place()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specdec.cli.__main__ import build_parser, run
-from specdec.cli.draft_pools import DraftPool
+from specdec.cli.draft_pools import DraftPoolSpec
 from specdec.cli.launching import Launcher
 from specdec.cli.up_flags import Models
 from specdec.contract.errors import InvalidRequest, Unsupported
@@ -16,7 +16,7 @@ from tests.unit.cli.conftest import Serve, answer
 
 
 def launcher(*flags: str) -> Launcher:
-    served = Models("target", (DraftPool("default", "draft", "draft"),))
+    served = Models("target", (DraftPoolSpec("default", "draft", "draft"),))
     args = build_parser({}).parse_args(["up", *flags])
     return Launcher(args, served, endpoint="127.0.0.1:1", redis_url="", metrics={}, environ={})
 

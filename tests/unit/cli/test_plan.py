@@ -17,7 +17,7 @@ from specdec.cli.planning.deployment import (
     BASE_STREAMS,
     PLANNED_SHARE,
     SLOT_GAIN,
-    Load,
+    ExpectedLoad,
     base_tpot_s,
     best_deployment,
     formula_speedup,
@@ -113,7 +113,7 @@ def test_the_calculated_steps_are_those_of_the_measured_card() -> None:
     draft = PlacedModel("3 layers", few, 3, 12_288, 2 * few, card, 1)
     assert target.step_s(1, 1, 512) == pytest.approx(6.7e-3, rel=0.05)
     assert draft.step_s(1, 1, 512) == pytest.approx(1.33e-3, rel=0.15)
-    load = Load(1, 48, 64, 1, 1)
+    load = ExpectedLoad(1, 48, 64, 1, 1)
     alone = 1 / lone_stream(load, 0.0, target, None, 0).round_s
     speculating = 3.16 / lone_stream(load, 0.0, target, draft, 4).round_s
     assert alone == pytest.approx(119, rel=0.05)
@@ -123,20 +123,22 @@ def test_the_calculated_steps_are_those_of_the_measured_card() -> None:
 def test_a_plan_leaves_room_for_peaks_and_for_the_slots_of_coordinators() -> None:
     target = PlacedModel("8B", 8_000_000_000, 32, 131_072, 16_000_000_000, CARDS["h100"], 1)
     for rate in (20, 50, 200):
-        found = best_deployment(Load(rate, 1000, 300, 1.0, 0.05), 0.0, target, None)
-        fewer = best_deployment(Load(rate * PLANNED_SHARE, 1000, 300, 1.0, 0.05), 0.0, target, None)
+        found = best_deployment(ExpectedLoad(rate, 1000, 300, 1.0, 0.05), 0.0, target, None)
+        fewer = best_deployment(ExpectedLoad(rate * PLANNED_SHARE, 1000, 300, 1.0, 0.05), 0.0, target, None)
         assert found.expected.num_streams < found.peak.num_streams
         assert fewer.num_targets <= found.num_targets
         # The line through its times per token with 16 streams and at the peak: what one stream more would gain there.
         num_streams = found.peak.num_streams / found.num_targets
-        base_s = base_tpot_s(Load(rate, 1000, 300, 1.0, 0.05).requests(0, 0.0), target, None, found.num_targets, 0)
+        base_s = base_tpot_s(
+            ExpectedLoad(rate, 1000, 300, 1.0, 0.05).requests(0, 0.0), target, None, found.num_targets, 0
+        )
         gain = speeds.stream_gain(base_s, found.peak.tpot_s, num_streams, num_streams)
         assert 1.0 > gain == pytest.approx(found.slot_gain, rel=0.05)
         assert found.slot_gain >= SLOT_GAIN
 
 
 def test_drafts_have_memory_for_the_kv_of_their_streams() -> None:
-    load, card = Load(5, 1000, 300, 1.0, 0.05), CARDS["h100"]
+    load, card = ExpectedLoad(5, 1000, 300, 1.0, 0.05), CARDS["h100"]
     target = PlacedModel("8B", 8_000_000_000, 32, 131_072, 16_000_000_000, card, 1)
     stream_gb = (load.prompt_tokens + load.output_tokens) * 32_768 / 1e9
     num_drafts = {}

@@ -21,7 +21,7 @@ from coordinator.round.routing_table import RoutingTable
 from coordinator.round.setting import RoundSetting
 from coordinator.round.tokens import SessionTokens
 from coordinator.routing.expected_rounds import expected_rounds, rounds_of
-from coordinator.routing.scoring import MAX_WAITING, ScoreQueue, Span
+from coordinator.routing.scoring import MAX_WAITING, ScoreQueue, TokenSpan
 from specdec.contract.types import MAX_SCORED_TOKENS, Mode, SamplingFilters, Score, ScoreRequest, Verification
 from tests.support.coordinator_rig import VOCABULARY, Coordinator, Rig, start_service
 from tests.support.round_driver import make_round
@@ -40,7 +40,7 @@ class ToldScores(ScoreQueue):
     prefill_s = 0.0
     """Seconds of prefill per token."""
 
-    def put(self, span: Span) -> None:
+    def put(self, span: TokenSpan) -> None:
         num_tokens = span.request.position.committed_len + len(span.p)
         for pool in span.pools:
             score = Score((Q[pool],) * len(span.p), forward_s=self.prefill_s * num_tokens, step_s=0.001)
@@ -170,7 +170,7 @@ async def test_the_oldest_spans_are_dropped_when_the_queue_is_full(coordinator: 
     queue, ended = ScoreQueue(coordinator.pools), list[int]()
     request = ScoreRequest(make_round([5]), np.array([5], np.uint32))
     for index in range(MAX_WAITING + 8):
-        queue.put(Span(request, (1.0,), (), lambda pool, score: None, partial(ended.append, index)))
+        queue.put(TokenSpan(request, (1.0,), (), lambda pool, score: None, partial(ended.append, index)))
     await queue.settle()
     assert queue.num_dropped == 8
     assert ended == list(range(8, MAX_WAITING + 8))

@@ -10,7 +10,7 @@ import torch
 
 from specdec.core.random import (
     DrawKey,
-    Stream,
+    DrawStream,
     gumbel_noise,
     index_at,
     index_at_uniform,
@@ -36,12 +36,12 @@ KNOWN_ANSWERS = [
 # Committed vectors: with other values the text of every seeded request would change.
 KEY = DrawKey(seed=0x0123456789ABCDEF, turn=3, committed_len=77)
 UNIFORM_VECTORS = {
-    (0, Stream.PROPOSE): 0.9316084507139729,
-    (0, Stream.ACCEPT): 0.32240212931446044,
-    (1, Stream.ACCEPT): 0.1149394702880816,
-    (2, Stream.RESIDUAL): 0.6083554829599856,
-    (0, Stream.TAIL): 0.9497535101281153,
-    (4, Stream.BONUS): 0.7721107810342543,
+    (0, DrawStream.PROPOSE): 0.9316084507139729,
+    (0, DrawStream.ACCEPT): 0.32240212931446044,
+    (1, DrawStream.ACCEPT): 0.1149394702880816,
+    (2, DrawStream.RESIDUAL): 0.6083554829599856,
+    (0, DrawStream.TAIL): 0.9497535101281153,
+    (4, DrawStream.BONUS): 0.7721107810342543,
 }
 UINT31_VECTOR = [692353300, 246830632, 213750851]
 BELOW_VECTOR = [0, 6, 1482669512, 3184008533863415013]
@@ -68,7 +68,7 @@ def test_philox_returns_the_published_vectors_on_ints_arrays_and_tensors(counter
 
 
 @pytest.mark.parametrize(("index", "stream"), UNIFORM_VECTORS)
-def test_uniforms_equal_their_committed_vectors(index: int, stream: Stream) -> None:
+def test_uniforms_equal_their_committed_vectors(index: int, stream: DrawStream) -> None:
     assert KEY.uniform(index, stream) == UNIFORM_VECTORS[index, stream]
 
 
@@ -81,13 +81,13 @@ def test_gumbel_noise_equals_its_committed_vector_in_numpy_and_torch() -> None:
 
 
 def test_integer_draws_equal_their_committed_vectors() -> None:
-    assert KEY.uint31s(3, Stream.ACCEPT) == UINT31_VECTOR
-    assert [KEY.below(n, 1, Stream.RESIDUAL) for n in (1, 10, 1 << 31, 1 << 62)] == BELOW_VECTOR
+    assert KEY.uint31s(3, DrawStream.ACCEPT) == UINT31_VECTOR
+    assert [KEY.below(n, 1, DrawStream.RESIDUAL) for n in (1, 10, 1 << 31, 1 << 62)] == BELOW_VECTOR
 
 
 def test_every_part_of_the_key_changes_the_draw() -> None:
     keys = [DrawKey(seed, turn, length) for seed, turn, length in itertools.product((5, 5 << 32), (0, 1), (8, 9))]
-    draws = [key.uniform(index, stream) for key in keys for index in (0, 1) for stream in Stream]
+    draws = [key.uniform(index, stream) for key in keys for index in (0, 1) for stream in DrawStream]
     assert len(set(draws)) == len(draws)
 
 
@@ -101,7 +101,7 @@ def test_the_noise_of_a_token_does_not_depend_on_the_other_tokens() -> None:
 
 def test_draws_below_n_stay_below_n_at_both_ends_of_the_words() -> None:
     for n in (1, 2, 3, (1 << 62) - 1, 1 << 62):
-        draws = [DrawKey(seed, 0, 0).below(n, 0, Stream.PROPOSE) for seed in range(200)]
+        draws = [DrawKey(seed, 0, 0).below(n, 0, DrawStream.PROPOSE) for seed in range(200)]
         assert min(draws) >= 0
         assert max(draws) < n
 
@@ -115,9 +115,9 @@ def test_the_grid_of_uniforms_lies_strictly_inside_the_unit_interval() -> None:
 
 def test_tail_uniforms_end_with_the_bonus_draw() -> None:
     assert KEY.tail_uniforms(2) == [
-        KEY.uniform(0, Stream.TAIL),
-        KEY.uniform(1, Stream.TAIL),
-        KEY.uniform(2, Stream.BONUS),
+        KEY.uniform(0, DrawStream.TAIL),
+        KEY.uniform(1, DrawStream.TAIL),
+        KEY.uniform(2, DrawStream.BONUS),
     ]
 
 
@@ -137,6 +137,6 @@ def test_an_outcome_without_weight_is_never_chosen() -> None:
 
 def test_draws_of_one_pass_do_not_depend_on_their_number() -> None:
     for key in (DrawKey(0, 0, 0), DrawKey((1 << 64) - 1, 3, 4_000_000_000)):
-        longest = key.uint31s(17, Stream.ACCEPT)
+        longest = key.uint31s(17, DrawStream.ACCEPT)
         for num_draws in (0, 1, 4):
-            assert key.uint31s(num_draws, Stream.ACCEPT) == longest[:num_draws]
+            assert key.uint31s(num_draws, DrawStream.ACCEPT) == longest[:num_draws]

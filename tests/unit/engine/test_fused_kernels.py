@@ -20,8 +20,8 @@ import torch
 
 from specdec.engine.cuda_graphs import fused_operations as fused
 from specdec.engine.cuda_graphs import paged_attention
-from specdec.engine.cuda_graphs.fused_operations import Norm, Tiling
-from specdec.engine.cuda_graphs.paged_attention import Splitting
+from specdec.engine.cuda_graphs.fused_operations import Norm, ProgramSizes
+from specdec.engine.cuda_graphs.paged_attention import ContextSplit
 from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
 from tests.support.fused_rig import DTYPES, EPS, Heads, close, llama_norm, random, round_bfloat16
@@ -33,11 +33,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True, params=[Tiling(rows=2, heads=8, numbers=64)], ids=["tiled"])
-def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tiling:
+@pytest.fixture(autouse=True, params=[ProgramSizes(rows=2, heads=8, numbers=64)], ids=["tiled"])
+def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ProgramSizes:
     """Vary the tiling, in few programs because the interpreter takes some milliseconds for each."""
-    chosen: Tiling = request.param
-    monkeypatch.setattr(fused, "Tiling", lambda: chosen)
+    chosen: ProgramSizes = request.param
+    monkeypatch.setattr(fused, "ProgramSizes", lambda: chosen)
     return chosen
 
 
@@ -95,8 +95,8 @@ def test_the_gate_equals_that_of_transformers(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tiling", [Tiling(), Tiling(rows=2, heads=8, numbers=64)], indirect=True)
-def test_a_row_has_the_same_bits_alone_and_among_other_rows(dtype: torch.dtype, tiling: Tiling) -> None:
+@pytest.mark.parametrize("tiling", [ProgramSizes(), ProgramSizes(rows=2, heads=8, numbers=64)], indirect=True)
+def test_a_row_has_the_same_bits_alone_and_among_other_rows(dtype: torch.dtype, tiling: ProgramSizes) -> None:
     norm = Norm(random(64, dtype=dtype, seed=2), EPS)
     residual, delta = random(5, 64, dtype=dtype), random(5, 64, dtype=dtype, seed=1)
     gate_up, heads = random(5, 48, dtype=dtype), Heads(3, 1, 16, dtype, is_normed=True)
@@ -146,9 +146,9 @@ def kernels(model: Path, counts: list[Counter[str]]) -> Counter[str]:
 
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = Splitting(tile_keys=64, unit_tiles=1, num_splits=1, tile_outputs=64)
-    monkeypatch.setattr(paged_attention, "Splitting", lambda: few)
-    monkeypatch.setattr(fused, "Tiling", lambda: Tiling(64, 512, 1 << 14))
+    few = ContextSplit(tile_keys=64, unit_tiles=1, num_splits=1, tile_outputs=64)
+    monkeypatch.setattr(paged_attention, "ContextSplit", lambda: few)
+    monkeypatch.setattr(fused, "ProgramSizes", lambda: ProgramSizes(64, 512, 1 << 14))
     monkeypatch.setattr("specdec.engine.cuda_graphs.buckets._NUM_SEQUENCES", (1,))
 
 

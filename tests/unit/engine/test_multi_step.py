@@ -13,8 +13,8 @@ from draft_service.proposer import DraftOptions, Proposer
 from specdec.contract.types import DrawRule, ProposeRequest, SamplingFilters
 from specdec.engine.base import MultiStepDrafts, SequenceSlice, StepPlan, Worker
 from specdec.engine.cuda_graphs import fused_operations, paged_attention
-from specdec.engine.cuda_graphs.fused_operations import Tiling
-from specdec.engine.cuda_graphs.paged_attention import Splitting
+from specdec.engine.cuda_graphs.fused_operations import ProgramSizes
+from specdec.engine.cuda_graphs.paged_attention import ContextSplit
 from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.engine.sessions.block_manager import BlockManager
@@ -34,10 +34,10 @@ NUM_STEPS = 5
 @pytest.fixture(scope="module", autouse=True)
 def few_programs() -> Iterator[None]:
     """Use few programs, because the interpreter takes some milliseconds for each."""
-    few = Splitting(tile_keys=64, unit_tiles=1, num_splits=1, tile_outputs=64)
+    few = ContextSplit(tile_keys=64, unit_tiles=1, num_splits=1, tile_outputs=64)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(paged_attention, "Splitting", lambda: few)
-        patched.setattr(fused_operations, "Tiling", lambda: Tiling(64, 512, 1 << 14))
+        patched.setattr(paged_attention, "ContextSplit", lambda: few)
+        patched.setattr(fused_operations, "ProgramSizes", lambda: ProgramSizes(64, 512, 1 << 14))
         patched.setattr("specdec.engine.cuda_graphs.buckets._NUM_SEQUENCES", (1, 4))
         yield
 

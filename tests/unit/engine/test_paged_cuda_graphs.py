@@ -16,8 +16,8 @@ import torch
 from specdec.engine.base import StepPlan
 from specdec.engine.cuda_graphs import fused_operations
 from specdec.engine.cuda_graphs import paged_attention as module
-from specdec.engine.cuda_graphs.fused_operations import Tiling
-from specdec.engine.cuda_graphs.paged_attention import RaggedRows, Splitting, paged_attention
+from specdec.engine.cuda_graphs.fused_operations import ProgramSizes
+from specdec.engine.cuda_graphs.paged_attention import ContextSplit, RaggedRows, paged_attention
 from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
 from tests.support.cuda_graphs_rig import (
@@ -54,9 +54,9 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use one program per tile and KV head: the interpreter takes milliseconds for each. Other tests cover splits."""
-    few = Splitting(tile_keys=64, unit_tiles=1, num_splits=1, tile_outputs=64)
-    monkeypatch.setattr(module, "Splitting", lambda: few)
-    monkeypatch.setattr(fused_operations, "Tiling", lambda: Tiling(64, 512, 1 << 14))
+    few = ContextSplit(tile_keys=64, unit_tiles=1, num_splits=1, tile_outputs=64)
+    monkeypatch.setattr(module, "ContextSplit", lambda: few)
+    monkeypatch.setattr(fused_operations, "ProgramSizes", lambda: ProgramSizes(64, 512, 1 << 14))
 
 
 def counted() -> CountedCapture:

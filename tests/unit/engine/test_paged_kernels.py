@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.engine.cuda_graphs.paged_attention import RaggedRows, Splitting, paged_attention
+from specdec.engine.cuda_graphs.paged_attention import ContextSplit, RaggedRows, paged_attention
 from tests.support.paged_rig import SMALL, TOLERANCE, Heads, Part, Step, batch, check
 
 pytest.importorskip("triton", reason="Triton is not installed here: its kernels were not interpreted")
@@ -68,7 +68,7 @@ def test_contexts_may_end_near_the_end_of_a_block_a_tile_or_a_unit() -> None:
 
 
 def test_the_default_splitting_gives_the_expected_attention() -> None:
-    check(Step(Heads(), batch((300, 2), (40, 1))), Splitting())
+    check(Step(Heads(), batch((300, 2), (40, 1))), ContextSplit())
 
 
 def test_a_step_may_have_more_sequences_than_one_load_holds() -> None:

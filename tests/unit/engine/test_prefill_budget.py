@@ -11,7 +11,7 @@ import torch
 from specdec.contract.types import BLOCK_TOKENS, VerifyRequest
 from specdec.engine.base import StepPlan
 from specdec.engine.loop.replica import ReplicaOptions
-from specdec.engine.simulated.device import ForwardTime
+from specdec.engine.simulated.device import ModelledTime
 from specdec.engine.simulated.engines import SimulatedTarget
 from specdec.engine.simulated.pair import PRESETS
 from target_service.verifier import Verifier
@@ -103,4 +103,4 @@ async def test_a_simulated_replica_keeps_the_budget_too() -> None:
     assert sum(log.num_tokens) == 8 + len(PROMPT)
     assert log.num_tokens[1] == BLOCK_TOKENS
     assert max(log.seconds) <= 50e-3
-    assert log.seconds == [ForwardTime.step_s(pair.target, num_tokens) for num_tokens in log.num_tokens]
+    assert log.seconds == [ModelledTime.step_s(pair.target, num_tokens) for num_tokens in log.num_tokens]

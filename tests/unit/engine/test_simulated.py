@@ -21,14 +21,14 @@ from specdec.contract.types import (
 from specdec.core.random import DrawKey
 from specdec.core.rejection import acceptance_bound, verify_rejection
 from specdec.engine.schedule.scheduler import Scheduler
-from specdec.engine.simulated.device import Branches, ForwardTime, SimulatedDevice, Work
+from specdec.engine.simulated.device import Branches, ModelledTime, SimulatedDevice, Work
 from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
 from specdec.engine.simulated.pair import PRESETS, SimulatedPair, simulated_pair
 from specdec.engine.simulated.text import SUPPORT_SIZE, VOCABULARY_SIZE, simulated_vocabulary
 
 STEP_S = 1.0
 OUTCOMES = range(11, 16)
-AT_ONCE = replace(PRESETS["70b-1b"], target=ForwardTime(0.0, 0.0), draft=ForwardTime(0.0, 0.0))
+AT_ONCE = replace(PRESETS["70b-1b"], target=ModelledTime(0.0, 0.0), draft=ModelledTime(0.0, 0.0))
 
 
 class VirtualTimeline:
@@ -52,7 +52,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.timeline = VirtualTimeline()
-        self.device = SimulatedDevice(ForwardTime(STEP_S, 0.0), self.timeline, Scheduler())
+        self.device = SimulatedDevice(ModelledTime(STEP_S, 0.0), self.timeline, Scheduler())
         self.ended: dict[str, float] = {}
 
     def call(self, name: str, at: float, num_steps: int, session_id: str = "", **kwargs: object) -> None:
