@@ -38,7 +38,7 @@ from coordinator.replicas.replica import DRAFT, TARGET
 from coordinator.replicas.target_models import TargetModels
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.routing.promotion import Canary
-from coordinator.routing.scoring import ScoreQueue
+from coordinator.routing.score_queue import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.checkpoints.generation_config import recommended_sampling
 from specdec.contract.types import EngineInfo, Mode
@@ -51,13 +51,13 @@ from specdec.observability.series import served_name
 from specdec.rpc.channels import MAX_CALLS
 from specdec.rpc.client import open_link
 from specdec.rpc.health import Health
-from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
+from specdec.rpc.service_server import COORDINATOR_SERVICE, ServiceServer
 from specdec.service import memory
 from specdec.service.lifecycle import require_addresses, run_to_exit_code, stop_on_signals
 from specdec.settings.addresses import advertised_address, guarded_address, is_loopback
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.reading import opened, parse_settings
-from specdec.state.coordinators import coordinator_info
+from specdec.state.live_coordinators import coordinator_info
 from specdec.state.redis_store import open_registry, open_store
 from specdec.state.registry import Heartbeat
 from specdec.state.store import ReplicaRegistry

@@ -24,7 +24,7 @@ from specdec.contract.engine_api import DraftEngine, Engine
 from specdec.contract.errors import SpecdecError
 from specdec.engine.simulated.engines import SimulatedDraft
 from specdec.observability.engine_metrics import EngineMetrics
-from specdec.rpc.server import DRAFT_SERVICE
+from specdec.rpc.service_server import DRAFT_SERVICE
 from specdec.service.lifecycle import end_process
 from specdec.service.replica_main import ReplicaKind, run_service
 from specdec.settings.draft import DraftSettings
@@ -33,7 +33,7 @@ from specdec.settings.engine_servers import OWN
 if TYPE_CHECKING:
     from specdec.checkpoints.cross_vocabulary.pair import TokenizerPair
     from specdec.engine.base import Worker
-    from specdec.engine.loop.replica import ReplicaOptions
+    from specdec.engine.loop.replica_engine import ReplicaOptions
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def _build_proposer(
 
     drafting = DraftOptions(predraft=Predraft(settings.predraft))
     if (pair := _pair_of(settings)) is not None:
-        from draft_service.cross_vocabulary.proposer import CrossVocabularyProposer
+        from draft_service.cross_vocabulary.translating_proposer import CrossVocabularyProposer
 
         return CrossVocabularyProposer(worker, pair, options, drafting, observer=metrics)
     return Proposer(worker, options, drafting, observer=metrics)

@@ -21,7 +21,7 @@ from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import Proposal, ProposeRequest, SamplingFilters, Score, ScoreRequest
 from specdec.core.sparse import DEFAULT_COVERAGE, default_s_max
 from specdec.engine.base import StepObserver, Worker
-from specdec.engine.loop.replica import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
+from specdec.engine.loop.replica_engine import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.kv_queue import WaitLimits
 from specdec.engine.sessions.request_checks import check_round, check_scored, digest_of

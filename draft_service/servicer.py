@@ -1,6 +1,6 @@
 """The gRPC servicer of the draft service: decode a request, call the engine, encode the answer.
 
-A round goes to `draft_service.proposer`. `specdec.rpc.servicer` has the part that both services share. Built by
+A round goes to `draft_service.proposer`. `specdec.rpc.replica_servicer` has the part that both services share. Built by
 `__main__`.
 """
 
@@ -15,7 +15,7 @@ import grpc
 from specdec.contract.engine_api import DraftEngine
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc import codec, proposals
-from specdec.rpc.servicer import Answered, ReplicaServicer
+from specdec.rpc.replica_servicer import Answered, ReplicaServicer
 from specdec.v1 import draft_pb2, draft_pb2_grpc
 
 

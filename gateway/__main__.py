@@ -24,8 +24,8 @@ from typing import Any
 from gateway.app import build_app
 from gateway.auth import ApiKeys
 from gateway.context import Gateway
+from gateway.http_server import bind, serve
 from gateway.metrics import GatewayMetrics
-from gateway.server import bind, serve
 from gateway.upstream import Upstream
 from specdec.access.callers import open_tokens
 from specdec.access.service_key import ServiceKey, read_service_key
@@ -36,8 +36,8 @@ from specdec.observability.tracing import open_tracing
 from specdec.settings.addresses import guarded_address
 from specdec.settings.gateway import GatewaySettings
 from specdec.settings.reading import opened, parse_settings
-from specdec.state.responses import RedisResponses
 from specdec.state.store_wait import store_answers, wait_for_store
+from specdec.state.stored_responses import RedisResponses
 
 #: Name of this service in traces and metrics over OTLP.
 _OTEL_SERVICE = "specdec-gateway"

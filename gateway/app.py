@@ -14,14 +14,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.access_log import REQUEST_ID_HEADER, Logged
 from gateway.bodies import LimitedBody
 from gateway.context import Gateway
 from gateway.deadlines import Deadlines
 from gateway.http_errors import error_response, read_validation_error
+from gateway.http_spans import Traced
 from gateway.middleware import Authenticated, KnownHosts, Measured, WithoutSlash
-from gateway.request_log import REQUEST_ID_HEADER, Logged
 from gateway.routes import chat, completions, messages, models, playground, responses, sessions, status, tokens
-from gateway.tracing import Traced
 from specdec.contract.errors import Internal, InvalidRequest, NotFound, SpecdecError
 from specdec.contract.version import __version__
 from specdec.observability.logging import X_REQUEST_ID

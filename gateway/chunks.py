@@ -15,9 +15,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.generation import Event
 from gateway.http_errors import error_object
 from gateway.logprobs import chat_logprobs, completion_logprobs
+from gateway.outputs import Event
 from gateway.schemas.common import StreamOptions
 from gateway.sse import DONE, encode_event
 from gateway.usage import FINISH_REASONS, metrics_object, usage_object, usage_of

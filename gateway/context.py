@@ -15,7 +15,7 @@ from specdec.contract.tenant import DEFAULT_TENANT
 from specdec.observability.logging import X_REQUEST_ID
 from specdec.observability.tracing import Tracing
 from specdec.settings.gateway import GatewaySettings
-from specdec.state.responses import RedisResponses
+from specdec.state.stored_responses import RedisResponses
 
 #: Key of the request's state under which `access` puts what the caller may do.
 ACCESS = "access"

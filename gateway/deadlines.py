@@ -1,6 +1,6 @@
 """The ASGI layer that reads how long a client waits for its answer, and the time that is left of it.
 
-`gateway.generation` sends the time to the coordinator, which refuses a request that would end too late.
+`gateway.outputs` sends the time to the coordinator, which refuses a request that would end too late.
 """
 
 from __future__ import annotations

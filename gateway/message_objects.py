@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from gateway.chunks import provenance_object
-from gateway.generation import Event
 from gateway.http_errors import anthropic_error_object, status_of
+from gateway.outputs import Event
 from gateway.schemas.messages import MessagesRequest
 from gateway.sse import encode_event
 from gateway.usage import metrics_object

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.chunks import FINGERPRINT_CHARS, provenance_object
-from gateway.generation import Event
 from gateway.http_errors import RESPONSES_PATH, error_object
 from gateway.logprobs import chat_logprobs
+from gateway.outputs import Event
 from gateway.schemas.responses import ResponseRequest
 from gateway.sse import encode_event
 from gateway.usage import metrics_object

@@ -1,6 +1,6 @@
 """The coordinators behind the gateway: the connection to them, what they serve, and the names of the model.
 
-Every route calls coordinators through this module, and `gateway.generation` runs outputs on its clients. They are those
+Every route calls coordinators through this module, and `gateway.outputs` runs outputs on its clients. They are those
 of `--coordinator`, or those that the registry lists. A description of what is served is kept for a second, so that a
 request seldom waits for one.
 """
@@ -22,7 +22,7 @@ from specdec.client.endpoints import join_endpoints
 from specdec.contract.errors import Forbidden, NotFound, SpecdecError, Unauthenticated, Unavailable
 from specdec.settings.addresses import join_address, split_address
 from specdec.settings.gateway import GatewaySettings
-from specdec.state.coordinators import live_coordinators
+from specdec.state.live_coordinators import live_coordinators
 from specdec.state.redis_store import open_registry
 from specdec.state.store import ReplicaRegistry
 

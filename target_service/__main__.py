@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from specdec.contract.engine_api import Engine
 from specdec.engine.simulated.engines import SimulatedTarget
 from specdec.observability.engine_metrics import EngineMetrics
-from specdec.rpc.server import TARGET_SERVICE
+from specdec.rpc.service_server import TARGET_SERVICE
 from specdec.service.lifecycle import end_process
 from specdec.service.replica_main import ReplicaKind, run_service
 from specdec.settings.draft_specs import parse_local_drafts
@@ -30,7 +30,7 @@ from target_service.servicer import TargetServicer
 
 if TYPE_CHECKING:
     from specdec.engine.base import Worker
-    from specdec.engine.loop.replica import ReplicaOptions
+    from specdec.engine.loop.replica_engine import ReplicaOptions
     from target_service.verifier import Verifier
 
 

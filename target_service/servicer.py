@@ -1,7 +1,7 @@
 """The gRPC servicer of the target service: decode a request, call the engine, encode the answer.
 
-A round goes to `target_service.verifier`. `specdec.rpc.servicer` has the part that both services share. Built by
-`__main__`.
+A round goes to `target_service.verifier`. `specdec.rpc.replica_servicer` has the part that both services share. Built
+by `__main__`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import grpc
 from specdec.contract.engine_api import TargetEngine
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc import codec, verifications
-from specdec.rpc.servicer import Answered, ReplicaServicer
+from specdec.rpc.replica_servicer import Answered, ReplicaServicer
 from specdec.v1 import target_pb2, target_pb2_grpc
 
 

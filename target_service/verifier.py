@@ -21,12 +21,12 @@ from specdec.contract.types import LocalDraft, SamplingFilters, Score, ScoreRequ
 from specdec.core.sparse import DEFAULT_COVERAGE, default_s_max
 from specdec.engine.base import StepObserver, Worker
 from specdec.engine.drafting.drawing import Drawing
-from specdec.engine.loop.replica import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
+from specdec.engine.loop.replica_engine import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.request_checks import digest_of, is_first_of_turn
 from target_service.program import TargetProgram
-from target_service.request_checks import VerifyLimits, check_verify
 from target_service.scoring import ScoredSpan, check_scorable
+from target_service.verify_checks import VerifyLimits, check_verify
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
 

@@ -29,13 +29,13 @@ from specdec.core.restore_rule import RestoreRule
 from specdec.observability.audit import AuditMetrics
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.observability.engine_metrics import EngineMetrics
-from specdec.settings.base import ProcessSettings
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.draft import DraftSettings
 from specdec.settings.gateway import GatewaySettings
 from specdec.settings.reading import parse_settings
+from specdec.settings.shared import ProcessSettings
 from specdec.settings.target import TargetSettings
-from specdec.state.keys import prefix_keys, promotion_key, replica_keys, response_key, session_keys
+from specdec.state.key_names import prefix_keys, promotion_key, replica_keys, response_key, session_keys
 from specdec.state.kv_tally import KvTally
 from specdec.state.kv_values import KvSpace
 

@@ -23,7 +23,7 @@ from bench.harness.streams import StreamProcess, StreamRequest, StreamRun
 from bench.systems.simulated import ProcessSystem, ReplicaCommand, write_tokenizer
 from specdec.cli.planning.steady_state import CallTimes, Requests, SteadyState, steady_state
 from specdec.engine.simulated.device import ModelledTime
-from specdec.engine.simulated.pair import SimulatedPair, simulated_pair
+from specdec.engine.simulated.simulated_pair import SimulatedPair, simulated_pair
 from specdec.supervision.processes import free_ports
 
 SUITE = "planning"

@@ -19,9 +19,9 @@ from specdec.engine.base import SequenceSlice, StepPlan
 from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.engine.parallel.follower import follow
 from specdec.engine.parallel.group import RankGroup, Seat, open_store
-from specdec.engine.parallel.messages import pack_plan, unpack_plan
 from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
 from specdec.engine.parallel.rank_loader import load_rank, rank_device
+from specdec.engine.parallel.rank_messages import pack_plan, unpack_plan
 
 _HOST = "127.0.0.1"
 _VOCABULARY = 32_000

@@ -21,7 +21,7 @@ from redis.retry import Retry
 
 from specdec.client import Budgets, Client
 from specdec.contract.errors import SpecdecError
-from specdec.engine.simulated.pair import SimulatedPair
+from specdec.engine.simulated.simulated_pair import SimulatedPair
 from specdec.engine.simulated.text import EOS_TOKEN_ID, simulated_vocabulary
 from specdec.supervision.processes import Child, free_ports
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from specdec.engine.base import ModelShape, StepPlan, Worker
-from specdec.engine.loop.replica import ReplicaOptions
+from specdec.engine.loop.replica_engine import ReplicaOptions
 from specdec.engine.simulated.text import EOS_TOKEN_ID, VOCABULARY_SIZE, simulated_vocabulary_fingerprint
 from specdec.observability.engine_metrics import EngineMetrics
-from specdec.rpc.server import DRAFT_SERVICE, TARGET_SERVICE
+from specdec.rpc.service_server import DRAFT_SERVICE, TARGET_SERVICE
 from specdec.service.lifecycle import run_replica, run_to_exit_code, stop_on_signals
 
 #: p(rank) ~ (rank + 1)^-EXPONENT: the top 64 of 151,936 hold 0.85, so that every support is full.

@@ -12,8 +12,8 @@ from coordinator.audit.audit_queue import AuditQueue
 from coordinator.audit.audited_round import AuditedRound
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.round.outcome import RoundOutcome
+from coordinator.round.session_tokens import SessionTokens
 from coordinator.round.setting import RoundSetting
-from coordinator.round.tokens import SessionTokens
 from specdec.contract.errors import Unavailable
 
 

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from coordinator.front.servicer import CoordinatorServicer
 from specdec.access.guards import Guard
 from specdec.access.tls import Tls
-from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
+from specdec.rpc.service_server import COORDINATOR_SERVICE, ServiceServer
 
 
 async def open_admin_port(

@@ -19,7 +19,7 @@ from coordinator.requests import (
     RequestStats,
     SpeculationChoice,
 )
-from coordinator.round.tokens import SessionTokens
+from coordinator.round.session_tokens import SessionTokens
 from coordinator.text.output import OutputStep, OutputWriter
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.contract.errors import InvalidRequest, NotFound, SessionLost

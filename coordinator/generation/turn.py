@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from coordinator.requests import GenerationIdentity, RequestStats
-from coordinator.round.tokens import SessionTokens
+from coordinator.round.session_tokens import SessionTokens
 from coordinator.text.output import OutputStep, OutputWriter
 from specdec.state.store import KvLocation, Lease
 

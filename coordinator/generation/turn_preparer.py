@@ -35,7 +35,7 @@ from coordinator.replicas.prefixes import Prefixes
 from coordinator.replicas.target_models import TargetModels
 from coordinator.replicas.target_wait import wait_for_any_target
 from coordinator.requests import GenerationIdentity, GenerationRequest, RequestParameters, RequestStats
-from coordinator.round.tokens import SessionTokens
+from coordinator.round.session_tokens import SessionTokens
 from coordinator.text.output import OutputWriter
 from coordinator.text.prompt import Prompt, encode_prompt, resolve_sampling
 from coordinator.text.text_process import in_thread

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.learning.log import LearningLog
-from coordinator.round.tokens import SessionTokens
+from coordinator.round.session_tokens import SessionTokens
 from specdec.contract.types import WEIGHT_TOTAL, Support, TokenIds, Verification
 from specdec.learning.log_files import MAX_ENTRIES, LogFacts, LoggedTurn
 

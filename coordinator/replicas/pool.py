@@ -18,8 +18,8 @@ from typing import Any
 
 from coordinator.replicas.activity import IDLE_FACTOR, Activity
 from coordinator.replicas.draft_pool_names import DraftPoolNames, local_drafts, unknown_pool
-from coordinator.replicas.endpoints import Endpoint, ReplicaEndpoints
 from coordinator.replicas.replica import DRAFT, TARGET, DraftReplica, Replica, TargetReplica
+from coordinator.replicas.replica_addresses import Endpoint, ReplicaEndpoints
 from specdec.contract.errors import SpecdecError, Unavailable, Unsupported, VocabularyMismatch
 from specdec.contract.tenant import DEFAULT_TENANT
 from specdec.contract.types import EngineInfo

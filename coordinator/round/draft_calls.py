@@ -24,7 +24,7 @@ from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
 from specdec.contract.errors import SpecdecError
 from specdec.contract.types import LocalDraft, Proposal, ProposeRequest, SessionPosition
-from specdec.rpc.calls import CallTimeout, WireStats
+from specdec.rpc.open_calls import CallTimeout, WireStats
 
 #: Largest number of rounds that a session skips its draft after repeated failures.
 MAX_ROUNDS_WITHOUT_DRAFT = 63

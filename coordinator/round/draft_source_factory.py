@@ -29,11 +29,11 @@ from coordinator.round.lookup_drafts import LookupDraftSource
 from coordinator.round.request_router import RequestRouter
 from coordinator.round.routing_table import RoutingTable
 from coordinator.round.session_calls import SessionCalls
+from coordinator.round.session_tokens import SessionTokens
 from coordinator.round.setting import RoundSetting
-from coordinator.round.tokens import SessionTokens
 from coordinator.routing.classes import MOST_PROMPT_TOKENS
 from coordinator.routing.promotion import Canary
-from coordinator.routing.scoring import ScoreQueue
+from coordinator.routing.score_queue import ScoreQueue
 from specdec.contract.types import Mode
 
 

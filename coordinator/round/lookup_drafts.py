@@ -15,8 +15,8 @@ from coordinator.lookup.lookup import MOST_READ_AT_ONCE, Lookup
 from coordinator.round.draft_calls import Draft
 from coordinator.round.draft_sources import AdaptiveDraftSource
 from coordinator.round.gamma import GammaChooser, RoundTimes
+from coordinator.round.session_tokens import SessionTokens
 from coordinator.round.target_calls import TargetAnswer
-from coordinator.round.tokens import SessionTokens
 from specdec.contract.types import Proposal, Support
 
 #: While a model's draft is faster, a found draft is tried once in this many rounds in which there was one.

@@ -16,10 +16,10 @@ from coordinator.round.acceptance import Acceptance
 from coordinator.round.gamma import SESSION_KEEP
 from coordinator.round.outcome import RoundOutcome
 from coordinator.round.routing_table import RoutingTable
+from coordinator.round.session_tokens import SessionTokens
 from coordinator.round.setting import RoundSetting
-from coordinator.round.tokens import SessionTokens
 from coordinator.routing.expected_rounds import ExpectedRounds, expected_rounds, rounds_of
-from coordinator.routing.scoring import MAX_CONTEXT_TOKENS, TokenSpan
+from coordinator.routing.score_queue import MAX_CONTEXT_TOKENS, TokenSpan
 from specdec.contract.types import MAX_SCORED_TOKENS, Score, ScoreRequest, SessionPosition, TokenIds
 
 #: Spans shorter than this are not worth a call.

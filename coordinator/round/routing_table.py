@@ -7,7 +7,7 @@ unused pool the times come from its replicas' scores. No request is spent on try
 target are the exception: they cost no prefill, and a busy target never scores them, so they get a trial of few rounds.
 
 A coordinator has one table, used from one event loop. `request_router` follows one request, and
-`coordinator.routing.scoring` makes the calls.
+`coordinator.routing.score_queue` makes the calls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coordinator.routing.classes import MAX_CLASSES, OTHER, class_of, kind_of
 from coordinator.routing.expected_rounds import ExpectedRounds
 from coordinator.routing.hedge import Hedge
 from coordinator.routing.promotion import Canary
-from coordinator.routing.scoring import ScoreQueue
+from coordinator.routing.score_queue import ScoreQueue
 from specdec.contract.types import Mode, SamplingFilters, Score, TokenIds
 from specdec.core.forward_time import RunningMean
 

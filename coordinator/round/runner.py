@@ -14,16 +14,16 @@ from coordinator.round.draft_calls import Draft
 from coordinator.round.draft_sources import DraftSource
 from coordinator.round.gamma import RoundTimes
 from coordinator.round.outcome import RoundOutcome, trace_tokens
+from coordinator.round.session_tokens import SessionTokens
 from coordinator.round.setting import RoundSetting
 from coordinator.round.target_calls import TargetAnswer, TargetCalls
 from coordinator.round.timeline import RoundTimeline
-from coordinator.round.tokens import SessionTokens
 from specdec.contract.types import Mode, Proposal, Verification
 from specdec.core.block import verify_block
 from specdec.core.coupling import verify_choices
 from specdec.core.random import DrawKey
 from specdec.core.rejection import Decision, verify_rejection
-from specdec.rpc.calls import WireStats
+from specdec.rpc.open_calls import WireStats
 
 
 class RoundRunner:

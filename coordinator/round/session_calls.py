@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.replica import Replica
+from coordinator.round.session_tokens import SessionTokens
 from coordinator.round.setting import RoundSetting
-from coordinator.round.tokens import SessionTokens
 from specdec.contract.errors import KvMiss, StaleEpoch
 from specdec.contract.types import SessionPosition
 from specdec.core.random import DrawKey

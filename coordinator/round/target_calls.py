@@ -24,7 +24,7 @@ from coordinator.round.setting import RoundSetting
 from specdec.contract.errors import KvMiss, ResourceExhausted, SpecdecError, StaleEpoch, Unavailable
 from specdec.contract.types import SessionPosition, Verification, VerifyRequest
 from specdec.core.packed import pack_supports
-from specdec.rpc.calls import WireStats
+from specdec.rpc.open_calls import WireStats
 
 #: Pause before a target that lacked KV blocks is called again, at most; the target may name a shorter one.
 MAX_KV_PAUSE_S = 1.0

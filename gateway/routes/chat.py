@@ -1,4 +1,4 @@
-"""/v1/chat/completions: a request becomes outputs of `gateway.generation`, and these become chunks or one answer."""
+"""/v1/chat/completions: a request becomes outputs of `gateway.outputs`, and these become chunks or one answer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from gateway.answers import ANSWERS, json_response, provenance_of, stream
 from gateway.bodies import JsonRoute
 from gateway.chunks import FINGERPRINT_CHARS, ChatChunks, ChunkOptions
 from gateway.context import Gateway, wants_event_ids
-from gateway.generation import Outputs, plan, room_of, session_options
 from gateway.logprobs import chat_logprobs
-from gateway.responses import ANSWERS, json_response, provenance_of, stream
+from gateway.outputs import Outputs, plan, room_of, session_options
 from gateway.schemas.chat import ChatRequest
 from gateway.schemas.common import StreamOptions
 from gateway.sse import while_connected

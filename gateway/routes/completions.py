@@ -10,12 +10,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from gateway.answers import ANSWERS, json_response, provenance_of, stream
 from gateway.bodies import JsonRoute
 from gateway.chunks import FINGERPRINT_CHARS, ChunkOptions, CompletionChunks
 from gateway.context import Gateway, wants_event_ids
-from gateway.generation import Outputs, plan, session_options
 from gateway.logprobs import completion_logprobs
-from gateway.responses import ANSWERS, json_response, provenance_of, stream
+from gateway.outputs import Outputs, plan, session_options
 from gateway.schemas.common import StreamOptions
 from gateway.schemas.completions import CompletionRequest, Prompt
 from gateway.sse import while_connected

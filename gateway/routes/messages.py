@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from gateway.answers import ANTHROPIC_ANSWERS, ANTHROPIC_ERRORS, json_response, stream
 from gateway.bodies import JsonRoute
 from gateway.context import Gateway
-from gateway.generation import Outputs, plan, session_options
 from gateway.message_objects import MessageEvents, message_object
-from gateway.responses import ANTHROPIC_ANSWERS, ANTHROPIC_ERRORS, json_response, stream
+from gateway.outputs import Outputs, plan, session_options
 from gateway.schemas.messages import CountTokensRequest, MessagesRequest
 from gateway.sse import while_connected
 from specdec.client import AsyncClient, Completion

@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from gateway.answers import ERRORS, json_response
 from gateway.context import Gateway
-from gateway.responses import ERRORS, json_response
 from gateway.upstream import Served
 
 

@@ -16,17 +16,17 @@ from typing import Any, cast
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from gateway.answers import ANSWERS, ERRORS, json_response, stream
 from gateway.bodies import JsonRoute
 from gateway.context import Gateway
-from gateway.generation import Continued, Outputs, plan, room_of, session_options
+from gateway.outputs import Continued, Outputs, plan, room_of, session_options
 from gateway.response_objects import ResponseEvents, ResponseShape
-from gateway.responses import ANSWERS, ERRORS, json_response, stream
 from gateway.schemas.common import unicode_text
 from gateway.schemas.responses import ResponseRequest
 from gateway.sse import while_connected
 from specdec.client import AsyncClient, ChatMessage, Completion
 from specdec.contract.errors import NotFound, SpecdecError
-from specdec.state.responses import ResponseRecord, encode_record
+from specdec.state.stored_responses import ResponseRecord, encode_record
 
 #: Length of `resp_` and a number of 128 bits.
 _ID_CHARS = 37

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
+from gateway.answers import ANSWERS, ERRORS, event_stream, json_response
 from gateway.chunks import ChatChunks, ChunkEncoder, ChunkOptions, CompletionChunks
 from gateway.context import Gateway, wants_event_ids
-from gateway.generation import resumed
-from gateway.responses import ANSWERS, ERRORS, event_stream, json_response
+from gateway.outputs import resumed
 from gateway.schemas.common import whole_number
 from specdec.client import Session
 from specdec.contract.errors import InvalidRequest

@@ -6,8 +6,8 @@ from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response
 
+from gateway.answers import ERRORS, json_response
 from gateway.context import Gateway
-from gateway.responses import ERRORS, json_response
 from specdec.contract.errors import Unavailable
 from specdec.contract.version import __version__
 

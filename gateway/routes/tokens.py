@@ -8,9 +8,9 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from gateway.answers import ERRORS, json_response
 from gateway.bodies import JsonRoute
 from gateway.context import Gateway
-from gateway.responses import ERRORS, json_response
 from gateway.schemas.chat import MAX_MESSAGES, Message
 from gateway.schemas.common import Body, Flag, FreeObject, Items, Text, TokenIds, refuse
 from specdec.contract.errors import InvalidRequest

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specdec.cli.planning.deployment import BASE_STREAMS, SLOT_GAIN, Deployment, ExpectedLoad, base_tpot_s, slot_gain
+from specdec.cli.planning.modelled_steps import CALLS
 from specdec.cli.planning.steady_state import steady_state
-from specdec.cli.planning.step_times import CALLS
 
 if TYPE_CHECKING:
     from k8s.simulation.pools import Stream

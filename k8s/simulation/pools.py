@@ -22,7 +22,7 @@ from simpy.events import Event
 
 from k8s.simulation.admission import Slots
 from specdec.cli.planning.deployment import Deployment, ExpectedLoad
-from specdec.cli.planning.step_times import CALLS
+from specdec.cli.planning.modelled_steps import CALLS
 
 _NUM_DRAWS = 1 << 16
 

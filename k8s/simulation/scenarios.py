@@ -15,7 +15,7 @@ from k8s.simulation.pools import Workload
 from k8s.simulation.traces import Trace
 from specdec.cli.planning.cards import card_of
 from specdec.cli.planning.deployment import ExpectedLoad, best_deployment
-from specdec.cli.planning.step_times import PlacedModel
+from specdec.cli.planning.modelled_steps import PlacedModel
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.target import TargetSettings
 

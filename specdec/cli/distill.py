@@ -20,8 +20,8 @@ from specdec.cli import Usage
 from specdec.cli.command_parser import print_error
 from specdec.cli.join import join
 from specdec.cli.json_output import add_json_flag, print_json
+from specdec.cli.progress import Waiting
 from specdec.cli.request_flags import add_client_flags
-from specdec.cli.waiting import Waiting
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.tenant import DEFAULT_TENANT, check_tenant
 from specdec.settings.draft_specs import is_local_draft, parse_local_draft

@@ -19,7 +19,7 @@ from typing import Any
 from rich.color import ColorSystem
 from rich.style import Style
 
-from specdec.cli.checks import certificates, clocks, devices, installation, kv_tier, ports, redis_store
+from specdec.cli.checks import certificates, clocks, device_checks, installation, ports, redis_checks, tier_checks
 from specdec.cli.checks.finding import Check, Finding, Status, findings_of
 from specdec.cli.checks.system import System, SystemAddresses
 from specdec.cli.json_output import add_json_flag, print_json
@@ -122,9 +122,9 @@ def _checks(args: argparse.Namespace, environ: Mapping[str, str]) -> Sequence[Ch
         Check("versions", installation.check_packages, _FILE_S),
         Check("native kernels", installation.check_kernels, _COMPILE_S),
         Check("cache folder", partial(installation.check_cache, environ), _FILE_S),
-        Check("processors", devices.check_processors, _FILE_S),
-        Check("memory", devices.check_memory, _FILE_S),
-        Check("gpu", devices.check_gpus, _COMPILE_S),
+        Check("processors", device_checks.check_processors, _FILE_S),
+        Check("memory", device_checks.check_memory, _FILE_S),
+        Check("gpu", device_checks.check_gpus, _COMPILE_S),
         Check("coordinator", system.check_coordinator, _CONNECT_S),
         Check("replicas", system.check_replicas, _CONNECT_S),
     ]
@@ -133,11 +133,11 @@ def _checks(args: argparse.Namespace, environ: Mapping[str, str]) -> Sequence[Ch
         checks.append(Check("tls certificate", files, _FILE_S))
     checks.append(Check("open ports", lambda: ports.check_ports(_known_ports(system)), _CONNECT_S))
     if args.redis_url:
-        checks.append(Check("redis", partial(redis_store.check_redis, args.redis_url), _CONNECT_S))
+        checks.append(Check("redis", partial(redis_checks.check_redis, args.redis_url), _CONNECT_S))
     if metrics:
         checks.append(Check("clocks", partial(clocks.check_clocks, metrics), _CONNECT_S))
     if args.kv_tier_url:
-        tier = partial(kv_tier.check_kv_tier, args.kv_tier_url, args.redis_url, system.target_model, metrics)
+        tier = partial(tier_checks.check_kv_tier, args.kv_tier_url, args.redis_url, system.target_model, metrics)
         checks.append(Check("kv tier", tier, _CONNECT_S))
     return checks
 

@@ -15,7 +15,7 @@ from specdec.client import Tls
 from specdec.contract.errors import SpecdecError, Unavailable
 from specdec.rpc.channels import dial_blocking
 from specdec.rpc.credentials import describe_refused_connection
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 
 _TIMEOUT_S = 5.0
 

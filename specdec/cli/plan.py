@@ -31,8 +31,8 @@ from specdec.cli.planning.deployment import (
     lone_stream,
     placed,
 )
+from specdec.cli.planning.modelled_steps import PlacedModel
 from specdec.cli.planning.overlay import write_overlay
-from specdec.cli.planning.step_times import PlacedModel
 from specdec.cli.pool_tables import model_name, print_table
 from specdec.cli.request_flags import add_tls_flags, tls_of_flags
 from specdec.client import Client

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from specdec.cli import Usage
 from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.pool_tables import model_name
+from specdec.cli.progress import Waiting
 from specdec.cli.request_flags import add_client_flags, address, connect
-from specdec.cli.waiting import Waiting
 from specdec.client import Client, Promotion, Route, TargetModel
 from specdec.contract.errors import Forbidden, InvalidRequest, NotFound
 

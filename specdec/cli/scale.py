@@ -13,8 +13,8 @@ from typing import Any
 
 from specdec.cli import Usage, control
 from specdec.cli.json_output import add_json_flag, print_json
+from specdec.cli.progress import Waiting
 from specdec.cli.request_flags import add_endpoint_flag
-from specdec.cli.waiting import Waiting
 from specdec.contract.errors import InvalidRequest, Unavailable
 
 

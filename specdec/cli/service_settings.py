@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specdec.cli import Usage
-from specdec.settings.base import ProcessSettings
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.draft import DraftSettings
 from specdec.settings.gateway import GatewaySettings
 from specdec.settings.reading import checked_value, flag_of, is_former
+from specdec.settings.shared import ProcessSettings
 from specdec.settings.target import TargetSettings
 
 SETTINGS_TYPES: Mapping[str, type[ProcessSettings]] = {

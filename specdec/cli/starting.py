@@ -8,7 +8,7 @@ import time
 
 from specdec.cli import control
 from specdec.cli.control_folder import is_any_starting
-from specdec.cli.waiting import Waiting
+from specdec.cli.progress import Waiting
 from specdec.contract.errors import Unavailable
 from specdec.settings.addresses import split_address
 

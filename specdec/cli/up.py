@@ -33,16 +33,16 @@ from specdec.cli.listening import (
     loopback_address,
     metrics_addresses,
 )
+from specdec.cli.progress import LastMessage, Waiting
 from specdec.cli.up_flags import Models
 from specdec.cli.up_parser import add_parser, add_serve_parser
-from specdec.cli.waiting import LastMessage, Waiting
 from specdec.client import Budgets, Client
 from specdec.contract.errors import SpecdecError, Unavailable
 from specdec.contract.types import SIMULATED_PREFIX
 from specdec.rpc.channels import dial_blocking
 from specdec.settings.addresses import split_address
-from specdec.settings.base import current_backend
 from specdec.settings.devices import likely_device, require_device, require_gpu_each
+from specdec.settings.shared import current_backend
 from specdec.state.embedded import EmbeddedRedis
 from specdec.state.own_redis import OwnRedis, throwaway_redis
 from specdec.supervision.fleet import GATEWAY, Fleet, role_of

@@ -34,7 +34,7 @@ from specdec.client.recovery import CHANNEL_OPTIONS, Recovery
 from specdec.client.transport import resolve_proxy
 from specdec.contract.errors import InvalidRequest, ResourceExhausted, SpecdecError, Unavailable, Unsupported
 from specdec.rpc.channels import Options, dial, dial_blocking, forked
-from specdec.rpc.status import is_ours
+from specdec.rpc.status_mapping import is_ours
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
 #: Time that the next attempt waits for another coordinator to report SERVING.

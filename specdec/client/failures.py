@@ -15,7 +15,7 @@ import grpc
 from specdec.access.tls import Tls
 from specdec.contract.errors import ClientClosed, SpecdecError, Unavailable
 from specdec.rpc.credentials import describe_refused_connection
-from specdec.rpc.status import from_rpc_error, http2_reset_code, is_ours
+from specdec.rpc.status_mapping import from_rpc_error, http2_reset_code, is_ours
 
 #: What another program at the endpoint does, by a part of gRPC's message. The first match counts.
 _OTHER_PROGRAM = (

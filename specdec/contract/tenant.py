@@ -1,9 +1,9 @@
 """Tenants: owners of sessions. Two tenants share no session and no KV block, even for equal requests.
 
 A coordinator serves its own tenant (`--tenant`), or the tenant that each call names (`--tenant-header on`). It states
-the tenant to the store and in every call of a replica. The store has it in its keys (`specdec.state.keys`). A replica
-serves many tenants: it keeps sessions under names that contain the tenant, and publishes blocks under names that are
-salted with it (`specdec.core.chain`).
+the tenant to the store and in every call of a replica. The store has it in its keys (`specdec.state.key_names`). A
+replica serves many tenants: it keeps sessions under names that contain the tenant, and publishes blocks under names
+that are salted with it (`specdec.core.chain`).
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ LEAST_SEED, NUM_SEEDS = -(1 << 63), 1 << 64
 #: bits.
 MAX_SUPPORT = 1 << 15
 
-#: Prefix of model names that stand for a simulation with parameters and no weights (`specdec.engine.simulated.pair`).
+#: Prefix of model names that stand for a simulation with parameters and no weights
+#: (`specdec.engine.simulated.simulated_pair`).
 SIMULATED_PREFIX = "simulated:"
 
 #: Tokens per KV block and per link of the chain hash. Both sides of every link must use the same value.

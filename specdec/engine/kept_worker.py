@@ -26,7 +26,7 @@ from specdec.engine.model.kv_cache import KvCache, LayerShape, block_bytes, pool
 from specdec.engine.model.self_check import Reference, require_same
 from specdec.engine.model.thread_tuning import settle_threads
 from specdec.engine.native.kept_layout import KeptLayout, Unreadable, keep, open_kept
-from specdec.engine.native.runner import NativeRunner
+from specdec.engine.native.native_runner import NativeRunner
 from specdec.engine.options import AUTO, NATIVE, LoadRequest
 from specdec.settings.devices import likely_device
 

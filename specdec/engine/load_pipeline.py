@@ -25,7 +25,7 @@ from specdec.contract.errors import Unsupported
 from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import KvLayout, ModelShape, Worker
 from specdec.engine.cuda_device import cuda_pool_bytes, settle_cuda
-from specdec.engine.cuda_graphs.steps import capture_steps, wants_capture
+from specdec.engine.cuda_graphs.graph_steps import capture_steps, wants_capture
 from specdec.engine.linear.row_products import require_kernel
 from specdec.engine.local_drafting import LocalDrafting, draft_passes, load_local_drafts
 from specdec.engine.model.attention import ATTENTION_NAME, register_attention

@@ -35,8 +35,8 @@ from specdec.engine.model.model_runner import ForwardPass, GraphSource, Transfor
 from specdec.engine.model.self_check import Arithmetic, Reference
 from specdec.engine.model.thread_tuning import settle_threads
 from specdec.engine.native.model_layout import ModelLayout, fits, round_weight
+from specdec.engine.native.native_runner import NativeRunner
 from specdec.engine.native.packing import Packing
-from specdec.engine.native.runner import NativeRunner
 from specdec.engine.options import AUTO, NATIVE, CompileOptions, LoadRequest
 
 _log = logging.getLogger(__name__)

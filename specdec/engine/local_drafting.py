@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.contract.errors import Unsupported
-from specdec.engine.heads.base import DraftHead, TargetParts
 from specdec.engine.heads.factory import load_head
+from specdec.engine.heads.interface import DraftHead, TargetParts
 from specdec.engine.heads.paged_head import PagedHead, layers_of
 from specdec.engine.model.early_exit import EarlyExit, load_early_exit, shortened
 from specdec.engine.model.kv_cache import KvCache, LayerShape

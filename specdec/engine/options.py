@@ -19,7 +19,7 @@ from specdec.settings.draft_specs import LocalDraftSpec
 EAGER = "eager"
 #: Our own CPU kernels (`engine.native`).
 NATIVE = "native"
-#: CUDA graphs of small steps (`engine.cuda_graphs.steps`).
+#: CUDA graphs of small steps (`engine.cuda_graphs.graph_steps`).
 CUDA_GRAPHS = "cuda-graphs"
 #: Native kernels on a CPU and CUDA graphs on a GPU where they support the model, eager steps elsewhere.
 AUTO = "auto"

@@ -23,7 +23,7 @@ from specdec.contract.errors import InvalidSetting, KvMiss, SpecdecError, Unavai
 from specdec.contract.types import EngineInfo, TokenIds
 from specdec.integrations.row_sessions import RowSession, RowSessions
 from specdec.rpc.client import DraftLink
-from specdec.rpc.identity import Metadata
+from specdec.rpc.handshake import Metadata
 
 #: Time in which the replicas must describe themselves at the start.
 _CONNECT_S = 30.0

@@ -22,8 +22,8 @@ from specdec.engine.model.checkpoint_model import SERVED_DTYPES
 from specdec.learning.heads import Head
 from specdec.learning.learner import DraftModel, ExitAdapter, Learner
 from specdec.learning.samples import Samples
+from specdec.learning.trained_model import load_model, require_new, stored_dtype, write_model, write_tensors
 from specdec.learning.training import Learned, TrainingPlan, train
-from specdec.learning.version import load_model, require_new, stored_dtype, write_model, write_tensors
 from specdec.settings.draft_specs import EARLY_EXIT, HEAD_KINDS, LocalDraftSpec, is_local_draft, parse_local_draft
 
 #: Logits of a step, at each draft depth: 512 MB.

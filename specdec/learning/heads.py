@@ -21,9 +21,9 @@ from torch import nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from specdec.engine.heads.base import Attend, DraftHead, HeadTokens, TargetParts
 from specdec.engine.heads.factory import head_of_file
 from specdec.engine.heads.head_file import HeadFile
+from specdec.engine.heads.interface import Attend, DraftHead, HeadTokens, TargetParts
 from specdec.engine.linear.projection import Projection
 from specdec.engine.local_drafting import target_parts
 from specdec.engine.model.early_exit import decoder_layers
@@ -143,7 +143,7 @@ class _Attention:
         self._kept: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self._shapes]
 
     def at(self, depth: int) -> Attend:
-        """Return the attention function of one depth; see `engine.heads.base.Attend`."""
+        """Return the attention function of one depth; see `engine.heads.interface.Attend`."""
 
         def attend(layer: int, query: torch.Tensor, kv_rows: torch.Tensor, scale: float) -> torch.Tensor:
             shape, kept = self._shapes[layer], self._kept[layer]

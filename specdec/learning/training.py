@@ -1,7 +1,7 @@
 """Trains one draft on the learning log of one tenant, for a given time or until held-out text stops improving.
 
 Training starts from the draft as it is served, and each pass includes what was logged meanwhile. `distillation` has the
-loss, `early_stopping` the end, `version` the files. `specdec distill` calls this in a process of its own.
+loss, `early_stopping` the end, `trained_model` the files. `specdec distill` calls this in a process of its own.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _TextFormatter(logging.Formatter):
-    """`12:00:00.123 INFO specdec.rpc.server listening address=127.0.0.1:50061`."""
+    """`12:00:00.123 INFO specdec.rpc.service_server listening address=127.0.0.1:50061`."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]

@@ -6,7 +6,7 @@ A round's call comes from `coordinator/round/session_calls` and goes, as an item
 A link keeps one stream open per model (`replica_stream`), and a second one over the device-thread socket for calls
 that come one at a time; it multiplexes any number of calls on a stream. It connects at the first use and opens another
 stream after a break. It does not retry calls, because only the round loop knows whether a late answer is still of use.
-A stream belongs to one model (`identity`), so a call that is meant for a model is never answered by another, even if
+A stream belongs to one model (`handshake`), so a call that is meant for a model is never answered by another, even if
 another process listens at the address by then. Choosing replicas and deadlines is the coordinator's task.
 """
 
@@ -33,12 +33,12 @@ from specdec.contract.types import (
     Verification,
     VerifyRequest,
 )
-from specdec.rpc import codec, proposals, status, verifications
+from specdec.rpc import codec, proposals, status_mapping, verifications
 from specdec.rpc.bounds import check_num_fields
-from specdec.rpc.calls import CallTimeout, WireStats
 from specdec.rpc.credentials import describe_refused_connection
 from specdec.rpc.framing import MAX_FRAME_ITEMS, split_items
-from specdec.rpc.identity import Metadata, check_answering
+from specdec.rpc.handshake import Metadata, check_answering
+from specdec.rpc.open_calls import CallTimeout, WireStats
 from specdec.rpc.replica_stream import ReplicaStream
 from specdec.rpc.rounds import tenant_on_wire
 from specdec.rpc.transport_selector import Transport, TransportSelector
@@ -257,7 +257,7 @@ class _Link(Generic[RequestT, ReplyT]):
             if refused := describe_refused_connection(error.details() or "", self.transports.tls):
                 self.transports.note_refused_connection()
                 raise Unavailable(f"{self.address}: {refused}") from error
-            raise status.from_rpc_error(error, peer=self.address) from error
+            raise status_mapping.from_rpc_error(error, peer=self.address) from error
         except DecodeError as error:
             raise Unavailable(f"{self.address}: the replica sent an invalid answer to {method}: {error}") from error
 

@@ -4,7 +4,7 @@ The service's event loop accepts and aborts connections; the device thread's eve
 stands still while a step runs, which delays nothing, because a call that arrives meanwhile would wait for the device
 anyway. While the device hangs, the socket is closed and its callers are disconnected, so that they learn the reason
 over the other socket. `specdec.rpc.transport_selector` decides when a caller uses it; connections are served by
-`specdec.rpc.unix_socket_server`. Opened by `servicer`.
+`specdec.rpc.unix_socket_server`. Opened by `replica_servicer`.
 """
 
 from __future__ import annotations

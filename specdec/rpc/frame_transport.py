@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from specdec.rpc import status
+from specdec.rpc import status_mapping
 
 #: gRPC's message of a call on which a write has failed.
 _FAILED_WRITE_MESSAGE = "Internal error from Core"
@@ -147,7 +147,7 @@ class GrpcTransport:
         except grpc.aio.AioRpcError as error:
             ended = await self._status.wait(default=error)
             if ended.code() is not grpc.StatusCode.OK:
-                return status.from_rpc_error(ended, peer=self._address).message
+                return status_mapping.from_rpc_error(ended, peer=self._address).message
         return f"{self._address}: the replica closed the stream"
 
     async def _write(self, exchange: FrameExchange) -> None:

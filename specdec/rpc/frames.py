@@ -2,7 +2,7 @@
 
 Every item runs in its own task, so a slow session does not delay another; replies that are ready in the same turn of
 the event loop share a frame. An item that fails is answered with an `ItemStatus` and does not end the stream. From here
-an item goes to `specdec.rpc.servicer`, and its reply returns in a frame to the coordinator's link
+an item goes to `specdec.rpc.replica_servicer`, and its reply returns in a frame to the coordinator's link
 (`specdec.rpc.client`).
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from specdec.contract.errors import InvalidRequest, SpecdecError, Unavailable
 from specdec.observability.logging import X_REQUEST_ID, bind, clean_request_id
-from specdec.rpc import status
+from specdec.rpc import status_mapping
 from specdec.rpc.framing import FRAME_BYTES, MAX_FRAME_ITEMS
 from specdec.rpc.interceptors import internal_error, new_request_id
 from specdec.rpc.stages import note_sent
@@ -101,7 +101,7 @@ class FrameServer:
                 failure = error.with_traceback(None)  # it holds this frame, which holds the error
             except Exception as error:
                 failure = internal_error(error, new_request_id())
-        return self._reply_type(call_id=item.call_id, status=status.to_item_status(failure))
+        return self._reply_type(call_id=item.call_id, status=status_mapping.to_item_status(failure))
 
     def items_of(self, frame: Any) -> Sequence[Any]:
         return self._items_of(frame)

@@ -3,7 +3,7 @@
 A `SpecdecError` keeps its code, reason and details. Any other exception becomes INTERNAL with a request id, and its
 traceback is logged under that id. Requests are parsed here too: malformed bytes become INVALID_ARGUMENT and are logged,
 at most once a second per peer. Cancellation passes through unchanged. Errors of single items in a frame are handled by
-`frames`. Installed by `server`.
+`frames`. Installed by `service_server`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from google.protobuf.message import DecodeError, Message
 
 from specdec.contract.errors import Internal, InvalidRequest, ResourceExhausted, SpecdecError
 from specdec.observability.logging import X_REQUEST_ID, bind, clean_request_id
-from specdec.rpc import status
+from specdec.rpc import status_mapping
 from specdec.rpc.bounds import check_num_fields
 from specdec.rpc.channels import MAX_CALLS
 
@@ -250,10 +250,10 @@ def _request_id(context: Any) -> str:
 
 
 async def _abort(context: Any, error: SpecdecError, request_id: str) -> None:
-    rpc_status = status.to_status(error, request_id=request_id)
+    rpc_status = status_mapping.to_status(error, request_id=request_id)
     # gRPC keeps the exception that ends a call, with its frames, until the garbage collector runs, which may take
     # thousands of calls. Without the traceback the request, which may have megabytes, is freed now.
     error.__traceback__ = None
     await context.abort(
-        grpc.StatusCode[error.code], rpc_status.message, trailing_metadata=status.trailing_metadata(rpc_status)
+        grpc.StatusCode[error.code], rpc_status.message, trailing_metadata=status_mapping.trailing_metadata(rpc_status)
     )

@@ -1,6 +1,6 @@
 """The turns that a replica has answered calls of and that have not ended: those that need it while it drains.
 
-`rpc.servicer` notes calls and ends; `specdec.service.model_grace` asks.
+`rpc.replica_servicer` notes calls and ends; `specdec.service.model_grace` asks.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from specdec.contract.errors import Internal, Unavailable
-from specdec.rpc import status
-from specdec.rpc.calls import CallTimeout, OpenCalls, PendingCall, UnexpectedReply, WireStats
+from specdec.rpc import status_mapping
 from specdec.rpc.frame_transport import FrameTransport
 from specdec.rpc.framing import FRAME_BYTES, MAX_FRAME_ITEMS, join_items
+from specdec.rpc.open_calls import CallTimeout, OpenCalls, PendingCall, UnexpectedReply, WireStats
 
 #: A timer that fires this much too late shows that this event loop stalled, not that the replica did.
 OWN_STALL_S = 0.02
@@ -187,7 +187,7 @@ class ReplicaStream:
             pending.wire.num_bytes += num_bytes
             pending.wire.heard_s = heard_s
             if item.HasField("status") and item.status.code:
-                pending.answer.set_exception(status.from_item_status(item.status))
+                pending.answer.set_exception(status_mapping.from_item_status(item.status))
             else:
                 items.append(item)
                 waiting.append(pending)

@@ -1,7 +1,7 @@
 """The stages of a call (`specdec.contract.types.Stages`) in a reply.
 
 Clocks of two machines differ, so a replica states microseconds since it had read the frame with the call. Written by
-`specdec.rpc.servicer` and, for the last stage, by `specdec.rpc.frames`; read by `specdec.rpc.proposals` and
+`specdec.rpc.replica_servicer` and, for the last stage, by `specdec.rpc.frames`; read by `specdec.rpc.proposals` and
 `specdec.rpc.verifications`. `coordinator.round.timeline` places them between the coordinator's own times.
 """
 

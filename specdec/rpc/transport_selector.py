@@ -18,7 +18,7 @@ from specdec.access.tls import Signature, Tls
 from specdec.contract.errors import InvalidRequest, Unavailable
 from specdec.rpc.channels import dial
 from specdec.rpc.frame_transport import FrameTransport, GrpcTransport
-from specdec.rpc.identity import Metadata, meant_for
+from specdec.rpc.handshake import Metadata, meant_for
 from specdec.rpc.unix_socket_transport import UnixSocketTransport
 from specdec.rpc.unix_sockets import is_name
 

@@ -21,7 +21,7 @@ from specdec.contract.types import EngineInfo
 from specdec.rpc.bounds import check_num_fields
 from specdec.rpc.frames import MAX_OPEN_ITEMS, FrameServer, take_replies
 from specdec.rpc.framing import MAX_FRAME_ITEMS
-from specdec.rpc.identity import require_meant
+from specdec.rpc.handshake import require_meant
 from specdec.rpc.interceptors import LOG_INTERVAL_S
 from specdec.rpc.unix_sockets import (
     MAX_HANDSHAKE_BYTES,

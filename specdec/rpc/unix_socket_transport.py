@@ -13,9 +13,9 @@ from collections.abc import Callable
 from google.protobuf.message import DecodeError
 
 from specdec.contract.errors import Unavailable
-from specdec.rpc.calls import UnexpectedReply
 from specdec.rpc.frame_transport import FrameExchange
-from specdec.rpc.identity import INCARNATION_KEY, MODEL_KEY
+from specdec.rpc.handshake import INCARNATION_KEY, MODEL_KEY
+from specdec.rpc.open_calls import UnexpectedReply
 from specdec.rpc.unix_sockets import (
     MAX_HANDSHAKE_BYTES,
     FrameReader,

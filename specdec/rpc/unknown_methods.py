@@ -3,7 +3,7 @@
 grpcio decodes the name of a method that nobody registered in the loop that accepts calls. A name that is not UTF-8
 raises there (seen with grpcio 1.85): the loop ends, every call in flight is cut, and the port stays closed, so one
 request of 80 bytes would end a service for all its clients. Every method of our services is registered, and the core of
-gRPC hands those out by name. What remains is unknown, whatever its name is. Built by `specdec.rpc.server`.
+gRPC hands those out by name. What remains is unknown, whatever its name is. Built by `specdec.rpc.service_server`.
 """
 
 from __future__ import annotations

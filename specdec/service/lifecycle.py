@@ -25,11 +25,11 @@ from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.channels import require_free
 from specdec.rpc.health import Health
 from specdec.rpc.open_turns import OpenTurns
-from specdec.rpc.server import ServiceServer
+from specdec.rpc.service_server import ServiceServer
 from specdec.rpc.ticks import tick
 from specdec.service.model_grace import ModelGrace
 from specdec.settings.addresses import advertised_address
-from specdec.settings.base import ReplicaSettings, ServiceSettings
+from specdec.settings.shared import ReplicaSettings, ServiceSettings
 from specdec.settings.standard_streams import flush_outputs
 
 #: Interval of the checks whether the device hangs.

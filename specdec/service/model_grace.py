@@ -17,7 +17,7 @@ from collections.abc import Callable
 from specdec.contract.errors import SpecdecError
 from specdec.contract.types import EngineInfo
 from specdec.rpc.open_turns import OpenTurns
-from specdec.state.coordinators import COORDINATOR
+from specdec.state.live_coordinators import COORDINATOR
 from specdec.state.store import ReplicaRegistry
 
 #: Interval at which turns and registry are looked at.

@@ -10,5 +10,5 @@ from __future__ import annotations
 import transformers.models.llama.modeling_llama
 
 import specdec.engine.loader
-import specdec.engine.loop.replica
+import specdec.engine.loop.replica_engine
 import specdec.service.replica_main

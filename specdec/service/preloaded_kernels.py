@@ -8,5 +8,5 @@ A replica that needs transformers after all imports it by itself. See `specdec.s
 from __future__ import annotations
 
 import specdec.engine.kept_worker
-import specdec.engine.loop.replica
+import specdec.engine.loop.replica_engine
 import specdec.service.replica_main

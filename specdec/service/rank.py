@@ -36,8 +36,8 @@ from specdec.service import memory
 from specdec.service.lifecycle import end_process, run_to_exit_code
 from specdec.service.replica_main import load_request, on_its_own_thread, open_kv_tier, serve_replica
 from specdec.settings.addresses import join_address
-from specdec.settings.base import ReplicaSettings
 from specdec.settings.reading import parse_settings
+from specdec.settings.shared import ReplicaSettings
 
 if TYPE_CHECKING:  # torch takes seconds to import, and the first rank checks before whether it can serve
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

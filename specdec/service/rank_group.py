@@ -25,9 +25,9 @@ from specdec.checkpoints.rank_checks import FLAG, require_divisible, require_sup
 from specdec.contract.errors import InvalidRequest, Unavailable
 from specdec.contract.types import SIMULATED_PREFIX
 from specdec.service.lifecycle import run_to_exit_code, stop_on_signals
-from specdec.settings.base import ReplicaSettings
 from specdec.settings.devices import likely_device, require_device, require_gpu_each
 from specdec.settings.processors import num_processors
+from specdec.settings.shared import ReplicaSettings
 from specdec.supervision.backoff import RestartPauses
 
 _HOST = "127.0.0.1"

@@ -33,7 +33,7 @@ from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import SIMULATED_PREFIX
 from specdec.engine.schedule.scheduler import Scheduler
 from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
-from specdec.engine.simulated.pair import simulated_pair
+from specdec.engine.simulated.simulated_pair import simulated_pair
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.observability.logging import bind, configure_logging
 from specdec.observability.metrics_server import start_metrics_server
@@ -50,18 +50,18 @@ from specdec.service.lifecycle import (
 from specdec.service.model_grace import ModelGrace
 from specdec.service.rank_group import run_ranks
 from specdec.settings.addresses import guarded_address
-from specdec.settings.base import ReplicaSettings
 from specdec.settings.devices import require_device
 from specdec.settings.draft_specs import LocalDraftSpec
 from specdec.settings.processors import num_processors
 from specdec.settings.reading import opened, parse_settings
+from specdec.settings.shared import ReplicaSettings
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
 from specdec.state.store_wait import wait_for_store
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from specdec.engine.base import ModelShape, Worker
-    from specdec.engine.loop.replica import ReplicaOptions
+    from specdec.engine.loop.replica_engine import ReplicaOptions
     from specdec.engine.options import LoadRequest
     from specdec.state.kv_tier import KvTier
 
@@ -220,7 +220,7 @@ def _load_engine(
     _log.info("loading %s", settings.model)
     metrics.note_phase("loading")
     with memory.collector_at_rest():  # torch takes seconds to import, so settings are checked before
-        from specdec.engine.loop.replica import ReplicaOptions
+        from specdec.engine.loop.replica_engine import ReplicaOptions
 
     worker = on_its_own_thread(partial(load, kind.num_decode_rows(settings), metrics.note_loaded), Future())
     tier = open_kv_tier(settings, worker.shape)

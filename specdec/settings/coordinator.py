@@ -11,7 +11,8 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 from specdec.contract.tenant import DEFAULT_TENANT
 from specdec.settings.access import AccessSettings
 from specdec.settings.addresses import is_loopback
-from specdec.settings.base import (
+from specdec.settings.pool_names import OptionalPoolName
+from specdec.settings.shared import (
     DAY_S,
     Address,
     AddressList,
@@ -20,7 +21,6 @@ from specdec.settings.base import (
     TenantName,
     split_commas,
 )
-from specdec.settings.pool_names import OptionalPoolName
 from specdec.settings.tracing import TracingSettings
 
 LookupKinds = Annotated[tuple[Literal["ngram", "suffix"], ...], NoDecode, BeforeValidator(split_commas)]

@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from specdec.contract.types import SIMULATED_PREFIX
-from specdec.settings.base import Address
 from specdec.settings.engine_servers import EngineServerSettings
+from specdec.settings.shared import Address
 
 
 class DraftSettings(EngineServerSettings):

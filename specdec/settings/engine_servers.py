@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 from pydantic import Field
 
-from specdec.settings.base import DAY_S, ReplicaSettings
+from specdec.settings.shared import DAY_S, ReplicaSettings
 
 OWN = "own"
 """Value of --backend for a model that runs in this process, in our own engine."""

@@ -11,7 +11,7 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 from specdec.contract.api_key import API_KEY_RULE, is_api_key
 from specdec.settings.access import AccessSettings
 from specdec.settings.addresses import is_loopback, name_of_host
-from specdec.settings.base import DAY_S, Address, ProcessSettings, split_commas
+from specdec.settings.shared import DAY_S, Address, ProcessSettings, split_commas
 from specdec.settings.tracing import TracingSettings
 
 Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)]

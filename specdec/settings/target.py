@@ -7,9 +7,9 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from specdec.settings.base import DAY_S, Address, split_commas
 from specdec.settings.draft_specs import parse_local_drafts
 from specdec.settings.engine_servers import EngineServerSettings
+from specdec.settings.shared import DAY_S, Address, split_commas
 
 
 def _checked(texts: tuple[str, ...]) -> tuple[str, ...]:

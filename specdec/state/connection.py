@@ -2,7 +2,7 @@
 
 The URL chooses what is behind it: a single server, a primary that Sentinels name, or an in-process `fakeredis`
 (`clients`, `script_runner`), or a Redis Cluster (`redis_cluster`). Used by `redis_store`, `prefix_directory`,
-`promotions` and `responses`; the cold tier has connections of its own (`kv_link`).
+`promotions` and `stored_responses`; the cold tier has connections of its own (`kv_link`).
 """
 
 from __future__ import annotations

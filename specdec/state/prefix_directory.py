@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from specdec.settings.cluster_names import DEFAULT_CLUSTER
 from specdec.state.connection import RedisConnection
-from specdec.state.keys import prefix_keys
+from specdec.state.key_names import prefix_keys
 
 #: Time after which an entry expires. If a replica evicts sooner, the entry is wrong until then.
 ENTRY_TTL_S = 600.0

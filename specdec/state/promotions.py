@@ -15,7 +15,7 @@ from specdec.contract.errors import Internal
 from specdec.settings.cluster_names import DEFAULT_CLUSTER
 from specdec.settings.pool_names import is_pool_name
 from specdec.state.connection import RedisConnection
-from specdec.state.keys import promotion_key
+from specdec.state.key_names import promotion_key
 from specdec.state.store import PromotionRecord, PromotionStatus
 
 _ANY, _NONE = "*", ""

@@ -2,8 +2,8 @@
 
     batch of scripts ─▶ by owner of the slot ─▶ one pipeline a node (`script_runner`) ─▶ MOVED, ASK, TRYAGAIN: again
 
-All keys of a script have one hash tag (`keys`), so a script runs on one node. A node that did not answer in time is
-taken for down for a second, in which its own scripts fail at once and delay no others. Used by `connection`;
+All keys of a script have one hash tag (`key_names`), so a script runs on one node. A node that did not answer in time
+is taken for down for a second, in which its own scripts fail at once and delay no others. Used by `connection`;
 docs/adr/0038-redis-in-production says why this is not redis-py's cluster client.
 """
 

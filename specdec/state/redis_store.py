@@ -1,6 +1,6 @@
 """The session store and the replica registry on Redis 7 or the embedded `fakeredis`, one Lua script per atomic step.
 
-`store` defines the contracts, `keys` the key names, and `connection` retries and maps failures. Called by the
+`store` defines the contracts, `key_names` the key names, and `connection` retries and maps failures. Called by the
 coordinator and, for the registry, by every service.
 """
 
@@ -17,8 +17,8 @@ from specdec.contract.tenant import DEFAULT_TENANT, SessionKey, check_tenant
 from specdec.contract.types import TokenIds
 from specdec.settings.cluster_names import DEFAULT_CLUSTER, check_cluster
 from specdec.state.connection import DamagedValue, RedisConnection
-from specdec.state.coordinators import COORDINATOR
-from specdec.state.keys import TOKEN_BYTES, pack_tokens, replica_keys, session_keys, unpack_tokens
+from specdec.state.key_names import TOKEN_BYTES, pack_tokens, replica_keys, session_keys, unpack_tokens
+from specdec.state.live_coordinators import COORDINATOR
 from specdec.state.prefix_directory import RedisPrefixDirectory
 from specdec.state.promotions import RedisPromotions
 from specdec.state.replica_records import (

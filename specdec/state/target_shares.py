@@ -13,7 +13,7 @@ from dataclasses import asdict
 from specdec.contract.errors import Internal
 from specdec.settings.cluster_names import DEFAULT_CLUSTER
 from specdec.state.connection import RedisConnection
-from specdec.state.keys import target_share_key
+from specdec.state.key_names import target_share_key
 from specdec.state.store import TargetShare
 
 #: Longest record that is read; specdec's own records are shorter.

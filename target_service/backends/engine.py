@@ -1,8 +1,8 @@
 """A target replica in front of a backend.
 
 A checked round becomes a question to the backend about the distributions of its positions, and `wire_rows` makes the
-answer of them. `specdec.engine.remote.replica` has the part that drafts of other engines share. Called by the target
-service's servicer.
+answer of them. `specdec.engine.remote.remote_replica` has the part that drafts of other engines share. Called by the
+target service's servicer.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from specdec.contract.types import (
     VerifyRequest,
 )
 from specdec.contract.version import __version__
-from specdec.engine.remote.replica import NUM_BLOCKS, RemoteJob, RemoteReplica
+from specdec.engine.remote.remote_replica import NUM_BLOCKS, RemoteJob, RemoteReplica
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.concurrent_rounds import ConcurrentRounds
 from specdec.engine.sessions.request_checks import digest_of
 from target_service.backends.contract import Answer, Backend, RowsRequest
 from target_service.backends.wire_rows import choices, distribution_rows, logit_rows
-from target_service.request_checks import VerifyLimits, check_verify
+from target_service.verify_checks import VerifyLimits, check_verify
 
 _NO_TOKENS: TokenIds = np.empty(0, dtype=np.uint32)
 
@@ -65,7 +65,7 @@ class BackendTarget(RemoteReplica[Verification]):
         max_gamma: int = 16,
         observer: BackendObserver | None = None,
     ) -> None:
-        """See `specdec.engine.loop.replica.ReplicaOptions`; `observer` receives every answered question as a step."""
+        """See `specdec.engine.loop.replica_engine.ReplicaOptions`; `observer` gets each answered request as a step."""
         shape = backend.shape
         super().__init__(
             EngineInfo(

@@ -10,7 +10,7 @@ from specdec.settings.target import TargetSettings
 from target_service.backends.contract import Backend
 from target_service.backends.engine import BackendTarget
 from target_service.backends.server import open_server
-from target_service.backends.vllm import open_vllm
+from target_service.backends.vllm_backend import open_vllm
 
 #: Backends that reach their engine over HTTP.
 _OPEN: Mapping[str, Callable[..., Awaitable[Backend]]] = {"server": open_server, "vllm": open_vllm}

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Sequence
 
 from specdec.engine.remote.completions import CompletionServer, open_completions, sampling_options
-from specdec.engine.remote.connection import Connection
+from specdec.engine.remote.http_connection import Connection
 from specdec.engine.remote.remote_model import NUM_PROBED_TOKENS
 from target_service.backends.contract import PENALTIES, Answer, BackendShape, RowsRequest, sampled
 

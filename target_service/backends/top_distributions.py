@@ -5,7 +5,7 @@ tokens have probability 0 after the filters, and the normaliser cancels inside t
 With top_p or min_p alone the distribution is exact where all kept tokens are certainly among the K. That depends on the
 mass of the other tokens after the temperature, which is known within bounds: `_tail_bounds`.
 
-The order of the filters is that of docs/protocol.md section 2. Called by the backend `vllm`.
+The order of the filters is that of docs/protocol.md section 2. Called by `vllm_backend`.
 """
 
 from __future__ import annotations

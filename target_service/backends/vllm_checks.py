@@ -1,6 +1,6 @@
 """Checks of a vLLM server before a replica serves with it: each refusal names the flag to change.
 
-Called by `vllm.open_vllm`.
+Called by `vllm_backend.open_vllm`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import numpy as np
 
 from specdec.contract.errors import Internal
 from specdec.engine.remote.completions import unsuited
-from specdec.engine.remote.connection import Connection, Refused
+from specdec.engine.remote.http_connection import Connection, Refused
 from target_service.backends.vllm_wire import (
     FLAGS,
     GENERATE,

@@ -1,4 +1,4 @@
-"""Requests and answers of vLLM's tokens-in, tokens-out endpoint. Called by `vllm` and `vllm_checks`."""
+"""Requests and answers of vLLM's tokens-in, tokens-out endpoint. Called by `vllm_backend` and `vllm_checks`."""
 
 from __future__ import annotations
 

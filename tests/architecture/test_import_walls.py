@@ -163,7 +163,7 @@ def test_the_engine_imports_without_grpc_redis_and_triton() -> None:
         ("specdec.rpc.client", "import coordinator.replicas.pool"),
         ("coordinator.text.prompt", "from coordinator.front.validation import ServingLimits"),
         ("draft_service.proposer", "from target_service import verifier"),
-        ("specdec.settings.base", "from specdec.core import chain"),
+        ("specdec.settings.shared", "from specdec.core import chain"),
         ("specdec.core.random", 'subprocess.run([sys.executable, "-m", "specdec.service.rank"])'),
         ("specdec.settings.devices", 'subprocess.run([sys.executable, "-m", "draft_service"])'),
         ("specdec.client.recovery", 'start("specdec.supervision.child")'),

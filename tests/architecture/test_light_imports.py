@@ -36,7 +36,7 @@ def run_without(dependencies: tuple[str, ...], statement: str) -> subprocess.Com
         "specdec.client",
         "specdec.contract.errors",
         "specdec.rpc.channels",
-        "specdec.rpc.status",
+        "specdec.rpc.status_mapping",
         "specdec.contract.tenant",
         "specdec.contract.types",
     ],

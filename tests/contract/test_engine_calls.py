@@ -17,12 +17,12 @@ from draft_service.proposer import Proposer
 from specdec.contract.engine_api import DraftEngine, TargetEngine
 from specdec.contract.errors import KvMiss, ResourceExhausted, StaleEpoch, Unavailable
 from specdec.contract.types import ProposeRequest, SessionPosition, VerifyRequest
-from specdec.engine.loop.replica import ReplicaOptions
+from specdec.engine.loop.replica_engine import ReplicaOptions
 from specdec.engine.schedule.scheduler import Scheduler
 from specdec.engine.sessions.table import DEFAULT_PIN_TTL_S, MAX_ANSWERS
 from specdec.engine.simulated.device import ModelledTime
 from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
-from specdec.engine.simulated.pair import PRESETS
+from specdec.engine.simulated.simulated_pair import PRESETS
 from target_service.verifier import Verifier
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker

@@ -15,7 +15,7 @@ from specdec.contract.engine_api import EndedTurn
 from specdec.contract.errors import KvMiss, ResourceExhausted, StaleEpoch
 from specdec.contract.tenant import DEFAULT_TENANT
 from specdec.contract.types import ProposeRequest, Verification, VerifyRequest
-from specdec.engine.loop.replica import ReplicaEngine, ReplicaOptions
+from specdec.engine.loop.replica_engine import ReplicaEngine, ReplicaOptions
 from specdec.engine.sessions.kv_queue import WaitLimits
 from specdec.engine.sessions.table import DEFAULT_HOLD_S
 from target_service.verifier import Verifier

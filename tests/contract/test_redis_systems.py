@@ -12,13 +12,13 @@ import pytest
 from redis.crc import key_slot
 
 from specdec.cli.checks.finding import Status
-from specdec.cli.checks.redis_store import check_redis
+from specdec.cli.checks.redis_checks import check_redis
 from specdec.contract.errors import InvalidSetting, SpecdecError, Unavailable
-from specdec.state.keys import session_keys
+from specdec.state.key_names import session_keys
 from specdec.state.redis_store import RedisSessionStore, open_registry, open_store
-from specdec.state.responses import RedisResponses, ResponseRecord
 from specdec.state.store import Lease, PromotionRecord, PromotionStatus
 from specdec.state.store_wait import wait_for_store
+from specdec.state.stored_responses import RedisResponses, ResponseRecord
 from tests.contract.test_store_batches import (
     test_a_script_cancelled_before_it_was_sent_never_runs,
     test_a_script_that_fails_fails_alone,

@@ -12,8 +12,8 @@ import pytest
 from specdec.contract.errors import Unavailable
 from specdec.contract.types import EngineInfo
 from specdec.state.connection import RedisConnection
-from specdec.state.coordinators import COORDINATOR, coordinator_info, live_coordinators
-from specdec.state.keys import replica_keys
+from specdec.state.key_names import replica_keys
+from specdec.state.live_coordinators import COORDINATOR, coordinator_info, live_coordinators
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
 from specdec.state.replica_records import MAX_RECORD_BYTES, MAX_REPLICA_ID_BYTES

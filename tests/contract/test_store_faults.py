@@ -8,7 +8,7 @@ import pytest
 
 from specdec.contract.errors import InvalidRequest, LeaseLost, SessionLost, Unavailable
 from specdec.state.connection import RedisConnection
-from specdec.state.keys import session_keys
+from specdec.state.key_names import session_keys
 from specdec.state.redis_store import open_store
 from specdec.state.store import Lease, SessionStore
 from tests.support.redis_fixture import RedisServer

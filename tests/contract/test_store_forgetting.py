@@ -9,7 +9,7 @@ import pytest
 
 from specdec.contract.errors import InvalidRequest, LeaseLost, NotFound
 from specdec.state.connection import RedisConnection
-from specdec.state.keys import session_keys
+from specdec.state.key_names import session_keys
 from specdec.state.redis_store import RedisSessionStore
 from specdec.state.store import Lease, SessionStore
 from tests.support.store_sessions import LONG_TTL_S, REQUEST, SHORT_TTL_S, a_round, forget_session, held_tokens, tokens

@@ -12,7 +12,7 @@ import pytest
 
 from specdec.contract.errors import LeaseLost, NotFound, SessionBusy
 from specdec.state.connection import RedisConnection
-from specdec.state.keys import session_keys
+from specdec.state.key_names import session_keys
 from specdec.state.redis_store import DEFAULT_SESSION_TTL_S, open_store
 from specdec.state.store import Lease, SessionStore
 from tests.support.store_sessions import (

@@ -10,7 +10,7 @@ import pytest
 
 from specdec.contract.errors import Unavailable
 from specdec.state.connection import RedisConnection
-from specdec.state.keys import prefix_keys
+from specdec.state.key_names import prefix_keys
 from specdec.state.prefix_directory import MAX_HOLDERS, RedisPrefixDirectory
 from specdec.state.redis_store import RedisSessionStore, open_store
 from specdec.state.store import KvLocation, SessionStore

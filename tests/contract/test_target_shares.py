@@ -9,7 +9,7 @@ import pytest
 
 from specdec.contract.errors import Internal
 from specdec.state.connection import RedisConnection
-from specdec.state.keys import target_share_key
+from specdec.state.key_names import target_share_key
 from specdec.state.redis_store import RedisSessionStore, open_store
 from specdec.state.store import TargetShare
 

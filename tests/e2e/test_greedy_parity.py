@@ -22,7 +22,7 @@ from specdec.client import Completion
 from specdec.contract.types import TokenSource
 from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.native.runner import NativeRunner
+from specdec.engine.native.native_runner import NativeRunner
 from specdec.engine.options import CompileOptions, LoadRequest
 from tests.support.model_stack import ModelStack
 from tests.support.target_alone import TargetAlone

@@ -11,7 +11,7 @@ import pytest
 from specdec.client import Client
 from specdec.contract.errors import SpecdecError
 from specdec.rpc.channels import dial_blocking
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import common_pb2, target_pb2_grpc
 from tests.support.key_files import key_line, write_private
 from tests.support.up_rig import specdec, start_up

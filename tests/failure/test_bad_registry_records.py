@@ -16,7 +16,7 @@ from specdec.access.service_key import ServiceKey
 from specdec.contract.errors import InvalidRequest
 from specdec.rpc.client import open_link
 from specdec.state.connection import RedisConnection
-from specdec.state.keys import replica_keys
+from specdec.state.key_names import replica_keys
 from specdec.state.redis_store import open_registry
 from specdec.state.replica_records import CLOCK_TOLERANCE_S, encode_record
 from specdec.state.store import ReplicaRecord, ReplicaRegistry

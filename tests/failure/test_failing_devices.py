@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import common_pb2, coordinator_pb2, target_pb2_grpc
 from tests.support.injured_stack import Injured
 from tests.support.process_rig import NUM_TOKENS, ask, models, read_rest, read_some, reference, run, stub_of

@@ -16,8 +16,8 @@ import pytest
 
 from specdec.client import AsyncClient
 from specdec.contract.errors import SessionLost, SpecdecError, Unavailable
-from specdec.rpc.status import from_rpc_error
-from specdec.state.keys import pack_tokens, session_keys
+from specdec.rpc.status_mapping import from_rpc_error
+from specdec.state.key_names import pack_tokens, session_keys
 from tests.support.coordinator_rig import (
     PROMPT,
     VOCABULARY,

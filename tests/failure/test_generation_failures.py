@@ -14,7 +14,7 @@ from coordinator.replicas.replica import DRAFT, TARGET
 from specdec.contract.errors import VocabularyMismatch
 from specdec.contract.types import FinishReason
 from specdec.rpc.client import open_link
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.state.redis_store import open_registry
 from specdec.state.store import Commit, ReplicaRecord
 from specdec.v1 import coordinator_pb2 as pb

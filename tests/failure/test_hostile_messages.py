@@ -22,7 +22,7 @@ from specdec.contract.errors import Unavailable
 from specdec.rpc import interceptors
 from specdec.rpc.client import open_link
 from specdec.rpc.framing import MAX_FRAME_ITEMS
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import common_pb2, draft_pb2, target_pb2
 from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, request, started_coordinator
 from tests.support.honest_messages import honest_frames

@@ -17,7 +17,7 @@ from coordinator.replicas.draft_pool_names import MAX_POOLS
 from coordinator.replicas.replica import DRAFT, TARGET
 from specdec.contract.errors import InvalidRequest, Unavailable
 from specdec.contract.types import EngineInfo, Proposal, Score, ScoreRequest, Verification, VerifyRequest
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import VOCABULARY, Coordinator, Rig, request, start_service
 

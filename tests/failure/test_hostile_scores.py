@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import common_pb2, target_pb2
 from specdec.v1 import coordinator_pb2 as pb
 from tests.failure.test_hostile_messages import VERIFY, ask

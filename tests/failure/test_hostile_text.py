@@ -25,8 +25,8 @@ from coordinator.text.text_process import GivenUp
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import Mode
-from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.service_server import COORDINATOR_SERVICE, ServiceServer
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.support.coordinator_rig import Rig, start_service

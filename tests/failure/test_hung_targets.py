@@ -17,7 +17,7 @@ from coordinator.replicas import liveness
 from coordinator.replicas.replica import TargetReplica
 from specdec.contract.types import EngineInfo, Verification, VerifyRequest
 from specdec.engine.loop import device_loop
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import (
     PROMPT,

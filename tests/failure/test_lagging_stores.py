@@ -15,9 +15,9 @@ import pytest
 from coordinator.replicas.replica import DRAFT, TARGET
 from specdec.contract.errors import StaleEpoch
 from specdec.contract.types import VerifyRequest
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.state.connection import RedisConnection
-from specdec.state.keys import replica_keys, session_keys
+from specdec.state.key_names import replica_keys, session_keys
 from specdec.state.redis_store import open_registry, open_store
 from specdec.state.store import ReplicaRecord
 from specdec.v1 import coordinator_pb2 as pb

@@ -18,8 +18,8 @@ import pytest
 from coordinator.generation import log_repair
 from specdec.contract.errors import SpecdecError
 from specdec.contract.types import FinishReason
-from specdec.rpc.status import from_rpc_error
-from specdec.state.keys import pack_tokens, session_keys
+from specdec.rpc.status_mapping import from_rpc_error
+from specdec.state.key_names import pack_tokens, session_keys
 from specdec.state.store import SessionRecord
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import (

@@ -16,7 +16,7 @@ from coordinator.replicas.replica import TARGET
 from coordinator.replicas.target_wait import wait_for_any_target
 from specdec.contract.errors import SpecdecError, Unavailable
 from specdec.rpc.client import open_link
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.state.redis_store import open_registry
 from specdec.state.store import ReplicaRecord
 from specdec.v1 import coordinator_pb2 as pb

@@ -11,7 +11,7 @@ import pytest
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
 from specdec.rpc.client import open_link
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.state.redis_store import open_registry
 from specdec.state.store import ReplicaRecord
 from tests.support.coordinator_rig import (

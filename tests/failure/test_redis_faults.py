@@ -19,11 +19,11 @@ import pytest
 from specdec.contract.errors import InvalidSetting, SessionLost, Unavailable
 from specdec.state import clients
 from specdec.state.connection import RedisConnection
-from specdec.state.keys import session_keys
+from specdec.state.key_names import session_keys
 from specdec.state.redis_store import RedisSessionStore, open_registry, open_store
-from specdec.state.responses import RedisResponses, ResponseRecord
 from specdec.state.store import Lease, PromotionRecord, PromotionStatus
 from specdec.state.store_wait import store_answers, wait_for_store
+from specdec.state.stored_responses import RedisResponses, ResponseRecord
 from tests.support.certificates import Authority
 from tests.support.redis_fixture import RedisServer
 from tests.support.redis_systems import TcpRedis, tcp_redis

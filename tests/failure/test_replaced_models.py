@@ -17,7 +17,7 @@ import pytest
 from coordinator.replicas.replica import TARGET
 from draft_service.fan_out_policy import Predraft
 from specdec.contract.types import Proposal, ProposeRequest
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from tests.support.coordinator_rig import (
     PROMPT,
     Coordinator,

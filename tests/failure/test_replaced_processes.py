@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec.client import Budgets, Client
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.process_rig import PROMPT, ask, greedy, read_rest, read_some, run, stub_of
 from tests.support.stack import Stack

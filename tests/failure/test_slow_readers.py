@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from coordinator.generation import stream as output_stream
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.support.coordinator_rig import (

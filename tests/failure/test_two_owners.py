@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from specdec.contract.errors import LeaseLost, SessionBusy
 from specdec.state.connection import RedisConnection
-from specdec.state.keys import session_keys
+from specdec.state.key_names import session_keys
 from specdec.state.redis_store import open_store
 from specdec.state.store import Commit, Lease
 from tests.support.redis_fixture import redis_server, redis_url

@@ -14,7 +14,7 @@ from coordinator.replicas.replica import DRAFT, TARGET
 from specdec.contract import errors
 from specdec.contract.errors import SpecdecError
 from specdec.contract.types import Proposal, ProposeRequest, Verification, VerifyRequest
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import (
     PROMPT,

@@ -15,7 +15,7 @@ from specdec.contract.types import SamplingFilters
 from specdec.engine.base import StepPlan
 from specdec.engine.cuda_graphs.capture import CudaCapture
 from specdec.engine.loader import load_worker
-from specdec.engine.loop.replica import ReplicaOptions
+from specdec.engine.loop.replica_engine import ReplicaOptions
 from specdec.engine.options import CompileOptions, LoadRequest, row_counts
 from target_service.verifier import Verifier
 from tests.support.cuda_graphs_rig import (

@@ -15,7 +15,7 @@ from specdec.engine.cuda_graphs.capture import CudaCapture
 from specdec.engine.linear.int8 import Int8Weight, round_to_int8
 from specdec.engine.linear.row_products import multiply
 from specdec.engine.loader import load_worker
-from specdec.engine.loop.replica import ReplicaOptions
+from specdec.engine.loop.replica_engine import ReplicaOptions
 from specdec.engine.options import CompileOptions, LoadRequest, row_counts
 from target_service.verifier import Verifier
 from tests.support.cuda_graphs_rig import MIXED_LAYERS, build, random_tokens

@@ -32,7 +32,7 @@ from specdec.client import AsyncClient
 from specdec.contract.errors import SpecdecError, Unauthenticated
 from specdec.contract.tenant import TENANT_KEY
 from specdec.rpc.client import open_link
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.v1 import common_pb2, target_pb2, target_pb2_grpc
 from specdec.v1 import coordinator_pb2 as pb

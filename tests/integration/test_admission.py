@@ -15,7 +15,7 @@ from coordinator.generation.readers import MAX_READERS
 from specdec.access.grants import Limits
 from specdec.contract.errors import SpecdecError
 from specdec.contract.tenant import TENANT_KEY
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, eventually, read_rest, read_until, request
 from tests.support.held_steps import held_steps_are_no_hangs

@@ -145,7 +145,7 @@ async def test_a_repeated_round_asks_again_for_the_rows_that_came_from_the_cache
 
 
 async def test_a_long_prompt_is_asked_for_row_by_row(vllm: BackendSystem, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("target_service.backends.vllm._MAX_ENTRIES", 16)
+    monkeypatch.setattr("target_service.backends.vllm_backend._MAX_ENTRIES", 16)
     prompt = list(range(2, 22))
     output = await vllm.coordinator.generate(request(prompt))
     assert output.token_ids == table_model().greedy_continuation(prompt, 24)

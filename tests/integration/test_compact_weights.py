@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from specdec.engine.base import SequenceSlice, StepPlan
 from specdec.engine.loader import load_worker
-from specdec.engine.native.runner import NativeRunner
+from specdec.engine.native.native_runner import NativeRunner
 from specdec.engine.options import CompileOptions, LoadRequest
 from tests.integration.test_native_kernels import compile_with, needs_x86
 from tests.support.tiny_models import build_tiny_model

@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.replicas.pool import ReplicaPools
 from specdec.rpc.client import open_link
-from specdec.state.coordinators import coordinator_info, live_coordinators
+from specdec.state.live_coordinators import coordinator_info, live_coordinators
 from specdec.state.redis_store import open_registry
 from specdec.state.store import ReplicaRecord, ReplicaRegistry
 from tests.support.coordinator_rig import Rig, write_tokenizer

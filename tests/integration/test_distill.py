@@ -22,8 +22,8 @@ from specdec.learning import training
 from specdec.learning.distill import Distillation, distill
 from specdec.learning.learner import DraftModel
 from specdec.learning.samples import Samples
+from specdec.learning.trained_model import load_model
 from specdec.learning.training import TrainingPlan, train
-from specdec.learning.version import load_model
 from tests.support.logged import CountedLog
 from tests.support.model_stack import ModelStack
 from tests.support.target_alone import TargetAlone

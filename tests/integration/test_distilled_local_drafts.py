@@ -22,7 +22,7 @@ from specdec.engine.loader import load_worker
 from specdec.engine.local_drafting import target_parts
 from specdec.engine.model.checkpoint_model import SERVED_DTYPES
 from specdec.engine.options import LoadRequest
-from specdec.learning import version
+from specdec.learning import trained_model
 from specdec.learning.distill import Distillation, distill
 from specdec.learning.log_files import LogFacts, encode_segment, read_segment
 from specdec.learning.training import TrainingPlan
@@ -164,7 +164,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     def full(*_: object) -> None:
         raise SafetensorError("I/O error: No space left on device")
 
-    monkeypatch.setattr(version, "save_file", full)
+    monkeypatch.setattr(trained_model, "save_file", full)
     with pytest.raises(InvalidRequest, match=r"--out: .* cannot be written: I/O error: No space left"):
         distill(asked(folder, "early-exit:1", tmp_path / "new", plan=replace(PLAN, max_steps=5)))
     assert list(tmp_path.iterdir()) == []

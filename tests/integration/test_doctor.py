@@ -18,11 +18,11 @@ from specdec.cli.__main__ import run
 from specdec.cli.checks.certificates import check_certificates
 from specdec.cli.checks.finding import Check, Finding, Status, findings_of, ok
 from specdec.cli.checks.ports import Port, check_ports, own_ports
-from specdec.cli.checks.redis_store import clock_finding
+from specdec.cli.checks.redis_checks import clock_finding
 from specdec.cli.checks.system import System, SystemAddresses
 from specdec.cli.request_flags import BUDGETS
 from specdec.client import Client
-from specdec.rpc.server import TARGET_SERVICE, ServiceServer
+from specdec.rpc.service_server import TARGET_SERVICE, ServiceServer
 from specdec.state.redis_store import open_registry
 from specdec.state.store import ReplicaRecord
 from tests.support.certificates import Authority

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gateway.auth import ApiKeys
-from specdec.state.coordinators import coordinator_info
+from specdec.state.live_coordinators import coordinator_info
 from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
 from tests.support.coordinator_rig import Rig, text_of, write_tokenizer

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from gateway.auth import ApiKeys
 from specdec.contract.errors import Unavailable, Unsupported
-from specdec.state.keys import response_key
+from specdec.state.key_names import response_key
 from specdec.state.redis_store import DEFAULT_SESSION_TTL_S
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import Rig, eventually, text_of, write_tokenizer

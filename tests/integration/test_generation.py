@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from specdec.contract.tenant import DEFAULT_TENANT, SessionKey
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import (
     EOS,

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.support.process_rig import NUM_TOKENS, ask, models, reference, run, stack, stub_of

@@ -18,7 +18,7 @@ from specdec.checkpoints.packed_names import is_packed, packed_folder
 from specdec.engine.base import Worker
 from specdec.engine.kept_worker import load_kept_worker
 from specdec.engine.loader import load_worker
-from specdec.engine.native.runner import NativeRunner
+from specdec.engine.native.native_runner import NativeRunner
 from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.settings.draft_specs import EARLY_EXIT, LocalDraftSpec
 from tests.integration.test_compact_weights import logits_of

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from specdec.contract.types import Verification, VerifyRequest
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Rig, read_rest, read_until, request, start_service
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Rig, request, start_service
 

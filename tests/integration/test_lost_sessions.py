@@ -10,7 +10,7 @@ import pytest
 
 from specdec.client import AsyncClient, Client
 from specdec.contract.errors import SessionLost, SpecdecError
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, read_rest, read_until, request, started_coordinator
 from tests.support.held_steps import held_steps_are_no_hangs

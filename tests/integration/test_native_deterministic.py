@@ -10,7 +10,7 @@ import torch
 from specdec.contract.errors import Unsupported
 from specdec.engine.base import StepPlan
 from specdec.engine.loader import load_worker
-from specdec.engine.native.runner import NativeRunner
+from specdec.engine.native.native_runner import NativeRunner
 from specdec.engine.options import CompileOptions, LoadRequest
 from tests.support.tiny_models import build_tiny_model
 

@@ -12,7 +12,7 @@ import pytest
 from specdec.contract.errors import InvalidRequest, ResourceExhausted
 from specdec.contract.types import VerifyRequest
 from specdec.engine.loader import load_worker
-from specdec.engine.loop.replica import LOCAL_REPLICA
+from specdec.engine.loop.replica_engine import LOCAL_REPLICA
 from specdec.engine.options import EAGER, CompileOptions, LoadRequest
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.service.replica_main import serve_replica

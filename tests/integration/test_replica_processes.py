@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specdec.contract.types import DrawRule, ProposeRequest, SamplingFilters, SessionPosition, VerifyRequest
 from specdec.core.reference import chain_hash
 from specdec.rpc.client import DraftLink, TargetLink
-from specdec.rpc.server import DRAFT_SERVICE
+from specdec.rpc.service_server import DRAFT_SERVICE
 from specdec.state.redis_store import open_registry
 from tests.support.process_template import ENVIRON, Streams, run_like, start_like
 from tests.support.redis_fixture import redis_server, redis_url

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from specdec.contract.types import FinishReason
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.state.store import Commit
 from tests.support.coordinator_rig import PROMPT, request, started_coordinator
 from tests.support.store_sessions import forget_session

@@ -19,7 +19,7 @@ from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from specdec.contract.types import Mode, SamplingFilters
 from specdec.engine.loader import load_worker
-from specdec.engine.loop.replica import ReplicaOptions
+from specdec.engine.loop.replica_engine import ReplicaOptions
 from specdec.engine.options import CompileOptions, LoadRequest, row_counts
 from target_service.verifier import Verifier
 from tests.support.cuda_graphs_rig import CountedCapture

@@ -15,7 +15,7 @@ from coordinator.round.routing_table import MAX_TRIALS
 from specdec.contract.errors import ResourceExhausted
 from specdec.contract.types import SCORED_GAMMA
 from specdec.engine.base import StepPlan
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, Service, read_rest, request, start_service
 from tests.support.table_worker import TableWorker

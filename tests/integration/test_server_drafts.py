@@ -15,7 +15,7 @@ from draft_service.server_draft import open_server_draft
 from draft_service.servicer import DraftServicer
 from specdec.contract.errors import InvalidSetting
 from specdec.observability.engine_metrics import EngineMetrics
-from specdec.rpc.server import DRAFT_SERVICE, ServiceServer
+from specdec.rpc.service_server import DRAFT_SERVICE, ServiceServer
 from specdec.settings.draft import DraftSettings
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.backend_rig import table_model, write_checkpoint

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from coordinator.replicas.replica import TARGET
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import EOS, PROMPT, Coordinator, Output, Rig, request, start_service
 from tests.support.table_worker import TableWorker

@@ -16,7 +16,7 @@ from specdec.contract.errors import Forbidden, InvalidRequest, SessionLost, Spec
 from specdec.contract.tenant import DEFAULT_TENANT, TENANT_KEY
 from specdec.contract.types import BLOCK_TOKENS
 from specdec.observability.coordinator_metrics import OTHER
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, eventually, read_rest, read_until, request
 from tests.support.logged import CountedLog, logged

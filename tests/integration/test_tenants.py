@@ -19,7 +19,7 @@ from specdec.contract.types import (
     VerifyRequest,
 )
 from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
-from specdec.engine.simulated.pair import simulated_pair
+from specdec.engine.simulated.simulated_pair import simulated_pair
 from specdec.rpc import codec
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1 import draft_pb2

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from specdec.checkpoints.token_bytes import byte_level_spelling
 from specdec.client import AsyncClient, ChatMessage, Client, TokenDetail
 from specdec.contract.errors import InvalidRequest
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import EOS, VOCABULARY, Coordinator, Rig
 from tests.support.gateway_rig import running_gateway

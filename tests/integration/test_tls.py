@@ -22,7 +22,7 @@ from specdec.contract.errors import InvalidRequest, Unavailable, Unsupported
 from specdec.contract.types import EngineInfo
 from specdec.rpc.client import DraftLink, TargetLink, open_link
 from specdec.rpc.health import Health
-from specdec.rpc.server import TARGET_SERVICE, ServiceServer
+from specdec.rpc.service_server import TARGET_SERVICE, ServiceServer
 from tests.support.certificates import Authority, Pair
 from tests.support.gateway_rig import running_gateway
 from tests.support.stack import Stack, free_port, is_serving

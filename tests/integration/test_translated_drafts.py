@@ -9,7 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from draft_service.cross_vocabulary.proposer import CrossVocabularyProposer
+from draft_service.cross_vocabulary.translating_proposer import CrossVocabularyProposer
 from specdec.checkpoints.cross_vocabulary.token_map import TokenMap
 from specdec.checkpoints.vocabulary import load_tokenizer, load_vocabulary, vocabulary_fingerprint
 from specdec.contract.errors import InvalidRequest, KvMiss, StaleEpoch

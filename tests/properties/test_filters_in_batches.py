@@ -14,7 +14,7 @@ from specdec.engine.logits.filters import filtered_distributions
 from specdec.engine.logits.penalties import FilterContext
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import TargetLink
-from specdec.rpc.server import TARGET_SERVICE, ServiceServer
+from specdec.rpc.service_server import TARGET_SERVICE, ServiceServer
 from target_service.servicer import TargetServicer
 from target_service.verifier import Verifier
 from tests.support.round_driver import make_round

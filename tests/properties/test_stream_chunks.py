@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.answers import StreamEncoder
 from gateway.chunks import ChatChunks, ChunkEncoder, ChunkOptions, CompletionChunks
-from gateway.generation import Event
 from gateway.message_objects import MessageEvents
+from gateway.outputs import Event
 from gateway.response_objects import ResponseEvents, ResponseShape
-from gateway.responses import StreamEncoder
 from gateway.schemas.messages import MessagesRequest
 from gateway.schemas.responses import ResponseRequest
 from specdec.client import Chunk, Completion, GenerationStats, Usage

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from draft_service.cross_vocabulary.proposer import CrossVocabularyProposer
+from draft_service.cross_vocabulary.translating_proposer import CrossVocabularyProposer
 from draft_service.proposer import Proposer
 from specdec.client import AsyncClient, Completion
 from specdec.contract.types import SamplingFilters

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from coordinator.round import answers
-from draft_service.cross_vocabulary.proposer import CrossVocabularyProposer
+from draft_service.cross_vocabulary.translating_proposer import CrossVocabularyProposer
 from draft_service.proposer import Proposer
 from specdec.contract.types import Proposal, ProposeRequest, Support, Verification, VerifyRequest
 from target_service.verifier import Verifier

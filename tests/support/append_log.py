@@ -15,7 +15,7 @@ from pathlib import Path
 
 import redis
 
-from specdec.state.keys import TOKEN_BYTES
+from specdec.state.key_names import TOKEN_BYTES
 from tests.support.history import Event
 from tests.support.stepped_clocks import SteppedClock
 

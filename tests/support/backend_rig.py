@@ -14,7 +14,7 @@ from pathlib import Path
 
 from coordinator.replicas.replica import DRAFT, TARGET
 from specdec.observability.engine_metrics import EngineMetrics
-from specdec.rpc.server import TARGET_SERVICE, ServiceServer
+from specdec.rpc.service_server import TARGET_SERVICE, ServiceServer
 from specdec.settings.target import TargetSettings
 from target_service.backends.engine import BackendTarget
 from target_service.backends.opening import open_backend_target

@@ -38,7 +38,7 @@ from coordinator.replicas.replica import DRAFT, TARGET
 from coordinator.replicas.target_models import TargetModels
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.routing.promotion import Canary
-from coordinator.routing.scoring import ScoreQueue
+from coordinator.routing.score_queue import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
 from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
@@ -47,13 +47,13 @@ from specdec.access.grants import UNLIMITED, Limits
 from specdec.checkpoints.generation_config import recommended_sampling
 from specdec.contract.tenant import DEFAULT_TENANT
 from specdec.contract.types import Mode
-from specdec.engine.loop.replica import ReplicaOptions
+from specdec.engine.loop.replica_engine import ReplicaOptions
 from specdec.observability.audit import AuditMetrics
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.observability.tracing import Tracing
 from specdec.rpc.client import open_link
-from specdec.rpc.server import COORDINATOR_SERVICE, DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
+from specdec.rpc.service_server import COORDINATOR_SERVICE, DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
 from specdec.state.redis_store import RedisSessionStore, open_store
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1 import coordinator_pb2_grpc

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draft_service.cross_vocabulary.proposer import CrossVocabularyProposer
+from draft_service.cross_vocabulary.translating_proposer import CrossVocabularyProposer
 from draft_service.proposer import DraftOptions
 from specdec.checkpoints.cross_vocabulary.pair import TokenizerPair
 from specdec.contract.types import Proposal, ProposeRequest
 from specdec.engine.base import StepObserver, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.loop.replica import ReplicaOptions
+from specdec.engine.loop.replica_engine import ReplicaOptions
 from specdec.engine.options import LoadRequest
 from tests.support.model_stack import ModelStack
 from tests.support.tokenizer_pairs import load_pair

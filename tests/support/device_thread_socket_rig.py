@@ -12,7 +12,7 @@ from draft_service.servicer import DraftServicer
 from specdec.contract.types import ProposeRequest
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import DraftLink
-from specdec.rpc.server import DRAFT_SERVICE, ServiceServer
+from specdec.rpc.service_server import DRAFT_SERVICE, ServiceServer
 from tests.support.table_worker import TableWorker
 from tests.support.watched_worker import WatchedWorker
 

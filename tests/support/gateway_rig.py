@@ -14,13 +14,13 @@ import httpx2
 from gateway.app import build_app
 from gateway.auth import ApiKeys
 from gateway.context import Gateway
+from gateway.http_server import bind, serve
 from gateway.metrics import GatewayMetrics
-from gateway.server import bind, serve
 from gateway.upstream import Upstream
 from specdec.access.service_key import ServiceKey
 from specdec.observability.tracing import Tracing
 from specdec.settings.gateway import GatewaySettings
-from specdec.state.responses import RedisResponses
+from specdec.state.stored_responses import RedisResponses
 
 _POLL_S = 0.01
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from specdec.engine.heads.base import DraftHead, HeadTokens
+from specdec.engine.heads.interface import DraftHead, HeadTokens
 
 
 class HeadDrive:

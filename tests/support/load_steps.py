@@ -24,7 +24,7 @@ from specdec.contract.errors import KvMiss, Unavailable
 from specdec.contract.types import VerifyRequest
 from specdec.observability.loop_lag import INTERVAL_S
 from specdec.rpc.client import TargetLink, open_link
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.status_mapping import from_rpc_error
 from tests.support.freezing import frozen_part, stuttering
 from tests.support.http_streams import open_stream
 from tests.support.injured_stack import Injured

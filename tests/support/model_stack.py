@@ -32,11 +32,11 @@ from draft_service.servicer import DraftServicer
 from specdec.client import AsyncClient
 from specdec.contract.types import Mode
 from specdec.engine.base import StepPlan, Worker
-from specdec.engine.loop.replica import ReplicaOptions
+from specdec.engine.loop.replica_engine import ReplicaOptions
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import open_link
-from specdec.rpc.server import COORDINATOR_SERVICE, DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
+from specdec.rpc.service_server import COORDINATOR_SERVICE, DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
 from specdec.state.redis_store import open_store
 from target_service.servicer import TargetServicer
 from target_service.verifier import Verifier

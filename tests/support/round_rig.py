@@ -21,9 +21,9 @@ from coordinator.round.gamma import DraftPoolStats, GammaChooser, RoundTimes
 from coordinator.round.outcome import RoundOutcome
 from coordinator.round.runner import RoundRunner
 from coordinator.round.session_calls import SessionCalls
+from coordinator.round.session_tokens import SessionTokens
 from coordinator.round.setting import RoundSetting
 from coordinator.round.target_calls import TargetCalls
-from coordinator.round.tokens import SessionTokens
 from specdec.contract.types import Mode, Proposal, ProposeRequest, SamplingFilters, Verification, VerifyRequest
 from specdec.rpc.client import open_link
 from tests.support.coordinator_rig import PROMPT, VOCABULARY, Service, start_service

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from specdec.contract.errors import SpecdecError
-from specdec.rpc.status import to_status, trailing_metadata
+from specdec.rpc.status_mapping import to_status, trailing_metadata
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceServicer, add_CoordinatorServiceServicer_to_server
 

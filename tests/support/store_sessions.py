@@ -13,7 +13,7 @@ import numpy as np
 from specdec.contract.errors import SessionBusy
 from specdec.contract.types import FinishReason, TokenIds
 from specdec.state.connection import RedisConnection
-from specdec.state.keys import session_keys
+from specdec.state.key_names import session_keys
 from specdec.state.store import Commit, Lease, RequestRecord, SessionStore
 
 LONG_TTL_S = 60.0

@@ -17,7 +17,7 @@ from specdec.contract.tenant import DEFAULT_TENANT
 from specdec.contract.types import Verification, VerifyRequest
 from specdec.core.chain import ChainHasher
 from specdec.engine.cold_tier import run_blocks
-from specdec.engine.loop.replica import ReplicaOptions
+from specdec.engine.loop.replica_engine import ReplicaOptions
 from specdec.state.kv_tier import KvTier
 from specdec.state.kv_values import KvSpace
 from target_service.verifier import Verifier

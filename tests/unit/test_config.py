@@ -10,10 +10,10 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsConfigDict
 
 from specdec.settings.addresses import advertised_address, join_address, split_address
-from specdec.settings.base import AddressList, ServiceSettings
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.draft import DraftSettings
 from specdec.settings.reading import parse_settings
+from specdec.settings.shared import AddressList, ServiceSettings
 from specdec.settings.target import TargetSettings
 
 

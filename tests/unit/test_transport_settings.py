@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from specdec.cli.__main__ import run
-from specdec.settings.base import ProcessSettings
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.draft import DraftSettings
 from specdec.settings.gateway import GatewaySettings
 from specdec.settings.reading import parse_settings
+from specdec.settings.shared import ProcessSettings
 from specdec.settings.target import TargetSettings
 from tests.support.certificates import Authority, Pair
 

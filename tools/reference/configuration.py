@@ -9,10 +9,10 @@ from typing import Any, Literal, Union
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from specdec.settings.base import ProcessSettings, ReplicaSettings, ServiceSettings
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.draft import DraftSettings
 from specdec.settings.gateway import GatewaySettings
+from specdec.settings.shared import ProcessSettings, ReplicaSettings, ServiceSettings
 from specdec.settings.target import TargetSettings
 from specdec.settings.tracing import TracingSettings
 from tools.reference.markdown import code, document, item, items, paragraph

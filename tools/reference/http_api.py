@@ -24,7 +24,7 @@ from gateway.upstream import Upstream
 from specdec.contract.errors import InvalidRequest, SpecdecError
 from specdec.contract.types import RECOMMENDED_FILTERS
 from specdec.settings.gateway import GatewaySettings
-from specdec.state.responses import RedisResponses
+from specdec.state.stored_responses import RedisResponses
 from tools.reference import errors, http_examples, http_text
 from tools.reference.http_examples import SentEvent, shown
 from tools.reference.http_fields import Body, field_items, refusal_items, refusals, shared_names

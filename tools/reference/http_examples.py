@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
+from gateway.answers import StreamEncoder
 from gateway.chunks import ChatChunks, ChunkOptions, CompletionChunks
-from gateway.generation import Event
 from gateway.message_objects import MessageEvents, message_object
+from gateway.outputs import Event
 from gateway.response_objects import ResponseEvents, ResponseShape
-from gateway.responses import StreamEncoder
 from gateway.routes import chat, completions, models, sessions
 from gateway.schemas.chat import ChatRequest
 from gateway.schemas.common import StreamOptions

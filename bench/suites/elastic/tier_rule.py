@@ -19,7 +19,7 @@ from bench.systems.simulated import redis_server
 from specdec.contract.types import BLOCK_TOKENS, DrawRule, SamplingFilters, SessionPosition, VerifyRequest
 from specdec.engine.base import KvLayout, ModelShape, StepPlan, Worker
 from specdec.engine.cold_tier import run_blocks
-from specdec.engine.loop.replica import ReplicaOptions
+from specdec.engine.loop.replica_engine import ReplicaOptions
 from specdec.engine.simulated.device import ModelledTime
 from specdec.state.kv_tier import KvTier
 from specdec.state.kv_values import KvSpace

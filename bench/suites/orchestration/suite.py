@@ -33,7 +33,7 @@ from bench.systems.simulated import (
     simulated_replicas,
     write_tokenizer,
 )
-from specdec.engine.simulated.pair import simulated_pair
+from specdec.engine.simulated.simulated_pair import simulated_pair
 
 SUITE = "orchestration"
 PAIR = "simulated:70b-1b"

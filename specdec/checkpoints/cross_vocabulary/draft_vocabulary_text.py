@@ -7,7 +7,7 @@ The text is cut into segments before a space or a newline, where few tokenizers 
 each segment is tokenised separately. Draft-vocabulary tokens therefore depend on the committed tokens only, not on the
 portions in which these were appended. Further text can change only the open segment, whose length is bounded.
 
-Not thread-safe. Loads no torch. Used by `draft_service.cross_vocabulary.sessions`.
+Not thread-safe. Loads no torch. Used by `draft_service.cross_vocabulary.translated_sessions`.
 """
 
 from __future__ import annotations

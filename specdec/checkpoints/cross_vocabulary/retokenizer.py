@@ -1,6 +1,6 @@
 """Tokenise drafted text with the target's tokenizer, as a continuation of the committed text.
 
-Called by `draft_service.cross_vocabulary.drafting`. Loads no torch.
+Called by `draft_service.cross_vocabulary.translating_program`. Loads no torch.
 """
 
 from __future__ import annotations

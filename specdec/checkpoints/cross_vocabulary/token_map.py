@@ -4,7 +4,7 @@
 
 Several draft tokens with the same bytes map to one target token, whose probability is their sum. Of several target
 tokens with the same bytes, only the one that the target's tokenizer produces is drafted. `retokenizer` translates text
-whose tokens have no counterpart. Used by `draft_service.cross_vocabulary.drafting`. Loads no torch.
+whose tokens have no counterpart. Used by `draft_service.cross_vocabulary.translating_program`. Loads no torch.
 """
 
 from __future__ import annotations

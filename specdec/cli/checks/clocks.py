@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from email.utils import parsedate_to_datetime
 
 from specdec.cli.checks.finding import Finding, warn
-from specdec.cli.checks.redis_store import clock_finding
+from specdec.cli.checks.redis_checks import clock_finding
 from specdec.settings.addresses import split_address
 
 _TIMEOUT_S = 3.0

@@ -152,7 +152,7 @@ class System:
         return failures
 
     async def _read_registry(self) -> None:
-        from specdec.state.coordinators import COORDINATOR
+        from specdec.state.live_coordinators import COORDINATOR
         from specdec.state.redis_store import open_registry
 
         registry = open_registry(self.addresses.redis_url, cluster=self.addresses.cluster)

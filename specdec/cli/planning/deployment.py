@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from specdec.cli.planning.cards import Card
+from specdec.cli.planning.modelled_steps import CALLS, PlacedModel
 from specdec.cli.planning.steady_state import Requests, SteadyState, steady_state
-from specdec.cli.planning.step_times import CALLS, PlacedModel
 from specdec.contract.errors import InvalidRequest
 
 MAX_GAMMA = 8

@@ -2,7 +2,7 @@
 
 Triton may be absent, its compiler may fail, or a new device may round differently. Version numbers do not tell, so the
 kernels are recorded as in a real step and compared with gathered attention on a small pool, for the heads, windows,
-softcaps and dtype of the model. Called by `engine.cuda_graphs.steps`.
+softcaps and dtype of the model. Called by `engine.cuda_graphs.graph_steps`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def choose_attention(
         capture: records a step.
         wanted: see `CompileOptions.attention`.
         max_context_tokens: maximum context of one sequence.
-        all_agree: see `engine.cuda_graphs.steps.capture_steps`.
+        all_agree: see `engine.cuda_graphs.graph_steps.capture_steps`.
     """
     is_cuda = cache.layers[0].blocks.device.type == "cuda"
     if (wanted or (PAGED if is_cuda else GATHERED)) == GATHERED:

@@ -1,7 +1,7 @@
 """The step sizes that are recorded as CUDA graphs, and the choice of one of them for a step.
 
 A bucket is a rectangle: a number of sequences, a number of rows per sequence, and a maximum context in KV blocks. Sizes
-grow geometrically, so a few dozen buckets serve every small step. Called by `engine.cuda_graphs.steps`.
+grow geometrically, so a few dozen buckets serve every small step. Called by `engine.cuda_graphs.graph_steps`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A step is a function without arguments that reads and writes the same tensors in every call. `CudaCapture` records the
 kernels of one call and returns a function that launches them all at once. A test without a GPU passes another
 `Capture`, which calls the step again; everything except the recording is tested that way. Called by
-`engine.cuda_graphs.steps`.
+`engine.cuda_graphs.graph_steps`.
 """
 
 from __future__ import annotations

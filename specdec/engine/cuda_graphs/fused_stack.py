@@ -3,7 +3,7 @@
 It applies the same weights in the same order as `engine.model.llama_stack`, which remains the definition and runs
 wherever these kernels do not. Sums and norms are rounded where the modules of transformers round. The rotary kernel
 (`engine.cuda_graphs.fused_operations`) stores keys and values in the cache, so the attention
-(`engine.cuda_graphs.paged_attention`) finds them there. Called by `engine.cuda_graphs.steps`.
+(`engine.cuda_graphs.paged_attention`) finds them there. Called by `engine.cuda_graphs.graph_steps`.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def fuse_stack(
         cache: the KV pool, none of whose blocks are in use yet.
         attention: the attention over `cache`.
         capture: records a step.
-        all_agree: see `engine.cuda_graphs.steps.capture_steps`.
+        all_agree: see `engine.cuda_graphs.graph_steps.capture_steps`.
 
     Raises:
         Exception: the trial raised it while other ranks wait in the same step.

@@ -2,7 +2,7 @@
 
 One launch takes ragged rows: draft steps of one row, verifications, chunks of prompts. The kernels
 (`engine.cuda_graphs.paged_kernels`) read block tables and lengths on the device, so one graph serves every context.
-`engine.cuda_graphs.attention_choice` tries them on a device before use. Called by `engine.cuda_graphs.steps`.
+`engine.cuda_graphs.attention_choice` tries them on a device before use. Called by `engine.cuda_graphs.graph_steps`.
 """
 
 from __future__ import annotations

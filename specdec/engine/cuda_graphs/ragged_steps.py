@@ -3,7 +3,7 @@
 Eager attention would gather the contexts of such a step and mask them for every row and head, which takes gigabytes
 behind a long prefix. The paged kernels read blocks in place and keep partial sums of a few rows at a time. A prompt
 that runs alone from its first token has all its keys in the step, so `engine.model.attention` runs it. Called by
-`engine.cuda_graphs.steps`.
+`engine.cuda_graphs.graph_steps`.
 """
 
 from __future__ import annotations

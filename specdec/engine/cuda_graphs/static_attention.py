@@ -2,7 +2,8 @@
 
 `GatheredAttention` copies the blocks of a bucket's contexts together and masks the keys that a row does not see. This
 is the eager attention and works on any device, at the cost of the longest context that the bucket holds.
-`engine.cuda_graphs.paged_attention` reads the blocks in place and needs Triton. Called by `engine.cuda_graphs.steps`.
+`engine.cuda_graphs.paged_attention` reads the blocks in place and needs Triton. Called by
+`engine.cuda_graphs.graph_steps`.
 """
 
 from __future__ import annotations

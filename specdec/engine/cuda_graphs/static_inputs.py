@@ -4,7 +4,7 @@ A bucket's rows form a rectangle. The rows of a sequence that is narrower than t
 because attention aligns the last query with the last key. The remaining rows and sequences are padding. Padding rows
 store their keys and values in the scratch block, which no sequence has, and return no logits. Padding sequences read
 only the scratch block; padding rows of a sequence read no more than its first row does. Called by
-`engine.cuda_graphs.steps`.
+`engine.cuda_graphs.graph_steps`.
 """
 
 from __future__ import annotations

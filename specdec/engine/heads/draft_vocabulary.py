@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.engine.heads.base import TargetParts
 from specdec.engine.heads.head_file import HeadFile, refusal
+from specdec.engine.heads.interface import TargetParts
 
 
 @dataclass(frozen=True, slots=True)

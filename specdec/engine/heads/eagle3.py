@@ -17,11 +17,11 @@ import torch
 from torch.nn.functional import embedding, rms_norm, silu
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specdec.engine.heads.base import DraftHead, HeadDraft, HeadTokens, TargetParts
 from specdec.engine.heads.draft_vocabulary import DraftVocabulary
 from specdec.engine.heads.eagle3_format import Eagle3Format, read_format
 from specdec.engine.heads.first_position_mask import MARK, UNSEEN, attend_after_first, marked_shape
 from specdec.engine.heads.head_file import HeadFile, refusal
+from specdec.engine.heads.interface import DraftHead, HeadDraft, HeadTokens, TargetParts
 from specdec.engine.linear.projection import Projection
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.feature_layer import FeatureLayer, Weights
@@ -29,7 +29,7 @@ from specdec.engine.model.kv_cache import LayerShape
 
 
 class Eagle3(DraftHead):
-    """`engine.heads.base.DraftHead` of an EAGLE-3 head."""
+    """`engine.heads.interface.DraftHead` of an EAGLE-3 head."""
 
     def __init__(self, file: HeadFile, target: TargetParts) -> None:
         """Make the head of a file for a target.

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from transformers import LlamaConfig
 
-from specdec.engine.heads.base import TargetParts
 from specdec.engine.heads.head_file import HeadFile, refusal
+from specdec.engine.heads.interface import TargetParts
 
 _LAYER_TYPES = ("llama", "qwen3")
 #: Frequencies of other types change with the longest sequence of the batch.

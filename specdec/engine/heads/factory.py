@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from specdec.contract.errors import Unsupported
-from specdec.engine.heads.base import DraftHead, TargetParts
 from specdec.engine.heads.eagle3 import Eagle3
 from specdec.engine.heads.head_file import HeadFile
+from specdec.engine.heads.interface import DraftHead, TargetParts
 from specdec.engine.heads.medusa import Medusa
 from specdec.engine.heads.mtp import load_mtp
 from specdec.settings.draft_specs import LocalDraftSpec

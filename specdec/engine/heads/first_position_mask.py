@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from specdec.engine.heads.base import HeadTokens
+from specdec.engine.heads.interface import HeadTokens
 from specdec.engine.model.kv_cache import LayerShape
 
 #: Count of extra numbers of keys and queries: one is used, the others keep rows aligned.

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.contract.errors import InvalidRequest, SpecdecError
-from specdec.engine.heads.base import TargetParts
+from specdec.engine.heads.interface import TargetParts
 
 FIELD = "local_draft"
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import silu
 
-from specdec.engine.heads.base import DraftHead, HeadDraft, HeadTokens, TargetParts
 from specdec.engine.heads.draft_vocabulary import DraftVocabulary
 from specdec.engine.heads.head_file import HeadFile, refusal
+from specdec.engine.heads.interface import DraftHead, HeadDraft, HeadTokens, TargetParts
 from specdec.engine.linear.projection import Projection
 
 _PREFIXES = re.compile(r"^(?:medusa_heads?|base_model\.medusa_head)\.")
@@ -43,7 +43,7 @@ class _Head:
 
 
 class Medusa(DraftHead):
-    """`engine.heads.base.DraftHead` of Medusa heads."""
+    """`engine.heads.interface.DraftHead` of Medusa heads."""
 
     kv_layers = ()
 

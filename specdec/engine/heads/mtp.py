@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from specdec.contract.errors import InvalidRequest, Unsupported
-from specdec.engine.heads.base import DraftHead, HeadDraft, HeadTokens, TargetParts
 from specdec.engine.heads.first_position_mask import attend_after_first, marked_shape
 from specdec.engine.heads.head_file import FIELD
+from specdec.engine.heads.interface import DraftHead, HeadDraft, HeadTokens, TargetParts
 from specdec.engine.model.attention import ATTENTION_NAME, attending
 from specdec.engine.model.checkpoint_model import first_line, quietly
 from specdec.engine.model.layer_probe import PROBE_NAME, probing, refusing_failures
@@ -28,7 +28,7 @@ from specdec.settings.draft_specs import LocalDraftSpec
 
 
 class Mtp(DraftHead):
-    """`engine.heads.base.DraftHead` of a checkpoint's own MTP layer."""
+    """`engine.heads.interface.DraftHead` of a checkpoint's own MTP layer."""
 
     fingerprint = "mtp"  # the checkpoint's own fingerprint covers its weights
 

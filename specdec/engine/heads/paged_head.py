@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import SequenceSlice, StepPlan
-from specdec.engine.heads.base import DraftHead, HeadTokens
+from specdec.engine.heads.interface import DraftHead, HeadTokens
 from specdec.engine.model.attention import PagedContext
 from specdec.engine.model.batch import AttentionKind, StepBatch, build_batch
 from specdec.engine.model.feature_layer import FeatureLayer

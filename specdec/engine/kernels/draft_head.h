@@ -1,6 +1,6 @@
 // A draft head with one decoder layer: the features and KV that a full step writes for it, and its draft step.
 //
-// `specdec.engine.heads.base` explains the method; `layer.h` computes the layer. Included by `step.cpp`.
+// `specdec.engine.heads.interface` explains the method; `layer.h` computes the layer. Included by `step.cpp`.
 
 #pragma once
 

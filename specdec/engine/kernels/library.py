@@ -92,7 +92,7 @@ def _load(path: Path) -> ctypes.CDLL:
     library.specdec_argmax.argtypes = [pointer, number, number, number, pointer, pointer]
     library.specdec_argmax.restype = None
     for steps in (library.specdec_step, library.specdec_multi_step, library.specdec_draft):
-        steps.restype = None  # `runner` sets their argument types
+        steps.restype = None  # `native_runner` sets their argument types
     _loaded.append(library)
     return library
 

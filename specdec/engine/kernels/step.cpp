@@ -9,7 +9,7 @@
 // also states where a product and a sum are rounded once (`multiply_add`). NaNs are the exception: they may reach every
 // row of their sequence in the step.
 //
-// `specdec.engine.native.runner` lays out the structures and calls the C interface at the end of this file. Nothing is
+// `specdec.engine.native.native_runner` lays out the structures and calls the C interface at the end of this file. Nothing is
 // allocated here. One thread calls a step; with OpenMP its loops are divided among `num_threads`.
 
 #include "draft_head.h"

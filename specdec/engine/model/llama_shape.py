@@ -1,6 +1,7 @@
 """Types of the modules of a Llama-shaped model, which PyTorch's own types do not describe.
 
-`LlamaStack.fits` checks that a model has this shape. Read by `engine.model.llama_stack` and `engine.native.runner`.
+`LlamaStack.fits` checks that a model has this shape. Read by `engine.model.llama_stack` and
+`engine.native.native_runner`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Show the progress of a long start: a progress bar in a terminal, a log line for each part elsewhere.
 
-Called by `engine.torch_compile`, `engine.cuda_graphs.steps` and `specdec.service.replica_main`.
+Called by `engine.torch_compile`, `engine.cuda_graphs.graph_steps` and `specdec.service.replica_main`.
 """
 
 from __future__ import annotations

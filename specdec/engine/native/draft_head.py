@@ -1,7 +1,7 @@
 """The kernels' structures of a draft head with one decoder layer.
 
 A full step also computes the head's features and KV; a draft step of the head is a separate kernel call. The weights
-come from `engine.model.feature_layer`; `engine.heads.base` explains the method. Called by `runner`.
+come from `engine.model.feature_layer`; `engine.heads.interface` explains the method. Called by `native_runner`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 from specdec.engine.base import Worker
 from specdec.engine.cold_tier import ColdTier
 from specdec.engine.parallel.group import RankGroup
-from specdec.engine.parallel.messages import END, NOTHING, STEP, unpack_plan
+from specdec.engine.parallel.rank_messages import END, NOTHING, STEP, unpack_plan
 from specdec.engine.parallel.rank_tier import RankTier
 
 

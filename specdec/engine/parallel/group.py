@@ -2,8 +2,8 @@
 
 Plans are sent over gloo; tensors over NCCL between GPUs and over gloo otherwise. The first rank binds the store's port
 before the others learn of it, so a port is never guessed and never taken by another process.
-`engine.parallel.messages` has the messages, and `engine.parallel.rank_heartbeat` detects lost ranks. One thread of a
-rank uses its group at a time.
+`engine.parallel.rank_messages` has the messages, and `engine.parallel.rank_heartbeat` detects lost ranks. One thread of
+a rank uses its group at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is not in __all__
 
-from specdec.engine.parallel.messages import Words
+from specdec.engine.parallel.rank_messages import Words
 
 #: Time after which a rank that another one waits for in a step is lost.
 STEP_TIMEOUT_S = 60.0

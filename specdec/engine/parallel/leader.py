@@ -23,8 +23,8 @@ from specdec.engine.base import StepPlan, Worker, WorkerLost
 from specdec.engine.cold_tier import ColdTier
 from specdec.engine.parallel.group import STEP_TIMEOUT_S, RankGroup
 from specdec.engine.parallel.leader_tier import LeaderTier
-from specdec.engine.parallel.messages import END, NOTHING, PartState, Words, pack_plan
 from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
+from specdec.engine.parallel.rank_messages import END, NOTHING, PartState, Words, pack_plan
 
 #: Time between two keep-alive messages, well below a group's timeout for a silent rank.
 KEEP_ALIVE_S = 10.0

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from specdec.engine.base import WorkerLost
 from specdec.engine.cold_tier import ColdTier, Fetch, Payload
-from specdec.engine.parallel.messages import COPY, DROP, FETCH, HAVE, KEEP, PartState, Words, pack_words
+from specdec.engine.parallel.rank_messages import COPY, DROP, FETCH, HAVE, KEEP, PartState, Words, pack_words
 
 #: Time between two HAVE messages; each delays a step by a message and its answer.
 _ASK_INTERVAL_S = 0.005

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from specdec.checkpoints.rank_checks import FLAG, require_supported
 from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.engine.base import Worker
-from specdec.engine.cuda_graphs.steps import wants_capture
+from specdec.engine.cuda_graphs.graph_steps import wants_capture
 from specdec.engine.load_pipeline import ModelPart, build_worker
 from specdec.engine.model.checkpoint_model import pick_device
 from specdec.engine.model.layer_probe import ProbedLayer, refusing_failures

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import StepPlan, Worker
 from specdec.engine.cold_tier import ColdTier, Fetch, Payload
-from specdec.engine.parallel.messages import COPY, DROP, FETCH, HAVE, KEEP, NAME_WORDS, PartState, Words, names_in
+from specdec.engine.parallel.rank_messages import COPY, DROP, FETCH, HAVE, KEEP, NAME_WORDS, PartState, Words, names_in
 
 #: Seconds that computing a run is said to take, so that the tier always fetches: the first rank has decided already.
 _REPLAY_S = 1e6

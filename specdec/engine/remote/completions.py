@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec.contract.errors import Internal, InvalidSetting, SpecdecError
 from specdec.contract.types import SamplingFilters
-from specdec.engine.remote.connection import Connection, Refused
+from specdec.engine.remote.http_connection import Connection, Refused
 from specdec.engine.remote.remote_model import (
     NUM_PROBED_TOKENS,
     ModelFiles,

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from specdec.access.watched_files import read_credentials
 from specdec.contract.errors import InvalidSetting
-from specdec.engine.remote.connection import Connection
+from specdec.engine.remote.http_connection import Connection
 from specdec.settings.engine_servers import EngineServerSettings
 
 OpenedT = TypeVar("OpenedT")

@@ -1,8 +1,8 @@
 """The gate and the session table on one event loop, for engines whose steps run elsewhere.
 
-A simulated device (`specdec.engine.simulated.replica`) and a backend (`target_service.backends.engine`) run a call's
-steps outside this process's device loop. Both let calls pass the same gate (`calls`) and session table (`table`) as the
-device loop does, and answer a job when its steps have ended.
+A simulated device (`specdec.engine.simulated.simulated_replica`) and a backend (`target_service.backends.engine`) run a
+call's steps outside this process's device loop. Both let calls pass the same gate (`calls`) and session table (`table`)
+as the device loop does, and answer a job when its steps have ended.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ ran, so delays of the machine do not accumulate; a caller sees only the delay of
 not used because their resolution is a millisecond.
 
 A call comes from its replica's gate (`specdec.engine.sessions.calls`), and its answer goes back through the gate to the
-`servicer`. Called by `replica`.
+`servicer`. Called by `simulated_replica`.
 """
 
 from __future__ import annotations

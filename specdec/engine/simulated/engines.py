@@ -1,14 +1,14 @@
 """Draft and target engines without a model: real calls, positions and batching, with modelled times and acceptance.
 
 They serve to measure everything around a model. Gate, sessions, rollback, misses and stored answers are those of the
-real engine (`specdec.engine.sessions`, through `specdec.engine.simulated.replica`). Forward passes are waits
+real engine (`specdec.engine.sessions`, through `specdec.engine.simulated.simulated_replica`). Forward passes are waits
 (`specdec.engine.simulated.device`). Tokens and distributions come from a generator with a chosen acceptance
 (`specdec.engine.simulated.text`). The network between coordinator and engine can be slowed down. The draft engine
 pre-drafts as in docs/protocol.md section 6: after its answer the device drafts likely outcomes, and the next call is a
 hit if the committed token was among them.
 
 Filters, logprobs and the prompt's text are ignored, so these engines cannot prove exactness. The numbers are in
-`specdec.engine.simulated.pair`. Built by the services' entry points for `--model simulated:70b-1b`.
+`specdec.engine.simulated.simulated_pair`. Built by the services' entry points for `--model simulated:70b-1b`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.concurrent_rounds import ConcurrentRounds
 from specdec.engine.sessions.request_checks import check_round, check_scored, digest_of
 from specdec.engine.simulated.device import Branches, ModelledTime
-from specdec.engine.simulated.pair import SimulatedPair
-from specdec.engine.simulated.replica import MAX_CONTEXT_TOKENS, NO_TOKENS, SimulatedJob, SimulatedReplica
+from specdec.engine.simulated.simulated_pair import SimulatedPair
+from specdec.engine.simulated.simulated_replica import MAX_CONTEXT_TOKENS, NO_TOKENS, SimulatedJob, SimulatedReplica
 from specdec.engine.simulated.text import VOCABULARY_SIZE, SimulatedText
 
 _NO_PROBABILITIES = np.empty(0, dtype=np.float64)

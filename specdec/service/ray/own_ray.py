@@ -14,7 +14,7 @@ import tempfile
 import threading
 
 from specdec.contract.errors import SpecdecError, Unavailable, error_line
-from specdec.service.ray.connection import first_sentence, import_ray, seclude
+from specdec.service.ray.cluster_connection import first_sentence, import_ray, seclude
 
 #: Parent of the cluster's folder. Paths of sockets have a low limit, and Ray's add sixty characters to it.
 _FOLDER = "/tmp"

@@ -23,9 +23,9 @@ from queue import SimpleQueue
 from typing import Any, TextIO
 
 from specdec.contract.errors import Internal, SpecdecError, Unavailable, error_line
-from specdec.service.ray.connection import connect, first_sentence, seclude
-from specdec.service.ray.placement import PLACE_TIMEOUT_S, Needs, RayPlacement
+from specdec.service.ray.cluster_connection import connect, first_sentence, seclude
 from specdec.service.ray.rank_host import CALLER_VARIABLES, only
+from specdec.service.ray.ray_placement import PLACE_TIMEOUT_S, Needs, RayPlacement
 from specdec.settings.addresses import join_address
 
 #: Time that the first rank gets, after another rank has ended, to fail its calls and leave the registry.

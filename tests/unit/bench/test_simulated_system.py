@@ -8,7 +8,7 @@ import pytest
 from bench.harness.streams import StreamRun
 from bench.systems.simulated import best_gamma, ideal_round_s, ideal_tokens_per_s, write_tokenizer
 from specdec.checkpoints.vocabulary import load_tokenizer, vocabulary_fingerprint
-from specdec.engine.simulated.pair import PRESETS, simulated_pair
+from specdec.engine.simulated.simulated_pair import PRESETS, simulated_pair
 from specdec.engine.simulated.text import simulated_vocabulary_fingerprint
 
 SYNC = simulated_pair("simulated:70b-1b,predraft=off")

@@ -25,7 +25,7 @@ from specdec.cli.planning.deployment import (
     placed,
     tokens_per_round,
 )
-from specdec.cli.planning.step_times import MEMORY_SHARE, PlacedModel
+from specdec.cli.planning.modelled_steps import MEMORY_SHARE, PlacedModel
 
 _8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
 _1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}

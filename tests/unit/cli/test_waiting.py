@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from specdec.cli.waiting import LINE_INTERVAL_S, LastMessage, Waiting
+from specdec.cli.progress import LINE_INTERVAL_S, LastMessage, Waiting
 from specdec.engine.model.start_progress import logging_shares
 
 

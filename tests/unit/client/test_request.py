@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.generation import plan
+from gateway.outputs import plan
 from specdec.client.messages import ChatMessage, TextPart
 from specdec.client.request import GenerateOptions, build_detokenize_request, build_request, build_tokenize_request
 from specdec.client.results import Completion, GenerationStats, Usage

@@ -18,10 +18,10 @@ from coordinator.round.gamma import DraftPoolStats, RoundTimes
 from coordinator.round.outcome import RoundOutcome
 from coordinator.round.request_router import WORTH_LEAVING, RequestRouter
 from coordinator.round.routing_table import RoutingTable
+from coordinator.round.session_tokens import SessionTokens
 from coordinator.round.setting import RoundSetting
-from coordinator.round.tokens import SessionTokens
 from coordinator.routing.expected_rounds import expected_rounds, rounds_of
-from coordinator.routing.scoring import MAX_WAITING, ScoreQueue, TokenSpan
+from coordinator.routing.score_queue import MAX_WAITING, ScoreQueue, TokenSpan
 from specdec.contract.types import MAX_SCORED_TOKENS, Mode, SamplingFilters, Score, ScoreRequest, Verification
 from tests.support.coordinator_rig import VOCABULARY, Coordinator, Rig, start_service
 from tests.support.round_driver import make_round

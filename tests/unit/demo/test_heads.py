@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from specdec.engine.heads.base import DraftHead, TargetParts
 from specdec.engine.heads.factory import load_head
+from specdec.engine.heads.interface import DraftHead, TargetParts
 from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.head_drive import HeadDrive
 from tests.support.head_references import hidden_states

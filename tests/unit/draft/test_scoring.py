@@ -14,7 +14,7 @@ from specdec.contract.errors import InvalidRequest, ResourceExhausted
 from specdec.contract.types import DrawRule, Proposal, ProposeRequest, SamplingFilters, ScoreRequest
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import DraftLink
-from specdec.rpc.server import DRAFT_SERVICE, ServiceServer
+from specdec.rpc.service_server import DRAFT_SERVICE, ServiceServer
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from draft_service.cross_vocabulary.drafting import SharedTokens
+from draft_service.cross_vocabulary.translating_program import SharedTokens
 from specdec.checkpoints.cross_vocabulary.pair import TokenizerPair
 from specdec.checkpoints.vocabulary import load_vocabulary
 from specdec.engine.logits.step_logits import StepLogits

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draft_service.cross_vocabulary.proposer import CrossVocabularyProposer
+from draft_service.cross_vocabulary.translating_proposer import CrossVocabularyProposer
 from specdec.checkpoints.vocabulary import load_tokenizer
 from specdec.contract.errors import InvalidRequest, ResourceExhausted
 from specdec.contract.types import SCORED_GAMMA, DrawRule, ProposeRequest, SamplingFilters, ScoreRequest

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec.contract.errors import InvalidRequest
-from specdec.engine.heads.base import TargetParts
 from specdec.engine.heads.factory import load_head
+from specdec.engine.heads.interface import TargetParts
 from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.head_checkpoints import (
     Tensors,

@@ -163,7 +163,7 @@ def test_a_layer_launches_ten_kernels(architecture: str, tmp_path: Path, monkeyp
 
     assert of_one_layer().total() <= 10, of_one_layer()
     if architecture == "llama":  # negative control: without fusion there are many more
-        monkeypatch.setattr("specdec.engine.cuda_graphs.steps.fuse_stack", lambda *_: None)
+        monkeypatch.setattr("specdec.engine.cuda_graphs.graph_steps.fuse_stack", lambda *_: None)
         assert of_one_layer().total() >= 15
 
 

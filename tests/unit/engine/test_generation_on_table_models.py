@@ -9,7 +9,7 @@ import pytest
 
 from draft_service.proposer import DraftOptions, Proposer
 from specdec.contract.types import Mode, SamplingFilters
-from specdec.engine.loop.replica import ReplicaOptions
+from specdec.engine.loop.replica_engine import ReplicaOptions
 from target_service.verifier import Verifier
 from tests.support.round_driver import RoundDriver
 from tests.support.table_worker import TableWorker

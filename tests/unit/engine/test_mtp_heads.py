@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from specdec.contract.errors import InvalidRequest, Unsupported
-from specdec.engine.heads.base import TargetParts
 from specdec.engine.heads.factory import load_head
+from specdec.engine.heads.interface import TargetParts
 from specdec.engine.model.attention import register_attention
 from specdec.engine.model.layer_probe import PROBE_NAME, register_probe
 from specdec.settings.draft_specs import LocalDraftSpec

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec.engine import local_drafting
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
-from specdec.engine.heads.base import DraftHead, HeadDraft, HeadTokens, TargetParts
+from specdec.engine.heads.interface import DraftHead, HeadDraft, HeadTokens, TargetParts
 from specdec.engine.loader import load_worker
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.kv_cache import LayerShape

@@ -10,10 +10,10 @@ import torch
 
 from specdec.contract.types import BLOCK_TOKENS, VerifyRequest
 from specdec.engine.base import StepPlan
-from specdec.engine.loop.replica import ReplicaOptions
+from specdec.engine.loop.replica_engine import ReplicaOptions
 from specdec.engine.simulated.device import ModelledTime
 from specdec.engine.simulated.engines import SimulatedTarget
-from specdec.engine.simulated.pair import PRESETS
+from specdec.engine.simulated.simulated_pair import PRESETS
 from target_service.verifier import Verifier
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from specdec.contract.errors import InvalidRequest
 from specdec.engine.base import SequenceSlice, StepPlan
-from specdec.engine.parallel.messages import STEP, pack_plan, unpack_plan
+from specdec.engine.parallel.rank_messages import STEP, pack_plan, unpack_plan
 from specdec.engine.parallel.splitting import Cut, Splitting
 
 _ids = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=40).map(tuple)

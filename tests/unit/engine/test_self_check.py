@@ -15,7 +15,7 @@ from specdec.engine.loader import load_worker
 from specdec.engine.model import self_check
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.native.model_layout import ModelLayout
-from specdec.engine.native.runner import NativeRunner
+from specdec.engine.native.native_runner import NativeRunner
 from specdec.engine.options import CompileOptions, LoadRequest
 from tests.support.cuda_graphs_rig import CountedCapture
 from tests.support.tiny_models import ARCHITECTURES, build_tiny_model

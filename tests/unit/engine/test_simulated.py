@@ -23,7 +23,7 @@ from specdec.core.rejection import acceptance_bound, verify_rejection
 from specdec.engine.schedule.scheduler import Scheduler
 from specdec.engine.simulated.device import Branches, ModelledTime, SimulatedDevice, Work
 from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
-from specdec.engine.simulated.pair import PRESETS, SimulatedPair, simulated_pair
+from specdec.engine.simulated.simulated_pair import PRESETS, SimulatedPair, simulated_pair
 from specdec.engine.simulated.text import SUPPORT_SIZE, VOCABULARY_SIZE, simulated_vocabulary
 
 STEP_S = 1.0

@@ -8,8 +8,8 @@ from itertools import count
 
 import pytest
 
-from specdec.rpc.calls import CallTimeout
 from specdec.rpc.client import DraftLink
+from specdec.rpc.open_calls import CallTimeout
 from tests.unit.rpc.test_links import DraftReplica, ask, draft_link
 
 #: Much longer than an answer takes here.

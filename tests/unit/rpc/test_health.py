@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.rpc import health
 from specdec.rpc.health import LIVENESS, Health
-from specdec.rpc.server import DRAFT_SERVICE, ServiceServer
+from specdec.rpc.service_server import DRAFT_SERVICE, ServiceServer
 from tests.support.stack import free_port
 
 SERVING = health_pb2.HealthCheckResponse.SERVING

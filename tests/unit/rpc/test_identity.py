@@ -14,7 +14,7 @@ from specdec.contract.errors import Unavailable
 from specdec.contract.types import Verification, VerifyRequest
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import TargetLink
-from specdec.rpc.server import TARGET_SERVICE, ServiceServer
+from specdec.rpc.service_server import TARGET_SERVICE, ServiceServer
 from target_service.servicer import TargetServicer
 from tests.support.arithmetic_engines import GREEDY, ArithmeticTarget, make_round
 

@@ -18,7 +18,7 @@ from specdec.rpc import codec, proposals
 from specdec.rpc.client import DraftLink, TargetLink, WireStats
 from specdec.rpc.frames import MAX_OPEN_ITEMS, FrameServer
 from specdec.rpc.framing import MAX_FRAME_ITEMS
-from specdec.rpc.server import DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
+from specdec.rpc.service_server import DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
 from specdec.v1 import draft_pb2, draft_pb2_grpc
 from target_service.servicer import TargetServicer
 from tests.support.arithmetic_engines import (

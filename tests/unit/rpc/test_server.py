@@ -20,8 +20,8 @@ from specdec.observability.logging import ID_NAMES, configure_logging
 from specdec.rpc.channels import require_free
 from specdec.rpc.health import Health
 from specdec.rpc.interceptors import MAX_SIDE_CALLS
-from specdec.rpc.server import COORDINATOR_SERVICE, ServiceServer
-from specdec.rpc.status import from_rpc_error
+from specdec.rpc.service_server import COORDINATOR_SERVICE, ServiceServer
+from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1 import coordinator_pb2_grpc
 from tests.support.log_stream import lines, stream

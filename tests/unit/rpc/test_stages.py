@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.contract.types import DrawRule, Stages, VerifyRequest
-from specdec.engine.loop.replica import LOCAL_REPLICA
+from specdec.engine.loop.replica_engine import LOCAL_REPLICA
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import TargetLink
-from specdec.rpc.server import TARGET_SERVICE, ServiceServer
+from specdec.rpc.service_server import TARGET_SERVICE, ServiceServer
 from specdec.rpc.stages import decode_stages, encode_stages
 from specdec.v1 import common_pb2
 from target_service.servicer import TargetServicer

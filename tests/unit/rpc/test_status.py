@@ -8,7 +8,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from specdec.contract import errors
 from specdec.contract.errors import SpecdecError
-from specdec.rpc import status
+from specdec.rpc import status_mapping
 
 TREE = sorted(SpecdecError.__subclasses__(), key=lambda error_type: error_type.__name__)
 
@@ -36,18 +36,18 @@ def identity(error: SpecdecError) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("error", instances(), ids=lambda error: f"{type(error).__name__}-{error.reason}")
 def test_an_error_survives_a_status_with_all_fields(error: SpecdecError) -> None:
-    wire = status.to_status(error, request_id="r1").SerializeToString()
-    assert identity(status.from_status(status_pb2.Status.FromString(wire))) == identity(error)
+    wire = status_mapping.to_status(error, request_id="r1").SerializeToString()
+    assert identity(status_mapping.from_status(status_pb2.Status.FromString(wire))) == identity(error)
 
 
 @pytest.mark.parametrize("error", instances(), ids=lambda error: f"{type(error).__name__}-{error.reason}")
 def test_an_error_survives_an_item_status(error: SpecdecError) -> None:
-    back = status.from_item_status(status.to_item_status(error))
+    back = status_mapping.from_item_status(status_mapping.to_item_status(error))
     assert (type(back), back.reason, back.message) == (type(error), error.reason, error.message)
 
 
 def test_a_status_carries_the_standard_details() -> None:
-    carried = status.to_status(errors.InvalidRequest("top_p is 3", field="sampling.top_p"), request_id="r1")
+    carried = status_mapping.to_status(errors.InvalidRequest("top_p is 3", field="sampling.top_p"), request_id="r1")
     error_info, bad_request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
     assert carried.details[0].Unpack(error_info)
     assert carried.details[1].Unpack(bad_request)
@@ -55,7 +55,7 @@ def test_a_status_carries_the_standard_details() -> None:
     assert error_info.metadata["request_id"] == "r1"
     assert bad_request.field_violations[0].field == "sampling.top_p"
     retry = error_details_pb2.RetryInfo()
-    assert status.to_status(errors.Unavailable("later", retry_after_s=1.5)).details[1].Unpack(retry)
+    assert status_mapping.to_status(errors.Unavailable("later", retry_after_s=1.5)).details[1].Unpack(retry)
     assert retry.retry_delay.ToTimedelta().total_seconds() == 1.5
 
 
@@ -73,7 +73,7 @@ def test_a_status_carries_the_standard_details() -> None:
 )
 def test_a_status_without_details_is_mapped_by_its_code(code: grpc.StatusCode, expected: type[SpecdecError]) -> None:
     error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details="words")
-    mapped = status.from_rpc_error(error, peer="10.0.0.1:5")
+    mapped = status_mapping.from_rpc_error(error, peer="10.0.0.1:5")
     assert type(mapped) is expected
     assert mapped.message == "10.0.0.1:5: words"
 
@@ -83,16 +83,16 @@ def test_a_reset_stream_is_never_a_refusal() -> None:
     for code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.RESOURCE_EXHAUSTED):
         reset = "Received RST_STREAM with error code 12"
         error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=reset)
-        assert type(status.from_rpc_error(error)) is errors.Unavailable
+        assert type(status_mapping.from_rpc_error(error)) is errors.Unavailable
 
 
 def test_a_status_with_an_error_info_of_another_domain_comes_from_a_proxy() -> None:
     foreign = status_pb2.Status(code=code_pb2.INTERNAL, message="elsewhere")
     foreign.details.add().Pack(error_details_pb2.ErrorInfo(reason="SESSION_BUSY", domain="example.com"))
-    trailing = grpc.aio.Metadata(*status.trailing_metadata(foreign))
+    trailing = grpc.aio.Metadata(*status_mapping.trailing_metadata(foreign))
     error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), trailing, details="elsewhere")
-    assert not status.is_ours(error)
-    assert type(status.from_rpc_error(error)) is errors.Unavailable
+    assert not status_mapping.is_ours(error)
+    assert type(status_mapping.from_rpc_error(error)) is errors.Unavailable
 
 
 @pytest.mark.parametrize(
@@ -116,11 +116,11 @@ def test_a_message_too_large_for_grpc_names_the_side_and_its_limit(
 ) -> None:
     exhausted = grpc.StatusCode.RESOURCE_EXHAUSTED
     error = grpc.aio.AioRpcError(exhausted, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
-    mapped = status.from_rpc_error(error, peer="10.0.0.1:5")
+    mapped = status_mapping.from_rpc_error(error, peer="10.0.0.1:5")
     assert (type(mapped), mapped.message) == (expected, message)
 
 
 def test_an_error_info_of_another_domain_is_ignored() -> None:
     foreign = status_pb2.Status(code=code_pb2.NOT_FOUND, message="elsewhere")
     foreign.details.add().Pack(error_details_pb2.ErrorInfo(reason="SESSION_BUSY", domain="example.com"))
-    assert type(status.from_status(foreign)) is errors.NotFound
+    assert type(status_mapping.from_status(foreign)) is errors.NotFound

@@ -25,7 +25,7 @@ from specdec.rpc import codec, unix_socket_server, unix_sockets
 from specdec.rpc.client import DraftLink
 from specdec.rpc.frames import MAX_OPEN_ITEMS
 from specdec.rpc.framing import join_items
-from specdec.rpc.server import DRAFT_SERVICE, ServiceServer
+from specdec.rpc.service_server import DRAFT_SERVICE, ServiceServer
 from specdec.rpc.transport_selector import LONE_CALLS
 from specdec.rpc.unix_sockets import FrameReader, handshake, is_name, new_name, prefixed, socket_path
 from specdec.v1 import draft_pb2

@@ -19,7 +19,7 @@ from specdec.contract.types import ProposeRequest
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import DraftLink
 from specdec.rpc.health import LIVENESS
-from specdec.rpc.server import DRAFT_SERVICE
+from specdec.rpc.service_server import DRAFT_SERVICE
 from specdec.service.lifecycle import require_addresses, run_replica, run_to_exit_code
 from specdec.settings.draft import DraftSettings
 from specdec.state.redis_store import open_registry

@@ -13,7 +13,7 @@ import pytest
 from specdec.contract.types import EngineInfo
 from specdec.rpc.open_turns import OpenTurns
 from specdec.service.model_grace import ModelGrace
-from specdec.state.coordinators import coordinator_info
+from specdec.state.live_coordinators import coordinator_info
 from specdec.state.redis_store import open_registry
 from specdec.state.store import ReplicaRecord, ReplicaRegistry
 

@@ -27,7 +27,7 @@ from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import TargetLink
-from specdec.rpc.server import TARGET_SERVICE, ServiceServer
+from specdec.rpc.service_server import TARGET_SERVICE, ServiceServer
 from specdec.settings.draft_specs import LocalDraftSpec
 from target_service.servicer import TargetServicer
 from target_service.verifier import Verifier

@@ -19,9 +19,9 @@ this replica) is verified without a draft; its full step writes what the next ro
 feature is zeros.
 
 `specdec.engine.heads.paged_head`, which reads and writes the slots, calls a head on the device thread in inference
-mode, for a worker (`engine.model.model_runner`, `engine.native.runner`). `specdec.engine.heads.factory.load_head` makes
-heads before the worker takes the model apart. A head only changes q: it may be rounded, stale or badly trained, and the
-output is exact nevertheless.
+mode, for a worker (`engine.model.model_runner`, `engine.native.native_runner`).
+`specdec.engine.heads.factory.load_head` makes heads before the worker takes the model apart. A head only changes q: it
+may be rounded, stale or badly trained, and the output is exact nevertheless.
 
 **The adapter of an early exit** has no state and is not a head. `early-exit:K:PATH` names a safetensors file, or a
 directory with `adapter.safetensors`, that holds in float32, bfloat16 or float16

@@ -17,8 +17,8 @@ from itertools import count
 import numpy as np
 import torch
 
-from draft_service.cross_vocabulary.drafting import CrossVocabularyProgram, CrossVocabularyRequest
-from draft_service.cross_vocabulary.sessions import CrossVocabularySessions
+from draft_service.cross_vocabulary.translated_sessions import CrossVocabularySessions
+from draft_service.cross_vocabulary.translating_program import CrossVocabularyProgram, CrossVocabularyRequest
 from draft_service.drafting import DraftProgram
 from draft_service.proposer import DraftOptions, no_draft, require_gamma
 from specdec.checkpoints.cross_vocabulary.pair import TokenizerPair
@@ -36,7 +36,7 @@ from specdec.contract.types import (
 )
 from specdec.core.sparse import default_s_max
 from specdec.engine.base import StepObserver, Worker
-from specdec.engine.loop.replica import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
+from specdec.engine.loop.replica_engine import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.request_checks import check_round, check_scored, digest_of
 

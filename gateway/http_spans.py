@@ -1,6 +1,6 @@
 """The ASGI layer that records a span of each HTTP request and continues the trace that its headers name.
 
-The span is the current one while the request runs, so `gateway.generation` sends its trace context to the coordinator.
+The span is the current one while the request runs, so `gateway.outputs` sends its trace context to the coordinator.
 Probes and metrics, which would fill a trace store, are not recorded.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.request_log import POLLED
+from gateway.access_log import POLLED
 from specdec.observability.tracing import TRACEPARENT, Span, Tracing, current_span, request_id_attributes, trace_headers
 
 

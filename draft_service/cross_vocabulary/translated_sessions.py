@@ -4,7 +4,7 @@ The coordinator sees a session's position in the target's tokens: start, chain h
 `specdec.engine.sessions.table`, kept here over text instead of KV. The engine always receives all draft-vocabulary
 tokens and finds out which have KV.
 
-`specdec.checkpoints.cross_vocabulary` converts text to tokens. Called by `proposer` from its event loop.
+`specdec.checkpoints.cross_vocabulary` converts text to tokens. Called by `translating_proposer` from its event loop.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from gateway.chunks import provenance_object
 from gateway.context import Gateway
-from gateway.generation import Event, Outputs
+from gateway.outputs import Event, Outputs
 from gateway.schemas.errors import AnthropicErrorAnswer, ErrorAnswer
 from gateway.sse import EventStream
 from specdec.client import Chunk, Completion

@@ -24,7 +24,7 @@ from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc import codec
 from specdec.rpc.device_thread_socket import DeviceThreadEngine, DeviceThreadSocket
 from specdec.rpc.frames import FrameServer
-from specdec.rpc.identity import shake_hands_with_caller
+from specdec.rpc.handshake import shake_hands_with_caller
 from specdec.rpc.open_turns import OpenTurns
 from specdec.rpc.rounds import tenant_of
 from specdec.rpc.stages import encode_stages

@@ -25,7 +25,7 @@ from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.event_loop_gate import EventLoopGate
 from specdec.engine.sessions.sequence import Sequence
 from specdec.engine.simulated.device import ModelledTime, SimulatedDevice, Timeline, Work
-from specdec.engine.simulated.pair import SimulatedPair
+from specdec.engine.simulated.simulated_pair import SimulatedPair
 from specdec.engine.simulated.text import EOS_TOKEN_ID, VOCABULARY_SIZE, simulated_vocabulary_fingerprint
 
 MAX_CONTEXT_TOKENS = 131_072
@@ -73,7 +73,7 @@ class SimulatedReplica:
         observer: StepObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """See `specdec.engine.loop.replica.ReplicaOptions`.
+        """See `specdec.engine.loop.replica_engine.ReplicaOptions`.
 
         `scheduler` plans the steps, `observer` is notified of each, and `clock` measures when pins end.
         """

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from draft_service.cross_vocabulary.sessions import CrossVocabularyPosition
+from draft_service.cross_vocabulary.translated_sessions import CrossVocabularyPosition
 from draft_service.drafting import DraftProgram, proposal_of
 from specdec.checkpoints.cross_vocabulary.pair import TokenizerPair
 from specdec.checkpoints.cross_vocabulary.retokenizer import retokenise

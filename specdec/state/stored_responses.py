@@ -16,7 +16,7 @@ from typing import Any
 from specdec.contract.errors import Internal, InvalidRequest
 from specdec.settings.cluster_names import DEFAULT_CLUSTER
 from specdec.state.connection import RedisConnection
-from specdec.state.keys import response_key
+from specdec.state.key_names import response_key
 
 #: Longest record; the conversation of a long context fits.
 MAX_RECORD_BYTES = 4 * 1024 * 1024

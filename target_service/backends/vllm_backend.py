@@ -29,7 +29,7 @@ from specdec.engine.remote.completions import (
     sampling_options,
     unsuited,
 )
-from specdec.engine.remote.connection import Connection, Refused
+from specdec.engine.remote.http_connection import Connection, Refused
 from specdec.engine.remote.remote_model import (
     NUM_PROBED_TOKENS,
     fingerprint_of,

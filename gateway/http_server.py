@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from gateway.limits import protocol_with
+from gateway.http_limits import protocol_with
 from specdec.access.tls import reloading_context
 from specdec.contract.errors import Unavailable
 from specdec.settings.addresses import advertised_address, is_loopback, split_address

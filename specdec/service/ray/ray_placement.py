@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.contract.errors import ResourceExhausted, Unavailable
-from specdec.service.ray.connection import first_sentence
+from specdec.service.ray.cluster_connection import first_sentence
 from specdec.service.ray.rank_host import RankHost
 
 #: Time to wait for room: the resources of a replica that has just ended are free a little later.

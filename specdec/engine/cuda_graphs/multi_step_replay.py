@@ -2,7 +2,7 @@
 
 The graph of a step with one row per sequence is replayed repeatedly. Between two replays one kernel makes the drawn
 tokens the graph's input and moves every sequence one position on, using the block tables on the device. Tokens are
-drawn by `engine.drafting`. Called by `engine.cuda_graphs.steps`.
+drawn by `engine.drafting`. Called by `engine.cuda_graphs.graph_steps`.
 """
 
 from __future__ import annotations
