@@ -282,7 +282,7 @@ class Predrafter(IdleDrafting):
         if fork is None:
             return None
         fork.append(np.array([token_id], dtype=np.uint32))
-        call = Call(request=request, digest=b"", draft_token_ids=_NO_TOKENS, num_logit_rows=1, max_kv_len=max_kv_len)
+        call = Call(request=request, identity=(), draft_token_ids=_NO_TOKENS, num_logit_rows=1, max_kv_len=max_kv_len)
         job = Job(call, fork, arrival_step=0, arrival_s=self._clock(), clock=self._clock)
         index, offset = divmod(length, BLOCK_TOKENS)
         return Branch(job, (source.block_table[index], fork.block_table[index]) if offset else None)

@@ -22,9 +22,8 @@ from specdec.contract.types import Proposal, ProposeRequest, SamplingFilters, Sc
 from specdec.core.sparse import DEFAULT_COVERAGE, default_s_max
 from specdec.engine.base import StepObserver, Worker
 from specdec.engine.loop.replica_engine import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
-from specdec.engine.sessions.calls import Call
+from specdec.engine.sessions.calls import Call, identity_of
 from specdec.engine.sessions.kv_queue import WaitLimits
-from specdec.engine.sessions.request_checks import check_round, check_scored, digest_of
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
@@ -96,19 +95,14 @@ class Proposer(ReplicaEngine):
         """Draft up to gamma tokens; see `DraftEngine.propose`.
 
         The draft is shorter at the end of the draft model's context (and empty beyond it) and after an end token.
-
-        Raises:
-            InvalidRequest: the request can never run; nothing of it is stored.
         """
         position = request.position
-        check_round(position, self._shape.vocabulary_size)
-        require_gamma(request.gamma, self._options.max_gamma)
         gamma = min(request.gamma, self._shape.max_context_tokens - position.committed_len)
         if gamma <= 0:
             return no_draft(kv_len=self._engine_loop.kv_len(position.session_id))
         call = Call(
             request=replace(request, gamma=gamma),
-            digest=digest_of(request),
+            identity=identity_of(request),
             draft_token_ids=_NO_TOKENS,
             num_logit_rows=1,
             max_kv_len=position.committed_len + gamma - 1,  # the last draft token does not run
@@ -121,8 +115,6 @@ class Proposer(ReplicaEngine):
     async def score(self, request: ScoreRequest) -> Score:
         """Return the distributions in which this draft would have sampled the tokens; see `DraftEngine.score`."""
         position = request.position
-        check_round(position, self._shape.vocabulary_size)
-        check_scored(request, self._shape.vocabulary_size)
         num_tokens = position.committed_len + len(request.token_ids)
         if num_tokens - 1 > self._shape.max_context_tokens:
             raise InvalidRequest(
@@ -134,7 +126,7 @@ class Proposer(ReplicaEngine):
         own = replace(position, session_id=f"{{score-{next(self._score_ids)}}}")
         call = Call(
             request=replace(request, position=own),
-            digest=b"",  # never repeated, because its session ends with its answer
+            identity=(),  # never repeated, because its session ends with its answer
             draft_token_ids=request.token_ids[:-1],
             num_logit_rows=len(request.token_ids),
             max_kv_len=num_tokens - 1,
@@ -151,12 +143,6 @@ class Proposer(ReplicaEngine):
         for prompt in self._warm_up_prompts():
             await self.propose(ProposeRequest(prompt, gamma=1))
         await self._release_warm_up()
-
-
-def require_gamma(gamma: int, max_gamma: int) -> None:
-    """Raise InvalidRequest unless gamma is between 1 and the replica's limit."""
-    if not 1 <= gamma <= max_gamma:
-        raise InvalidRequest(f"gamma is {gamma}, it must be in 1..{max_gamma}", field="gamma")
 
 
 def no_draft(kv_len: int) -> Proposal:

@@ -28,8 +28,7 @@ from specdec.contract.version import __version__
 from specdec.engine.remote.completions import CompletionServer, open_completions
 from specdec.engine.remote.opening import open_remote
 from specdec.engine.remote.remote_replica import NUM_BLOCKS, RemoteJob, RemoteReplica
-from specdec.engine.sessions.calls import Call
-from specdec.engine.sessions.request_checks import check_round, digest_of
+from specdec.engine.sessions.calls import Call, identity_of
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.settings.draft import DraftSettings
 
@@ -76,12 +75,9 @@ class ServerDraft(RemoteReplica[Proposal]):
         """Draft up to gamma tokens; see `DraftEngine.propose`.
 
         Raises:
-            InvalidRequest: the request can never run; nothing of it is stored.
+            InvalidRequest: the session fills the context; nothing of the request is stored.
         """
         position = request.position
-        check_round(position, self._info.vocabulary_size)
-        if not 1 <= request.gamma <= self._info.max_gamma:
-            raise InvalidRequest(f"gamma is {request.gamma}, it must be in 1..{self._info.max_gamma}", field="gamma")
         if position.committed_len >= self._info.max_context_tokens:
             raise InvalidRequest(
                 f"{position.committed_len} tokens, the context is {self._info.max_context_tokens}",
@@ -90,7 +86,7 @@ class ServerDraft(RemoteReplica[Proposal]):
             )
         call = Call(
             request,
-            digest_of(request),
+            identity_of(request),
             _NO_TOKENS,
             num_logit_rows=1,
             max_kv_len=position.committed_len + request.gamma - 1,

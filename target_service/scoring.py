@@ -18,15 +18,12 @@ from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import SCORED_GAMMA, Score, ScoreRequest, TokenIds
 from specdec.engine.base import ModelShape
 from specdec.engine.sessions.calls import Call
-from specdec.engine.sessions.request_checks import check_round, check_scored
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
 
 def check_scorable(request: ScoreRequest, shape: ModelShape) -> None:
-    """Raise InvalidRequest if the span is invalid, the local draft unknown, or the context too short."""
-    check_round(request.position, shape.vocabulary_size)
-    check_scored(request, shape.vocabulary_size)
+    """Raise InvalidRequest if the local draft is unknown, or the context too short."""
     if request.local_pool not in shape.local_drafts:
         raise InvalidRequest(f"this target has no local draft {request.local_pool[:64]!r}", field="local_pool")
     num_tokens = request.position.committed_len + len(request.token_ids)
@@ -93,7 +90,7 @@ class ScoredSpan:
         )
         return Call(
             request=ScoreRequest(position, token_ids),
-            digest=b"",  # this call is never repeated
+            identity=(),  # this call is never repeated
             draft_token_ids=draft_token_ids,
             num_logit_rows=1,
             max_kv_len=committed_len + len(token_ids),

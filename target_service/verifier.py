@@ -17,16 +17,22 @@ from itertools import count
 
 import numpy as np
 
-from specdec.contract.types import LocalDraft, SamplingFilters, Score, ScoreRequest, Verification, VerifyRequest
+from specdec.contract.types import (
+    LocalDraft,
+    SamplingFilters,
+    Score,
+    ScoreRequest,
+    SessionPosition,
+    Verification,
+    VerifyRequest,
+)
 from specdec.core.sparse import DEFAULT_COVERAGE, default_s_max
 from specdec.engine.base import StepObserver, Worker
 from specdec.engine.drafting.drawing import Drawing
 from specdec.engine.loop.replica_engine import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
-from specdec.engine.sessions.calls import Call
-from specdec.engine.sessions.request_checks import digest_of, is_first_of_turn
+from specdec.engine.sessions.calls import Call, identity_of
 from target_service.program import TargetProgram
 from target_service.scoring import ScoredSpan, check_scorable
-from target_service.verify_checks import VerifyLimits, check_verify
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
@@ -54,30 +60,25 @@ class Verifier(ReplicaEngine):
         """
         drawing = Drawing(s_max=default_s_max(worker.shape.vocabulary_size), coverage=DEFAULT_COVERAGE)
         super().__init__(worker, TargetProgram(drawing), options, observer=observer, clock=clock)
-        self._limits = VerifyLimits(worker.shape.vocabulary_size, worker.shape.max_context_tokens, options.max_gamma)
         self._score_ids = count()
 
     async def verify(self, request: VerifyRequest) -> Verification:
         """Return p at every draft position and one beyond; see `TargetEngine.verify`.
 
         A `local_draft` that this replica does not have, or for which its context is too short, gives an empty draft.
-
-        Raises:
-            InvalidRequest: the request can never run; nothing of it is stored.
         """
-        check_verify(request, self._limits)
         request = self._with_room(request)
         local = request.local_draft
         num_draft_tokens = len(request.draft_token_ids)
         call = Call(
             request=request,
-            digest=digest_of(request),
+            identity=identity_of(request),
             draft_token_ids=request.draft_token_ids,
             num_logit_rows=num_draft_tokens + 1,
             max_kv_len=request.position.committed_len + (num_draft_tokens if local is None else local.gamma),
             local_draft="" if local is None else local.pool,
             reserved_len=self._reserved_len(request.position),
-            may_refuse=is_first_of_turn(request.position),
+            may_refuse=_is_first_of_turn(request.position),
         )
         verification: Verification = await self._engine_loop.call(call)
         return verification
@@ -116,3 +117,8 @@ class Verifier(ReplicaEngine):
         gamma = min(local.gamma, self._options.max_gamma, room, most or local.gamma)
         can_draft = local.pool in self._shape.local_drafts and gamma > 0
         return replace(request, local_draft=LocalDraft(local.pool, gamma) if can_draft else None)
+
+
+def _is_first_of_turn(position: SessionPosition) -> bool:
+    """Return whether a call belongs to a turn that states its greatest length and has no output yet."""
+    return position.max_session_tokens > 0 and position.committed_len <= position.output_start

@@ -99,7 +99,7 @@ class CrossVocabularyJob(Job):
     def __init__(self, job: Job, pair: TokenizerPair) -> None:
         request = job.call.request
         assert isinstance(request, CrossVocabularyRequest)
-        call = Call(request.target_request, job.call.digest, _NO_TOKENS, num_logit_rows=1, max_kv_len=0)
+        call = Call(request.target_request, job.call.identity, _NO_TOKENS, num_logit_rows=1, max_kv_len=0)
         super().__init__(call, job.sequence, arrival_step=job.last_step, arrival_s=0.0, clock=lambda: job.elapsed_s)
         self._job = job
         self._pair = pair

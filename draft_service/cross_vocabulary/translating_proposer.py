@@ -20,7 +20,7 @@ import torch
 from draft_service.cross_vocabulary.translated_sessions import CrossVocabularySessions
 from draft_service.cross_vocabulary.translating_program import CrossVocabularyProgram, CrossVocabularyRequest
 from draft_service.drafting import DraftProgram
-from draft_service.proposer import DraftOptions, no_draft, require_gamma
+from draft_service.proposer import DraftOptions, no_draft
 from specdec.checkpoints.cross_vocabulary.pair import TokenizerPair
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import (
@@ -37,8 +37,7 @@ from specdec.contract.types import (
 from specdec.core.sparse import default_s_max
 from specdec.engine.base import StepObserver, Worker
 from specdec.engine.loop.replica_engine import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
-from specdec.engine.sessions.calls import Call
-from specdec.engine.sessions.request_checks import check_round, check_scored, digest_of
+from specdec.engine.sessions.calls import Call, identity_of
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
@@ -100,13 +99,8 @@ class CrossVocabularyProposer(ReplicaEngine):
         """Draft up to gamma tokens of the target; see `DraftEngine.propose`.
 
         The draft is shorter where the draft model's context ends, after an end token, or if drafted text gives fewer.
-
-        Raises:
-            InvalidRequest: the request can never run; nothing of it is stored.
         """
         position = request.position
-        check_round(position, self._pair.target_size)
-        require_gamma(request.gamma, self._options.max_gamma)
         translated = await self._sessions.align(position)
         num_own = len(translated.draft_vocab_ids)
         room = self._shape.max_context_tokens - num_own
@@ -119,7 +113,7 @@ class CrossVocabularyProposer(ReplicaEngine):
         own_request = CrossVocabularyRequest(own_position, gamma, replace(request, gamma=gamma), translated, max_steps)
         call = Call(
             request=own_request,
-            digest=digest_of(request),
+            identity=identity_of(request),
             draft_token_ids=_NO_TOKENS,
             num_logit_rows=1,
             max_kv_len=num_own + max_steps - 1,  # the last one does not run
@@ -131,8 +125,6 @@ class CrossVocabularyProposer(ReplicaEngine):
         """Draft rounds along the committed tokens, each where the previous one would have ended; see
         `DraftEngine.score`."""
         position = request.position
-        check_round(position, self._pair.target_size)
-        check_scored(request, self._pair.target_size)
         token_ids = np.concatenate([position.token_ids, request.token_ids])
         # A private session, so that the scored one keeps its KV. Braces: no caller can have such an id.
         own = replace(position, session_id=f"{{score-{next(self._score_ids)}}}")
@@ -169,7 +161,7 @@ class CrossVocabularyProposer(ReplicaEngine):
         target_request = ScoreRequest(position, token_ids)
         call = Call(
             request=CrossVocabularyRequest(own_position, num_tokens, target_request, translated, max_steps),
-            digest=b"",  # this call is never repeated
+            identity=(),  # this call is never repeated
             draft_token_ids=_NO_TOKENS,
             num_logit_rows=1,
             max_kv_len=num_own + max_steps - 1,

@@ -1,8 +1,7 @@
 """Range checks that hold for every replica: of sampling filters, of token ids, and of a replica's own description.
 
-`specdec.rpc.rounds` and `specdec.engine.sessions.request_checks` check requests, so a replica's wire and its engine
-refuse the same values. The limits of a client's request are checked by the coordinator. The registry and the
-coordinator check descriptions.
+`specdec.rpc` checks requests as it decodes them. The limits of a client's request are checked by the coordinator. The
+registry and the coordinator check descriptions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Requests of both links and replica descriptions: protobuf messages <-> the dataclasses of `specdec.contract.types`.
 
 The coordinator's link (`client`) encodes a request here; the replica's `servicer` decodes it here and hands it on.
-Received values are checked against the replica's limits; InvalidRequest names the field. Replies are in `proposals` and
+Received values are checked against the replica's limits, here alone: a step carries many sessions, and a request that
+could make it fail must not reach the engine. InvalidRequest names the field. Replies are in `proposals` and
 `verifications`.
 
 Wire format: protos/specdec/v1/{common,draft,target}.proto. Numbers in `bytes` fields are little-endian.
@@ -62,14 +63,18 @@ def encode_score_request(request: ScoreRequest) -> common_pb2.ScoreRequest:
 
 
 def decode_score_request(message: common_pb2.ScoreRequest, limits: EngineInfo) -> ScoreRequest:
-    """Read a Score call and check it against the replica's vocabulary; the engine checks the other limits.
+    """Read a Score call and check it against the replica's vocabulary; the engine checks its draft's context.
 
     Raises:
         InvalidRequest: naming the field and its limit.
     """
     num_scored = len(message.token_ids)
     require(num_scored <= MAX_SCORED_TOKENS, "token_ids", f"holds {num_scored}; the limit is {MAX_SCORED_TOKENS}")
-    return ScoreRequest(decode_round(message.round, limits), token_ids(message.token_ids), message.local_pool)
+    require(num_scored > 0, "token_ids", "must hold at least one token")
+    require(not message.round.start, "round.start", "must be 0 where tokens are scored")
+    scored = token_ids(message.token_ids)
+    check_token_ids(scored, limits.vocabulary_size, "token_ids")
+    return ScoreRequest(decode_round(message.round, limits), scored, message.local_pool)
 
 
 def encode_score(score: Score) -> common_pb2.ScoreResponse:

@@ -26,12 +26,10 @@ from specdec.contract.types import (
 )
 from specdec.contract.version import __version__
 from specdec.engine.remote.remote_replica import NUM_BLOCKS, RemoteJob, RemoteReplica
-from specdec.engine.sessions.calls import Call
+from specdec.engine.sessions.calls import Call, identity_of
 from specdec.engine.sessions.concurrent_rounds import ConcurrentRounds
-from specdec.engine.sessions.request_checks import digest_of
 from target_service.backends.contract import Answer, Backend, RowsRequest
 from target_service.backends.wire_rows import choices, distribution_rows, logit_rows
-from target_service.verify_checks import VerifyLimits, check_verify
 
 _NO_TOKENS: TokenIds = np.empty(0, dtype=np.uint32)
 
@@ -93,20 +91,14 @@ class BackendTarget(RemoteReplica[Verification]):
         )
         self._backend = backend
         self._observer = observer
-        self._limits = VerifyLimits(shape.vocabulary_size, shape.max_context_tokens, max_gamma)
         self._answers = ConcurrentRounds()
 
     async def verify(self, request: VerifyRequest) -> Verification:
-        """Return p at every draft position and one beyond; see `TargetEngine.verify`.
-
-        Raises:
-            InvalidRequest: the request can never run; nothing of it is stored.
-        """
-        check_verify(request, self._limits)
+        """Return p at every draft position and one beyond; see `TargetEngine.verify`."""
         num_draft_tokens = len(request.draft_token_ids)
         call = Call(
             request,
-            digest_of(request),
+            identity_of(request),
             request.draft_token_ids,
             num_logit_rows=num_draft_tokens + 1,
             max_kv_len=request.position.committed_len + num_draft_tokens,

@@ -18,28 +18,34 @@ steps of the device (`specdec.engine.loop.steps`, or a simulated one), and the a
 from __future__ import annotations
 
 import contextvars
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
 
 from specdec.contract.errors import KvMiss, ResourceExhausted, SpecdecError, StaleEpoch
 from specdec.contract.types import ProposeRequest, ScoreRequest, SessionPosition, TokenIds, VerifyRequest
 from specdec.engine.sessions.block_manager import blocks_for
 from specdec.engine.sessions.kv_queue import KvQueue, WaitLimits
 from specdec.engine.sessions.reservations import is_within_reservation
-from specdec.engine.sessions.sequence import Sequence, StoredAnswer
+from specdec.engine.sessions.sequence import Identity, Sequence, StoredAnswer
 from specdec.engine.sessions.table import SessionTable
 
 DEFAULT_LIMITS = WaitLimits()
 
+_DIGEST_BYTES = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A validated request as the engine runs it."""
+    """A request as the engine runs it. It was checked when it was decoded (`specdec.rpc.codec`)."""
 
     request: ProposeRequest | VerifyRequest | ScoreRequest
-    digest: bytes
-    """Digest of the whole request; with (session, epoch, round) the idempotency key."""
+    identity: Identity
+    """Contents of the whole request; with (session, epoch, round) the idempotency key. Empty if it is never repeated.
+    """
     draft_token_ids: TokenIds
     """uint32 [L]: tokens to run after the committed ones."""
     num_logit_rows: int
@@ -69,6 +75,23 @@ class Call:
     def position(self) -> SessionPosition:
         """Session position of the request."""
         return self.request.position
+
+
+def identity_of(request: ProposeRequest | VerifyRequest) -> Identity:
+    """Return what a request says. Token ids are digested, because a session keeps the identity of its last request."""
+    position = request.position
+    arrays = [position.token_ids]
+    if isinstance(request, VerifyRequest):
+        arrays += [request.draft_token_ids, *request.support_ids]
+        rest: Identity = (request.num_logprobs, request.local_draft)
+    else:
+        rest = (request.gamma,)
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for array in arrays:
+        digest.update(len(array).to_bytes(4, "little"))
+        digest.update(np.ascontiguousarray(array, dtype="<u4").tobytes())
+    place = position.start, position.prefix_hash, position.turn, position.output_start
+    return (*place, position.seed, position.draw_rule, position.filters, digest.digest(), *rest)
 
 
 class CallInWork(Protocol):
@@ -133,10 +156,10 @@ class Calls(Generic[JobT, WaiterT]):
         sequence = self.sessions.fence(position)
         job = self.jobs.get(sequence.session_id)
         if (position.epoch, position.round_id) == (sequence.epoch, sequence.newest_round):
-            if job is not None and job.call.digest == call.digest:
+            if job is not None and job.call.identity == call.identity:
                 self._waiters[job].append(waiter)
                 return None
-            if job is None and sequence.answer is not None and sequence.answer.digest == call.digest:
+            if job is None and sequence.answer is not None and sequence.answer.identity == call.identity:
                 self._tell(waiter, sequence.answer.value)
                 return None
         if job is not None:
@@ -212,7 +235,7 @@ class Calls(Generic[JobT, WaiterT]):
 
     def finish(self, job: JobT, answer: Any) -> None:
         """Store a job's answer under its idempotency key and send it to the waiters."""
-        self.sessions.store_answer(job.sequence, StoredAnswer(job.call.digest, answer))
+        self.sessions.store_answer(job.sequence, StoredAnswer(job.call.identity, answer))
         self.end(job, answer)
 
     def fail(self, job: JobT, error: SpecdecError) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -71,11 +71,15 @@ class BlockTable(list[int]):
         return self._prefix
 
 
+Identity: TypeAlias = tuple[object, ...]
+"""Contents of a request, to be compared with those of another one."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """Answer of a session's newest round, with the digest of its request."""
+    """Answer of a session's newest round, with the identity of its request."""
 
-    digest: bytes
+    identity: Identity
     value: Any
 
 

@@ -30,16 +30,14 @@ from specdec.contract.types import (
     Verification,
     VerifyRequest,
 )
-from specdec.core.limits import check_token_ids
 from specdec.core.random import DrawKey
 from specdec.core.sparse import probability
-from specdec.engine.sessions.calls import Call
+from specdec.engine.sessions.calls import Call, identity_of
 from specdec.engine.sessions.concurrent_rounds import ConcurrentRounds
-from specdec.engine.sessions.request_checks import check_round, check_scored, digest_of
 from specdec.engine.simulated.device import Branches, ModelledTime
 from specdec.engine.simulated.simulated_pair import SimulatedPair
 from specdec.engine.simulated.simulated_replica import MAX_CONTEXT_TOKENS, NO_TOKENS, SimulatedJob, SimulatedReplica
-from specdec.engine.simulated.text import VOCABULARY_SIZE, SimulatedText
+from specdec.engine.simulated.text import SimulatedText
 
 _NO_PROBABILITIES = np.empty(0, dtype=np.float64)
 
@@ -54,20 +52,13 @@ class SimulatedDraft(SimulatedReplica):
         return self._pair.draft
 
     async def propose(self, request: ProposeRequest) -> Proposal:
-        """See `DraftEngine.propose`.
-
-        Raises:
-            InvalidRequest: the request can never run.
-        """
+        """See `DraftEngine.propose`."""
         position = request.position
-        check_round(position, VOCABULARY_SIZE)
-        if not 1 <= request.gamma <= self._max_gamma:
-            raise InvalidRequest(f"gamma is {request.gamma}, it must be in 1..{self._max_gamma}", field="gamma")
         gamma = min(request.gamma, MAX_CONTEXT_TOKENS - position.committed_len)
         proposal: Proposal = await self._gate.call(
             Call(
                 replace(request, gamma=gamma),
-                digest_of(request),
+                identity_of(request),
                 NO_TOKENS,
                 num_logit_rows=1,
                 max_kv_len=position.committed_len + gamma - 1,
@@ -79,12 +70,9 @@ class SimulatedDraft(SimulatedReplica):
         """See `DraftEngine.score`. The answer comes at once and states the time that it would have taken.
 
         Raises:
-            InvalidRequest: the request can never run.
             ResourceExhausted: another call is running.
         """
         position = request.position
-        check_round(position, VOCABULARY_SIZE)
-        check_scored(request, VOCABULARY_SIZE)
         if self._gate.calls.jobs:
             raise ResourceExhausted("this replica is busy with other requests", reason="REPLICA_BUSY")
         text = SimulatedText(self._pair.text, position)
@@ -137,24 +125,15 @@ class SimulatedTarget(SimulatedReplica):
         """See `TargetEngine.verify`.
 
         Raises:
-            InvalidRequest: the request can never run, or asks for logprobs.
+            InvalidRequest: the request asks for logprobs.
         """
         position, num_draft_tokens = request.position, len(request.draft_token_ids)
-        check_round(position, VOCABULARY_SIZE)
-        check_token_ids(request.draft_token_ids, VOCABULARY_SIZE, "draft_token_ids")
-        num_supports = num_draft_tokens if position.carries_distributions else 0
-        if num_draft_tokens > self._max_gamma or len(request.support_ids) != num_supports:
-            raise InvalidRequest(
-                f"{num_draft_tokens} draft tokens with {len(request.support_ids)} supports; at most {self._max_gamma} "
-                f"with {num_supports}",
-                field="draft_token_ids",
-            )
         if request.num_logprobs is not None:
             raise InvalidRequest("a simulated target cannot return logprobs", field="num_logprobs")
         verification: Verification = await self._gate.call(
             Call(
                 request,
-                digest_of(request),
+                identity_of(request),
                 request.draft_token_ids,
                 num_logit_rows=num_draft_tokens + 1,
                 max_kv_len=position.committed_len + num_draft_tokens,

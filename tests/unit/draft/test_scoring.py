@@ -147,14 +147,6 @@ async def proposing_then_score(proposing: asyncio.Task[Proposal], proposer: Prop
     await proposer.score(scored(TOKENS, 20))
 
 
-async def test_what_is_no_span_of_committed_tokens_is_refused(proposer: Proposer) -> None:
-    asked = make_round(TOKENS[:40])
-    for token_ids in ([], [3] * 65, [24]):
-        with pytest.raises(InvalidRequest) as caught:
-            await proposer.score(ScoreRequest(asked, np.array(token_ids, dtype=np.uint32)))
-        assert caught.value.field == "token_ids"
-
-
 async def test_a_link_asks_for_scores_and_hears_when_the_replica_is_needed(worker: TableWorker, clock: Clock) -> None:
     proposer = Proposer(worker, clock=clock)
     server = ServiceServer("127.0.0.1:0", service_names=(DRAFT_SERVICE,))

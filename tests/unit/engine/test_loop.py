@@ -21,8 +21,7 @@ from specdec.contract.types import ProposeRequest
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.device_loop import EngineLoop
 from specdec.engine.loop.job import Job
-from specdec.engine.sessions.calls import Call
-from specdec.engine.sessions.request_checks import digest_of
+from specdec.engine.sessions.calls import Call, identity_of
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker
 
@@ -59,7 +58,7 @@ class IdleProgram:
 def _call(tokens: Sequence[int], *, num_tokens: int = 1, **position: Any) -> Call:
     """Asks for the `num_tokens` tokens that follow `tokens`."""
     request = ProposeRequest(make_round(tokens, **position), num_tokens)
-    return Call(request, digest_of(request), NO_TOKENS, num_logit_rows=1, max_kv_len=len(tokens) + num_tokens - 1)
+    return Call(request, identity_of(request), NO_TOKENS, num_logit_rows=1, max_kv_len=len(tokens) + num_tokens - 1)
 
 
 class _Held:

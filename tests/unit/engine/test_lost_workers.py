@@ -15,8 +15,7 @@ from specdec.engine.base import WorkerLost
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.device_loop import EngineLoop
 from specdec.engine.loop.job import Job
-from specdec.engine.sessions.calls import Call
-from specdec.engine.sessions.request_checks import digest_of
+from specdec.engine.sessions.calls import Call, identity_of
 from tests.support.round_driver import make_round
 from tests.support.table_worker import TableWorker
 
@@ -53,7 +52,7 @@ class OneToken:
 
 def call(session_id: str) -> Call:
     request = ProposeRequest(make_round([3, 4, 5], session_id=session_id), 1)
-    return Call(request, digest_of(request), np.empty(0, dtype=np.uint32), num_logit_rows=1, max_kv_len=3)
+    return Call(request, identity_of(request), np.empty(0, dtype=np.uint32), num_logit_rows=1, max_kv_len=3)
 
 
 class Rig:

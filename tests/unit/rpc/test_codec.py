@@ -19,6 +19,7 @@ from specdec.contract.types import (
     Proposal,
     ProposeRequest,
     SamplingFilters,
+    ScoreRequest,
     Support,
     VerifyRequest,
 )
@@ -162,6 +163,7 @@ def broken_requests() -> list[tuple[str, str, VerifyRequest | Any]]:
         ("round.law.temperature", "0", broken(round__law__temperature=-1.0)),
         ("round.law.top_p", "(0, 1]", broken(round__law__top_p=1.5)),
         ("round.law.min_p", "[0, 1)", broken(round__law__min_p=1.0)),
+        ("round.law.frequency_penalty", "finite", broken(round__law__frequency_penalty=nan)),
         ("round.law.repetition_penalty", "above 0", broken(round__law__repetition_penalty=-1.0)),
         ("round.law.presence_penalty", "finite", broken(round__law__presence_penalty=float("inf"))),
         ("round.law.logit_bias", str(VOCABULARY), bias),
@@ -185,6 +187,23 @@ def test_a_malformed_request_is_refused_naming_field_and_limit(field: str, words
         codec.decode_verify_request(message, LIMITS)
     assert caught.value.field == field
     assert words in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("field", "words", "start", "scored"),
+    [
+        ("token_ids", "at least one", 0, []),
+        ("token_ids", "the limit is 64", 0, [3] * 65),
+        ("token_ids", str(VOCABULARY), 0, [VOCABULARY]),
+        ("round.start", "must be 0", 5, [3]),
+    ],
+)
+def test_what_is_no_span_of_committed_tokens_is_refused(field: str, words: str, start: int, scored: list[int]) -> None:
+    message = codec.encode_score_request(ScoreRequest(make_round(), np.array(scored, dtype=np.uint32)))
+    message.round.start = start
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        codec.decode_score_request(message, LIMITS)
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize("gamma", [0, MAX_GAMMA + 1])

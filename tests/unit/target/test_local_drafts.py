@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draft_service.proposer import Proposer
-from specdec.contract.errors import InvalidRequest, KvMiss, StaleEpoch
+from specdec.contract.errors import KvMiss, StaleEpoch
 from specdec.contract.types import (
     DrawRule,
     LocalDraft,
@@ -140,20 +140,12 @@ async def test_a_draft_that_is_not_here_is_no_error(verifier: Verifier, worker: 
     assert not worker.draft_plans
 
 
-async def test_a_gamma_above_the_limit_is_cut_and_none_is_refused(verifier: Verifier) -> None:
+async def test_a_gamma_above_the_limit_is_cut(verifier: Verifier) -> None:
     """Another target may take more, and a round that goes on here must not fail for that."""
     await begun(verifier)
     answer = await verifier.verify(asked(21, start=20, gamma=40))
     assert answer.drafted is not None
     assert len(answer.drafted.draft_token_ids) == 16
-    with pytest.raises(InvalidRequest, match="a gamma of at least 1"):
-        await verifier.verify(asked(21, start=20, gamma=0, round_id=2))
-
-
-async def test_draft_tokens_beside_a_local_draft_are_refused(verifier: Verifier) -> None:
-    request = VerifyRequest(make_round(TOKENS[:20]), np.array([4], np.uint32), (), local_draft=LocalDraft("longer", 2))
-    with pytest.raises(InvalidRequest, match="no draft tokens beside it"):
-        await verifier.verify(request)
 
 
 async def test_where_the_context_ends_the_draft_ends() -> None:
