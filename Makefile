@@ -37,8 +37,9 @@ NO_EXTRAS := not gpu and not real and not engines and not pods
 
 .PHONY: help setup demo real demo-real demo-pair peers test test-full test-real model-list reference docs docs-serve \
 	wheel-check test-gpu test-clients test-engines test-pods test-failure \
-	test-loaded mutants sbom audit bench bench-quick lint type client proto proto-check k8s-tools k8s-validate images up down ci clean redis browser \
-	prometheus dashboards environments programs container-programs
+	test-loaded mutants sbom audit bench bench-quick lint title-check type client proto proto-check proto-breaking \
+	k8s-tools k8s-validate images push-images dist release-notes up down ci clean redis browser prometheus dashboards \
+	environments programs container-programs
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -252,7 +253,7 @@ mutants: setup redis  ## which faults put into the code no test notices (long; O
 
 # The tools have an environment of their own, so that they are no part of what they look at.
 SUPPLY_VENV := .venv-supply
-SUPPLY := cyclonedx-bom==7.5.0 pip-audit==2.10.1
+SUPPLY := cyclonedx-bom==7.5.0 pip-audit==2.10.1 build==1.6.1
 
 $(SUPPLY_VENV)/.installed: Makefile
 	@[ -n "$(PYTHON)" ] || { echo "error: Python 3.11 or 3.12 is needed; none found (set PYTHON=/path/to/python)" >&2; exit 1; }
@@ -279,11 +280,16 @@ bench-quick: setup redis  ## whether the suites still run: short runs, whose fig
 			|| { cat $(VENV)/bench.log; echo "error: the suite does not run: $$suite" >&2; status=1; }; done; \
 	echo "left out: gpu needs an NVIDIA GPU, real needs make real, peers and engines need make peers"; exit $$status
 
-lint: setup  ## ruff, and buf for the protos where Node is installed
+lint: setup  ## ruff, prose, workflows, and buf for the protos if Node is installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m tools.prose_check
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
 	@if command -v npx >/dev/null; then echo "$(BUF) lint"; $(BUF) lint; else echo "buf lint left out: no npx on the PATH"; fi
+
+title-check:  ## check the title of a pull request: TITLE='Add …'
+	@$(PYTHON) -m tools.title_check "$$TITLE"
 
 type: setup  ## mypy, strict
 	$(BIN)/mypy
@@ -302,6 +308,13 @@ proto-check: $(PROTOC_VENV)/.installed  ## fail when specdec/v1 is not what prot
 		&& diff -r -x __pycache__ -x __init__.py $$out/specdec/v1 specdec/v1 \
 		&& echo "specdec/v1 is what protos/ generates" \
 		|| { echo "error: specdec/v1 drifted from protos/: run make proto and commit" >&2; exit 1; }
+
+# Clients and replicas of the last release must understand the protocol of the next one.
+proto-breaking:  ## fail if protos/ breaks clients or replicas of the last tag
+	@tag=$$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null); \
+	if [ -z "$$tag" ]; then echo "buf breaking left out: there is no tag yet"; \
+	elif ! command -v npx >/dev/null; then echo "buf breaking left out: no npx on the PATH"; \
+	else echo "$(BUF) breaking, against $$tag"; $(BUF) breaking --against "$$(git rev-parse --git-common-dir)#tag=$$tag"; fi
 
 # kubectl and the linters have an environment of their own: checkov pins versions of what our environment has, too.
 K8S_VENV := .venv-k8s
@@ -325,6 +338,19 @@ images:  ## build the four service images
 		&& $$build -f coordinator/Dockerfile -t specdec/coordinator:latest . \
 		&& $$build -f gateway/Dockerfile -t specdec/gateway:latest .
 
+push-images:  ## tag the images with TAG and push them to REGISTRY
+	@[ -n "$(REGISTRY)" ] && [ -n "$(TAG)" ] || { echo "error: push-images needs REGISTRY and TAG" >&2; exit 2; }
+	@for image in draft-service target-service coordinator gateway; do \
+		docker tag specdec/$$image:latest $(REGISTRY)/$$image:$(TAG) && docker push $(REGISTRY)/$$image:$(TAG) || exit 1; done
+
+dist: $(SUPPLY_VENV)/.installed  ## build the wheel and the source archive into dist/
+	@rm -rf dist; $(SUPPLY_VENV)/bin/python -m build --outdir dist . >$(SUPPLY_VENV)/build.log 2>&1 \
+		|| { cat $(SUPPLY_VENV)/build.log >&2; exit 1; }
+	@ls dist
+
+release-notes:  ## write the changelog's section of TAG to release-notes.md; fails if TAG is not the version of the code
+	@$(PYTHON) -m tools.prepare_release --notes "$(TAG)" >release-notes.md
+
 up:  ## the whole system in containers
 	docker compose up --build --wait
 
@@ -339,7 +365,7 @@ programs:
 
 ci:  ## what CI runs: a test that fails runs once more, alone, and is listed in tests/flaky.txt if it passes then
 	@$(MAKE) -j4 --no-print-directory environments
-	@$(MAKE) --no-print-directory lint type proto-check docs k8s-validate
+	@$(MAKE) --no-print-directory lint type proto-check proto-breaking docs k8s-validate
 	@$(MAKE) --no-print-directory bench-quick QUICK_SUITES="wire 'orchestration --rows 10'"  # about a minute
 	@$(MAKE) --no-print-directory test RUNNER='tools.flaky tests/flaky.txt'
 	@$(BIN)/python -m tools.durations $(DURATIONS)
@@ -347,4 +373,5 @@ ci:  ## what CI runs: a test that fails runs once more, alone, and is listed in 
 clean:  ## forget environments and caches
 	@! mountpoint -q .pods/storage/overlay 2>/dev/null || umount --recursive .pods/storage/overlay
 	rm -rf .pods /run/specdec-pods
-	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(SUPPLY_VENV) $(K8S_VENV) $(PEERS) site docs/plots .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants sbom.json *.egg-info
+	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(SUPPLY_VENV) $(K8S_VENV) $(PEERS) site docs/plots .pytest_cache \
+		.mypy_cache .ruff_cache .hypothesis build mutants sbom.json dist release-notes.md *.egg-info
