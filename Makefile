@@ -338,10 +338,10 @@ images:  ## build the four service images
 		&& $$build -f coordinator/Dockerfile -t specdec/coordinator:latest . \
 		&& $$build -f gateway/Dockerfile -t specdec/gateway:latest .
 
-push-images:  ## tag the images with TAG and push them to REGISTRY
+push-images:  ## tag the images with the version of TAG and push them to REGISTRY
 	@[ -n "$(REGISTRY)" ] && [ -n "$(TAG)" ] || { echo "error: push-images needs REGISTRY and TAG" >&2; exit 2; }
 	@for image in draft-service target-service coordinator gateway; do \
-		docker tag specdec/$$image:latest $(REGISTRY)/$$image:$(TAG) && docker push $(REGISTRY)/$$image:$(TAG) || exit 1; done
+		name=$(REGISTRY)/$$image:$(TAG:v%=%); docker tag specdec/$$image:latest $$name && docker push $$name || exit 1; done
 
 dist: $(SUPPLY_VENV)/.installed  ## build the wheel and the source archive into dist/
 	@rm -rf dist; $(SUPPLY_VENV)/bin/python -m build --outdir dist . >$(SUPPLY_VENV)/build.log 2>&1 \

@@ -1,8 +1,8 @@
 """Prepare a release: `python -m tools.prepare_release 0.3.0` in a clean worktree.
 
-Sets the version in `specdec/contract/version.py`, turns the section "Unreleased" of the changelog into a section with
-version and date, and prints the commands that commit, tag and publish. `--notes TAG` prints the section of a tag, for
-the workflow of a release. Needs git and no package.
+Sets the version in `specdec/contract/version.py` and in the two files that repeat it for other programs, turns the
+section "Unreleased" of the changelog into a section with version and date, and prints the commands that commit, tag and
+publish. `--notes TAG` prints the section of a tag, for the workflow of a release. Needs git and no package.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 
 VERSION_FILE = "specdec/contract/version.py"
 CHANGELOG = "CHANGELOG.md"
+#: Files that repeat the version, with the field before it.
+COPIES = {"CITATION.cff": "\nversion: ", "k8s/components/images/kustomization.yaml": "newTag: "}
 _VERSION = re.compile(r'^__version__ = "(?P<version>[^"]+)"$', re.MULTILINE)
 _RELEASE = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 _UNRELEASED = "## Unreleased\n"
@@ -45,9 +47,12 @@ def prepare(root: Path, wanted: str, today: date) -> str:
     if changed := _git(root, "status", "--porcelain").splitlines():
         raise Refused(f"{len(changed)} files have local changes, the first is {changed[0][3:]}; commit or remove them")
     version_text, changelog = (root / VERSION_FILE).read_text(), (root / CHANGELOG).read_text()
-    _require_above(wanted, _version_in(version_text), _tags(root))
+    current = _version_in(version_text)
+    _require_above(wanted, current, _tags(root))
     dated = _with_dated_section(changelog, wanted, today)
     (root / VERSION_FILE).write_text(_VERSION.sub(f'__version__ = "{wanted}"', version_text))
+    for name, field in COPIES.items():
+        (root / name).write_text((root / name).read_text().replace(f"{field}{current}", f"{field}{wanted}"))
     (root / CHANGELOG).write_text(dated)
     return _COMMANDS.format(version=wanted)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.prepare_release import CHANGELOG, VERSION_FILE, main
+from tools.prepare_release import CHANGELOG, COPIES, VERSION_FILE, main
 
 TODAY = date(2026, 11, 28)
 ENTRIES = "### Added\n\n- A draft source.\n"
@@ -26,6 +26,9 @@ def clone(tmp_path: Path) -> Path:
     (tmp_path / VERSION_FILE).parent.mkdir(parents=True)
     (tmp_path / VERSION_FILE).write_text('"""The version."""\n\n__version__ = "0.1.0"\n')
     (tmp_path / CHANGELOG).write_text(BEFORE)
+    for name, field in COPIES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"format: 0.1.0\n{field}0.1.0\n{field}0.1.0\n")
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", "-A")
     git(tmp_path, "commit", "-qm", "Begin")
@@ -38,12 +41,14 @@ def test_it_sets_the_version_dates_the_section_and_prints_the_commands(
 ) -> None:
     assert main(["0.2.0"], clone, TODAY) == 0
     assert '__version__ = "0.2.0"\n' in (clone / VERSION_FILE).read_text()
+    for name, field in COPIES.items():
+        assert (clone / name).read_text() == f"format: 0.1.0\n{field}0.2.0\n{field}0.2.0\n"
     changelog = (clone / CHANGELOG).read_text()
     assert f"## Unreleased\n\n## 0.2.0 - 2026-11-28\n\n{ENTRIES}\n## 0.1.0 - 2026-01-02\n" in changelog
     printed = capsys.readouterr().out
     assert "git tag -a v0.2.0" in printed
     assert "twine upload dist/*0.2.0*" in printed
-    assert set(git(clone, "status", "--porcelain").split()) == {"M", VERSION_FILE, CHANGELOG}
+    assert set(git(clone, "status", "--porcelain").split()) == {"M", VERSION_FILE, CHANGELOG, *COPIES}
     assert git(clone, "tag").split() == ["v0.1.0"]
 
 
