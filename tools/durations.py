@@ -2,6 +2,7 @@
 
     pytest -p tools.durations --durations-file FILE ...     write FILE; the files with the largest budgets begin first
     python -m tools.durations FILE                          print the slowest; fail if one exceeds its budget
+    python -m tools.durations FILE --write                  give the slowest new budgets, of four times what they took
 
 A budget is in seconds of processor time, of the tests and of every process that they start: a busy machine makes them
 wait longer, but gives them little more to compute. `tests/durations.toml` has the budgets.
@@ -10,6 +11,7 @@ wait longer, but gives them little more to compute. `tests/durations.toml` has t
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -22,8 +24,10 @@ from typing import Any
 import pytest
 
 BUDGETS = Path(__file__).resolve().parents[1] / "tests" / "durations.toml"
-#: Number of files that the report names.
+#: Number of files that have a budget of their own, and that the report names.
 NUM_SHOWN = 20
+#: Budget of a file over what it took: compilations that a machine has kept, and neighbours, make the difference.
+FACTOR = 4
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -158,9 +162,20 @@ def report(durations: dict[str, Duration], budgets: Budgets) -> list[str]:
     ]
 
 
-def main(path: str, budgets_path: str = str(BUDGETS)) -> int:
+def write_budgets(durations: dict[str, Duration], path: Path) -> None:
+    """Write budgets for the files that computed most; the others have the smallest of these."""
+    ranked = sorted(durations.items(), key=lambda pair: -pair[1].cpu_s)[:NUM_SHOWN]
+    limits = {name: math.ceil(FACTOR * took.cpu_s / 10) * 10 for name, took in ranked}
+    comments = "".join(f"{line}\n" for line in path.read_text().splitlines() if line.startswith("#"))
+    lines = "".join(f'"{name}" = {limit}\n' for name, limit in limits.items())
+    path.write_text(f"{comments}default_cpu_s = {min(limits.values())}\n\n[cpu_s]\n{lines}")
+
+
+def main(path: str, *options: str, budgets_path: Path = BUDGETS) -> int:
     durations = {name: Duration(**took) for name, took in json.loads(Path(path).read_text()).items()}
-    exceeded = report(durations, read_budgets(Path(budgets_path)))
+    if "--write" in options:
+        write_budgets(durations, budgets_path)
+    exceeded = report(durations, read_budgets(budgets_path))
     print(*(f"error: {line}" for line in exceeded), sep="\n", end="\n" if exceeded else "", file=sys.stderr)
     return 1 if exceeded else 0
 

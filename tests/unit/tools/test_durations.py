@@ -51,11 +51,11 @@ def test_a_file_is_charged_for_its_fixtures_and_their_processes(tmp_path: Path, 
     assert kept["test_busy.py"].wall_s >= 0.2
 
 
-def check(folder: Path, budgets: str, **cpu_s: float) -> int:
+def check(folder: Path, budgets: str, *options: str, **cpu_s: float) -> int:
     """Return the exit code of the check of durations against budgets."""
     (folder / "kept.json").write_text(json.dumps({name: {"cpu_s": s, "wall_s": 9.0} for name, s in cpu_s.items()}))
     (folder / "budgets.toml").write_text(budgets)
-    return durations.main(str(folder / "kept.json"), str(folder / "budgets.toml"))
+    return durations.main(str(folder / "kept.json"), *options, budgets_path=folder / "budgets.toml")
 
 
 BUDGETS = "default_cpu_s = 10\n[cpu_s]\nlarge = 40\n"
@@ -74,10 +74,18 @@ def test_a_file_above_its_budget_fails_by_name(tmp_path: Path, capsys: pytest.Ca
     assert errors[1].startswith("error: small used 11 s of processor time, its budget is 10 s")
 
 
+def test_new_budgets_are_a_multiple_of_what_the_slowest_took(tmp_path: Path) -> None:
+    cpu_s = {f"f{place}": 10.0 * place for place in range(1, 23)}
+    assert check(tmp_path, f"# Why.\n{BUDGETS}", "--write", **cpu_s) == 0
+    written = (tmp_path / "budgets.toml").read_text()
+    assert written.startswith('# Why.\ndefault_cpu_s = 120\n\n[cpu_s]\n"f22" = 880\n')
+    assert written.count(" = ") == 21
+
+
 def test_every_file_with_a_budget_exists() -> None:
     budgets = durations.read_budgets()
     assert [name for name in budgets.cpu_s if not (ROOT / name).is_file()] == []
-    assert all(limit > budgets.default_cpu_s for limit in budgets.cpu_s.values())
+    assert all(limit >= budgets.default_cpu_s for limit in budgets.cpu_s.values())
 
 
 def test_files_with_budgets_begin_first(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
