@@ -54,7 +54,7 @@ class Size:
     num_tokens: int
 
 
-QUICK = Size(num_prompts=8, num_tokens=48)
+QUICK = Size(num_prompts=8, num_tokens=32)
 LONG = Size(num_prompts=20, num_tokens=128)
 
 

@@ -127,13 +127,17 @@ class ForgetfulTurns:
         self._rig, self._server, self._client = rig, server, client
         self._random = random.Random(seed)
         self._num_changes = 0
+        self._turn_ended = asyncio.Event()
         self.num_complete = 0
         self.refusals: Counter[str] = Counter()
         self.problems: list[str] = []
 
     async def crash_again_and_again(self) -> None:
+        """Crash after every few turns, so that a slow machine has no more crashes in a turn than a fast one."""
         while True:
-            await asyncio.sleep(self._random.uniform(0.2, 0.8))
+            for _ in range(self._random.randint(3, 15)):
+                self._turn_ended.clear()
+                await self._turn_ended.wait()
             lost_bytes = int(self._random.expovariate(1 / 1500))
             self._num_changes += 1
             await asyncio.to_thread(self._server.restart_without_its_last, lost_bytes)
@@ -157,6 +161,8 @@ class ForgetfulTurns:
             except SpecdecError as error:
                 self.refusals[error.reason] += 1
                 return
+            finally:
+                self._turn_ended.set()
             expected = self._rig.target.worker.greedy_continuation(prompt, num_tokens)
             stored = await self._stored(session_id)
             log = [*prompt, *expected]

@@ -78,14 +78,14 @@ async def test_damaged_values_are_computed_again(server: RedisServer) -> None:
             else:
                 client.set(key, damaged(value, random_))
     cached = []
-    for _ in range(5):
+    for _ in range(2):
         async with replica_of(worker(), server.url) as cold:
             for number, tokens in enumerate(prompts):
                 cached.append(await asked(cold, tokens, session_id=f"s{number}"))
             await cold.engine.release([f"s{number}" for number in range(40)])
-    assert len(cached) == 200
+    assert len(cached) == 80
     assert max(cached) <= RUN_TOKENS * NUM_RUNS
-    assert cached.count(0) > 180
+    assert cached.count(0) > 72
 
 
 async def test_a_tier_that_forgets_most_of_it_changes_no_token(tmp_path: Path) -> None:

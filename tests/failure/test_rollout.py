@@ -28,7 +28,7 @@ from tests.support.tiny_models import build_tiny_model
 
 __all__ = ["redis_server"]
 
-NUM_TARGETS, NUM_STREAMS, NUM_TOKENS, NUM_LONG_TOKENS = 3, 16, 12, 400
+NUM_TARGETS, NUM_STREAMS, NUM_TOKENS, NUM_LONG_TOKENS = 3, 16, 6, 400
 #: New sessions of each step of the rollout. The draw of a model depends on the session's id alone.
 NUM_SESSIONS = 100
 #: Of a client, in seconds. No test waits for it where nothing is wrong.

@@ -59,10 +59,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def _serve(folder: Path) -> None:
     worker = load_worker(LoadRequest(str(folder / "target"), device="cpu", dtype="float32", num_kv_blocks=64))
     async with ModelStack(folder / "target", worker, {}, learning_log=CountedLog(folder / "log")) as stack:
-        for seed in range(40):
-            await stack.generate(
-                [5 + seed, 9, 17], seed=seed, session_id=f"s{seed}", max_new_tokens=48, temperature=1.0, ignore_eos=True
-            )
+        options = {"max_new_tokens": 48, "temperature": 1.0, "ignore_eos": True}
+        sessions = (
+            stack.generate([5 + seed, 9, 17], seed=seed, session_id=f"s{seed}", **options) for seed in range(40)
+        )
+        await asyncio.gather(*sessions)
 
 
 def draft_of(kind: str, folder: Path) -> str:
@@ -81,15 +82,17 @@ async def alpha_and_texts(folder: Path, draft: str) -> tuple[float, list[list[in
         LoadRequest(str(folder / "target"), device="cpu", dtype="float32", num_kv_blocks=64, local_drafts=(spec,))
     )
     options = {"max_new_tokens": 32, "ignore_eos": True, "gamma": 2, "draft_pool": spec.name}
-    accepted = drafted = 0
-    texts = []
     async with ModelStack(folder / "target", worker, {}) as stack:
-        for first in range(7, 27):
-            done = await stack.generate([first, 9, 17], temperature=1.0, seed=first, **options)
-            accepted, drafted = accepted + done.stats.num_accepted_tokens, drafted + done.stats.num_draft_tokens
-        for first in (7, 21, 40):
-            texts.append(list((await stack.generate([first, 9, 17], temperature=0.0, **options)).token_ids))
-    return accepted / drafted, texts
+        sampled = await asyncio.gather(
+            *(stack.generate([first, 9, 17], temperature=1.0, seed=first, **options) for first in range(7, 27))
+        )
+        greedy = await asyncio.gather(
+            *(stack.generate([first, 9, 17], temperature=0.0, **options) for first in (7, 21, 40))
+        )
+    accepted, drafted = (
+        sum(getattr(done.stats, name) for done in sampled) for name in ("num_accepted_tokens", "num_draft_tokens")
+    )
+    return accepted / drafted, [list(done.token_ids) for done in greedy]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.support.stack import free_port, is_serving
 
 NUM_REQUESTS = 200
 #: Of a stream that lasts longer than a connection.
-NUM_LONG_TOKENS = 1000
+NUM_LONG_TOKENS = 400
 #: Connections to the coordinators live this long, give or take a tenth.
 AGE_S = 3.0
 
