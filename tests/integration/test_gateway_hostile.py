@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 from collections.abc import AsyncIterator
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from gateway.auth import ApiKeys
-from tests.support.coordinator_rig import Coordinator, Rig, write_tokenizer
+from tests.support.coordinator_rig import Coordinator, Rig, write_chat_tokenizer
 from tests.support.gateway_rig import RunningGateway, eventually, running_gateway
-from tests.support.key_files import write_private
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share services
 
-TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 LONG = {"prompt": [5, 6, 7, 8], "max_tokens": 400, "ignore_eos": True, "temperature": 0}
@@ -49,6 +44,8 @@ REFUSED = [
     (COMPLETIONS, f'"prompt": "w5", "seed": {10**30}', "seed"),
     (COMPLETIONS, f'"prompt": "w5", "speculation": {{"gamma": {10**30}}}', "speculation.gamma"),
     (COMPLETIONS, '"prompt": "w5", "speculation": []', "speculation"),
+    (COMPLETIONS, f'"prompt": "w5", "priority": {1 << 31}', "priority"),
+    (CHAT, '"messages": [{"role": "user", "content": "w5"}], "priority": "0"', "priority"),
     (COMPLETIONS, f'"prompt": "w5", "logit_bias": {{"{"1" * 5000}": 1}}', "logit_bias"),
     (COMPLETIONS, '"prompt": "w5", "logit_bias": {"5": 1e39}', "logit_bias"),
     (COMPLETIONS, r'"prompt": "w5", "session_id": "a\r\nset-cookie: b"', "session_id"),
@@ -87,7 +84,7 @@ REFUSED = [
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rig() -> AsyncIterator[Rig]:
-    async with Rig(write_checkpoint=partial(write_tokenizer, chat_template=TEMPLATE)) as rig:
+    async with Rig(write_checkpoint=write_chat_tokenizer) as rig:
         yield rig
 
 
@@ -210,24 +207,6 @@ async def test_a_client_that_stops_reading_loses_nothing(rig: Rig) -> None:
         assert sum(len(chunk["specdec"]["tokens"]) for chunk in chunks if "specdec" in chunk) == 400
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
         await nothing_runs(running, coordinator)
-
-
-async def test_a_session_of_another_tenant_does_not_exist(rig: Rig, tmp_path: Path) -> None:
-    coordinator = await rig.coordinator(tenant_header=True)
-    lines = (f"{hashlib.sha256(name.encode()).hexdigest()} {name} generate\n" for name in ("acme", "umbrella"))
-    write_private(tmp_path / "keys", "".join(lines))
-    async with running_gateway(
-        coordinator.server.address, keys=ApiKeys(tmp_path / "keys", allow_anonymous=False)
-    ) as running:
-        owner, other = ({"authorization": f"Bearer {name}"} for name in ("acme", "umbrella"))
-        body = {"prompt": [5, 6], "max_tokens": 4, "session_id": "secret", "ignore_eos": True}
-        assert (await running.http.post(COMPLETIONS, json=body, headers=owner)).status_code == 200
-        for headers in (other, other | {"specdec-tenant": "acme"}, other | {"accept": "text/event-stream"}):
-            answer = await running.http.get("/v1/sessions/secret", headers=headers)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "session_not_found")
-        await running.http.delete("/v1/sessions/secret", headers=other)
-        assert (await running.http.get("/v1/sessions/secret", headers=owner)).json()["num_tokens"] == 6
-        assert (await running.http.get("/v1/sessions/secret?api_key=acme")).status_code == 401
 
 
 async def test_unknown_routes_methods_and_models_do_not_add_series(rig: Rig) -> None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from tests.support.coordinator_rig import Rig, write_tokenizer
+from tests.support.coordinator_rig import Rig, write_chat_tokenizer
 from tests.support.gateway_rig import RunningGateway, running_gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share services
 
-TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 HELLO = [{"role": "user", "content": "w5 w6"}]
 #: Every character at which a reader of Unicode text may end a line.
 LINE_ENDS = "a\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029\r\nb"
@@ -41,7 +39,7 @@ GETS = (
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running() -> AsyncIterator[RunningGateway]:
-    async with Rig(write_checkpoint=partial(write_tokenizer, chat_template=TEMPLATE)) as rig:
+    async with Rig(write_checkpoint=write_chat_tokenizer) as rig:
         coordinator = await rig.coordinator()
         async with running_gateway(coordinator.server.address, served_model_name=NAMES) as running:
             body = {"prompt": "w5", "max_tokens": 4, "ignore_eos": True, "session_id": "kept"}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +25,13 @@ from specdec.contract.errors import (
     Unsupported,
 )
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import Rig, write_tokenizer
+from tests.support.coordinator_rig import Rig, write_chat_tokenizer
 from tests.support.gateway_rig import NOWHERE, RunningGateway, eventually, running_gateway
-from tests.support.key_files import write_private
+from tests.support.key_files import key_line, write_private
 from tests.support.scripted_coordinator import Event, ScriptedCoordinator, finished, serve, started, tokens
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share a gateway
 
-TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 MODEL = "target"
 #: Errors of a coordinator by their code over HTTP, with the client's class and the status.
 ERRORS: dict[str, tuple[SpecdecError, type[openai.APIStatusError], int]] = {
@@ -68,7 +65,7 @@ def answer_as_named(request: pb.GenerateRequest) -> list[Event]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway() -> AsyncIterator[RunningGateway]:
     server, endpoint = serve(ScriptedCoordinator([answer_as_named]))
-    async with running_gateway(endpoint, served_model_name=(MODEL,), max_body_bytes=4096) as running:
+    async with running_gateway(endpoint, served_model_name=(MODEL,)) as running:
         yield running
     server.stop(None)
 
@@ -128,13 +125,6 @@ async def test_an_error_after_the_first_token_is_raised_from_the_stream(
     assert (raised.value.code, raised.value.message) == (code, ERRORS[code][0].message)
 
 
-async def test_a_body_over_the_limit_is_413(client: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.APIStatusError) as raised:
-        await client.completions.create(model=MODEL, prompt="w5 " * 4096)
-    assert raised.value.status_code == 413
-    assert "4096" in raised.value.message
-
-
 async def test_a_route_that_does_not_exist_is_refused_in_words(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="/v1/embeddings: this server generates text") as raised:
         await client.embeddings.create(model=MODEL, input="w5", encoding_format="float")
@@ -142,8 +132,7 @@ async def test_a_route_that_does_not_exist_is_refused_in_words(client: openai.As
 
 
 async def test_a_missing_wrong_or_weak_key_has_its_class(gateway: RunningGateway, tmp_path: Path) -> None:
-    lines = (f"{hashlib.sha256(name.encode()).hexdigest()} t {name}\n" for name in ("generate", "operate"))
-    write_private(tmp_path / "keys", "".join(lines))
+    write_private(tmp_path / "keys", "".join(key_line(name, f"t {name}") for name in ("generate", "operate")))
     coordinator = gateway.gateway.settings.coordinator[0]
     async with running_gateway(coordinator, keys=ApiKeys(tmp_path / "keys", allow_anonymous=False)) as running:
         for key, kind in (("wrong", openai.AuthenticationError), ("operate", openai.PermissionDeniedError)):
@@ -174,7 +163,7 @@ async def test_the_client_tries_again_what_may_succeed_later() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_call_that_its_task_gives_up_ends_the_generation(stream: bool) -> None:
-    async with Rig(write_checkpoint=partial(write_tokenizer, chat_template=TEMPLATE)) as rig:
+    async with Rig(write_checkpoint=write_chat_tokenizer) as rig:
         coordinator = await rig.coordinator()
         settings = {"served_model_name": (MODEL,)}
         async with running_gateway(coordinator.server.address, **settings) as running, client_of(running) as client:
@@ -189,13 +178,3 @@ async def test_a_call_that_its_task_gives_up_ends_the_generation(stream: bool) -
             calling.cancel()
             await eventually(lambda: not coordinator.generations.num_running)
             await eventually(lambda: running.count("specdec:http_disconnects_total") == 1)
-
-
-async def test_64_streams_of_three_routes_at_once_all_end(client: openai.AsyncOpenAI) -> None:
-    async def num_events(route: str) -> int:
-        return await read_to_its_end(await create(client, route, stream=True))
-
-    routes = ["chat", "completions", "responses"]
-    alone = [await num_events(route) for route in routes]
-    together = await asyncio.gather(*(num_events(routes[place % 3]) for place in range(64)))
-    assert list(together) == [alone[place % 3] for place in range(64)]

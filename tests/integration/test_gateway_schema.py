@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,10 +19,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.support.coordinator_rig import Rig, write_tokenizer
+from tests.support.coordinator_rig import Rig, write_chat_tokenizer
 from tests.support.gateway_rig import eventually, running_gateway
 
-TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -38,11 +36,19 @@ async def test_no_request_of_the_document_breaks_the_gateway_or_gets_an_answer_i
     num_requests: int,
 ) -> None:
     """`num_requests` of each kind, valid and invalid, for each operation. The same ones in every run."""
-    async with Rig(write_checkpoint=partial(write_tokenizer, chat_template=TEMPLATE)) as rig:
+    async with Rig(write_checkpoint=write_chat_tokenizer) as rig:
         coordinator = await rig.coordinator()
         async with running_gateway(coordinator.server.address) as running:
             operations = await asyncio.to_thread(attack, f"{running.url}/openapi.json", num_requests)
-            assert {"POST /v1/chat/completions", "POST /v1/completions", "POST /detokenize"} <= operations
+            routes = {
+                "/v1/chat/completions",
+                "/v1/completions",
+                "/v1/responses",
+                "/v1/messages",
+                "/tokenize",
+                "/detokenize",
+            }
+            assert {"GET /v1/models", "GET /ready", *(f"POST {route}" for route in routes)} <= operations
             await eventually(lambda: not coordinator.generations.num_running)
             await eventually(lambda: running.count("specdec:http_requests_in_flight") == 0)
 

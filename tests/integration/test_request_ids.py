@@ -6,7 +6,6 @@ import asyncio
 import io
 import re
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,14 +15,13 @@ from specdec.client import AsyncClient
 from specdec.contract.errors import InvalidRequest
 from specdec.observability.logging import configure_logging
 from specdec.observability.tracing import Tracing
-from tests.support.coordinator_rig import Rig, write_tokenizer
+from tests.support.coordinator_rig import Rig, write_chat_tokenizer
 from tests.support.gateway_rig import RunningGateway, running_gateway
 from tests.support.log_stream import lines, stream
 from tests.support.trace_collector import TraceCollector
 
 __all__ = ["stream"]
 
-TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 HELLO = [{"role": "user", "content": "w5 w6"}]
 ID = "client-7/a:b@c+d=e_f.g"
 REQUESTS: list[tuple[str, str, dict[str, Any] | None]] = [
@@ -48,7 +46,7 @@ GENERATING = REQUESTS[:4]
 
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
-    async with Rig(write_checkpoint=partial(write_tokenizer, chat_template=TEMPLATE)) as rig:
+    async with Rig(write_checkpoint=write_chat_tokenizer) as rig:
         yield rig
 
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any
 
 import grpc
@@ -15,7 +14,7 @@ import pytest_asyncio
 
 from specdec.client import AsyncClient
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, request, write_tokenizer
+from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, request, write_chat_tokenizer
 from tests.support.gateway_rig import RunningGateway, running_gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share services
@@ -35,14 +34,12 @@ ROUTES: dict[str, tuple[dict[str, Any], str]] = {
 #: Numbers of draft tokens, of which each gives another text in the mode rejection.
 GAMMAS = (0, 1, 2, 3, 5, 8, None, None)
 MAX_SEED = 2**64 - 1
-TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def coordinator() -> AsyncIterator[Coordinator]:
     """A coordinator whose requests may be drafted by a model, by the target itself, or by text."""
-    write = partial(write_tokenizer, chat_template=TEMPLATE)
-    async with Rig(drafts=2, local_drafts={"early-exit:2": 4}, write_checkpoint=write) as rig:
+    async with Rig(drafts=2, local_drafts={"early-exit:2": 4}, write_checkpoint=write_chat_tokenizer) as rig:
         yield await rig.coordinator(lookup=("suffix",))
 
 

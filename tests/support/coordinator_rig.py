@@ -65,6 +65,7 @@ VOCABULARY = 24
 EOS = 1
 PROMPT = (5, 6, 7, 8)
 MESSAGE_LIMIT_BYTES = 1 << 20
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
 def write_tokenizer(directory: Path, chat_template: str | None = None) -> None:
@@ -76,6 +77,10 @@ def write_tokenizer(directory: Path, chat_template: str | None = None) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(directory)
+
+
+#: Writes a tokenizer whose chats have the text of their messages.
+write_chat_tokenizer = partial(write_tokenizer, chat_template=CHAT_TEMPLATE)
 
 
 def text_of(token_ids: Sequence[int]) -> str:

@@ -12,6 +12,11 @@ def key_line(key: str, rest: str) -> str:
     return f"{hashlib.sha256(key.encode()).hexdigest()} {rest}\n"
 
 
+def lines_of(*tenants: str) -> str:
+    """Return a line for each tenant, whose key is its name and may generate."""
+    return "".join(key_line(tenant, f"{tenant} generate") for tenant in tenants)
+
+
 def write_private(path: Path, text: str) -> Path:
     """Replace the file, as editors and Kubernetes do, with mode 600; return its path."""
     new = path.with_name(f"{path.name}.new")

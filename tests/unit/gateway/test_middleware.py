@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from gateway.auth import ApiKeys
 from gateway.metrics import GatewayMetrics
 from gateway.middleware import Measured
 from tests.support.gateway_rig import running_gateway
-from tests.support.key_files import write_private
+from tests.support.key_files import key_line, write_private
 
 
 async def test_a_request_that_fails_inside_the_gateway_counts_as_500_and_not_as_a_client_that_left() -> None:
@@ -33,15 +32,19 @@ async def test_a_request_that_fails_inside_the_gateway_counts_as_500_and_not_as_
     assert metrics.registry.get_sample_value("specdec:http_requests_in_flight") == 0
 
 
-async def test_a_resumed_stream_counts_against_the_limits_of_its_key_and_reading_a_record_does_not(
+async def test_requests_and_resumed_streams_count_against_the_limit_of_their_key_and_reading_a_record_does_not(
     tmp_path: Path,
 ) -> None:
-    write_private(tmp_path / "keys", f"{hashlib.sha256(b'key').hexdigest()} acme generate rpm=1\n")
+    write_private(tmp_path / "keys", key_line("key", "acme generate rpm=1"))
     async with running_gateway(keys=ApiKeys(tmp_path / "keys", allow_anonymous=False)) as running:
         headers = {"authorization": "Bearer key"}
         for _ in range(2):
             assert (await running.http.get("/v1/sessions/a", headers=headers)).status_code == 503
-        headers["accept"] = "text/event-stream"
-        answers = [await running.http.get("/v1/sessions/a", headers=headers) for _ in range(2)]
+        request = {"headers": headers, "json": {"prompt": "x"}}
+        headers_of_a_stream = headers | {"accept": "text/event-stream"}
+        answers = [
+            await running.http.post("/v1/completions", **request),
+            await running.http.get("/v1/sessions/a", headers=headers_of_a_stream),
+        ]
         assert [answer.status_code for answer in answers] == [503, 429]
         assert answers[1].json()["error"]["code"] == "quota_exceeded"

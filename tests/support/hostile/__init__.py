@@ -1,1 +1,0 @@
-"""Hostile input for every port of a system: named in one catalogue, or made at random."""
