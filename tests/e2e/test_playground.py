@@ -19,10 +19,24 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.support.browser import CHROMIUM, NO_CHROMIUM, STEP_TIMEOUT_MS, chromium, opened, screenshot, tab_of
 from tests.support.gateway_system import System
-from tests.support.held_answers import relay_of_beginnings
-from tests.support.playground_page import PROMPT, fill, generate, numbers, output, serious, sources
+from tests.support.playground_page import (
+    CHROMIUM,
+    NO_CHROMIUM,
+    PROMPT,
+    STEP_TIMEOUT_MS,
+    chromium,
+    fill,
+    generate,
+    numbers,
+    opened,
+    output,
+    relay_of_beginnings,
+    screenshot,
+    serious,
+    sources,
+    tab_of,
+)
 from tests.support.up_rig import ENVIRON
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)

@@ -2,15 +2,55 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import re
 import signal
+import subprocess
 
 import pytest
 
 from tests.support.gateway_system import System
-from tests.support.terminal import Terminal, in_terminal
-from tests.support.up_rig import specdec
+from tests.support.up_rig import ENVIRON, SPECDEC, specdec
+
+
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, *args: str, endpoint: str, **environ: str) -> None:
+        self._descriptor, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [*SPECDEC, *args, "--endpoint", endpoint], stdin=theirs, stdout=theirs, stderr=theirs,
+            env=ENVIRON | {"TERM": "xterm"} | environ,
+        )  # fmt: skip
+        os.close(theirs)
+        self.shown = ""
+        self._position = 0
+
+    def read_until(self, text: str) -> None:
+        """Reads on until `text` follows what was read up to before."""
+        while (found := self.shown.find(text, self._position)) < 0:
+            self.shown += os.read(self._descriptor, 4096).decode(errors="replace")
+        self._position = found + len(text)
+
+    def write(self, text: str) -> None:
+        os.write(self._descriptor, text.encode())
+
+    def end(self) -> str:
+        """Everything that was shown, once the command has ended well."""
+        with contextlib.suppress(OSError):  # the end of a terminal is an error to read
+            self.read_until("\0")
+        os.close(self._descriptor)
+        assert self.process.wait() == 0, self.shown
+        return self.shown
+
+
+def in_terminal(*args: str, endpoint: str, **environ: str) -> str:
+    """What a command shows on a terminal."""
+    return Terminal(*args, endpoint=endpoint, **environ).end()
+
 
 ANSI = re.compile("\x1b\\[[0-9;]*m")
 

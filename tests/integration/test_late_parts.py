@@ -6,16 +6,93 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.systems.simulated import write_tokenizer
-from tests.support.kubelet import Container, grpc_probe, http_probe
+from specdec.rpc.health import LIVENESS
 from tests.support.redis_fixture import RedisServer
 from tests.support.stack import free_port, is_ready
+
+Probe = Callable[[str], bool]
+
+
+def grpc_probe(address: str, service: str = LIVENESS) -> bool:
+    """Return whether the health service answers SERVING for a name within a probe's time."""
+    with grpc.insecure_channel(address) as channel:
+        try:
+            request = health_pb2.HealthCheckRequest(service=service)
+            reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=5.0)
+        except grpc.RpcError:
+            return False
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def http_probe(address: str) -> bool:
+    """Return whether `/health` answers with status 200."""
+    connection = HTTPConnection(address, timeout=5.0)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+@dataclass
+class Container:
+    """A process that a thread watches until `end` as the kubelet watches containers.
+
+    A startup probe comes first, then a liveness probe. No process is started again: `num_restarts` counts when the
+    kubelet would have done it.
+    """
+
+    process: subprocess.Popen[str]
+    address: str
+    probe: Probe = grpc_probe
+    period_s: float = 1.0
+    startup_threshold: int = 30
+    liveness_threshold: int = 3
+    num_restarts: int = 0
+    num_probes: int = 0
+    """Number of liveness probes that passed."""
+    has_started: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="kubelet", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop watching."""
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        num_failed = 0
+        while not self._ended.wait(self.period_s):
+            if self.process.poll() is not None:
+                self.num_restarts += 1
+                return
+            if self.probe(self.address):
+                num_failed = 0
+                self.num_probes += self.has_started.is_set()
+                self.has_started.set()
+                continue
+            num_failed += 1
+            if num_failed >= (self.liveness_threshold if self.has_started.is_set() else self.startup_threshold):
+                self.num_restarts += 1
+                return
+
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "simulated:8b-0.6b"

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.runtime.interpreter import GridExecutor
 
 from specdec.engine.cuda_graphs import fused_operations as fused
 from specdec.engine.cuda_graphs import paged_attention
@@ -26,6 +28,52 @@ from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
 from tests.support.fused_rig import DTYPES, EPS, Heads, close, llama_norm, random, round_bfloat16
 from tests.support.tiny_models import build_tiny_model
+
+
+class KernelCount(TorchDispatchMode):
+    """Counts launches by name while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+        self._launch = GridExecutor.__call__
+
+    def __enter__(self) -> KernelCount:
+        counted, launch = self.names, self._launch
+
+        def count_launch(executor: Any, *args: Any, **kwargs: Any) -> Any:
+            counted[executor.fn.__name__] += 1
+            with _disable_current_modes():
+                return launch(executor, *args, **kwargs)
+
+        GridExecutor.__call__ = count_launch
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        GridExecutor.__call__ = self._launch
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = operation.overloadpacket.__name__
+        if not operation.is_view and not name.startswith(("empty", "_unsafe_view", "detach")):
+            self.names[name] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def counted(counts: list[Counter[str]]) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Return a `Capture` that counts the launches of each step."""
+
+    def capture(step: Callable[[], None]) -> Callable[[], None]:
+        with torch.inference_mode(), KernelCount() as seen:
+            step()
+        counts.append(seen.names)
+        return step
+
+    return capture
+
 
 pytest.importorskip("triton", reason="Triton is not installed here: its kernels were not interpreted")
 pytestmark = pytest.mark.skipif(
@@ -135,7 +183,7 @@ def test_kernels_compile_for_a_hopper_gpu(tmp_path: Path) -> None:
 
 def kernels(model: Path, counts: list[Counter[str]]) -> Counter[str]:
     """Return the launches of a recorded draft step of one sequence."""
-    from tests.support.kernel_count import counted
+    from tests.unit.engine.test_fused_kernels import counted
 
     compiling = CompileOptions("cuda-graphs", row_counts=(1,), capture=counted(counts), attention="paged")
     load_worker(
