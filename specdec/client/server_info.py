@@ -6,9 +6,10 @@ The results of generations and sessions are in `results`.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from specdec.rpc.plain_fields import read_fields
 from specdec.v1 import coordinator_pb2 as pb
 
 
@@ -106,17 +107,12 @@ class ServerInfo:
 
 
 def read_server_info(message: pb.GetInfoResponse) -> ServerInfo:
-    return ServerInfo(
-        version=message.version,
-        target_model=message.target_model,
-        vocabulary_fingerprint=message.vocabulary_fingerprint,
-        vocabulary_size=message.vocabulary_size,
-        max_context_tokens=message.max_context_tokens,
-        max_gamma=message.max_gamma,
+    return read_fields(
+        ServerInfo,
+        message,
         pools=tuple(map(_read_pool, message.pools)),
         promotion=read_promotion(message.promotion) if message.HasField("promotion") else None,
         default_sampling=_read_default_sampling(message.default_sampling),
-        admin_address=message.admin_address,
         target_models=read_target_models(message.target_models),
     )
 
@@ -136,41 +132,15 @@ def _as_written(value: float | int) -> float | int:
 
 
 def read_target_models(messages: Iterable[pb.TargetModelInfo]) -> tuple[TargetModel, ...]:
-    return tuple(TargetModel(each.fingerprint, each.model, each.num_replicas, each.share) for each in messages)
+    return tuple(read_fields(TargetModel, each) for each in messages)
 
 
 def read_promotion(message: pb.PromotionInfo) -> Promotion:
-    return Promotion(message.draft_pool, message.share, message.most, message.status)
+    return read_fields(Promotion, message)
 
 
 def _read_pool(message: pb.PoolInfo) -> Pool:
-    return Pool(
-        name=message.name,
-        role=message.role,
-        model=message.model,
-        replicas=_read_replicas(message.replicas),
-        alpha=message.alpha if message.HasField("alpha") else None,
-        gamma=message.gamma if message.HasField("gamma") else None,
-        routes=tuple(map(_read_route, message.routes)),
-        dtype=message.dtype,
-        shadow=message.shadow,
-    )
-
-
-def _read_route(message: pb.RouteInfo) -> Route:
-    return Route(
-        request_class=message.request_class,
-        alpha=message.alpha if message.HasField("alpha") else None,
-        goodput=message.goodput if message.HasField("goodput") else None,
-        weight=message.weight,
-        share=message.share,
-        is_chosen=message.is_chosen,
-        num_tested=message.num_tested,
-    )
-
-
-def _read_replicas(messages: Sequence[pb.ReplicaInfo]) -> tuple[Replica, ...]:
-    return tuple(
-        Replica(replica.replica_id, replica.address, replica.draining, replica.num_sessions, replica.kv_usage)
-        for replica in messages
+    replicas = tuple(read_fields(Replica, each) for each in message.replicas)
+    return read_fields(
+        Pool, message, replicas=replicas, routes=tuple(read_fields(Route, each) for each in message.routes)
     )

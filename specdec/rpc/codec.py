@@ -167,10 +167,7 @@ def encode_engine_info(engine_info: EngineInfo) -> common_pb2.EngineInfo:
 def decode_engine_info(message: common_pb2.EngineInfo) -> EngineInfo:
     """Return the description that a message holds."""
     values: dict[str, Any] = {name: getattr(message, wire_name) for name, wire_name in _ENGINE_INFO_FIELDS.items()}
-    lists = {
-        name: tuple(values[name]) for name in ("eos_token_ids", "local_drafts", "local_gammas", "unsupported_fields")
-    }
-    return EngineInfo(**{**values, **lists})
+    return EngineInfo(**{**values, **{name: tuple(values[name]) for name in _LIST_FIELDS}})
 
 
 _LIST_FIELDS = ("eos_token_ids", "local_drafts", "local_gammas", "unsupported_fields")

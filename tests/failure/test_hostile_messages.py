@@ -1,6 +1,7 @@
-"""Hostile messages: small ones that would become millions of objects, and malformed bytes.
+"""What hostile messages leave in a process: log lines and memory; and hostile answers of a replica.
 
-They are sent as bytes over real gRPC, so the service is the first program that parses them.
+They are sent as bytes over real gRPC, so the service is the first program that parses them. Every port gets them in
+`test_hostile_ports.py`.
 """
 
 from __future__ import annotations
@@ -24,63 +25,10 @@ from specdec.rpc.client import open_link
 from specdec.rpc.framing import MAX_FRAME_ITEMS
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import common_pb2, draft_pb2, target_pb2
-from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, request, started_coordinator
-from tests.support.honest_messages import honest_frames
-from tests.support.hostile_messages import Damage, damaged, damages, field
+from tests.support.coordinator_rig import Coordinator, Rig, started_coordinator
+from tests.support.hostile.catalogue import BROKEN, GENERATE, PROPOSE, SESSION, VERIFY, honest_frames
+from tests.support.hostile.strategies import Damage, damaged, damages, message_field
 from tests.support.stack import Stack
-
-PROPOSE, VERIFY = "/specdec.v1.DraftService/Propose", "/specdec.v1.TargetService/Verify"
-GENERATE = "/specdec.v1.CoordinatorService/Generate"
-
-UNARY = [
-    "/specdec.v1.CoordinatorService/GetSession",
-    "/specdec.v1.CoordinatorService/DeleteSession",
-    "/specdec.v1.CoordinatorService/Tokenize",
-    "/specdec.v1.CoordinatorService/Detokenize",
-    "/specdec.v1.CoordinatorService/GetInfo",
-    "/specdec.v1.DraftService/Release",
-    "/specdec.v1.DraftService/GetEngineInfo",
-    "/specdec.v1.TargetService/Release",
-    "/specdec.v1.TargetService/GetEngineInfo",
-    "/grpc.health.v1.Health/Check",
-]
-
-#: A field 1 whose length exceeds the message.
-BROKEN = b"\x0a\xff"
-
-
-#: A message of up to 1 MB each, as field 1 of a frame, of TokenizeRequest and so on: what it would be read as.
-MANY = 1 << 19
-SESSION = field(1, b"s") + field(6, b"\x05")
-EXPLOSIONS = {
-    VERIFY: {
-        "empty items": b"\x0a\x00" * MANY,
-        "unknown fields": b"\x78\x00" * MANY,
-        "unknown fields of an item": field(1, field(2, SESSION) + b"\x78\x00" * (MANY - 32)),
-        "fields in unknown groups": field(1, b"\x7b\x12\x02\xff\xff\x7c" + b"\x22\x00" * (MANY - 32)),
-        "draft tokens one by one": field(1, field(2, SESSION) + b"\x18\x00" * (MANY - 32)),
-        "draft tokens, packed one by one": field(1, field(2, SESSION) + b"\x1a\x01\x00" * (MANY // 2)),
-        "supports again and again": field(1, field(2, SESSION) + b"\x22\x00" * (MANY - 32)),
-        "biases": field(1, field(2, SESSION + field(7, b"\x42\x00" * (MANY - 64)))),
-        "a round again and again": field(1, b"\x12\x00" * (MANY - 32)),
-        "ids of supports": field(1, field(2, SESSION) + field(4, field(1, b"\x01" * (MANY - 64)))),
-        "draft tokens": field(1, field(2, SESSION) + field(3, b"\x01" * (MANY - 64))),
-    },
-    GENERATE: {
-        "stop strings": field(3, b"p") + field(6, b"\x62\x00" * (MANY - 32)),
-        "messages": field(5, b"\x0a\x00" * (MANY - 32)),
-        "biases": field(3, b"p") + field(6, b"\x52\x00" * (MANY - 32)),
-        "sampling again and again": field(3, b"p") + b"\x32\x00" * (MANY - 32),
-        "inputs in turn": b"\x2a\x00\x22\x00" * (MANY // 2 - 32),
-        "stop tokens": field(3, b"p") + field(6, field(13, b"\x01" * (MANY - 64))),
-    },
-    "/specdec.v1.CoordinatorService/Tokenize": {"messages": field(2, b"\x0a\x00" * (MANY - 32))},
-    "/specdec.v1.CoordinatorService/Detokenize": {"ids one by one": b"\x08\x01" * MANY},
-    "/specdec.v1.TargetService/Release": {
-        "sessions": b"\x0a\x00" * MANY,
-        "some sessions": b"\x0a\x00" * 100_000,
-    },
-}
 
 
 async def ask(address: str, method: str, content: bytes, *, is_stream: bool = False) -> list[bytes]:
@@ -120,24 +68,6 @@ async def refusal(rig: Rig, coordinator: Coordinator, method: str, content: byte
         await ask(address_of(method, rig, coordinator), method, content, is_stream=is_stream)
     error = from_rpc_error(caught.value)
     return caught.value.code().name, error.reason, error.message
-
-
-EXPLOSION_CASES = [
-    pytest.param(method, content, id=f"{method.rpartition('/')[2]}: {name}")
-    for method, cases in EXPLOSIONS.items()
-    for name, content in cases.items()
-]
-
-
-@pytest.mark.parametrize(("method", "content"), EXPLOSION_CASES)
-async def test_a_small_message_of_too_many_fields_is_refused_and_other_calls_are_served(
-    method: str, content: bytes
-) -> None:
-    async with started_coordinator() as (rig, coordinator):
-        assert await outcome(rig, coordinator, method, content) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
-        assert rig.target.engine.info().num_sessions == 0
-        output = await coordinator.generate(request())
-        assert output.token_ids == rig.target.worker.greedy_continuation(PROMPT, 24)
 
 
 @pytest.mark.parametrize("role", ["draft", "target"])
@@ -182,30 +112,23 @@ async def test_a_frame_of_more_items_than_the_limit_is_refused_whole(method: str
                              is_stream=True)) >= 1  # fmt: skip
 
 
-@pytest.mark.parametrize("method", [*UNARY, GENERATE, PROPOSE, VERIFY])
 async def test_malformed_bytes_are_an_invalid_argument_and_one_line_in_the_log(
-    method: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(interceptors, "_malformed_log", interceptors._MalformedLog())  # nothing was logged so far
     monkeypatch.setattr(interceptors, "LOG_INTERVAL_S", 3600.0)  # however slow the machine is
     async with started_coordinator() as (rig, coordinator):
         caplog.clear()
         for _ in range(5):
-            code, reason, message = await refusal(rig, coordinator, method, BROKEN)
+            code, reason, message = await refusal(rig, coordinator, VERIFY, BROKEN)
             assert (code, reason) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
             assert "the request is not a valid " in message
         (line,) = (record.getMessage() for record in caplog.records if record.name == interceptors.__name__)
         assert "127.0.0.1" in line
         monkeypatch.setattr(interceptors, "LOG_INTERVAL_S", 0.0)  # as if it had passed
-        await refusal(rig, coordinator, method, BROKEN)
+        await refusal(rig, coordinator, VERIFY, BROKEN)
     assert sum(record.name == interceptors.__name__ for record in caplog.records) == 2
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
-
-
-async def test_text_that_is_not_unicode_is_an_invalid_argument() -> None:
-    async with started_coordinator() as (rig, coordinator):
-        content = field(3, b"\xff\xfe")
-        assert (await refusal(rig, coordinator, GENERATE, content))[0] == "INVALID_ARGUMENT"
 
 
 def test_a_damaged_frame_is_refused_or_answered_item_by_item_and_nothing_else(
@@ -280,13 +203,17 @@ async def test_a_process_serves_other_calls_among_hostile_messages_and_its_memor
         assert levels[-1] - levels[1] < 24 << 20, [level >> 20 for level in levels]
 
 
+TOKENS = b"\x05" * 1_000_000
+
+
 @pytest.mark.parametrize(
     ("method", "content"),
     [
-        pytest.param(VERIFY, field(1, field(2, field(1, b"s") + field(6, b"\x05" * 1_000_000))), id="committed tokens"),
-        pytest.param(VERIFY, field(1, field(2, SESSION) + field(3, b"\x05" * 1_000_000)), id="draft tokens"),
-        pytest.param(GENERATE, field(3, b"p") + field(6, field(13, b"\x05" * 1_000_000)), id="stop tokens"),
+        (VERIFY, message_field(1, message_field(2, message_field(1, b"s") + message_field(6, TOKENS)))),
+        (VERIFY, message_field(1, message_field(2, SESSION) + message_field(3, TOKENS))),
+        (GENERATE, message_field(3, b"p") + message_field(6, message_field(13, TOKENS))),
     ],
+    ids=["committed tokens", "draft tokens", "stop tokens"],
 )
 async def test_a_refused_message_is_freed_once_it_is_answered(method: str, content: bytes) -> None:
     """The garbage collector rarely runs in a service with few calls, so garbage could be any number of messages."""

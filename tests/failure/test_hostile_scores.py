@@ -11,8 +11,9 @@ import pytest
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import common_pb2, target_pb2
 from specdec.v1 import coordinator_pb2 as pb
-from tests.failure.test_hostile_messages import VERIFY, ask
+from tests.failure.test_hostile_messages import ask
 from tests.support.coordinator_rig import request, started_coordinator
+from tests.support.hostile.catalogue import VERIFY
 
 SCORE = "/specdec.v1.DraftService/Score"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 
 import grpc
 import pytest
@@ -125,28 +124,6 @@ async def test_headers_of_the_usual_size_are_read_however_they_are_divided() -> 
             await writer.drain()
         assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
         writer.close()
-
-
-@pytest.mark.parametrize(
-    "request_bytes",
-    [
-        b"nonsense\r\n\r\n",
-        b"GET / HTTP/1.1\r\nhost: localhost\r\nx: a\0b\r\n\r\n",
-        b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n",
-        b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n",
-        b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: " + b"9" * 5000 + b"\r\n\r\n",
-        b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n0\r\n\r\n",
-        b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
-    ],
-)
-async def test_what_is_not_http_gets_the_error_object_and_a_closed_connection(request_bytes: bytes) -> None:
-    async with running_gateway() as running:
-        reader, writer = await running.connect()
-        writer.write(request_bytes)
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-        writer.close()
-        assert head.startswith(b"HTTP/1.1 400 ")
-        assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
 async def test_half_a_request_behind_another_waits_for_its_answer_and_is_then_refused() -> None:

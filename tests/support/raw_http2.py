@@ -17,25 +17,15 @@ END_STREAM, END_HEADERS = 1, 4
 POST, HTTP = b"\x83", b"\x86"
 
 
-def answer_to(address: str, path: bytes, message: bytes = b"", timeout_s: float = 60.0) -> bytes:
-    """Call a gRPC method without TLS, and return what the server sent until its trailers or the end.
+def call_bytes(path: bytes, message: bytes = b"") -> bytes:
+    """Return all bytes of a connection that calls a gRPC method.
 
     Args:
-        address: HOST:PORT.
         path: value of `:path`, any bytes.
         message: the only message.
-        timeout_s: longest wait for bytes.
     """
-    host, _, port = address.rpartition(":")
-    headers = _headers(path)
-    received = b""
-    with socket.create_connection((host, int(port)), timeout_s) as connection:
-        connection.sendall(PREFACE + frame(SETTINGS, 0, 0, b"") + frame(HEADERS, END_HEADERS, 1, headers))
-        connection.sendall(frame(DATA, END_STREAM, 1, b"\0" + struct.pack(">I", len(message)) + message))
-        with suppress(ConnectionError):
-            while b"grpc-status" not in received and (part := connection.recv(1 << 16)):
-                received += part
-    return received
+    data = frame(DATA, END_STREAM, 1, b"\0" + struct.pack(">I", len(message)) + message)
+    return PREFACE + frame(SETTINGS, 0, 0, b"") + frame(HEADERS, END_HEADERS, 1, _headers(path)) + data
 
 
 def unread_call(address: str, path: bytes, message: bytes, more_headers: bytes = b"") -> socket.socket:

@@ -14,6 +14,7 @@ import pytest
 
 import specdec
 from specdec.contract.version import DISTRIBUTION
+from tools.prepare_release import COPIES
 
 ROOT = Path(__file__).resolve().parents[3]
 MAX_COLUMNS = 120
@@ -144,8 +145,10 @@ def test_the_project_is_built_under_the_name_that_the_code_knows() -> None:
     assert {name for name in own if name.startswith("specdec")} == {DISTRIBUTION}
 
 
-def test_the_citation_names_the_version() -> None:
-    assert f"version: {specdec.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+@pytest.mark.parametrize(("name", "field"), COPIES.items())
+def test_a_file_for_other_programs_repeats_the_version_of_the_code(name: str, field: str) -> None:
+    found = re.findall(rf"{field}([\d.]+)", (ROOT / name).read_text())
+    assert set(found) == {specdec.__version__}
 
 
 def test_the_recipe_of_a_sampling_field_names_every_file_that_has_the_example() -> None:

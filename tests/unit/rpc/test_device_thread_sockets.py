@@ -24,7 +24,7 @@ from specdec.rpc.client import DraftLink
 from specdec.rpc.device_thread_socket import CHECK_INTERVAL_S
 from specdec.rpc.service_server import DRAFT_SERVICE, ServiceServer
 from specdec.rpc.transport_selector import LONE_CALLS
-from specdec.rpc.unix_sockets import handshake, prefixed, socket_path
+from specdec.rpc.unix_sockets import handshake, socket_path
 from tests.support.arithmetic_engines import make_round
 from tests.support.coordinator_rig import eventually
 from tests.support.open_files import no_more_files
@@ -382,20 +382,6 @@ async def test_an_idle_device_thread_sleeps_after_any_use_of_its_socket() -> Non
         began_s = time.process_time()
         await asyncio.sleep(0.5)
         assert time.process_time() - began_s < 0.25
-
-
-@pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n", handshake("") + prefixed(b"\xff\xff\xff")])
-async def test_a_hostile_caller_is_disconnected_and_the_device_continues(words: bytes) -> None:
-    async with Replica() as replica, linked(replica) as link:
-        await rounds(link, LONE_CALLS)
-        reader, writer = await asyncio.open_unix_connection(socket_path(replica.device_thread_socket))
-        writer.write(words)
-        async with asyncio.timeout(_PATIENCE_S):
-            while await reader.read(4096):
-                pass
-        writer.close()
-        await rounds(link, 2, first=50)
-        assert replica.engine.threads[-1] == DEVICE
 
 
 async def test_calls_of_a_disconnected_caller_end() -> None:

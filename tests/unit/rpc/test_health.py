@@ -95,26 +95,3 @@ async def test_probes_are_answered_while_the_loop_is_busy_for_less_than_the_limi
     with contextlib.suppress(asyncio.CancelledError):
         await watch
     process.close_port()
-
-
-@pytest.mark.parametrize("is_loop_port", [False, True], ids=["its-own-port", "port-of-the-loop"])
-async def test_malformed_requests_and_the_method_list_are_refused_without_a_traceback(
-    is_loop_port: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    process, address = Health((DRAFT_SERVICE,)), f"127.0.0.1:{free_port()}"
-    server = ServiceServer(address if is_loop_port else "127.0.0.1:0", health=process)
-    await server.start()
-    if not is_loop_port:
-        process.open_port(address)
-    codes = []
-    async with grpc.aio.insecure_channel(address) as channel:
-        for method, content in (("Check", b"\x0a\xff"), ("List", b"\x0a\xff"), ("List", b"")):
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await channel.unary_unary(f"/grpc.health.v1.Health/{method}")(content)
-            codes.append(refused.value.code().name)
-    assert codes[0] == "INVALID_ARGUMENT"
-    assert codes[1] in ("INVALID_ARGUMENT", "UNIMPLEMENTED")
-    assert codes[2] == "UNIMPLEMENTED"
-    assert not [record for record in caplog.records if record.exc_info]
-    process.close_port()
-    await server.stop(0.0)

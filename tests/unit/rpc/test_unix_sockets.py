@@ -257,36 +257,6 @@ async def _speak(name: str, *words: bytes) -> tuple[asyncio.StreamReader, asynci
     return reader, writer
 
 
-#: A request whose round has 200,000 token ids, each as a separate field.
-MANY_FIELDS = b"\x12\x80\xb5\x18" + b"\x30\x01" * 200_000
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        (b"GET / HTTP/1.1\r\n\r\n",),
-        (prefixed(b"no handshake"),),
-        (b"\xff\xff\xff\xff",),
-        (handshake(""), b"\xff\xff\xff\x7f"),
-        (handshake(""), prefixed(b"\xff\xff\xff")),
-        (handshake(""), prefixed(join_items([MANY_FIELDS]))),
-        (handshake(""), prefixed(join_items([b""] * 2000))),
-        (handshake("another model"),),
-    ],
-    ids=["http", "no handshake", "long handshake", "long frame", "not a frame", "many fields", "many items", "model"],
-)
-async def test_a_hostile_caller_is_disconnected_and_other_callers_are_served(words: tuple[bytes, ...]) -> None:
-    async with Replica() as replica, linked(replica) as link:
-        await link.propose(ask())
-        reader, writer = await _speak(replica.unix_socket, *words)
-        async with asyncio.timeout(10):
-            while await reader.read(4096):
-                pass
-        writer.close()
-        assert (await link.propose(ask())).kv_len == 5
-        assert replica.engine.seen == ["s", "s"]
-
-
 async def test_hostile_callers_are_logged_at_most_once_a_second(caplog: pytest.LogCaptureFixture) -> None:
     async with Replica() as replica:
         for _ in range(20):

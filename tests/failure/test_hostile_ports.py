@@ -1,7 +1,8 @@
-"""Thousands of hostile messages at every port of a system: no process crashes, hangs, leaks or answers INTERNAL.
+"""Hostile input at every port of a system: no process crashes, hangs, leaks, answers INTERNAL or stops serving.
 
-gRPC calls with bytes made from the schemas, connections of raw HTTP/2 and HTTP, and frames on Unix sockets. Honest
-requests come between them and must get the tokens of a quiet system. The full run sends 100,000 (`make test-failure`).
+First everything of one catalogue, at each port, while a stream runs; then thousands of random messages. Both are gRPC
+calls, connections of raw HTTP/2 and HTTP, and frames on Unix sockets. Honest requests come between them and must get
+the tokens of a quiet system. The full run sends 100,000 messages (`make test-failure`).
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import grpc
 import httpx2
 import pytest
 import redis
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from specdec.client import Client
+from specdec.client import AsyncClient, Client
+from specdec.rpc.unix_sockets import FrameReader, handshake, prefixed, socket_path
 from specdec.v1 import common_pb2, draft_pb2_grpc, target_pb2_grpc
-from tests.support.honest_messages import honest_messages
-from tests.support.hostile_clients import HostileClients, Shot, shots
+from tests.support.hostile.catalogue import PROPOSE, VERIFY, honest_messages
+from tests.support.hostile.clients import HostileClients, Shot, attacks, shots
 from tests.support.redis_fixture import RedisServer
 from tests.support.scraping import Endpoint
 from tests.support.stack import Stack, free_port
@@ -45,6 +48,13 @@ MAX_GROWTH_BYTES = 24 << 20
 _ERROR = re.compile(r'(?:"level": "error"|Traceback)(?:.*\n?){1,12}')
 
 
+PORTS = (
+    "admin coordinator", "health coordinator", "grpc coordinator", "grpc draft", "grpc target", "http gateway",
+    "metrics coordinator", "metrics draft", "metrics target", "socket draft", "socket target", "socket draft device",
+    "socket target device",
+)  # fmt: skip
+
+
 class System:
     """All services as processes on a real Redis, and the addresses of their ports."""
 
@@ -56,6 +66,8 @@ class System:
             coordinator_arguments=["--admin", admin, "--health", health],
         )  # fmt: skip
         self.ports = {"admin coordinator": admin, "health coordinator": health}
+        self.text: tuple[int, ...] = ()
+        """Greedy text of a quiet system, 100 tokens."""
 
     def start(self) -> None:
         self.redis.start()
@@ -69,6 +81,10 @@ class System:
                 info: common_pb2.EngineInfo = stub(channel).GetEngineInfo(common_pb2.GetEngineInfoRequest())
             self.ports[f"socket {role}"] = info.lane
             self.ports[f"socket {role} device"] = info.device_lane
+
+        with Client(self.stack.endpoint) as client:
+            output = client.generate(prompt_token_ids=[5, 6, 7], max_new_tokens=100, temperature=0.0, ignore_eos=True)
+        self.text = output.token_ids
 
     def stop(self) -> None:
         self.stack.stop()
@@ -86,6 +102,32 @@ class System:
         body = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
         answer = httpx2.post(f"http://{self.stack.parts['gateway'].address}/v1/completions", json=body, timeout=60.0)
         return output.token_ids, answer.json()["choices"][0]["text"]
+
+    async def assert_serves(self, port: str) -> None:
+        """Assert that a port answers an honest caller on a new connection."""
+        kind, role = port.split()[:2]
+        address = self.ports[port]
+        if kind in ("http", "metrics"):
+            async with httpx2.AsyncClient(timeout=60.0) as http:
+                path = "health" if kind == "http" else "metrics"
+                assert (await http.get(f"http://{address}/{path}")).status_code == 200
+        elif kind == "socket":
+            reader, writer = await asyncio.open_unix_connection(socket_path(address))
+            writer.write(handshake("") + prefixed(honest_messages()[PROPOSE if role == "draft" else VERIFY][0]))
+            frames, reading = [], FrameReader(64 << 20)
+            while len(frames) < 2:  # the handshake and an answer
+                received = await asyncio.wait_for(reader.read(1 << 16), 60.0)
+                assert received, f"{port} closed the connection of an honest caller"
+                frames += reading.frames(received)
+            writer.close()
+        else:
+            own = (("grpc.use_local_subchannel_pool", 1),)  # a new connection
+            async with grpc.aio.insecure_channel(address, options=own) as channel:
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
+
+    def errors(self) -> list[str]:
+        """Return the errors and tracebacks in the logs."""
+        return [found for part in self.stack.parts.values() for found in _ERROR.findall(part.log)]
 
     def descriptors(self) -> dict[str, int]:
         return {name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in self.processes.items()}
@@ -111,7 +153,7 @@ class System:
         return left
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     folder = tmp_path_factory.mktemp("models")
     system = System(build_tiny_pair("llama", folder, context=256, chat_template=TEMPLATE), tmp_path_factory.mktemp("r"))
@@ -120,6 +162,37 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         yield system
     finally:
         system.stop()
+
+
+@pytest.mark.parametrize("port", PORTS)
+async def test_everything_of_the_catalogue_is_answered_while_streams_go_on_and_the_port_serves_on(
+    system: System, port: str
+) -> None:
+    clients, is_over = HostileClients(system.ports), asyncio.Event()
+    async with AsyncClient(system.stack.endpoint) as client:
+
+        async def stream() -> None:
+            while not is_over.is_set():
+                output = await client.generate(
+                    prompt_token_ids=[5, 6, 7], max_new_tokens=100, temperature=0.0, ignore_eos=True
+                )
+                await client.delete_session(output.session_id)
+                texts.add(output.token_ids)
+
+        texts: set[tuple[int, ...]] = set()
+        streaming = asyncio.create_task(stream())
+        for name, shot, answers in attacks(port):
+            outcome = await clients.send(shot)
+            print(f"{name}: {outcome}")
+            assert not clients.faults, name
+            assert not answers or re.fullmatch(answers, outcome), (name, outcome)
+            await system.assert_serves(port)
+        is_over.set()
+        await streaming
+    await clients.close()
+    assert texts == {system.text}
+    assert sorted(system.ports) == sorted(PORTS)
+    assert not system.errors(), "\n".join(system.errors()[:5])
 
 
 def send_hostile(send: Callable[[list[Shot]], None], ports: list[str], num_messages: int) -> None:
@@ -170,5 +243,4 @@ def test_hostile_messages_at_every_port_crash_hang_and_leak_nothing(system: Syst
     while (left := system.left(descriptors)) and time.monotonic() < deadline_s:
         time.sleep(0.5)
     assert not left
-    errors = [found for part in system.stack.parts.values() for found in _ERROR.findall(part.log)]
-    assert not errors, "\n".join(errors[:5])
+    assert not system.errors(), "\n".join(system.errors()[:5])
