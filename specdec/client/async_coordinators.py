@@ -18,10 +18,10 @@ _ANY_SERVICE = health_pb2.HealthCheckRequest()
 class AsyncCoordinators(AsyncConnections):
     """Connections of a client, and the choice among them."""
 
-    async def look(self, timeout_s: float) -> None:
+    async def choose_if_due(self, timeout_s: float) -> None:
         """Choose as `choose_serving`, unless a concurrent call has done so meanwhile."""
-        async with self._looking:
-            if self.looks.is_due():
+        async with self._checking:
+            if self.health_checks.are_due:
                 await self.choose_serving(timeout_s)
 
     async def choose_serving(self, timeout_s: float) -> None:
@@ -34,7 +34,7 @@ class AsyncCoordinators(AsyncConnections):
             return
         is_serving = await self.serves(others, timeout_s, wait_for_ready=True)
         self.chosen = others if is_serving else self.first
-        self.looks.note(is_serving=is_serving)
+        self.health_checks.note(is_serving=is_serving)
 
     async def serves(self, connection: AsyncConnection, timeout_s: float, *, wait_for_ready: bool = False) -> bool:
         """Return whether the coordinator behind a connection reports SERVING. Raises ClientClosed."""
@@ -82,8 +82,8 @@ class AsyncAttempts(AttemptNotes):
             must_choose |= not await self._coordinators.serves(suspect, health_timeout_s(recovery))
         if must_choose:
             await self._coordinators.choose_serving(health_timeout_s(recovery))
-        elif self._coordinators.looks.is_due():
-            await self._coordinators.look(health_timeout_s(recovery))
+        elif self._coordinators.health_checks.are_due:
+            await self._coordinators.choose_if_due(health_timeout_s(recovery))
         self._coordinators.require_open()
         self._connection = self._coordinators.chosen
         return getattr(self._connection.stub, method)

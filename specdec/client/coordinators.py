@@ -2,7 +2,7 @@
 
 Such a client spreads its calls round robin over all addresses whose health service reports SERVING. While none does, it
 calls over a plain connection, on which gRPC tries the next address only where connecting fails: a coordinator that is
-not SERVING may still wait for a target. It looks again after 1 s, then less and less often.
+not SERVING may still wait for a target. It checks their health again after 1 s, then less and less often.
 
 A client of one address starts on the plain connection, because a proxy may stand there. After a refusal it changes to
 the connection that spreads, which also finds other coordinators behind a proxy. After a call whose deadline passed, the
@@ -19,17 +19,17 @@ import contextlib
 import json
 import os
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import grpc
 from google.protobuf.message import Message
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
 from specdec.access.tls import Signature, Tls
 from specdec.client.endpoints import may_name_several
 from specdec.client.failures import closed, read_failure
-from specdec.client.looks import Looks
 from specdec.client.recovery import CHANNEL_OPTIONS, Recovery
 from specdec.client.transport import resolve_proxy
 from specdec.contract.errors import InvalidRequest, ResourceExhausted, SpecdecError, Unavailable, Unsupported
@@ -51,7 +51,8 @@ _HEALTH_CHECKED_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
-_ANY_SERVICE = health_pb2.HealthCheckRequest()
+#: Pauses between two health checks while no coordinator reports SERVING.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 ChannelT = TypeVar("ChannelT", grpc.Channel, grpc.aio.Channel)
 
@@ -69,6 +70,33 @@ class _Connection(Generic[ChannelT]):
 
 AsyncConnection = _Connection[grpc.aio.Channel]
 Connection = _Connection[grpc.Channel]
+
+
+class _HealthChecks:
+    """Times of health checks: one before the first call, and further ones while no coordinator is known to serve."""
+
+    def __init__(self, *, are_needed: bool) -> None:
+        """`are_needed`: whether the endpoint may name several coordinators; otherwise no check is ever due."""
+        self._are_needed = are_needed
+        self._due_s = 0.0
+        self._pause_s = _FIRST_PAUSE_S
+
+    @property
+    def are_due(self) -> bool:
+        """True if health must be checked before the next call."""
+        return self._are_needed and time.monotonic() >= self._due_s
+
+    def request(self) -> None:
+        """Make a check due now."""
+        self._due_s = 0.0
+
+    def note(self, *, is_serving: bool) -> None:
+        """Note the result of a check. The pauses between checks that find none serving double."""
+        if is_serving:
+            self._pause_s, self._due_s = _FIRST_PAUSE_S, float("inf")
+        else:
+            self._due_s = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
 
 class _Connections(Generic[ChannelT]):
@@ -91,7 +119,7 @@ class _Connections(Generic[ChannelT]):
         self._left: list[_Connection[ChannelT]] = []
         """Connections that were replaced, whose calls may not have ended."""
         self._closed = False
-        self.looks = Looks(are_needed=may_name_several(endpoint))
+        self.health_checks = _HealthChecks(are_needed=may_name_several(endpoint))
 
     def open(self) -> None:
         """Make the first connection unless there is one. Raises ClientClosed, InvalidRequest, and as `dial`."""
@@ -119,7 +147,7 @@ class _Connections(Generic[ChannelT]):
     def note_unreached(self, connection: _Connection[ChannelT]) -> None:
         """Note that a call over a connection reached no coordinator."""
         if connection is self.chosen and connection is not self.first:
-            self.looks.ask()
+            self.health_checks.request()
 
     def take_suspect(self) -> _Connection[ChannelT] | None:
         """Return the chosen connection if its health must be checked before the next call, and clear the mark."""
@@ -136,13 +164,13 @@ class _Connections(Generic[ChannelT]):
                 return
             try:
                 first = _Connection.over(self._dial(CHANNEL_OPTIONS))
-            except InvalidRequest:  # they are being replaced; the next attempt looks again
+            except InvalidRequest:  # they are being replaced; the next attempt tries again
                 return
             self._files = files
             self._left = self._connections()
             self.first = self.chosen = first
             self._others = None
-            self.looks.ask()
+            self.health_checks.request()
 
     def begin(self, method: Any, request: Message, **options: Any) -> Any:
         """Begin a call of a stub's method. Raises ClientClosed."""
@@ -184,7 +212,7 @@ class AsyncConnections(_Connections[grpc.aio.Channel]):
 
     def __init__(self, endpoint: str, tls: Tls | None) -> None:
         super().__init__(endpoint, tls)
-        self._looking = asyncio.Lock()
+        self._checking = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def open(self) -> None:
@@ -225,7 +253,7 @@ class Connections(_Connections[grpc.Channel]):
 
     def __init__(self, endpoint: str, tls: Tls | None) -> None:
         super().__init__(endpoint, tls)
-        self._looking = threading.Lock()
+        self._checking = threading.Lock()
 
     def answer(self, method: Any, request: Message, **options: Any) -> Any:
         """Return the answer to a unary call of a stub's method. Raises RpcError and ClientClosed."""

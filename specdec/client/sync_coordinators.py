@@ -19,10 +19,10 @@ _ANY_SERVICE = health_pb2.HealthCheckRequest()
 class Coordinators(Connections):
     """Connections of a client, and the choice among them."""
 
-    def look(self, timeout_s: float) -> None:
+    def choose_if_due(self, timeout_s: float) -> None:
         """Choose as `choose_serving`, unless a concurrent call has done so meanwhile."""
-        with self._looking:
-            if self.looks.is_due():
+        with self._checking:
+            if self.health_checks.are_due:
                 self.choose_serving(timeout_s)
 
     def choose_serving(self, timeout_s: float) -> None:
@@ -35,7 +35,7 @@ class Coordinators(Connections):
             return
         is_serving = self.serves(others, timeout_s, wait_for_ready=True)
         self.chosen = others if is_serving else self.first
-        self.looks.note(is_serving=is_serving)
+        self.health_checks.note(is_serving=is_serving)
 
     def serves(self, connection: Connection, timeout_s: float, *, wait_for_ready: bool = False) -> bool:
         """Return whether the coordinator behind a connection reports SERVING. Raises ClientClosed."""
@@ -83,8 +83,8 @@ class Attempts(AttemptNotes):
             must_choose |= not self._coordinators.serves(suspect, health_timeout_s(recovery))
         if must_choose:
             self._coordinators.choose_serving(health_timeout_s(recovery))
-        elif self._coordinators.looks.is_due():
-            self._coordinators.look(health_timeout_s(recovery))
+        elif self._coordinators.health_checks.are_due:
+            self._coordinators.choose_if_due(health_timeout_s(recovery))
         self._coordinators.require_open()
         self._connection = self._coordinators.chosen
         return getattr(self._connection.stub, method)
