@@ -60,6 +60,7 @@ PIP_LINES = /Downloading|Using cached|Processing/ && /\.whl/ && !/\.metadata/ \
 $(SERVE_STAMP): pyproject.toml constraints.txt
 	@[ -n "$(PYTHON)" ] || { echo "error: Python 3.11 or 3.12 is needed; none found (set PYTHON=/path/to/python)" >&2; exit 1; }
 	@[ -x $(BIN)/python ] || { echo "making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@$(BIN)/python -m pip uninstall -q -y specdec 2>/dev/null || true  # the name of the distribution before 0.2.0
 	@echo "installing specdec and what runs it (a few minutes the first time):"
 	$(call install,serve$(,)embedded)
 	@touch $@
