@@ -30,8 +30,8 @@ LOADED_S = 5.0
 #: Requests that may wait for each slot, however long that takes. So two clients for each slot are not refused.
 WAITING_PER_SLOT = 1
 
-#: Resumptions run beyond the limit up to this multiple of it, so that the loss of one of two coordinators does not make
-#: streams wait. Beyond it they wait before all other requests of their tenant.
+#: Resumed requests may exceed the slot limit by this factor, so streams of a lost coordinator need not wait. Beyond it
+#: they wait before all other requests of their tenant.
 MAX_RESUMED = 2
 
 _MIN_RETRY_S = 0.5

@@ -40,7 +40,7 @@ def add_client_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]
     )  # fmt: skip
     parser.add_argument(
         "--insecure", action="store_true",
-        help="send the key without --tls-ca to an endpoint beyond this machine, where the network can read it",
+        help="send the key without --tls-ca to an endpoint beyond this machine, although the network can read it",
     )  # fmt: skip
     add_tls_flags(parser, environ)
 

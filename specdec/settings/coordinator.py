@@ -32,10 +32,10 @@ class CoordinatorSettings(AccessSettings, TracingSettings, ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="SPECDEC_COORDINATOR__")
 
     listen: Address = "127.0.0.1:50051"
-    """HOST:PORT to serve gRPC on. Port 0 takes a free port, which the log line "listening" names."""
+    """HOST:PORT to serve gRPC on. Port 0 selects a free port, which the log line "listening" names."""
 
     admin: OptionalAddress = "127.0.0.1:0"
-    """HOST:PORT for operator calls, such as Promote, which need the right operate where there are keys. Port 0 takes a
+    """HOST:PORT for operator calls, such as Promote, which need the right operate if there are keys. Port 0 selects a
     free port, which the log line "listening" and GetInfo name to operators. A coordinator without keys that listens on
     loopback answers them at --listen too."""
 
@@ -44,15 +44,15 @@ class CoordinatorSettings(AccessSettings, TracingSettings, ServiceSettings):
 
     loopback: OptionalAddress = ""
     """HOST:PORT on loopback that serves the same as --listen in plaintext, for processes of this machine such as a
-    gateway beside this coordinator. Unset: no such port."""
+    gateway on this machine. Unset: no such port."""
 
     max_connection_age_s: float | None = Field(default=300.0, ge=1.0, le=DAY_S)
-    """Seconds after which a client's connection takes no further calls and the client connects anew, so that calls
+    """Seconds after which a client's connection accepts no further calls and the client connects anew, so that calls
     reach coordinators that joined. Streams on the old connection go on until they end. none: no limit."""
 
     tls_server_name: str = ""
-    """Name that the certificates of replicas must have, where replicas are dialled by an address that their
-    certificates cannot have, such as that of a pod. Unset: the host that is dialled."""
+    """Name that the certificates of replicas must have, if replicas are dialled by an address that their
+    certificates cannot have, such as a pod's. Unset: the host that is dialled."""
 
     draft_endpoint: AddressList = ()
     """HOST:PORT of a draft replica; repeatable. Any static endpoint turns the replica registry off."""
@@ -70,13 +70,13 @@ class CoordinatorSettings(AccessSettings, TracingSettings, ServiceSettings):
     FORBIDDEN."""
 
     tenant_metrics: int = Field(default=0, ge=0, le=1000)
-    """Number of tenants that have series of their own at --metrics, in the order in which they come; all others share
+    """Number of tenants that have separate series at --metrics, in the order in which they come; all others share
     one. 0: no series by tenant."""
 
     lookup: LookupKinds = ()
     """Draft kinds that find drafts in text, without a model; repeatable. ngram: the tokens that followed the last
     repeat in the session. suffix: the tokens that followed most often, also in this tenant's other sessions. Each kind
-    is a draft pool of its name. Requests that name no pool get the first one; where it finds nothing, a draft model
+    is a draft pool of its name. Requests that name no pool get the first one; if it finds nothing, a draft model
     drafts if there is one."""
 
     default_draft_pool: OptionalPoolName = ""
@@ -92,7 +92,7 @@ class CoordinatorSettings(AccessSettings, TracingSettings, ServiceSettings):
     in a subfolder for the tenant that only this user may read. It is written in the background. Unset: no log."""
 
     audit_share: float = Field(default=0.002, ge=0.0, le=1.0)
-    """Share of the rounds that are verified again in the background, each in a target-only pass of its own while its
+    """Share of the rounds that are verified again in the background, each in one target-only pass while its
     target is idle. The series `specdec:audit_...` and an error in the log name rounds that differ. 0: none."""
 
     default_mode: Literal["off", "rejection", "block", "coupled"] = "rejection"

@@ -18,10 +18,10 @@ class DraftSettings(EngineServerSettings):
     model_config = SettingsConfigDict(env_prefix="SPECDEC_DRAFT__")
 
     listen: Address = "127.0.0.1:50061"
-    """HOST:PORT to serve gRPC on. Port 0 takes a free one, which the log line "listening" names."""
+    """HOST:PORT to serve gRPC on. Port 0 selects a free one, which the log line "listening" names."""
 
     backend: Literal["own", "server"] = "own"
-    """Engine that runs the draft model: own (in this process), or an OpenAI-style server that takes and returns token
+    """Engine that runs the draft model: own (in this process), or an OpenAI-style server that accepts and returns token
     ids, whose greedy tokens are the draft. --model then names the checkpoint whose tokenizer the server uses."""
 
     shadow: Literal["on", "off"] = "off"
@@ -34,7 +34,7 @@ class DraftSettings(EngineServerSettings):
 
     prefill_budget_ms: float = Field(default=10.0, gt=0.0)
     """Time by which prompts may lengthen a forward pass that other sessions share or wait for, as predicted from
-    measured times. One block of 16 tokens always runs. A draft takes several passes, each of which may be this much
+    measured times. One block of 16 tokens always runs. A draft has several passes, each of which may be this much
     longer."""
 
     predraft: Literal["on", "off", "auto"] = "off"

@@ -23,7 +23,7 @@ class EngineServerSettings(ReplicaSettings):
     """Key of the API of the server of --backend: a file, or env:NAME for an environment variable. Unset: none."""
 
     backend_ca: str = ""
-    """File with the certificates that sign the certificate of the server of --backend. Unset: those of the system."""
+    """File with the certificates that sign the certificate of the server of --backend. Unset: the system's."""
 
     backend_model: str = ""
     """Name by which the server of --backend knows the model. Unset: the first model that it lists."""

@@ -40,15 +40,15 @@ class GatewaySettings(AccessSettings, TracingSettings, ProcessSettings):
     model_config = SettingsConfigDict(env_prefix="SPECDEC_GATEWAY__")
 
     listen: Address = "127.0.0.1:8000"
-    """HOST:PORT to serve HTTP on. Port 0 takes a free one, which the log line "listening" names."""
+    """HOST:PORT to serve HTTP on. Port 0 selects a free one, which the log line "listening" names."""
 
     coordinator: Texts = ()
     """HOST:PORT or gRPC target of a coordinator; repeatable. Unset: the coordinators that the registry in --redis-url
     lists."""
 
     tls_server_name: str = ""
-    """Name that the certificates of coordinators must have, where coordinators are dialled by an address that their
-    certificates cannot have, such as that of a pod. Unset: the host that is dialled."""
+    """Name that the certificates of coordinators must have, if coordinators are dialled by an address that their
+    certificates cannot have, such as a pod's. Unset: the host that is dialled."""
 
     api_key: Annotated[str, AfterValidator(_checked_key)] = ""
     """One API key, for requests of the coordinator's own tenant: 1 to 4096 printable ASCII characters without spaces.
@@ -98,7 +98,7 @@ class GatewaySettings(AccessSettings, TracingSettings, ProcessSettings):
 
     allowed_host: Texts = ()
     """Name in the Host header, such as llm.example.com, under which a gateway that answers without API keys is served
-    beside the names of loopback; repeatable. Unset: names of loopback alone on loopback, every name beyond it."""
+    besides the names of loopback; repeatable. Unset: names of loopback alone on loopback, every name beyond it."""
 
     @model_validator(mode="after")
     def _check_hosts(self) -> Self:

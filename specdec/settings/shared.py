@@ -105,7 +105,7 @@ class ProcessSettings(TransportSettings, BaseSettings):
     )
 
     listen: Address
-    """HOST:PORT to serve on. Port 0 takes a free one, which the log line "listening" names."""
+    """HOST:PORT to serve on. Port 0 selects a free one, which the log line "listening" names."""
 
     metrics: OptionalAddress = ""
     """HOST:PORT that serves Prometheus metrics over HTTP at /metrics. Unset: no metrics."""
@@ -167,7 +167,7 @@ class ServiceSettings(ProcessSettings):
     health: OptionalAddress = ""
     """HOST:PORT of a second, plaintext port that serves only grpc.health.v1, already while the process loads. The
     service name "liveness" is SERVING there unless the process must be restarted; the empty name is SERVING once the
-    process takes calls. Unset: no such port."""
+    process accepts calls. Unset: no such port."""
 
     max_message_bytes: int = Field(default=4 * 1024 * 1024, ge=64 * 1024, lt=1 << 31)
     """Size of the largest gRPC message accepted. A larger one is refused with RESOURCE_EXHAUSTED."""
@@ -186,20 +186,20 @@ class ReplicaSettings(ServiceSettings):
     """Hugging Face checkpoint: a directory, a GGUF file or a hub id."""
 
     device: str = "auto"
-    """Device that runs the model: cpu, cuda or cuda:N. auto takes a GPU if the machine has one."""
+    """Device that runs the model: cpu, cuda or cuda:N. auto selects a GPU if the machine has one."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
     """Arithmetic of the weights. On a GPU, auto follows the checkpoint. On a CPU, auto computes in float32 and keeps
-    weights in 16 bits if the checkpoint stores them so: the text is that of float32, and half the memory is read."""
+    weights in 16 bits if the checkpoint stores them so: the text is float32's, and half the memory is read."""
 
     compile_backend: CompileBackend = "auto"
     """Implementation of the model's steps: native (kernels for Llama-shaped models on a CPU, compiled at the first
     start), cuda-graphs (CUDA graphs of draft steps and verifications, for the same models on a GPU), eager, or any
-    installed backend of torch.compile, such as inductor (steps of one session, compiled at every start). auto takes
+    installed backend of torch.compile, such as inductor (steps of one session, compiled at every start). auto selects
     native on a CPU and cuda-graphs on a GPU for models that they support, else eager."""
 
     tensor_parallel: int = Field(default=1, ge=1, le=64)
-    """Number of processes that share one model: each holds a part of every layer, on a GPU of its own or on its share
+    """Number of processes that share one model: each holds a part of every layer, on its GPU or on its share
     of this machine's cores. They run every step together, and start and end together."""
 
     deterministic: bool = False
@@ -235,12 +235,12 @@ class ReplicaSettings(ServiceSettings):
 
     kv_reserve_tokens: int = Field(default=4096, ge=1)
     """Largest number of output tokens for which a request gets KV blocks in advance. They stay reserved for it until
-    its turn ends, so it never waits for KV. A request that may grow further takes blocks as it grows; where none are
+    its turn ends, so it never waits for KV. A request that may grow further gets blocks as it grows; if none are
     left, the youngest requests pause and run their tokens again later."""
 
     gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
-    """Share of a GPU's whole memory that this process may take for weights, KV cache and working memory. Set it when
-    processes share a GPU, so that what each takes does not depend on which starts first. --kv-cache-bytes wins over
+    """Share of a GPU's whole memory that this process may use for weights, KV cache and working memory. Set it when
+    processes share a GPU, so that the share of each does not depend on which starts first. --kv-cache-bytes wins over
     it. Unset: nearly all memory that is free once the weights are loaded."""
 
     kv_tier_url: OptionalTierUrl = ""

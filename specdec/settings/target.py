@@ -33,7 +33,7 @@ class TargetSettings(EngineServerSettings):
     model_config = SettingsConfigDict(env_prefix="SPECDEC_TARGET__")
 
     listen: Address = "127.0.0.1:50071"
-    """HOST:PORT to serve gRPC on. Port 0 takes a free one, which the log line "listening" names."""
+    """HOST:PORT to serve gRPC on. Port 0 selects a free one, which the log line "listening" names."""
 
     backend: Annotated[Literal["own", "server", "vllm", "llama-cpp"], BeforeValidator(_refuse_removed)] = "own"
     """Engine that runs the target model: own, llama-cpp (llama.cpp in this process, with a GGUF file as --model), or a
@@ -57,7 +57,7 @@ class TargetSettings(EngineServerSettings):
 
     model_grace_s: float = Field(default=300.0, ge=0.0, le=DAY_S)
     """Time that this replica, after SIGTERM, still answers the turns of its model that have not ended, if no other
-    registered replica serves the model. It takes no new sessions meanwhile. A turn that was interrupted counts until it
+    registered replica serves the model. It accepts no new sessions meanwhile. An interrupted turn counts until it
     ends, or this time has passed since its last call. 0: it ends at once, and such turns cannot be continued."""
 
     @property

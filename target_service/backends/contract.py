@@ -1,8 +1,8 @@
-"""The contract of a backend: what another engine must state so that a target replica can verify draft tokens with it.
+"""The contract of a backend, by which a target replica verifies draft tokens in another engine.
 
-A backend states the distribution of the next token at L + 1 positions of a session: at each draft token, and one
-beyond. It may state less, and stays exact: one token that the engine itself sampled is a distribution with a single
-token. Rejection sampling with it accepts a draft token only if it equals the sample, and else emits the sample.
+A backend returns the distribution of the next token at L + 1 positions of a session: at each draft token, and one
+beyond. A backend that can only sample is exact too: its token is a distribution with one entry. Rejection sampling
+then accepts a draft token if it equals the sample, and otherwise emits the sample.
 `engine` makes a target replica of a backend, and `wire_rows` turns its answer into the rows and choices of the wire.
 
 A backend names the fields of a request that it cannot serve exactly. Coordinators refuse such requests before they

@@ -25,7 +25,7 @@ def page() -> str:
         blocks += [f"## specdec {name}", paragraph(_capitalised(summaries[name]))]
         shown = [action for action in command._actions if action.help != argparse.SUPPRESS]
         if name == "serve":
-            blocks.append(paragraph("It takes all flags of `specdec up` except `--target`."))
+            blocks.append(paragraph("It has all flags of `specdec up` except `--target`."))
             shown = [action for action in shown if not action.option_strings]
         blocks.append(items([_argument(action) for action in shown if action.dest != "help"]))
     return document("Command line", *blocks)

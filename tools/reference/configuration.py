@@ -45,13 +45,13 @@ def page() -> str:
             f"Program: {code(f'python -m {_MODULES[title]}')}. Prefix of the environment variables: {code(prefix)}."
         )]  # fmt: skip
         blocks.append(items([_setting(name, field) for name, field in _own_fields(settings).items()]))
-    blocks += ["## Settings of draft and target", paragraph("Both replica services take these settings, too.")]
+    blocks += ["## Settings of draft and target", paragraph("Both replica services have these settings.")]
     blocks.append(items(_settings(ReplicaSettings, ServiceSettings)))
-    blocks += ["## Settings of traces", paragraph("Coordinator and gateway take these, too.")]
+    blocks += ["## Settings of traces", paragraph("Coordinator and gateway have these.")]
     blocks.append(items([_setting(name, field) for name, field in TracingSettings.model_fields.items()]))
-    blocks += ["## Settings of gRPC services", paragraph("Coordinator, draft and target service take these, too.")]
+    blocks += ["## Settings of gRPC services", paragraph("Coordinator, draft and target service have these.")]
     blocks.append(items(_settings(ServiceSettings, ProcessSettings)))
-    blocks += ["## Settings of every service", paragraph("All services, the gateway included, take these, too.")]
+    blocks += ["## Settings of every service", paragraph("All services, the gateway included, have these.")]
     blocks.append(items([_setting(name, field) for name, field in ProcessSettings.model_fields.items()]))
     return document("Configuration", *blocks)
 

@@ -12,7 +12,7 @@ ADVICE = {
     "with `--endpoint` or `SPECDEC_ENDPOINT`. `specdec generate --verbose` prints the text of gRPC, too. Raised by "
     "the Python client only.",
     "DEADLINE_EXCEEDED": "The `timeout` of the call has passed. Raised by the Python client only.",
-    "DRAINING": "The process is shutting down. Try again: another process takes the call.",
+    "DRAINING": "The process is shutting down. Try again: another process answers the call.",
     "FORBIDDEN": "The API key lacks a right, or belongs to another tenant than the call names. Operator calls are "
     "answered at the coordinator's `--admin` address alone.",
     "INTERNAL": "A fault of specdec. The log has the traceback under the request id.",
@@ -22,10 +22,10 @@ ADVICE = {
     "KV_MISS": "The replica lacks tokens of the session, and the caller sends them. Internal to the draft and target "
     "links.",
     "LEASE_LOST": "Another coordinator owns the session now. The Python client resumes there.",
-    "METHOD_NOT_ALLOWED": "The path exists and takes another HTTP method. `/openapi.json` lists both. Over HTTP only.",
+    "METHOD_NOT_ALLOWED": "The path exists for another HTTP method. `/openapi.json` lists both. Over HTTP only.",
     "MODEL_NOT_FOUND": "The request names a model that this system does not serve. `/v1/models` lists the names; "
     "`--served-model-name` sets them. Over HTTP only.",
-    "NOT_FOUND": "Nothing is served at this path. `/openapi.json` lists the paths; those of the API begin with `/v1`. "
+    "NOT_FOUND": "Nothing is served at this path. `/openapi.json` lists the paths; the API's begin with `/v1`. "
     "Over HTTP only.",
     "NO_CHAT_TEMPLATE": "The tokenizer has no chat template. Send a prompt instead of messages.",
     "POOL_NOT_FOUND": "No draft pool has this name. `specdec pools` lists the names.",

@@ -14,7 +14,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("specdec", "coordinator", "draft_service", "target_service", "gateway")
 
 _INTRODUCTION = """Every error carries `google.rpc.ErrorInfo` with the domain `specdec` and one of the reasons below,
-`BadRequest` with the field at fault where there is one, and `RetryInfo` where a retry can help. The message names the
+`BadRequest` with the field at fault if there is one, and `RetryInfo` if a retry can help. The message names the
 field, the value and the limit. The Python client raises the class."""
 
 _OUTSIDE = (

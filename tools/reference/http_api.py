@@ -47,7 +47,7 @@ _INNER_REASONS = {
 }  # fmt: skip
 #: Status of the reasons that have another one than their class.
 _STATUS_BY_REASON = {"REQUEST_TOO_LARGE": 413, "METHOD_NOT_ALLOWED": 405}
-_METHOD_NOT_ALLOWED = "The path takes another method; `Allow` lists them."
+_METHOD_NOT_ALLOWED = "The path has other methods; `Allow` lists them."
 
 
 def page() -> str:

@@ -32,7 +32,7 @@ ROUTES = (
 SHARED = """These fields have the same meaning for `/v1/chat/completions`, `/v1/completions`, `/v1/responses` and
 `/v1/messages`."""
 
-DEFAULTS = """Unless `--generation-config off` is set, a field that is absent takes the value of the model's
+DEFAULTS = """Unless `--generation-config off` is set, an absent field has the value of the model's
 `generation_config.json`: {names}. `/v1/models` shows these values as `default_sampling`. Without such a value the
 temperature is 1.0 and nothing is filtered or penalised. `speculation.gamma` is at most `max_gamma` of `/v1/models`."""
 
@@ -59,13 +59,13 @@ ANSWER = """An answer has the fields of the API whose route was called, and some
 and choice, and the following two on request. `system_fingerprint` is the fingerprint of the target model."""
 
 METRICS = """`return_metrics` (or `stream_options.include_metrics`) adds `metrics.speculative_decoding`, in a stream
-with the last chunk. The first seven fields are those of vLLM, summed over the outputs of the request."""
+with the last chunk. The first seven fields have vLLM's names, summed over the outputs of the request."""
 
 PROVENANCE = """`return_provenance` adds `specdec`: the source of every token of the choice, and in a stream also the
 round that made the chunk. Tokens of one chunk come from one round."""
 
 STREAMS = """`stream: true` sends server-sent events. The status is sent with the first event, so an error before the
-first token has a status of its own. After `--keep-alive-s` without an event comes a comment, `: keep-alive`, so that
+first token has its HTTP status. After `--keep-alive-s` without an event comes a comment, `: keep-alive`, so that
 proxies keep the connection. Every event is one line of data: the line ends of Unicode in it are escaped. If the client
 closes the connection, the generation is cancelled. The text does not depend
 on how it was divided into events."""

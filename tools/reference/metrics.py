@@ -16,7 +16,7 @@ from specdec.state.kv_tally import KvTally
 from tools.reference.markdown import code, document, item, items, paragraph
 
 _INTRODUCTION = """`--metrics HOST:PORT` serves Prometheus text at `/metrics`. A series has the name that vLLM gives to
-the same measurement where there is one, with the prefix `specdec:`. Counters end in `_total`; a histogram has
+the same measurement if there is one, with the prefix `specdec:`. Counters end in `_total`; a histogram has
 `_bucket`, `_sum` and `_count`. The [monitoring guide](../how-to/monitor.md) says which series are worth a graph."""
 _GATEWAY_TEXT = """The gateway serves its series at `/metrics` of its own address, too. The counters of speculation have
 vLLM's own names, so that tools made for vLLM read them. No series has a `model_name`."""

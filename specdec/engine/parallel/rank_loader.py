@@ -138,8 +138,8 @@ class ShardedModel(ModelPart):
         own_kv_heads = max(layer.shape.num_kv_heads for layer in layers)
         if own_numbers >= all_numbers or own_kv_heads > max(1, kv_heads // self._ranks.num_ranks):
             raise Unsupported(
-                f"{FLAG}: a rank holds {own_numbers} of the {all_numbers} numbers of a model of type "
-                f"{self._whole.config.model_type}, and {own_kv_heads} of its {kv_heads} KV heads: it was not divided",
+                f"{FLAG}: transformers' plan does not divide a model of type {self._whole.config.model_type} (a rank "
+                f"holds {own_numbers} of {all_numbers} parameters and {own_kv_heads} of {kv_heads} KV heads); use 1",
                 field="tensor_parallel",
             )
         _log.info(
