@@ -22,11 +22,12 @@ from specdec.settings.shared import (
     split_commas,
 )
 from specdec.settings.tracing import TracingSettings
+from specdec.settings.transport import DiallingSettings
 
 LookupKinds = Annotated[tuple[Literal["ngram", "suffix"], ...], NoDecode, BeforeValidator(split_commas)]
 
 
-class CoordinatorSettings(AccessSettings, TracingSettings, ServiceSettings):
+class CoordinatorSettings(AccessSettings, TracingSettings, DiallingSettings, ServiceSettings):
     """The coordinator: owns sessions, runs rounds between draft and target replicas, and serves clients."""
 
     model_config = SettingsConfigDict(env_prefix="SPECDEC_COORDINATOR__")
@@ -49,10 +50,6 @@ class CoordinatorSettings(AccessSettings, TracingSettings, ServiceSettings):
     max_connection_age_s: float | None = Field(default=300.0, ge=1.0, le=DAY_S)
     """Seconds after which a client's connection accepts no further calls and the client connects anew, so that calls
     reach coordinators that joined. Streams on the old connection go on until they end. none: no limit."""
-
-    tls_server_name: str = ""
-    """Name that the certificates of replicas must have, if replicas are dialled by an address that their
-    certificates cannot have, such as a pod's. Unset: the host that is dialled."""
 
     draft_endpoint: AddressList = ()
     """HOST:PORT of a draft replica; repeatable. Any static endpoint turns the replica registry off."""
@@ -160,8 +157,6 @@ class CoordinatorSettings(AccessSettings, TracingSettings, ServiceSettings):
                 f"--admin {self.admin} is reached from other machines: give --api-keys or --jwt-jwks, so that only "
                 "operators are answered there"
             )
-        if self.tls_server_name and not self.tls_ca:
-            raise ValueError("--tls-server-name needs --tls-ca beside it")
         return self
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@ from specdec.settings.access import AccessSettings
 from specdec.settings.addresses import is_loopback, name_of_host
 from specdec.settings.shared import DAY_S, Address, ProcessSettings, split_commas
 from specdec.settings.tracing import TracingSettings
+from specdec.settings.transport import DiallingSettings
 
 Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)]
 """Several texts: a repeated flag, or one comma-separated value."""
@@ -34,7 +35,7 @@ def _checked_key(key: str) -> str:
     return key
 
 
-class GatewaySettings(AccessSettings, TracingSettings, ProcessSettings):
+class GatewaySettings(AccessSettings, TracingSettings, DiallingSettings, ProcessSettings):
     """The gateway: answers HTTP requests in OpenAI's and Anthropic's form, as a client of coordinators."""
 
     model_config = SettingsConfigDict(env_prefix="SPECDEC_GATEWAY__")
@@ -45,10 +46,6 @@ class GatewaySettings(AccessSettings, TracingSettings, ProcessSettings):
     coordinator: Texts = ()
     """HOST:PORT or gRPC target of a coordinator; repeatable. Unset: the coordinators that the registry in --redis-url
     lists."""
-
-    tls_server_name: str = ""
-    """Name that the certificates of coordinators must have, if coordinators are dialled by an address that their
-    certificates cannot have, such as a pod's. Unset: the host that is dialled."""
 
     api_key: Annotated[str, AfterValidator(_checked_key)] = ""
     """One API key, for requests of the coordinator's own tenant: 1 to 4096 printable ASCII characters without spaces.
@@ -111,12 +108,6 @@ class GatewaySettings(AccessSettings, TracingSettings, ProcessSettings):
     def _check_upstream(self) -> Self:
         if not self.coordinator and self.redis_url.startswith("memory:"):
             raise ValueError("--redis-url memory:// needs --coordinator: it has no registry of coordinators")
-        return self
-
-    @model_validator(mode="after")
-    def _check_server_name(self) -> Self:
-        if self.tls_server_name and not self.tls_ca:
-            raise ValueError("--tls-server-name needs --tls-ca beside it")
         return self
 
     @model_validator(mode="after")

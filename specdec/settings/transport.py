@@ -69,3 +69,17 @@ class TransportSettings(BaseModel):
                 "to serve there in plaintext"
             )
         return self
+
+
+class DiallingSettings(TransportSettings):
+    """Flags of a service that connects to others."""
+
+    tls_server_name: str = ""
+    """Name that the certificates of dialled services must have, if they are dialled by an address that their
+    certificates cannot have, such as a pod's. Unset: the host that is dialled."""
+
+    @model_validator(mode="after")
+    def _check_server_name(self) -> Self:
+        if self.tls_server_name and not self.tls_ca:
+            raise ValueError("--tls-server-name needs --tls-ca beside it")
+        return self

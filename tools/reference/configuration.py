@@ -7,14 +7,18 @@ import typing
 from typing import Any, Literal, Union
 
 from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from specdec.settings.access import AccessSettings
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.draft import DraftSettings
+from specdec.settings.engine_servers import EngineServerSettings
 from specdec.settings.gateway import GatewaySettings
-from specdec.settings.shared import ProcessSettings, ReplicaSettings, ServiceSettings
+from specdec.settings.shared import ProcessSettings, ServiceSettings
 from specdec.settings.target import TargetSettings
 from specdec.settings.tracing import TracingSettings
+from specdec.settings.transport import DiallingSettings, TransportSettings
 from tools.reference.markdown import code, document, item, items, paragraph
 
 _SERVICES: dict[str, type[ProcessSettings]] = {
@@ -46,9 +50,10 @@ def page() -> str:
         )]  # fmt: skip
         blocks.append(items([_setting(name, field) for name, field in _own_fields(settings).items()]))
     blocks += ["## Settings of draft and target", paragraph("Both replica services have these settings.")]
-    blocks.append(items(_settings(ReplicaSettings, ServiceSettings)))
-    blocks += ["## Settings of traces", paragraph("Coordinator and gateway have these.")]
-    blocks.append(items([_setting(name, field) for name, field in TracingSettings.model_fields.items()]))
+    blocks.append(items(_settings(EngineServerSettings, ServiceSettings)))
+    blocks += ["## Settings of coordinator and gateway", paragraph("Both services of clients have these.")]
+    shared = (AccessSettings, DiallingSettings, TracingSettings)
+    blocks.append(items([text for each in shared for text in _settings(each, TransportSettings)]))
     blocks += ["## Settings of gRPC services", paragraph("Coordinator, draft and target service have these.")]
     blocks.append(items(_settings(ServiceSettings, ProcessSettings)))
     blocks += ["## Settings of every service", paragraph("All services, the gateway included, have these.")]
@@ -61,7 +66,7 @@ def _own_fields(settings: type[ProcessSettings]) -> dict[str, FieldInfo]:
     return {name: field for name, field in settings.model_fields.items() if name in own}
 
 
-def _settings(settings: type[ProcessSettings], base: type[ProcessSettings]) -> list[str]:
+def _settings(settings: type[BaseModel], base: type[BaseModel]) -> list[str]:
     return [_setting(name, field) for name, field in settings.model_fields.items() if name not in base.model_fields]
 
 

@@ -7,7 +7,9 @@ import re
 
 import pytest
 
-from tools.reference import errors, figures, http_api, http_examples, http_text
+from specdec.cli.service_settings import SETTINGS_TYPES
+from specdec.settings.reading import flag_of
+from tools.reference import configuration, errors, figures, http_api, http_examples, http_text
 from tools.reference.__main__ import COMMAND, PAGES, PAGES_WITH_FIGURES, committed, expected
 from tools.reference.error_advice import ADVICE
 from tools.reference.proto_comments import read_comments
@@ -54,6 +56,12 @@ def test_the_table_of_other_engines_shows_every_ratio_of_the_kept_runs() -> None
 
 def test_the_picture_shows_the_kept_rates() -> None:
     assert f">{figures.rate('specdec'):.0f}</text>" in chart()
+
+
+@pytest.mark.parametrize("service", SETTINGS_TYPES)
+def test_every_setting_of_a_service_is_on_the_configuration_page(service: str) -> None:
+    described = re.findall(r"^- `(--[a-z-]+)` \(", configuration.page(), flags=re.MULTILINE)
+    assert {flag_of(name) for name in SETTINGS_TYPES[service].model_fields} <= set(described)
 
 
 def test_every_reason_has_advice_and_no_advice_is_left_over() -> None:
