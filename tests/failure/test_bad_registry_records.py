@@ -20,8 +20,9 @@ from specdec.state.key_names import replica_keys
 from specdec.state.redis_store import open_registry
 from specdec.state.replica_records import CLOCK_TOLERANCE_S, encode_record
 from specdec.state.store import ReplicaRecord, ReplicaRegistry
-from tests.support.coordinator_rig import TARGET, Rig, Service, start_service
+from tests.support.coordinator_rig import TARGET, Rig
 from tests.support.redis_fixture import redis_server, redis_url
+from tests.support.table_services import Service, start_service
 
 __all__ = ["redis_server", "redis_url"]
 

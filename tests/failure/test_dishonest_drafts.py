@@ -16,7 +16,8 @@ from specdec.contract.types import Proposal, ProposeRequest, Support, Verificati
 from specdec.core.random import DrawKey
 from specdec.core.sparse import draw_from_support
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import Coordinator, Rig, request, start_service
+from tests.support.coordinator_rig import Coordinator, Rig, request
+from tests.support.table_services import start_service
 
 Lie = Callable[[Proposal, Any], Proposal]
 MODES = [pb.SPECULATION_MODE_REJECTION, pb.SPECULATION_MODE_BLOCK]

@@ -28,12 +28,12 @@ from tests.support.coordinator_rig import (
     read_rest,
     read_until,
     request,
-    start_service,
     started_coordinator,
 )
 from tests.support.held_steps import held_steps_are_no_hangs
 from tests.support.round_rig import NotedEngine
 from tests.support.store_sessions import forget_session
+from tests.support.table_services import start_service
 
 __all__ = ["held_steps_are_no_hangs"]
 

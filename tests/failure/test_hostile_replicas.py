@@ -19,7 +19,8 @@ from specdec.contract.errors import InvalidRequest, Unavailable
 from specdec.contract.types import EngineInfo, Proposal, Score, ScoreRequest, Verification, VerifyRequest
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import VOCABULARY, Coordinator, Rig, request, start_service
+from tests.support.coordinator_rig import Coordinator, Rig, request
+from tests.support.table_services import VOCABULARY, start_service
 
 LEFT = (5, 6, 7, 8)
 #: Of an output; the draft is right about some of them.

@@ -29,7 +29,8 @@ from specdec.rpc.service_server import COORDINATOR_SERVICE, ServiceServer
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from tests.support.coordinator_rig import Rig, start_service
+from tests.support.coordinator_rig import Rig
+from tests.support.table_services import start_service
 from tests.unit.coordinator.test_prompt import NOTHING, ask, chat
 from tests.unit.coordinator.test_tokenizer import save
 

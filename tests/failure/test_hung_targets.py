@@ -24,18 +24,17 @@ from tests.support.coordinator_rig import (
     TARGET,
     Output,
     Rig,
-    Service,
     eventually,
     read_rest,
     read_until,
     request,
-    start_service,
     started_coordinator,
 )
 from tests.support.freezing import frozen_thread
 from tests.support.process_rig import NUM_TOKENS, ask, models, read_some, reference, run, stub_of
 from tests.support.process_rig import read_rest as read_rest_of
 from tests.support.stack import Stack, is_serving
+from tests.support.table_services import Service, start_service
 
 __all__ = ["models", "reference"]
 

@@ -22,8 +22,9 @@ from tests.support.backend_rig import (
     table_model,
     write_checkpoint,
 )
-from tests.support.coordinator_rig import EOS, PROMPT, VOCABULARY, Rig, request
+from tests.support.coordinator_rig import PROMPT, Rig, request
 from tests.support.engine_server import EngineOptions, EngineServer
+from tests.support.table_services import EOS, VOCABULARY
 
 BACKENDS = ("server", "vllm")
 MODES = (pb.SPECULATION_MODE_REJECTION, pb.SPECULATION_MODE_BLOCK, pb.SPECULATION_MODE_COUPLED)

@@ -21,8 +21,8 @@ from specdec.client import AsyncClient
 from specdec.contract.errors import InvalidRequest
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import Coordinator, Rig
-from tests.support.coordinator_rig import write_tokenizer as write_words
 from tests.support.gateway_rig import RunningGateway, running_gateway
+from tests.support.table_services import write_tokenizer as write_words
 
 _EACH = "{% for m in messages %}[{{ m.role }}]"
 _END = "{% endfor %}[assistant]"

@@ -15,9 +15,10 @@ from specdec.rpc.client import open_link
 from specdec.state.live_coordinators import coordinator_info, live_coordinators
 from specdec.state.redis_store import open_registry
 from specdec.state.store import ReplicaRecord, ReplicaRegistry
-from tests.support.coordinator_rig import Rig, write_tokenizer
+from tests.support.coordinator_rig import Rig
 from tests.support.redis_fixture import RedisServer
 from tests.support.stack import free_port
+from tests.support.table_services import write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 

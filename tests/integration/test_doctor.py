@@ -26,8 +26,9 @@ from specdec.rpc.service_server import TARGET_SERVICE, ServiceServer
 from specdec.state.redis_store import open_registry
 from specdec.state.store import ReplicaRecord
 from tests.support.certificates import Authority
-from tests.support.coordinator_rig import Rig, Service, start_service
+from tests.support.coordinator_rig import Rig
 from tests.support.redis_fixture import RedisServer
+from tests.support.table_services import Service, start_service
 
 NOWHERE = "127.0.0.1:1"
 TTL_S = 600.0

@@ -16,7 +16,7 @@ from specdec.contract.errors import InvalidSetting, Unavailable, Unsupported
 from specdec.contract.tenant import session_on_replica
 from specdec.integrations.draft_pool import DraftPool
 from specdec.integrations.vllm import DraftPoolProposer
-from tests.support.coordinator_rig import Service, start_service
+from tests.support.table_services import Service, start_service
 
 GAMMA = 4
 

@@ -13,8 +13,9 @@ import pytest
 import pytest_asyncio
 
 from gateway.bodies import MAX_DEPTH
-from tests.support.coordinator_rig import Rig, write_tokenizer
+from tests.support.coordinator_rig import Rig
 from tests.support.gateway_rig import RunningGateway, running_gateway
+from tests.support.table_services import write_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share services
 

@@ -16,11 +16,12 @@ from specdec.contract.errors import Unavailable, Unsupported
 from specdec.state.key_names import response_key
 from specdec.state.redis_store import DEFAULT_SESSION_TTL_S
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import Rig, eventually, text_of, write_chat_tokenizer
+from tests.support.coordinator_rig import Rig, eventually
 from tests.support.gateway_rig import RunningGateway, running_gateway
 from tests.support.key_files import lines_of, write_private
 from tests.support.redis_fixture import RedisServer, redis_server, redis_url
 from tests.support.scripted_coordinator import ScriptedCoordinator, finished, serve, started, tokens
+from tests.support.table_services import text_of, write_chat_tokenizer
 
 __all__ = ["redis_server", "redis_url"]
 

@@ -12,8 +12,9 @@ import pytest
 import pytest_asyncio
 
 from gateway.auth import ApiKeys
-from tests.support.coordinator_rig import Coordinator, Rig, write_chat_tokenizer
+from tests.support.coordinator_rig import Coordinator, Rig
 from tests.support.gateway_rig import RunningGateway, eventually, running_gateway
+from tests.support.table_services import write_chat_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share services
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.support.coordinator_rig import Rig, write_chat_tokenizer
+from tests.support.coordinator_rig import Rig
 from tests.support.gateway_rig import RunningGateway, running_gateway
+from tests.support.table_services import write_chat_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share services
 

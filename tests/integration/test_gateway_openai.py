@@ -25,10 +25,11 @@ from specdec.contract.errors import (
     Unsupported,
 )
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import Rig, write_chat_tokenizer
+from tests.support.coordinator_rig import Rig
 from tests.support.gateway_rig import NOWHERE, RunningGateway, eventually, running_gateway
 from tests.support.key_files import key_line, write_private
 from tests.support.scripted_coordinator import Event, ScriptedCoordinator, finished, serve, started, tokens
+from tests.support.table_services import write_chat_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share a gateway
 

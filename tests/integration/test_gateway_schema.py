@@ -19,8 +19,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.support.coordinator_rig import Rig, write_chat_tokenizer
+from tests.support.coordinator_rig import Rig
 from tests.support.gateway_rig import eventually, running_gateway
+from tests.support.table_services import write_chat_tokenizer
 
 CHECKS = [
     not_a_server_error,

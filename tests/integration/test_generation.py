@@ -11,7 +11,6 @@ from specdec.contract.tenant import DEFAULT_TENANT, SessionKey
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import (
-    EOS,
     PROMPT,
     Output,
     Rig,
@@ -20,9 +19,9 @@ from tests.support.coordinator_rig import (
     read_until,
     request,
     started_coordinator,
-    text_of,
 )
 from tests.support.held_steps import held_steps_are_no_hangs
+from tests.support.table_services import EOS, text_of
 
 __all__ = ["held_steps_are_no_hangs"]
 

@@ -22,7 +22,8 @@ from target_service.backends.engine import BackendTarget
 from target_service.backends.llama_context import BatchPart, LlamaOptions
 from target_service.backends.llama_cpp import LlamaBackend, open_llama
 from tests.support.backend_rig import CONTEXT_TOKENS, serve_backend, table_model
-from tests.support.coordinator_rig import EOS, VOCABULARY, Coordinator, Rig, request, start_service
+from tests.support.coordinator_rig import Coordinator, Rig, request
+from tests.support.table_services import EOS, VOCABULARY, start_service
 from tests.support.table_worker import TableWorker
 
 

@@ -12,8 +12,9 @@ import pytest
 from coordinator.replicas.replica import DRAFT, TARGET
 from specdec.contract.errors import KvMiss
 from specdec.contract.types import BLOCK_TOKENS
-from tests.support.coordinator_rig import Coordinator, Output, Rig, Service, request, start_service
+from tests.support.coordinator_rig import Coordinator, Output, Rig, request
 from tests.support.redis_fixture import redis_server, redis_url
+from tests.support.table_services import Service, start_service
 
 __all__ = ["redis_server", "redis_url"]
 

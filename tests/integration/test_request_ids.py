@@ -15,9 +15,10 @@ from specdec.client import AsyncClient
 from specdec.contract.errors import InvalidRequest
 from specdec.observability.logging import configure_logging
 from specdec.observability.tracing import Tracing
-from tests.support.coordinator_rig import Rig, write_chat_tokenizer
+from tests.support.coordinator_rig import Rig
 from tests.support.gateway_rig import RunningGateway, running_gateway
 from tests.support.log_stream import lines, stream
+from tests.support.table_services import write_chat_tokenizer
 from tests.support.trace_collector import TraceCollector
 
 __all__ = ["stream"]

@@ -14,7 +14,8 @@ from specdec.contract.errors import ResourceExhausted
 from specdec.contract.types import SCORED_GAMMA
 from specdec.engine.base import StepPlan
 from tests.integration.test_routes import LEFT, add_drafts, ask, routes_of
-from tests.support.coordinator_rig import Rig, start_service
+from tests.support.coordinator_rig import Rig
+from tests.support.table_services import start_service
 from tests.support.table_worker import TableWorker
 
 #: Time of a slow draft's step; a step of the table model takes about 1 ms.

@@ -11,7 +11,8 @@ import pytest
 from specdec.client import AsyncClient, Client
 from specdec.contract.errors import InvalidRequest, NotFound, SpecdecError
 from specdec.contract.types import TokenSource
-from tests.support.coordinator_rig import MESSAGE_LIMIT_BYTES, PROMPT, Rig, started_coordinator, text_of
+from tests.support.coordinator_rig import MESSAGE_LIMIT_BYTES, PROMPT, Rig, started_coordinator
+from tests.support.table_services import text_of
 
 GREEDY = {"prompt_token_ids": PROMPT, "temperature": 0.0, "ignore_eos": True, "gamma": 3}
 

@@ -19,8 +19,9 @@ from specdec.rpc.service_server import DRAFT_SERVICE, ServiceServer
 from specdec.settings.draft import DraftSettings
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.backend_rig import table_model, write_checkpoint
-from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, Service, request, start_service
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, request
 from tests.support.engine_server import EngineOptions, EngineServer
+from tests.support.table_services import Service, start_service
 
 MODES = (pb.SPECULATION_MODE_REJECTION, pb.SPECULATION_MODE_BLOCK, pb.SPECULATION_MODE_COUPLED)
 

@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.client import AsyncClient
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import VOCABULARY, Coordinator, Rig
+from tests.support.coordinator_rig import Coordinator, Rig
+from tests.support.table_services import VOCABULARY
 
 WORDS = ["<unk>", "</s>", "▁", "a", "b", "c", "d", "▁a", "ab", "▁ab", "▁c", "cd", "▁cd", "[/INST]"]
 MERGES = [("▁", "a"), ("a", "b"), ("▁a", "b"), ("c", "d"), ("▁c", "d"), ("▁", "c"), ("▁", "cd")]

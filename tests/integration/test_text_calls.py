@@ -20,8 +20,9 @@ from specdec.client import AsyncClient, ChatMessage, Client, TokenDetail
 from specdec.contract.errors import InvalidRequest
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import EOS, VOCABULARY, Coordinator, Rig
+from tests.support.coordinator_rig import Coordinator, Rig
 from tests.support.gateway_rig import running_gateway
+from tests.support.table_services import EOS, VOCABULARY
 
 #: The text "é€" takes five tokens, each a part of a character.
 PIECES = [b"<pad>", b"</s>", *(bytes([byte]) for byte in "abcdef !é€".encode())]

@@ -19,8 +19,9 @@ from specdec.settings.target import TargetSettings
 from target_service.backends.engine import BackendTarget
 from target_service.backends.opening import open_backend_target
 from target_service.servicer import TargetServicer
-from tests.support.coordinator_rig import EOS, VOCABULARY, Coordinator, Rig, Service, start_service, write_tokenizer
+from tests.support.coordinator_rig import Coordinator, Rig
 from tests.support.engine_server import EngineOptions, EngineServer
+from tests.support.table_services import EOS, VOCABULARY, Service, start_service, write_tokenizer
 from tests.support.table_worker import TableWorker
 
 CONTEXT_TOKENS = 512

@@ -19,10 +19,6 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import grpc
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
 
 from coordinator.admission.admission import AdmissionSettings
 from coordinator.audit.audit_queue import AuditQueue
@@ -40,111 +36,22 @@ from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.routing.promotion import Canary
 from coordinator.routing.score_queue import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
-from draft_service.fan_out_policy import Predraft
-from draft_service.proposer import DraftOptions, Proposer
-from draft_service.servicer import DraftServicer
 from specdec.access.grants import UNLIMITED, Limits
 from specdec.checkpoints.generation_config import recommended_sampling
 from specdec.contract.tenant import DEFAULT_TENANT
 from specdec.contract.types import Mode
-from specdec.engine.loop.replica_engine import ReplicaOptions
 from specdec.observability.audit import AuditMetrics
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
-from specdec.observability.engine_metrics import EngineMetrics
 from specdec.observability.tracing import Tracing
 from specdec.rpc.client import open_link
-from specdec.rpc.service_server import COORDINATOR_SERVICE, DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
+from specdec.rpc.service_server import COORDINATOR_SERVICE, ServiceServer
 from specdec.state.redis_store import RedisSessionStore, open_store
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1 import coordinator_pb2_grpc
-from target_service.servicer import TargetServicer
-from target_service.verifier import Verifier
-from tests.support.table_worker import TableWorker
+from tests.support.table_services import EOS, Service, start_service, write_tokenizer
 
-VOCABULARY = 24
-EOS = 1
 PROMPT = (5, 6, 7, 8)
 MESSAGE_LIMIT_BYTES = 1 << 20
-CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
-
-
-def write_tokenizer(directory: Path, chat_template: str | None = None) -> None:
-    """Words w0, w2..w23 for the ids of the table model, and `</s>` as its EOS."""
-    words = {"</s>": EOS} | {f"w{token_id}": token_id for token_id in range(VOCABULARY) if token_id != EOS}
-    backend = Tokenizer(WordLevel(words, unk_token="w0"))
-    backend.pre_tokenizer = WhitespaceSplit()
-    backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-    tokenizer.chat_template = chat_template
-    tokenizer.save_pretrained(directory)
-
-
-#: Writes a tokenizer whose chats have the text of their messages.
-write_chat_tokenizer = partial(write_tokenizer, chat_template=CHAT_TEMPLATE)
-
-
-def text_of(token_ids: Sequence[int]) -> str:
-    return "".join(f"w{token_id}" for token_id in token_ids if token_id != EOS)
-
-
-@dataclass
-class Service:
-    """One draft or target service and what is behind it."""
-
-    role: str
-    engine: Any
-    worker: TableWorker
-    server: ServiceServer
-    servicer: Any
-    metrics: EngineMetrics
-
-    @property
-    def address(self) -> str:
-        return self.server.address
-
-    async def kill(self) -> None:
-        """Ends it without grace: calls in flight break."""
-        await self.server.stop(None)
-        await self.engine.close()
-
-
-async def start_service(
-    role: str,
-    *,
-    salt: int,
-    listen: str = "127.0.0.1:0",
-    pool: str = "default",
-    vocabulary: str = "table",
-    context: int = 512,
-    max_gamma: int = 8,
-    between: Callable[[Any], Any] = lambda engine: engine,
-    predraft: Predraft = Predraft.OFF,
-    local_drafts: Mapping[str, int] = MappingProxyType({}),
-    local_gammas: tuple[int, ...] = (),
-    shadow: bool = False,
-    check_caller: Callable[[str, Any], None] | None = None,
-    num_blocks: int = 256,
-    eos_token_ids: tuple[int, ...] = (EOS,),
-) -> Service:
-    """`between` may put something of its own between the engine and its servicer."""
-    worker = TableWorker(vocabulary_size=VOCABULARY, num_blocks=num_blocks, context=context, salt=salt,
-                         vocabulary=vocabulary, local_drafts=local_drafts, local_gammas=local_gammas,
-                         eos_token_ids=eos_token_ids)  # fmt: skip
-    options = ReplicaOptions(replica_id=f"{role}-{salt}", model="table", pool=pool, max_gamma=max_gamma, shadow=shadow)
-    metrics = EngineMetrics("table", role=role, pool=pool)
-    engine = (
-        Proposer(worker, options, DraftOptions(predraft=predraft), observer=metrics)
-        if role == DRAFT
-        else Verifier(worker, options, observer=metrics)
-    )
-    metrics.watch_engine(engine.stats, engine.info)
-    servicer = (DraftServicer if role == DRAFT else TargetServicer)(between(engine), metrics)
-    name = DRAFT_SERVICE if role == DRAFT else TARGET_SERVICE
-    server = ServiceServer(listen, service_names=(name,), check_caller=check_caller)
-    servicer.add_to(server.grpc_server)
-    await server.start()
-    await server.set_serving()
-    return Service(role, engine, worker, server, servicer, metrics)
 
 
 @dataclass

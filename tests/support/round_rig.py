@@ -26,7 +26,8 @@ from coordinator.round.setting import RoundSetting
 from coordinator.round.target_calls import TargetCalls
 from specdec.contract.types import Mode, Proposal, ProposeRequest, SamplingFilters, Verification, VerifyRequest
 from specdec.rpc.client import open_link
-from tests.support.coordinator_rig import PROMPT, VOCABULARY, Service, start_service
+from tests.support.coordinator_rig import PROMPT
+from tests.support.table_services import VOCABULARY, Service, start_service
 
 SEED = 5
 

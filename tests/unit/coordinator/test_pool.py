@@ -13,8 +13,8 @@ from coordinator.replicas.replica import DRAFT, TARGET
 from specdec.contract.errors import NotFound, Unavailable
 from specdec.contract.types import EngineInfo
 from specdec.rpc.client import TargetLink, open_link
-from tests.support.coordinator_rig import start_service
 from tests.support.round_rig import RoundRig
+from tests.support.table_services import start_service
 
 
 async def test_a_replica_is_out_of_use_from_a_failed_call_until_it_answers_again() -> None:

@@ -12,7 +12,7 @@ from coordinator.text.prompt import Prompt, encode_prompt, resolve_sampling
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import Mode, SamplingParams
-from tests.support.coordinator_rig import write_tokenizer
+from tests.support.table_services import write_tokenizer
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}w2"
 NOTHING = np.empty(0, np.uint32)

@@ -23,8 +23,9 @@ from coordinator.round.setting import RoundSetting
 from coordinator.routing.expected_rounds import expected_rounds, rounds_of
 from coordinator.routing.score_queue import MAX_WAITING, ScoreQueue, TokenSpan
 from specdec.contract.types import MAX_SCORED_TOKENS, Mode, SamplingFilters, Score, ScoreRequest, Verification
-from tests.support.coordinator_rig import VOCABULARY, Coordinator, Rig, start_service
+from tests.support.coordinator_rig import Coordinator, Rig
 from tests.support.round_driver import make_round
+from tests.support.table_services import VOCABULARY, start_service
 
 CLASS = "c"
 PROMPT, SPAN = 40, MAX_SCORED_TOKENS
