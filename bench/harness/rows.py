@@ -42,7 +42,7 @@ class Origin:
     date: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One figure.
 
@@ -50,7 +50,7 @@ class Row:
     """
 
     suite: str
-    row: int | None
+    row: int | None = None
     """Number of the agreed row it answers; None for figures that only inform."""
     case: str
     system: str

@@ -20,3 +20,10 @@ def scrape(address: str) -> list[Sample]:
     """Return the samples of the metrics at HOST:PORT."""
     families: list[Metric] = list(text_string_to_metric_families(page_of(address)))
     return [sample for family in families for sample in family.samples]
+
+
+def total(address: str, name: str, **labels: str) -> float:
+    """Return the sum of the series of a metric at HOST:PORT that have these labels."""
+    return sum(
+        sample.value for sample in scrape(address) if sample.name == name and labels.items() <= sample.labels.items()
+    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, Self
 
 from specdec.client import Budgets, Client
@@ -56,9 +55,7 @@ class SteadyLoad:
             thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Lets every stream finish the output it is at."""
         self._stop.set()
         for thread in self._threads:

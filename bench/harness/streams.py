@@ -7,15 +7,13 @@ all at once or as arrivals.
 import argparse
 import asyncio
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from bench.harness.line_child import LineChild
 from specdec.client import AsyncClient, Tls
 
 
@@ -71,8 +69,8 @@ def tokens_per_s(runs: Sequence[StreamRun]) -> float:
     return sum(run.num_tokens for run in runs) / max(run.chunk_s[-1] for run in runs)
 
 
-class StreamProcess:
-    """A client in a child process. Use it by `with`; it is connected once entered."""
+class StreamProcess(LineChild):
+    """A client in a child process."""
 
     def __init__(self, endpoint: str, *, api_key: str = "", tls_ca: str = "") -> None:
         """
@@ -81,38 +79,12 @@ class StreamProcess:
             api_key: key that the client sends; "": none.
             tls_ca: PEM file of the authority of the coordinator's certificate; "": plaintext.
         """
-        self._flags = ["--endpoint", endpoint, "--api-key", api_key, "--tls-ca", tls_ca]
-
-    def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.harness.streams", *self._flags],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).resolve().parents[2],
-        )
-        self._read()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # The child ends at the end of its input.
-        self._process.communicate()
+        flags = ("--endpoint", endpoint, "--api-key", api_key, "--tls-ca", tls_ca)
+        super().__init__("bench.harness.streams", *flags)
 
     def run(self, requests: Sequence[StreamRequest]) -> list[StreamRun]:
-        """Runs a batch to its end, in the order of `requests`; sessions are deleted afterwards."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([asdict(request) for request in requests]) + "\n")
-        self._process.stdin.flush()
-        return [StreamRun(**run) for run in self._read()]
-
-    def _read(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the client process ended with exit code {self._process.wait()}")
-        return json.loads(line)
+        """Run a batch to its end, in the order of `requests`; sessions are deleted afterwards."""
+        return [StreamRun(**run) for run in self.ask([asdict(request) for request in requests])]
 
 
 async def _run_stream(client: AsyncClient, request: StreamRequest, batch_began_s: float) -> tuple[StreamRun, str]:

@@ -8,7 +8,6 @@ import argparse
 import json
 import sys
 from concurrent import futures
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -32,9 +31,7 @@ class TraceReceiver:
         self._server.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.stop(None).wait()
 
     def _receive(self, request: bytes, _context: Any) -> bytes:

@@ -20,6 +20,11 @@ def prompt_texts() -> list[str]:
     return [path.read_text("utf-8") for path in sorted(_DIRECTORY.glob("*.txt"))]
 
 
+def chat_prompts() -> list[str]:
+    """The 20 questions that chat models are asked."""
+    return (_DIRECTORY / "chat/questions.txt").read_text("utf-8").splitlines()
+
+
 def prompt_token_ids(model_dir: Path, length: int | None = None) -> list[list[int]]:
     """The prompts as token ids, BOS included.
 
@@ -43,11 +48,7 @@ class OwnPrompts:
 
     def batch(self, size: int) -> list[list[int]]:
         """Return the next prompts."""
-        return [self.next() for _ in range(size)]
-
-    def next(self) -> list[int]:
-        """Return the next prompt."""
-        prompt = list(self._prompts[self._num_given % len(self._prompts)])
-        self._num_given += 1
-        prompt[1] = 300 + self._num_given % 1_500
-        return prompt
+        given = range(self._num_given, self._num_given + size)
+        self._num_given += size
+        prompts = (self._prompts[number % len(self._prompts)] for number in given)
+        return [[first, 301 + number % 1_500, *rest] for number, (first, _, *rest) in zip(given, prompts, strict=True)]

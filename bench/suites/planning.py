@@ -18,7 +18,7 @@ import numpy as np
 
 from bench.harness.report import progress
 from bench.harness.rows import Origin, Row
-from bench.harness.scrape import scrape
+from bench.harness.scrape import total
 from bench.harness.streams import StreamProcess, StreamRequest, StreamRun
 from bench.systems.simulated import ProcessSystem, ReplicaCommand, write_tokenizer
 from specdec.cli.planning.steady_state import CallTimes, Requests, SteadyState, steady_state
@@ -32,7 +32,6 @@ SECONDS, QUICK_SECONDS = 60.0, 10.0
 NUM_LONE, NUM_QUICK_LONE = 16, 3
 MOST_ERROR, MOST_BUSY_ERROR = 0.1, 0.1
 _WARM_STREAMS = 4
-_BUSY = "specdec:busy_seconds_total"
 
 
 @dataclass(frozen=True)
@@ -71,13 +70,9 @@ class _Steps:
         return self.forward.fixed_s + self.forward.per_token_s * num_sequences * num_rows
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: the suite has no flags of its own."""
-
-
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure and return the rows; print nothing but progress."""
-    row = partial(Row, suite=SUITE, row=None, origin=Origin(), quick=arguments.quick, simulated=True)
+    row = partial(Row, suite=SUITE, origin=Origin(), quick=arguments.quick, simulated=True)
     num_loads = sum(len(each.rates_per_s) for each in PAIRS)
     with (
         tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder,
@@ -93,12 +88,7 @@ def _measure_pair(
     loads: PairLoads, tokenizer: Path, row: Callable[..., Row], advance: Callable[[], None], *, quick: bool
 ) -> list[Row]:
     metrics = {role: f"127.0.0.1:{port}" for role, port in zip(("target", "draft"), free_ports(2), strict=True)}
-    replicas = [
-        ReplicaCommand(
-            role, f"{role}_service", ("--model", loads.model, "--redis-url", "memory://", "--metrics", address)
-        )
-        for role, address in metrics.items()
-    ]
+    replicas = [ReplicaCommand.serving(role, loads.model, "--metrics", address) for role, address in metrics.items()]
     rows = []
     with ProcessSystem(tokenizer, replicas) as system, StreamProcess(system.endpoint) as clients:
         clients.run([_request(number, loads.gamma) for number in range(_WARM_STREAMS)])
@@ -160,10 +150,7 @@ def _planned(loads: PairLoads, calls: CallTimes, rate_per_s: float, runs: Sequen
 
 
 def _busy_s(metrics: dict[str, str]) -> dict[str, float]:
-    return {
-        role: sum(sample.value for sample in scrape(address) if sample.name == _BUSY)
-        for role, address in metrics.items()
-    }
+    return {role: total(address, "specdec:busy_seconds_total") for role, address in metrics.items()}
 
 
 def _rows(

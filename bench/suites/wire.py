@@ -23,10 +23,6 @@ NUM_STREAMS, NUM_QUICK_STREAMS = 8, 1
 NUM_TOKENS = 300
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add no options to those of every suite."""
-
-
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure and return the rows; prints nothing but progress.
 
@@ -67,12 +63,12 @@ def _rows(runs: list[StreamRun], alpha: float, quick: bool) -> list[Row]:
         raise RuntimeError(f"alpha is {measured_alpha:.3f} where {alpha} ± {TOLERANCE} was configured")
     case = f"V = 151,936, gamma {GAMMA}, T = 1, 64 entries, alpha {alpha}"
     row = partial(Row, suite=SUITE, case=case, system="both links", origin=Origin(), quick=quick)
-    per_round = row(row=None, metric="bytes_per_round", value=num_bytes / num_rounds, unit="bytes")
-    per_token = row(
-        row=None, metric="bytes_per_token", value=num_bytes / sum(run.num_tokens for run in runs), unit="bytes"
+    per_token = num_bytes / sum(run.num_tokens for run in runs)
+    round_limit, token_limit = (
+        ({"row": 11, "at_most": 2_900}, {}) if alpha == 0.80 else ({}, {"row": 15, "at_most": 1_024})
     )
-    if alpha == 0.80:
-        per_round = row(row=11, metric="bytes_per_round", value=per_round.value, unit="bytes", at_most=2_900)
-    else:
-        per_token = row(row=15, metric="bytes_per_token", value=per_token.value, unit="bytes", at_most=1_024)
-    return [per_round, per_token, row(row=None, metric="alpha", value=measured_alpha, unit="accepted/tested")]
+    return [
+        row(metric="bytes_per_round", value=num_bytes / num_rounds, unit="bytes", **round_limit),
+        row(metric="bytes_per_token", value=per_token, unit="bytes", **token_limit),
+        row(metric="alpha", value=measured_alpha, unit="accepted/tested"),
+    ]

@@ -7,14 +7,12 @@ message round trips of `bare_messages`, are the ideal time that the services are
 
 import argparse
 import json
-import sys
-import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
-import numpy as np
-
-from bench.harness.line_child import LineChild
+from bench.harness.line_child import LineChild, answer_lines
+from bench.harness.pairs import median_s
 
 _NUM_STEPS = 30
 
@@ -46,12 +44,7 @@ class _BareModel:
     def step_s(self, context_tokens: int, num_tokens: int) -> float:
         """Median time of a step of `num_tokens` rows after the context."""
         self._execute(0, context_tokens)
-        seconds = []
-        for _ in range(_NUM_STEPS):
-            began = time.perf_counter()
-            self._execute(context_tokens, num_tokens)
-            seconds.append(time.perf_counter() - began)
-        return float(np.median(seconds))
+        return median_s(partial(self._execute, context_tokens, num_tokens), _NUM_STEPS)
 
     def _execute(self, start: int, num_tokens: int) -> list[int]:
         import torch
@@ -65,20 +58,14 @@ class _BareModel:
             return self._worker.execute(plan).argmax(dim=-1).tolist()
 
 
-def _answer(arguments: argparse.Namespace) -> None:
-    models = {name: _BareModel(*model, arguments.threads) for name, model in json.loads(arguments.models).items()}
-    print(json.dumps(list(models)), flush=True)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        print(models[asked.pop("name")].step_s(**asked), flush=True)
-
-
 def main() -> None:
     """Answer one request a line until the input ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", required=True, help="JSON: name to [checkpoint, dtype]")
     parser.add_argument("--threads", type=int, required=True)
-    _answer(parser.parse_args())
+    given = parser.parse_args()
+    models = {name: _BareModel(*model, given.threads) for name, model in json.loads(given.models).items()}
+    answer_lines(list(models), lambda asked: models[asked.pop("name")].step_s(**asked))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Writes a Llama checkpoint with a byte-level tokenizer as a GGUF file, the way llama.cpp's converter does.
+"""Write a Llama checkpoint as a GGUF file, the way llama.cpp's converter does, and a GGUF file in another type.
 
 Query and key rows are stored in the order of llama.cpp's rotary embedding, which every reader of the file undoes. It is
-not a general converter: it takes the demo pair's kind of checkpoint only. Called by the suite `peers` and by the tests
-of GGUF files.
+not a general converter: it accepts only checkpoints with a byte-level tokenizer, as the demo pair has. The `gguf`
+package, which is llama.cpp's, does the rounding. Called by the suites `peers` and `real` and by the tests of GGUF
+files.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType
-from gguf.quants import quantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, TokenType
+from gguf.quants import dequantize, quantize
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 _BLOCK = 32
@@ -36,7 +37,7 @@ def write_gguf(
     extra_tensors: Mapping[str, np.ndarray] | None = None,
     left_out: str = "",
 ) -> Path:
-    """Writes the file and returns its path.
+    """Write the file and return its path.
 
     Args:
         checkpoint: a Llama checkpoint directory with a byte-level BPE.
@@ -114,3 +115,35 @@ def add_tokenizer(writer: GGUFWriter, checkpoint: Path) -> None:
     writer.add_add_bos_token(True)
     if (template := checkpoint / "chat_template.jinja").is_file():
         writer.add_chat_template(template.read_text())
+
+
+def rewrite(source: Path, path: Path, kind: str) -> Path:
+    """Copy everything but the matrices' type; return `path`.
+
+    Args:
+        source: a GGUF file.
+        path: the new one.
+        kind: `F16`, `BF16` or `Q8_0`. Vectors, and matrices whose rows fill no whole blocks, stay float32, rounded to
+            `kind` where that is a float: the model has no more digits elsewhere than in its other matrices.
+    """
+    stored = GGMLQuantizationType[kind]
+    block_size, _ = GGML_QUANT_SIZES[stored]
+    reader = GGUFReader(source)
+    writer = GGUFWriter(path, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if name != "general.architecture" and not name.startswith("GGUF."):
+            kinds = field.types
+            sub_type = kinds[-1] if kinds[0] == GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), kinds[0], sub_type=sub_type)
+    for tensor in reader.tensors:
+        values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if values.ndim > 1 and values.shape[-1] % block_size == 0:
+            writer.add_tensor(tensor.name, quantize(values, stored), raw_dtype=stored)
+        else:
+            rounded = values if kind == "Q8_0" else dequantize(quantize(values, stored), stored)
+            writer.add_tensor(tensor.name, rounded.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

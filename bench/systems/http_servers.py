@@ -1,4 +1,4 @@
-"""vLLM and llama.cpp as the suite `peers` measures them: their own servers, asked over HTTP with streamed answers.
+"""Servers over HTTP: specdec's gateway, and vLLM and llama.cpp as the suite `peers` measures them.
 
 `make peers` prepares both. Each computes in float32 where its model is float32, keeps its KV cache in the same dtype,
 and drafts `GAMMA` tokens a round where it has a draft model. Answers arrive by `http_stream`.
@@ -7,6 +7,7 @@ and drafts `GAMMA` tokens a round where it has a draft model. Answers arrive by 
 import asyncio
 import json
 import socket
+import sys
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,15 +16,47 @@ from typing import Any
 
 from bench.harness.http_stream import get_status, stream_events
 from bench.harness.workload import GAMMA, NUM_THREADS
-from bench.systems.answers import Answer, AnswerClock
-from bench.systems.process import PeerServer
+from bench.systems.process import Answer, AnswerClock, PeerServer, ServerProcess
+from specdec.supervision.service_process import SERVICE_ENVIRONMENT
 
 MAX_STREAMS = 8
 CONTEXT_TOKENS = 1024
 _POLL_S = 0.1
 
 
-class HttpServer(PeerServer):
+class HttpProcess(ServerProcess):
+    """A server that is ready once it answers a GET request."""
+
+    port: int
+    _ready_path = "/health"
+
+    async def _wait_until_ready(self) -> None:
+        while not await self._is_ready():  # noqa: ASYNC110 (another process sets no event of ours)
+            await asyncio.sleep(_POLL_S)
+
+    async def _is_ready(self) -> bool:
+        try:
+            return await get_status(self.port, self._ready_path) == 200
+        except (OSError, asyncio.IncompleteReadError):
+            return False
+
+
+class GatewayServer(HttpProcess):
+    """`python -m gateway` in the environment that `specdec up` gives it, in front of a system that runs already.
+
+    It is ready once it reaches a target through its coordinator.
+    """
+
+    _ready_path = "/ready"
+
+    def __init__(self, coordinator: str) -> None:
+        """Describe the gateway of the coordinator at HOST:PORT."""
+        self.port = free_port()
+        command = [sys.executable, "-m", "gateway", "--listen", f"127.0.0.1:{self.port}", "--coordinator", coordinator]
+        super().__init__("gateway", [*command, "--redis-url", "memory://"], SERVICE_ENVIRONMENT)
+
+
+class HttpServer(HttpProcess, PeerServer):
     """A server that answers with server-sent events."""
 
     _path: str
@@ -32,16 +65,6 @@ class HttpServer(PeerServer):
         """Remember the port and return the flags that make the server listen on it."""
         self.port = port
         return ["--host", "127.0.0.1", "--port", str(port)]
-
-    async def _wait_until_ready(self) -> None:
-        while not await self._is_healthy():  # noqa: ASYNC110 (another process sets no event of ours)
-            await asyncio.sleep(_POLL_S)
-
-    async def _is_healthy(self) -> bool:
-        try:
-            return await get_status(self.port, "/health") == 200
-        except (OSError, asyncio.IncompleteReadError):
-            return False
 
     async def answer(self, prompts: Sequence[list[int]], num_tokens: int) -> list[Answer]:
         began_s = time.perf_counter()

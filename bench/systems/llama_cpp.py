@@ -5,15 +5,14 @@ bench.systems.llama_cpp` is the child.
 """
 
 import argparse
-import json
-import sys
 import time
 from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from bench.harness.line_child import LineChild
+from bench.harness.line_child import LineChild, answer_lines
 from bench.systems.transformers import PeerRun
 
 _CONTEXT_TOKENS = 2048
@@ -46,14 +45,16 @@ def main() -> None:
     model = Llama(
         asked.model, n_ctx=_CONTEXT_TOKENS, n_threads=asked.threads, n_threads_batch=asked.threads, verbose=False
     )
-    print("{}", flush=True)
-    for line in sys.stdin:
-        prompt_token_ids, max_new_tokens = json.loads(line)
+
+    def answer(request: tuple[list[int], int]) -> dict[str, Any]:
+        prompt_token_ids, max_new_tokens = request
         started, first, token_ids = time.perf_counter(), 0.0, []
         for token_id in islice(model.generate(prompt_token_ids, top_k=1, temp=0.0, repeat_penalty=1.0), max_new_tokens):
             first = first or time.perf_counter()
             token_ids.append(token_id)
-        print(json.dumps(asdict(PeerRun(token_ids, first - started, time.perf_counter() - started))), flush=True)
+        return asdict(PeerRun(token_ids, first - started, time.perf_counter() - started))
+
+    answer_lines({}, answer)
 
 
 if __name__ == "__main__":

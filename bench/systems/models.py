@@ -4,8 +4,14 @@ the shallow one. `first_layers(N)` is the first layers of a model.
 Called by the suites and the tests.
 """
 
+import contextlib
+import importlib
 import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -51,6 +57,13 @@ def deep(source_dir: Path, directory: Path, num_layers: int, eps: float, seed: i
     return directory
 
 
+@contextlib.contextmanager
+def deep_target() -> Iterator[Path]:
+    """Yield `deep(18, 0.02)` of the demo target, the target of most suites, in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
+        yield deep(DEMO / "target", Path(folder) / "target", num_layers=18, eps=0.02)
+
+
 def blurred(source_dir: Path, directory: Path, eps: float, seed: int) -> Path:
     """Add noise to every matrix of a Llama checkpoint: a draft that agrees with its target less.
 
@@ -82,6 +95,15 @@ def first_layers(source_dir: Path, directory: Path, num_layers: int) -> Path:
     model.save_pretrained(directory)
     copy_tokenizer(source_dir, directory)
     return directory
+
+
+def demo_module(name: str) -> ModuleType:
+    """Return a module of the program that trained the demo models."""
+    sys.path.insert(0, str(DEMO))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(DEMO))
 
 
 def copy_tokenizer(source_dir: Path, directory: Path) -> None:

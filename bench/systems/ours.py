@@ -3,22 +3,13 @@
 Called by the suites.
 """
 
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from specdec.client import Client
+from bench.systems.up import UpSystem
 from specdec.client.results import GenerationStats
-
-_STOP_S = 30
 
 
 @dataclass(frozen=True)
@@ -51,8 +42,8 @@ class SystemRun:
         return stats.num_accepted_tokens + stats.num_rounds - stats.num_target_only_steps - full_rounds
 
 
-class RunningSystem:
-    """`specdec up` in a child process. Use it by `with`; it is ready once entered."""
+class RunningSystem(UpSystem):
+    """`specdec up` with the models of a comparison, asked for one stream at a time."""
 
     def __init__(
         self,
@@ -79,40 +70,10 @@ class RunningSystem:
         """
         models = ["--target", str(target_dir)]
         models += ["--draft", str(draft_dir)] if draft_dir else [] if drafts else ["--replicas-draft", "0"]
-        self._command = [sys.executable, "-m", "specdec.cli", "up", *models, "--listen", "127.0.0.1:0"]
-        self._command += [word for kind in lookup for word in ("--draft", kind)]
-        self._command += [*(word for draft in drafts for word in ("--draft", draft)), *flags]
-        self._command += ["--device", device, "--dtype", dtype]
-        self._environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        for role, num_bytes in zip(("TARGET", "DRAFT"), kv_cache_bytes or (), strict=False):
-            self._environment[f"SPECDEC_{role}__KV_CACHE_BYTES"] = str(num_bytes)
-
-    def __enter__(self) -> Self:
-        self._log = tempfile.TemporaryFile("w+")
-        self._process = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, stderr=self._log, text=True, env=self._environment
-        )
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line.startswith("ready grpc="):
-            self._process.wait()
-            self._log.seek(0)
-            raise RuntimeError(f"specdec up did not start: {self._log.read()[-2000:]}")
-        self.endpoint = line.split()[1].removeprefix("grpc=")
-        self.client = Client(self.endpoint)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.client.close()
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
+        more_drafts = [word for draft in (*lookup, *drafts) for word in ("--draft", draft)]
+        sizes = zip(("target", "draft"), kv_cache_bytes or (), strict=False)
+        kv_flags = [word for role, size in sizes for word in (f"--kv-cache-bytes-{role}", str(size))]
+        super().__init__([*models, *more_drafts, *kv_flags, *flags, "--device", device, "--dtype", dtype])
 
     def run(self, prompt_token_ids: list[int], max_new_tokens: int, **options: object) -> SystemRun:
         """Stream one output in a new session, timed at the client, and delete the session afterwards (untimed).
@@ -146,3 +107,14 @@ def acceptance(runs: list[SystemRun]) -> float:
 def emitted_per_round(runs: list[SystemRun]) -> float:
     """tau: mean tokens emitted by one verify pass."""
     return sum(len(run.token_ids) for run in runs) / sum(run.stats.num_rounds for run in runs)
+
+
+def mean_round_s(runs: list[SystemRun]) -> tuple[float, float, float]:
+    """Return the mean seconds of a round: wait for the draft, wait for the verification, and the rest.
+
+    The rest is the coordinator's own part with the stream to the client. Prefill is spread over the rounds.
+    """
+    num_rounds = sum(run.stats.num_rounds for run in runs)
+    draft_s, verify_s = sum(run.stats.draft_s for run in runs), sum(run.stats.verify_s for run in runs)
+    rest_s = sum(run.e2el_s for run in runs) - draft_s - verify_s
+    return draft_s / num_rounds, verify_s / num_rounds, rest_s / num_rounds

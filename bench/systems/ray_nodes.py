@@ -11,14 +11,13 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
+from bench.harness.line_child import LineChild
 from bench.harness.process_tree import descendants
 
 NUM_CPUS = 4
@@ -29,30 +28,20 @@ class RayNodes:
 
     def __enter__(self) -> Self:
         self._folder = tempfile.mkdtemp(prefix="specdec-nodes-", dir="/tmp")  # paths of sockets are short
-        environ = {**os.environ, "RAY_TMPDIR": self._folder, "RAY_AUTH_MODE": "disabled"}
         self.environ = {"RAY_TMPDIR": self._folder, "RAY_AUTH_MODE": "disabled"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.systems.ray_nodes"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ,
-        )  # fmt: skip
-        started = self._read()
-        self.address: str = started["address"]
-        self.raylets: list[int] = started["raylets"]
+        self._child = LineChild("bench.systems.ray_nodes", environ=self.environ)
+        self.address: str = self._child.greeting["address"]
+        self.raylets: list[int] = self._child.greeting["raylets"]
         """Process ids of the live nodes that take replicas."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.communicate()
+    def __exit__(self, *_: object) -> None:
+        self._child.__exit__()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def free_cpus(self) -> float:
         """Return the number of CPUs that no actor holds."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return float(self._read()["free_cpus"])
+        return float(self._child.ask(None)["free_cpus"])
 
     def node_of(self, pid: int) -> int:
         """Index in `raylets` of the node that a process runs on."""
@@ -69,10 +58,6 @@ class RayNodes:
         for pid in lost:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-    def _read(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
 
 
 def start_cluster() -> tuple[Any, list[Any]]:

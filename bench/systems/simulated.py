@@ -108,14 +108,18 @@ class ReplicaCommand:
     module: str
     arguments: tuple[str, ...]
 
+    @classmethod
+    def serving(cls, role: str, model: Path | str, *arguments: str) -> Self:
+        """Return the command of the service of a role, with a model and further `arguments`."""
+        return cls(role, f"{role}_service", ("--model", str(model), "--redis-url", "memory://", *arguments))
+
 
 def simulated_replicas(
     model: str, num_drafts: int = 1, arguments: tuple[str, ...] = (), num_targets: int = 1
 ) -> list[ReplicaCommand]:
     """Some targets and drafts of `simulated:...`, with further `arguments`."""
     return [
-        ReplicaCommand(role, f"{role}_service", ("--model", model, "--redis-url", "memory://", *arguments))
-        for role in [*["target"] * num_targets, *["draft"] * num_drafts]
+        ReplicaCommand.serving(role, model, *arguments) for role in [*["target"] * num_targets, *["draft"] * num_drafts]
     ]
 
 

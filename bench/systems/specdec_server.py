@@ -6,8 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.systems.answers import Answer, AnswerClock
-from bench.systems.process import PeerServer, ServerFailure
+from bench.systems.process import Answer, AnswerClock, PeerServer, ServerFailure
 from specdec.client import AsyncClient
 
 _READY = "ready grpc="

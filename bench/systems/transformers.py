@@ -6,14 +6,12 @@ prompts, gamma and dtype. Called by the suites; `python -m bench.systems.transfo
 """
 
 import argparse
-import json
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.harness.line_child import LineChild
+from bench.harness.line_child import LineChild, answer_lines
 
 METHODS = ("plain", "assisted", "prompt_lookup")
 
@@ -156,11 +154,7 @@ def main() -> None:
     parser.add_argument("--dtype", required=True)
     asked = parser.parse_args()
     models = PeerModels(asked.target, asked.draft, asked.threads, asked.device, asked.dtype)
-    print("{}", flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer = models.run_batch(**request) if "prompts" in request else asdict(models.run(**request))
-        print(json.dumps(answer), flush=True)
+    answer_lines({}, lambda asked: models.run_batch(**asked) if "prompts" in asked else asdict(models.run(**asked)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`specdec up` and `specdec scale` as a user runs them, with the time of each line that `up` prints.
 
-Used by the suites `elastic` and `faults`; `systems.simulated` starts the parts one by one.
+`ours` adds models and streams; `simulated` starts the parts one by one.
 """
 
 import os
@@ -10,16 +10,16 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 from specdec.client import Client
 
+_STOP_S = 120
 _SPECDEC = [sys.executable, "-m", "specdec.cli"]
 
 
 class UpSystem:
-    """Use it by `with`; it is ready once entered."""
+    """`specdec up` in a child process. Use it by `with`; it is ready once entered."""
 
     def __init__(self, flags: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
         """
@@ -28,7 +28,9 @@ class UpSystem:
             environ: variables that are added to this process's environment.
         """
         self._command = [*_SPECDEC, "up", "--listen", "127.0.0.1:0", *flags]
-        self._environ = os.environ | (environ or {})
+        # The services choose their threads: a limit that is meant for tests would hold them.
+        own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        self._environ = own | dict(environ or {})
         self._said: list[tuple[float, str]] = []
 
     def __enter__(self) -> Self:
@@ -44,15 +46,17 @@ class UpSystem:
             self._reader.join()
             raise RuntimeError(f"specdec up did not start: {''.join(line for _, line in self._said)[-2000:]}")
         self.endpoint = line.split()[1].removeprefix("grpc=")
-        self._client = Client(self.endpoint)
+        self.client = Client(self.endpoint)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._client.close()
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
         self._process.send_signal(signal.SIGTERM)
-        self._process.wait()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._reader.join()
 
     @property
@@ -69,7 +73,7 @@ class UpSystem:
 
     def sessions(self, role: str) -> dict[str, int]:
         """Return the number of sessions that each replica of a role holds."""
-        pools = [pool for pool in self._client.info().pools if pool.role == role]
+        pools = [pool for pool in self.client.info().pools if pool.role == role]
         return {replica.replica_id: replica.num_sessions for pool in pools for replica in pool.replicas}
 
     def said_s(self, words: str) -> float:

@@ -14,10 +14,6 @@ from bench.harness.rows import Origin, Row
 SUITE = "autoscaling"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: the suite has no flags of its own."""
-
-
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Simulate and return the rows; print nothing but progress.
 
@@ -26,7 +22,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     from bench.harness.report import progress
     from k8s.simulation.rows import goodput_rows, limit_rows, pause_rows, signal_rows, trace_rows
 
-    row: Any = partial(Row, suite=SUITE, row=None, origin=Origin(), quick=arguments.quick)
+    row: Any = partial(Row, suite=SUITE, origin=Origin(), quick=arguments.quick)
     parts = (goodput_rows, signal_rows, trace_rows, pause_rows, limit_rows)
     rows: list[Row] = []
     with progress(SUITE, len(parts)) as advance:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench.suites.peers.texts import first_difference
+from bench.suites.peers.figures import first_difference
 from bench.systems.gguf_writing import write_gguf
 from bench.systems.real_models import QWEN_DRAFT, QWEN_TARGET, SMOLLM2
 from specdec import Client

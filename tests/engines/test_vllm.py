@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bench.suites.peers.texts import first_difference
+from bench.suites.peers.figures import first_difference
 from bench.systems.real_models import SMOLLM2
 from specdec import Client
 from specdec.checkpoints.locate import locate_checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer
 
-from bench.suites.real.suite import chat_prompts
+from bench.harness.workload import chat_prompts
 from specdec.checkpoints.vocabulary import load_tokenizer
 from specdec.client import ChatMessage
 from specdec.contract.types import TokenSource

@@ -9,8 +9,7 @@ by `drafts`.
 from functools import partial
 from pathlib import Path
 
-from bench.harness.pairs import interleave
-from bench.harness.report import progress
+from bench.harness.pairs import take_turns
 from bench.harness.rows import Origin, Row
 from bench.harness.workload import NUM_NEW_TOKENS, prompt_token_ids
 from bench.suites.drafts.rows import same_text_row, speed_rows
@@ -43,9 +42,8 @@ def measure(target_dir: Path, quick: bool) -> list[Row]:
             # Without its BOS the prompt shares no prefix with the other run of it.
             TARGET_ONLY: lambda prompt: model.run(prompt[1:], mode="off", **options),
         }
-        with progress("EAGLE-3", (2 + len(prompts)) * len(systems)) as advance:
-            interleave([prompt[::-1] for prompt in prompts[:2]], systems, advance)
-            return _rows(interleave(prompts, systems, advance), quick)
+        warmup = [prompt[::-1] for prompt in prompts[:2]]
+        return _rows(take_turns("EAGLE-3", systems, prompts, warmup), quick)
 
 
 def _rows(runs: dict[str, list[SystemRun]], quick: bool) -> list[Row]:

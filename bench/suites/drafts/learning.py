@@ -8,7 +8,6 @@ compared on equal tokens; the measured alpha of requests is reported beside it. 
 paused by turns, and those seconds do not count. Called by `drafts`.
 """
 
-import importlib
 import signal
 import subprocess
 import sys
@@ -23,10 +22,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.harness.pairs import NUM_RESAMPLES, interleave, median_ratio
+from bench.harness.pairs import Ratio, rate_rows, ratio_row, resampled, take_turns
 from bench.harness.report import progress
 from bench.harness.rows import Origin, Row
-from bench.systems.models import DEMO
+from bench.systems.models import DEMO, demo_module
 from bench.systems.ours import RunningSystem, SystemRun, acceptance
 
 CASE = "demo, prose at T = 0.7 drafted by the code draft"
@@ -56,28 +55,23 @@ def rows(suite: str, quick: bool) -> list[Row]:
                 load.serve()
             time.sleep(6.0)  # the first of them are in the log
             rates, said = _distil_beside(load, system, log, made, minutes, num_pairs, stretch_s)
-            ratio = median_ratio(rates["beside"], rates["alone"])
-            speed = row(row=38, system="serving beside", metric="tokens_per_s_ratio", value=ratio.median, unit="x",
-                        ratio_to="serving alone", low=ratio.low, high=ratio.high, num_pairs=ratio.num_pairs,
-                        required=0.9)  # fmt: skip
+            speed = ratio_row(row, rates, "serving beside", "serving alone", row=38, required=0.9)
             if not made.is_dir():  # it learned nothing, which is a result too
                 return [row(row=38, system=AFTER, metric="lost_alpha_regained", value=0.0, unit="", required=0.5,
                             note=said), speed]  # fmt: skip
             prompts = [system.client.tokenize(text) for text in _prose(held_out=True)[:num_prompts]]
             served, texts = _serve_each(system, prompts)
         alphas = _expected_alphas(texts, {BEFORE: DEMO / "draft", MATCHED: DEMO / "prose", AFTER: made})
-    share, low, high = _regained(alphas)
     told = [
-        row(row=38, system=AFTER, metric="lost_alpha_regained", value=share, unit="", low=low, high=high,
-            num_pairs=len(texts), required=0.5, ratio_to=f"{MATCHED} less {BEFORE}",
+        row(row=38, system=AFTER, metric="lost_alpha_regained", unit="", required=0.5,
+            ratio_to=f"{MATCHED} less {BEFORE}", **_regained(alphas).fields,
             note=f"{minutes:g} minutes beside one stream; 95 % interval over the prompts. {said}"),
         speed,
     ]  # fmt: skip
     for name in (BEFORE, MATCHED, AFTER):
-        told.append(row(row=None, system=name, metric="alpha_expected", value=float(alphas[name].mean()), unit=""))
-        told.append(row(row=None, system=name, metric="alpha_served", value=acceptance(served[name]), unit=""))
-    tokens_per_s = float(np.median(rates["alone"]))
-    return [*told, row(row=None, system="serving alone", metric="tokens_per_s", value=tokens_per_s, unit="tokens/s")]
+        told.append(row(system=name, metric="alpha_expected", value=float(alphas[name].mean()), unit=""))
+        told.append(row(system=name, metric="alpha_served", value=acceptance(served[name]), unit=""))
+    return told + rate_rows(row, rates)
 
 
 class _Load:
@@ -122,9 +116,8 @@ def _distil_beside(
                 trainer.send_signal(signal.SIGCONT if is_beside else signal.SIGSTOP)
                 return load.rate(stretch_s)
 
-            systems = {"beside": partial(measure, True), "alone": partial(measure, False)}
-            with progress("serving beside training", num_pairs * 2) as advance:
-                rates = interleave(range(num_pairs), systems, advance)
+            systems = {"serving beside": partial(measure, True), "serving alone": partial(measure, False)}
+            rates = take_turns("serving beside training", systems, range(num_pairs))
             trainer.send_signal(signal.SIGCONT)
             while trainer.poll() is None:
                 load.serve()
@@ -151,9 +144,9 @@ def _serve_each(
     systems = {
         pool: lambda case, pool=pool: _ask(system, case[0], pool, seed=case[1]) for pool in (BEFORE, MATCHED, AFTER)
     }
-    with progress("answers", len(cases) + len(drafted) * len(systems)) as advance:
-        served = interleave(drafted, systems, advance)
-        texts = []
+    served = take_turns("answers", systems, drafted)
+    texts = []
+    with progress("texts of the target", len(cases)) as advance:
         for prompt, seed in cases:
             alone = system.run(prompt, NUM_NEW_TOKENS, temperature=TEMPERATURE, mode="off", seed=seed)
             texts.append((prompt, alone.token_ids))
@@ -186,27 +179,19 @@ def _expected_alphas(texts: Sequence[tuple[list[int], list[int]]], drafts: dict[
     return {name: np.array(of_texts) for name, of_texts in alphas.items()}
 
 
-def _regained(alphas: dict[str, np.ndarray]) -> tuple[float, float, float]:
-    """The share and its 95 % interval, by resampling the texts."""
+def _regained(alphas: dict[str, np.ndarray]) -> Ratio:
+    """Return the share of the lost alpha that was regained."""
 
     def share(chosen: np.ndarray) -> np.ndarray:
         before, matched, after = (alphas[name][chosen].mean(axis=-1) for name in (BEFORE, MATCHED, AFTER))
         return (after - before) / (matched - before)
 
-    count = len(alphas[BEFORE])
-    low, high = np.quantile(
-        share(np.random.default_rng(0).integers(count, size=(NUM_RESAMPLES, count))), [0.025, 0.975]
-    )
-    return float(share(np.arange(count))), float(low), float(high)
+    return resampled(share, len(alphas[BEFORE]))
 
 
 def _prose(*, held_out: bool) -> list[str]:
     """Yield paragraph starts, one after another from each text of the corpus in turn."""
-    sys.path.insert(0, str(DEMO))
-    try:
-        corpus = importlib.import_module("corpus")
-    finally:
-        sys.path.remove(str(DEMO))
+    corpus = demo_module("corpus")
     texts = corpus.prose(corpus.standard_library_files(), held_out=held_out)
     cuts = [[text[at : at + PROMPT_CHARACTERS].rstrip() for at in _beginnings(text)] for text in texts]
     rounds = [[of_text[index] for of_text in cuts if index < len(of_text)] for index in range(max(map(len, cuts)))]

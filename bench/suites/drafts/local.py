@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.harness.pairs import interleave, median_ratio
-from bench.harness.report import progress
+from bench.harness.pairs import ratio_row, take_turns
 from bench.harness.rows import Origin, Row
 from bench.harness.workload import NUM_NEW_TOKENS, NUM_THREADS, prompt_token_ids
 from bench.systems.bare import BareProcess
@@ -63,9 +62,7 @@ def measure(folder: Path, target_dir: Path, quick: bool) -> list[Row]:
             # Measured close in time to the others, because the speed of a shared machine drifts.
             IDEAL: lambda _: _ideal_round_s(bare),
         }
-        with progress("early exit", len(prompts) * len(systems)) as advance:
-            interleave(prompts[:1], systems, advance)
-            runs = interleave(prompts[1:], systems, advance)
+        runs = take_turns("early exit", systems, prompts[1:], prompts[:1])
     row = partial(Row, suite=SUITE, origin=Origin(), quick=quick)
     return [*_trip_rows(row, runs), *_gain_rows(row, runs, bool(adapter))]
 
@@ -85,21 +82,17 @@ def _trip_rows(row: Callable[..., Row], runs: dict[str, list[Any]]) -> list[Row]
         name: [max(seconds - ideal_s, LEAST_S) for seconds, ideal_s in zip(measured, ideals_s, strict=True)]
         for name, measured in round_s.items()
     }
-    ratio = median_ratio(above_s[LOCAL], above_s[REMOTE])
     rows = [
-        row(
-            row=33, system=LOCAL, metric="round_above_ideal_ratio", value=ratio.median, unit="x", ratio_to=REMOTE,
-            low=ratio.low, high=ratio.high, num_pairs=ratio.num_pairs, at_most=0.6,
-        ),
-        row(row=None, system=IDEAL, metric="ideal_round_ms", value=float(np.median(ideals_s)) * 1e3, unit="ms"),
-    ]  # fmt: skip
+        ratio_row(row, above_s, LOCAL, REMOTE, row=33, metric="round_above_ideal_ratio", at_most=0.6),
+        row(system=IDEAL, metric="ideal_round_ms", value=float(np.median(ideals_s)) * 1e3, unit="ms"),
+    ]
     for name, measured in round_s.items():
         trips = [1 + (name == REMOTE) * (1 - run.stats.num_target_only_steps / run.stats.num_rounds)
                  for run in runs[name]]  # fmt: skip
         rows += [
-            row(row=None, system=name, metric="round_ms", value=float(np.median(measured)) * 1e3, unit="ms"),
-            row(row=None, system=name, metric="trips_per_round", value=float(np.mean(trips)), unit=""),
-            row(row=None, system=name, metric="alpha", value=acceptance(runs[name]), unit=""),
+            row(system=name, metric="round_ms", value=float(np.median(measured)) * 1e3, unit="ms"),
+            row(system=name, metric="trips_per_round", value=float(np.mean(trips)), unit=""),
+            row(system=name, metric="alpha", value=acceptance(runs[name]), unit=""),
         ]
     return rows
 
@@ -108,7 +101,6 @@ def _gain_rows(row: Callable[..., Row], runs: dict[str, list[Any]], has_adapter:
     """Row 34."""
     row = partial(row, case=f"{CASE}, {NUM_LAYERS} layers{' with adapter' if has_adapter else ''}")
     rates = {name: [len(run.token_ids) / run.e2el_s for run in runs[name]] for name in ("adapted", TARGET_ONLY)}
-    ratio = median_ratio(rates["adapted"], rates[TARGET_ONLY])
     same = [ours.token_ids == own.token_ids for ours, own in zip(runs["adapted"], runs[TARGET_ONLY], strict=True)]
     figures = {
         "alpha": acceptance(runs["adapted"]),
@@ -116,12 +108,11 @@ def _gain_rows(row: Callable[..., Row], runs: dict[str, list[Any]], has_adapter:
         "texts_equal_to_target_only": float(np.mean(same)),
     }
     return [
-        row(
-            row=34 if has_adapter else None, system=LOCAL, metric="tokens_per_s_ratio", value=ratio.median, unit="x",
-            ratio_to=TARGET_ONLY, low=ratio.low, high=ratio.high, num_pairs=ratio.num_pairs,
+        ratio_row(
+            row, rates, "adapted", TARGET_ONLY, system=LOCAL, row=34 if has_adapter else None,
             required=1.3 if has_adapter else None,
         ),
-        *(row(row=None, system=LOCAL, metric=metric, value=value, unit="") for metric, value in figures.items()),
+        *(row(system=LOCAL, metric=metric, value=value, unit="") for metric, value in figures.items()),
     ]  # fmt: skip
 
 

@@ -8,12 +8,9 @@ installed (`make real`).
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
-from bench.harness.pairs import interleave, median_ratio
-from bench.harness.report import progress
+from bench.harness.pairs import rate_rows, ratio_row, take_turns
 from bench.harness.rows import Origin, Row
-from bench.suites.real.suite import chat_prompts
+from bench.harness.workload import chat_prompts
 from bench.systems.ours import RunningSystem, SystemRun, acceptance, emitted_per_round
 from bench.systems.real_models import GEMMA3, SMOLLM2
 from specdec.checkpoints.vocabulary import load_tokenizer
@@ -50,19 +47,11 @@ def _pair_rows(suite: str, case: str, target: Path, draft: Path, quick: bool) ->
                 DRAFTED: partial(drafted.run, max_new_tokens=num_tokens, gamma=GAMMA, **options),
                 ALONE: partial(alone.run, max_new_tokens=num_tokens, mode="off", **options),
             }
-            with progress(f"{case}, {sampling}", (num_prompts + 1) * len(systems)) as advance:
-                interleave(prompts[-1:], systems, advance)
-                runs: dict[str, list[SystemRun]] = interleave(prompts[:-1], systems, advance)
-            row = partial(Row, suite=suite, row=None, case=f"{case}, {sampling}", origin=Origin(), quick=quick)
+            runs: dict[str, list[SystemRun]] = take_turns(f"{case}, {sampling}", systems, prompts[:-1], prompts[-1:])
+            row = partial(Row, suite=suite, case=f"{case}, {sampling}", origin=Origin(), quick=quick)
             rates = {name: [len(run.token_ids) / run.e2el_s for run in done] for name, done in runs.items()}
-            ratio = median_ratio(rates[DRAFTED], rates[ALONE])
-            found.append(
-                row(
-                    system=DRAFTED, metric="tokens_per_s_ratio", value=ratio.median, unit="x", ratio_to=ALONE,
-                    low=ratio.low, high=ratio.high, num_pairs=ratio.num_pairs,
-                )
-            )  # fmt: skip
+            found.append(ratio_row(row, rates, DRAFTED, ALONE))
             figures = {"alpha": acceptance(runs[DRAFTED]), "tau": emitted_per_round(runs[DRAFTED])}
-            figures["tokens_per_s"] = float(np.median(rates[DRAFTED]))
             found += [row(system=DRAFTED, metric=metric, value=value, unit="") for metric, value in figures.items()]
+            found += rate_rows(row, rates)
     return found

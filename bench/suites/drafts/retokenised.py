@@ -6,8 +6,6 @@ and prose). Both then draft for the demo target. They have seen a fraction of wh
 than that draft's; only the ratio is reported. Called by `drafts`.
 """
 
-import importlib
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,11 +17,11 @@ import torch
 from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from bench.harness.pairs import NUM_RESAMPLES, interleave
+from bench.harness.pairs import Ratio, resampled, take_turns
 from bench.harness.report import progress
 from bench.harness.rows import Origin, Row
 from bench.harness.workload import GAMMA, NUM_NEW_TOKENS, NUM_THREADS, prompt_token_ids
-from bench.systems.models import DEMO
+from bench.systems.models import DEMO, demo_module
 from bench.systems.ours import RunningSystem, SystemRun, acceptance
 
 SAME, OTHER = "target's tokenizer", "other tokenizer"
@@ -49,22 +47,17 @@ def rows(suite: str, quick: bool) -> list[Row]:
                     name: partial(system.run, max_new_tokens=NUM_NEW_TOKENS, gamma=GAMMA, **options)
                     for name, system in ((SAME, same), (OTHER, other))
                 }
-                with progress(f"retokenised, {sampling}", len(prompts) * len(systems)) as advance:
-                    runs: dict[str, list[SystemRun]] = interleave(prompts, systems, advance)
+                runs: dict[str, list[SystemRun]] = take_turns(f"retokenised, {sampling}", systems, prompts)
                 row = partial(Row, suite=suite, case=f"{case}, {sampling}", origin=Origin(), quick=quick, unit="")
-                ratio, low, high = _ratio(runs)
                 found.append(
-                    row(row=35, system=OTHER, metric="alpha_ratio", value=ratio, ratio_to=SAME, low=low, high=high,
-                        num_pairs=len(prompts), required=0.8)
-                )  # fmt: skip
-                found += [
-                    row(row=None, system=name, metric="alpha", value=acceptance(done)) for name, done in runs.items()
-                ]
+                    row(row=35, system=OTHER, metric="alpha_ratio", ratio_to=SAME, required=0.8, **_ratio(runs).fields)
+                )
+                found += [row(system=name, metric="alpha", value=acceptance(done)) for name, done in runs.items()]
     return found
 
 
-def _ratio(runs: dict[str, list[SystemRun]]) -> tuple[float, float, float]:
-    """Return the ratio of the two alphas over all prompts with its 95 % interval, by resampling the prompts."""
+def _ratio(runs: dict[str, list[SystemRun]]) -> Ratio:
+    """Return the ratio of the two alphas over all prompts."""
     counts = {
         name: np.array([(run.stats.num_accepted_tokens, run.num_tested_tokens) for run in done])
         for name, done in runs.items()
@@ -75,19 +68,12 @@ def _ratio(runs: dict[str, list[SystemRun]]) -> tuple[float, float, float]:
         other, same = (sums[name][..., 0] / sums[name][..., 1] for name in (OTHER, SAME))
         return other / same
 
-    count = len(runs[SAME])
-    resampled = ratio(np.random.default_rng(0).integers(count, size=(NUM_RESAMPLES, count)))
-    low, high = np.quantile(resampled, [0.025, 0.975])
-    return float(ratio(np.arange(count))), float(low), float(high)
+    return resampled(ratio, len(runs[SAME]))
 
 
 def _trained(folder: Path, num_steps: int) -> dict[str, Path]:
     """Both drafts, as checkpoints."""
-    sys.path.insert(0, str(DEMO))
-    try:
-        corpus, train = importlib.import_module("corpus"), importlib.import_module("train")
-    finally:
-        sys.path.remove(str(DEMO))
+    corpus, train = demo_module("corpus"), demo_module("train")
     files = [file for file in corpus.standard_library_files() if not file.held_out]
     tokenizers = {
         SAME: PreTrainedTokenizerFast.from_pretrained(DEMO / "target"),

@@ -9,9 +9,6 @@ with noise of six strengths in its weights) and the drafts that the target makes
 are scored, then each other draft drafts the same prompts. Called by `drafts`.
 """
 
-import argparse
-import importlib
-import sys
 import tempfile
 import time
 from functools import partial
@@ -19,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.harness.pairs import interleave, median_ratio
+from bench.harness.pairs import ratio_row, take_turns
 from bench.harness.report import progress
 from bench.harness.rows import Origin, Row
 from bench.harness.workload import prompt_token_ids
-from bench.systems.models import DEMO, blurred, deep
+from bench.systems.models import DEMO, blurred, deep_target, demo_module
 from bench.systems.ours import RunningSystem, SystemRun, acceptance
 
 #: Sampling parameters of each kind of request.
@@ -48,16 +45,15 @@ SCORE_PATIENCE_S = 30.0
 Triple = tuple[list[int], list[int], list[int]]
 
 
-def run(arguments: argparse.Namespace, suite: str) -> list[Row]:
-    """Measure and return the rows of `suite`; prints nothing but progress."""
-    row = partial(Row, suite=suite, origin=Origin(), quick=arguments.quick)
-    rows = _scores(row, arguments.quick)
-    return rows + _routes(row, arguments.quick) if (DEMO / "prose").is_dir() else rows
+def rows(suite: str, quick: bool) -> list[Row]:
+    """Measure and return the rows of `suite`; print nothing but progress."""
+    row = partial(Row, suite=suite, origin=Origin(), quick=quick)
+    rows = _scores(row, quick)
+    return rows + _routes(row, quick) if (DEMO / "prose").is_dir() else rows
 
 
 def _routes(row: partial, quick: bool) -> list[Row]:
-    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
-        target_dir = deep(DEMO / "target", Path(folder) / "target", num_layers=18, eps=0.02)
+    with deep_target() as target_dir:
         drafts = [f"code={DEMO / 'draft'}", f"prose={DEMO / 'prose'}", "ngram"]
         with RunningSystem(target_dir, None, drafts=drafts, flags=("--route", "auto")) as system:
             triples = _triples(system, target_dir, NUM_WARM_TRIPLES + (3 if quick else 12))
@@ -65,50 +61,39 @@ def _routes(row: partial, quick: bool) -> list[Row]:
                 name: partial(_run, system, pool, index)
                 for index, (name, pool) in enumerate([*zip(POOLS, POOLS, strict=True), (AUTO, "")])
             }
-            with progress("mixed requests", len(triples) * len(systems)) as advance:
-                interleave(triples[:NUM_WARM_TRIPLES], systems, advance)
-                runs = interleave(triples[NUM_WARM_TRIPLES:], systems, advance)
+            runs = take_turns("mixed requests", systems, triples[NUM_WARM_TRIPLES:], triples[:NUM_WARM_TRIPLES])
     seconds = {name: np.array([[run.e2el_s for run in triple] for triple in done]) for name, done in runs.items()}
     totals = {name: of_system.sum(axis=1) for name, of_system in seconds.items()}
     best = min(POOLS, key=lambda pool: totals[pool].sum())
     by_kind = [min(POOLS, key=lambda pool: seconds[pool][:, kind].sum()) for kind in range(len(KINDS))]
     oracle = sum(seconds[pool][:, kind] for kind, pool in enumerate(by_kind))
     case = "deep(18, 0.02), mixed requests"
-    rows = []
-    for other, required in ((totals[best], 1.1), (oracle, 0.95)):
-        ratio = median_ratio(other, totals[AUTO])
-        name = f"best_single_pool ({best})" if other is totals[best] else "oracle"
-        rows.append(row(row=36, case=case, system=AUTO, metric="tokens_per_s_ratio", value=ratio.median, unit="x",
-                        ratio_to=name, low=ratio.low, high=ratio.high, num_pairs=ratio.num_pairs,
-                        required=required))  # fmt: skip
-    for name, of_system in seconds.items():
-        rows += [
-            row(row=None, case=case, system=name, metric=f"tokens_per_s_{kind}", unit="tokens/s",
+    row = partial(row, case=case)
+    single = f"best_single_pool ({best})"
+    rates = {AUTO: 1 / totals[AUTO], single: 1 / totals[best], "oracle": 1 / oracle}
+    required = {single: 1.1, "oracle": 0.95}
+    return [
+        *(ratio_row(row, rates, AUTO, other, row=36, required=least) for other, least in required.items()),
+        *(
+            row(system=name, metric=f"tokens_per_s_{kind}", unit="tokens/s",
                 value=float(NUM_NEW_TOKENS / np.median(of_system[:, index])))
+            for name, of_system in seconds.items()
             for index, kind in enumerate(KINDS)
-        ]  # fmt: skip
-    return rows
+        ),
+    ]  # fmt: skip
 
 
 def _triples(system: RunningSystem, target_dir: Path, count: int) -> list[Triple]:
     """Prompts of each kind; the third holds a beginning, what the target made of it, and the beginning again."""
     code = prompt_token_ids(target_dir)
-    prose = [system.client.tokenize(text) for text in _prose_prompts()]
+    corpus = demo_module("corpus")
+    prose = [system.client.tokenize(text) for text in corpus.prose_prompts(corpus.standard_library_files())]
     triples = []
     for index in range(count):
         start = code[-1 - index % len(code)]
         answer = system.run(start, NUM_NEW_TOKENS, temperature=0.0, mode="off").token_ids
         triples.append((code[index % len(code)], list(prose[index % len(prose)]), [*start, *answer, *start[1:]]))
     return triples
-
-
-def _prose_prompts() -> list[str]:
-    sys.path.insert(0, str(DEMO))
-    try:
-        corpus = importlib.import_module("corpus")
-    finally:
-        sys.path.remove(str(DEMO))
-    return corpus.prose_prompts(corpus.standard_library_files())
 
 
 def _run(system: RunningSystem, pool: str, num_cut: int, triple: Triple) -> list[SystemRun]:
@@ -151,8 +136,8 @@ def _scores(row: partial, quick: bool) -> list[Row]:
     rows, case = [], "demo, greedy, gamma 8"
     errors = [abs(scores[name] / used[name] - 1.0) for name in names]
     for name in names:
-        rows.append(row(row=None, case=case, system=name, metric="alpha_scored", value=scores[name], unit=""))
-        rows.append(row(row=None, case=case, system=name, metric="alpha_used", value=used[name], unit=""))
+        rows.append(row(case=case, system=name, metric="alpha_scored", value=scores[name], unit=""))
+        rows.append(row(case=case, system=name, metric="alpha_used", value=used[name], unit=""))
     rows.append(row(row=37, case=case, system="shadow_scores", metric="largest_error", value=max(errors), unit="",
                     at_most=0.03))  # fmt: skip
     return rows

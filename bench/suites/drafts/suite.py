@@ -44,22 +44,16 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure and return the rows; prints nothing but progress."""
     with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
         target_dir = deep(DEMO / "target", Path(folder) / "target", num_layers=18, eps=0.02)
-        rows = []
-        if "text" in arguments.kinds:
-            rows += _measure_text(target_dir, arguments.quick)
-        if "early_exit" in arguments.kinds:
-            rows += local.measure(Path(folder), target_dir, arguments.quick)
-        if "eagle3" in arguments.kinds:
-            rows += heads.measure(target_dir, arguments.quick)
-        if "retokenised" in arguments.kinds:
-            rows += retokenised.rows(SUITE, arguments.quick)
-        if "other_tokenizers" in arguments.kinds:
-            rows += other_tokenizers.rows(SUITE, arguments.quick)
-        if "routes" in arguments.kinds:
-            rows += routes.run(arguments, SUITE)
-        if "learning" in arguments.kinds:
-            rows += learning.rows(SUITE, arguments.quick)
-        return rows
+        measure_of: dict[str, Callable[[bool], list[Row]]] = {
+            "text": partial(_measure_text, target_dir),
+            "early_exit": partial(local.measure, Path(folder), target_dir),
+            "eagle3": partial(heads.measure, target_dir),
+            "retokenised": partial(retokenised.rows, SUITE),
+            "other_tokenizers": partial(other_tokenizers.rows, SUITE),
+            "routes": partial(routes.rows, SUITE),
+            "learning": partial(learning.rows, SUITE),
+        }
+        return [row for kind in KINDS if kind in arguments.kinds for row in measure_of[kind](arguments.quick)]
 
 
 def _measure_text(target_dir: Path, quick: bool) -> list[Row]:

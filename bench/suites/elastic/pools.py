@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.harness.pairs import median_ratio
+from bench.harness.pairs import rate_rows, ratio_row
 from bench.harness.report import progress
 from bench.harness.rows import Row
 from bench.harness.steady_load import SteadyLoad
@@ -31,7 +31,7 @@ _WINDOW_S = 1.0
 _WARM_S = 4.0
 
 
-def measure_pools(tokenizer_dir: Path, row: Callable[..., Row], *, quick: bool) -> list[Row]:
+def measure_pools(tokenizer_dir: Path, row: Callable[..., Row], quick: bool) -> list[Row]:
     """All rows.
 
     Args:
@@ -63,17 +63,16 @@ def measure_pools(tokenizer_dir: Path, row: Callable[..., Row], *, quick: bool) 
         time.sleep(_WARM_S)
         left = system.replicas("target") & first
         advance()
-    ratio = median_ratio(after, before)
+    rates = {"one pair": before, "two pairs": after}
     serving_s = max(system.said_s(f"[{name}] serving") for name in ("target-1", "draft-1"))
     case = f"70B/1B, one verification a step, {NUM_STREAMS} streams, 1 to 2 pairs"
-    row = partial(row, row=None, case=case, system="specdec up")
+    row = partial(row, case=case, system="specdec up")
     return [
-        row(
-            metric="goodput_tokens_per_s_ratio", value=ratio.median, unit="x", ratio_to="one pair", low=ratio.low,
-            high=ratio.high, num_pairs=ratio.num_pairs, required=1.9, note=f"from {GAIN_BY_S:g} s after the command on",
+        ratio_row(
+            row, rates, "two pairs", "one pair", metric="goodput_tokens_per_s_ratio", system="specdec up", required=1.9,
+            note=f"from {GAIN_BY_S:g} s after the command on",
         ),
-        row(metric="goodput_tokens_per_s", value=float(np.median(before)), unit="tokens/s", system="one pair"),
-        row(metric="goodput_tokens_per_s", value=float(np.median(after)), unit="tokens/s", system="two pairs"),
+        *rate_rows(row, rates),
         row(metric="serving_after_command", value=serving_s - asked_s, unit="s"),
         row(metric="new_session_after_serving", value=max(0.0, taken_s - serving_s), unit="s", at_most=TAKEN_BY_S),
         row(metric="errors_and_other_outputs", value=float(len(load.faults)), unit="outputs", at_most=0.0),

@@ -12,12 +12,10 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
-from bench.harness.pairs import interleave, median_ratio
-from bench.harness.report import progress
+from bench.harness.pairs import rate_rows, ratio_row, take_turns
+from bench.harness.report import waiting
 from bench.harness.rows import Row
-from bench.harness.streams import StreamProcess, StreamRequest, StreamRun
+from bench.harness.streams import StreamProcess, StreamRequest, StreamRun, tokens_per_s
 from bench.systems.simulated import ProcessSystem, redis_server, simulated_replicas
 
 PREFIX_TOKENS = 1_000
@@ -26,32 +24,33 @@ PREFIX_PAIR = "simulated:8b-0.6b,predraft=off"
 #: The agreed case, and a case of documents that a few sessions each ask about.
 NUM_PREFIXES = (1, 8)
 
+NUM_RUNS, NUM_QUICK_RUNS = 9, 2
 CROWD_PAIR = "simulated:70b-1b,predraft=off"
 NUM_STREAMS = 64
 NUM_TOKENS = 96
 
 
-def measure_prefixes(tokenizer_dir: Path, num_runs: int, row: Callable[..., Row]) -> list[Row]:
+def measure_prefixes(tokenizer_dir: Path, row: Callable[..., Row], quick: bool) -> list[Row]:
     """All rows.
 
     Args:
         tokenizer_dir: see `write_tokenizer`.
-        num_runs: interleaved runs of what is compared in time.
-        row: makes a row of the suite, marked as simulated.
+        row: makes a row of the suite.
+        quick: fewer runs of what is compared in time.
     """
-    rows = [row_ for num_prefixes in NUM_PREFIXES for row_ in _measure_sharing(tokenizer_dir, num_prefixes, row)]
-    return rows + _measure_coordinators(tokenizer_dir, num_runs, row)
+    rows = [_sharing_row(tokenizer_dir, num_prefixes, row) for num_prefixes in NUM_PREFIXES]
+    return rows + _measure_coordinators(tokenizer_dir, NUM_QUICK_RUNS if quick else NUM_RUNS, row)
 
 
-def _measure_sharing(tokenizer_dir: Path, num_prefixes: int, row: Callable[..., Row]) -> list[Row]:
+def _sharing_row(tokenizer_dir: Path, num_prefixes: int, row: Callable[..., Row]) -> Row:
     sessions = f"{NUM_SESSIONS} sessions, {num_prefixes} prefixes of {PREFIX_TOKENS} tokens"
     case = f"8B/0.6B, {sessions}, 2 targets, 2 coordinators"
-    with progress(f"{num_prefixes} shared prefixes", 1) as advance:
+    with waiting(f"{num_prefixes} shared prefixes"):
         share = _cached_share(tokenizer_dir, num_prefixes)
-        advance()
-    row = partial(row, row=None, case=case, metric="prefix_tokens_cached", unit="share")
     required = 0.9 if num_prefixes == 1 else None
-    return [row(system="directory", value=share, required=required)]
+    return row(
+        case=case, system="directory", metric="prefix_tokens_cached", value=share, unit="share", required=required
+    )
 
 
 def _cached_share(tokenizer_dir: Path, num_prefixes: int) -> float:
@@ -91,21 +90,9 @@ def _measure_coordinators(tokenizer_dir: Path, num_runs: int, row: Callable[...,
                 num_coordinators=num_coordinators,
             )
             systems[name] = partial(_tokens_per_s, stack.enter_context(system).endpoints)
-        with progress("coordinators", (num_runs + 1) * len(systems)) as advance:
-            interleave(range(1), systems, advance)  # warm up
-            rates = interleave(range(1, num_runs + 1), systems, advance)
-    ratio = median_ratio(rates["2 coordinators"], rates["1 coordinator"])
-    row = partial(row, row=None, case=f"70B/1B, {NUM_STREAMS} streams on one target, greedy, gamma auto")
-    return [
-        row(
-            system="2 coordinators", metric="tokens_per_s_ratio", value=ratio.median, unit="x",
-            ratio_to="1 coordinator", low=ratio.low, high=ratio.high, num_pairs=ratio.num_pairs, required=0.95,
-        ),
-        *(
-            row(system=name, metric="tokens_per_s", value=float(np.median(measured)), unit="tokens/s")
-            for name, measured in rates.items()
-        ),
-    ]  # fmt: skip
+        rates = take_turns("coordinators", systems, range(1, num_runs + 1), range(1))
+    row = partial(row, case=f"70B/1B, {NUM_STREAMS} streams on one target, greedy, gamma auto")
+    return [ratio_row(row, rates, "2 coordinators", "1 coordinator", required=0.95), *rate_rows(row, rates)]
 
 
 def _tokens_per_s(endpoints: Sequence[str], index: int) -> float:
@@ -116,7 +103,7 @@ def _tokens_per_s(endpoints: Sequence[str], index: int) -> float:
     ]
     # Always two client processes, so that the compared systems differ in their coordinators alone.
     runs = _run_through([endpoints[0], endpoints[-1]], [requests[0::2], requests[1::2]])
-    return sum(run.num_tokens for run in runs) / max(run.chunk_s[-1] for run in runs)
+    return tokens_per_s(runs)
 
 
 def _run_through(endpoints: Sequence[str], batches: Sequence[Sequence[StreamRequest]]) -> list[StreamRun]:

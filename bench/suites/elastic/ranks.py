@@ -6,15 +6,15 @@ ranks of one thread each, against one process that has two threads. Part of the 
 `measure_ranks`.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from bench.harness.pairs import median_ratio
+from bench.harness.pairs import median_s, ratio_row
 from bench.harness.report import progress
 from bench.harness.rows import Row
 from bench.systems.models import DEMO
@@ -35,7 +35,7 @@ _NUM_ROUNDS, _NUM_QUICK_ROUNDS = 30, 3
 _PER_ROUND = 40
 
 
-def measure_ranks(row: Callable[..., Row], *, quick: bool) -> list[Row]:
+def measure_ranks(_tokenizer_dir: Path, row: Callable[..., Row], quick: bool) -> list[Row]:
     """All rows.
 
     Args:
@@ -56,16 +56,16 @@ def _message_rows(ranks: RankGroup, num_rounds: int, row: Callable[..., Row]) ->
     bare_ms, message_ms = [], []
     with progress("plan messages", num_rounds) as advance:
         for _ in range(num_rounds):
-            bare_ms.append(median_ms(partial(broadcast_bare, ranks)))
-            message_ms.append(median_ms(partial(exchange_plan, ranks)))
+            bare_ms.append(median_s(partial(broadcast_bare, ranks), _PER_ROUND) * 1e3)
+            message_ms.append(median_s(partial(exchange_plan, ranks), _PER_ROUND) * 1e3)
             advance()
     on_top = np.array(message_ms) - np.array(bare_ms)
     case = f"{NUM_RANKS} ranks, 8 sequences of 5 rows, gloo on loopback"
     figures = {"plan and answer": float(np.median(message_ms)), "bare broadcast": float(np.median(bare_ms))}
     return [
-        *(row(row=None, case=case, system=name, metric="ms_per_step", value=ms, unit="ms")
+        *(row(case=case, system=name, metric="ms_per_step", value=ms, unit="ms")
           for name, ms in figures.items()),
-        row(row=None, case=case, system="plan and answer", metric="ms_on_top", value=float(np.median(on_top)),
+        row(case=case, system="plan and answer", metric="ms_on_top", value=float(np.median(on_top)),
             unit="ms", at_most=MOST_ON_TOP_MS, num_pairs=num_rounds),
     ]  # fmt: skip
 
@@ -76,35 +76,18 @@ def _step_rows(ranks: RankGroup, num_rounds: int, row: Callable[..., Row]) -> li
     rows = []
     for num_rows in (1, 5):
         plan = StepPlan((SequenceSlice(tuple(range(2, 2 + num_rows)), 0, (0,), num_rows),))
-        times_ms: dict[str, list[float]] = {name: [] for name in systems}
+        times_s: dict[str, list[float]] = {name: [] for name in systems}
         with progress(f"steps of {num_rows} rows", num_rounds) as advance:
             for _ in range(num_rounds):
                 for name, worker in systems.items():
                     torch.set_num_threads(1 if name == "2 ranks" else NUM_RANKS)
-                    times_ms[name].append(median_ms(partial(worker.execute, plan)))
+                    times_s[name].append(median_s(partial(worker.execute, plan), _PER_ROUND))
                 advance()
-        for name in list(systems)[1:]:
-            ratio = median_ratio(times_ms["2 ranks"], times_ms[name])
-            rows.append(
-                row(
-                    row=None, case=f"demo target, {num_rows} rows, {NUM_RANKS} cores", system="2 ranks",
-                    metric="step_time_ratio", value=ratio.median, unit="x", ratio_to=name, low=ratio.low,
-                    high=ratio.high, num_pairs=ratio.num_pairs,
-                )
-            )  # fmt: skip
+        of_case = partial(row, case=f"demo target, {num_rows} rows, {NUM_RANKS} cores")
+        rows += [ratio_row(of_case, times_s, "2 ranks", name, metric="step_time_ratio") for name in list(systems)[1:]]
     systems["2 ranks"].close()
     return rows
 
 
 def _alone(backend: str) -> Worker:
     return load_worker(replace(_MODEL, compiling=CompileOptions(backend)))
-
-
-def median_ms(act: Callable[[], object]) -> float:
-    """Return the median milliseconds of a few repetitions."""
-    taken = []
-    for _ in range(_PER_ROUND):
-        began_s = time.perf_counter()
-        act()
-        taken.append(time.perf_counter() - began_s)
-    return float(np.median(taken)) * 1e3

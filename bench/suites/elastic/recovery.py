@@ -10,14 +10,14 @@ calls this.
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from bench.harness.process_tree import descendants
-from bench.harness.report import progress
+from bench.harness.report import waiting
 from bench.harness.rows import Row
 from bench.harness.steady_load import SteadyLoad
 from bench.systems.models import DEMO
@@ -36,7 +36,7 @@ _WARM_S = 3.0
 _PATIENCE_S = 240.0
 
 
-def measure_recovery(row: Callable[..., Row], *, quick: bool) -> list[Row]:
+def measure_recovery(_tokenizer_dir: Path, row: Callable[..., Row], quick: bool) -> list[Row]:
     """All rows.
 
     Args:
@@ -44,12 +44,14 @@ def measure_recovery(row: Callable[..., Row], *, quick: bool) -> list[Row]:
         quick: one loss of each kind.
     """
     num_losses = NUM_QUICK_LOSSES if quick else NUM_LOSSES
-    row = partial(row, row=None, system="specdec up")
+    row = partial(row, system="specdec up")
     rows = []
     for name, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
-        losses = [_lose_a_rank(number) for _ in _counted(f"2 ranks, one {name}", num_losses)]
+        with waiting(f"2 ranks, one {name}"):
+            losses = [_lose_a_rank(number) for _ in range(num_losses)]
         rows += _rows(f"2 ranks, one {name}", losses, row)
-    losses = [_lose_a_node() for _ in _counted("the target's node lost", num_losses)]
+    with waiting("3 Ray nodes, the target's lost"):
+        losses = [_lose_a_node() for _ in range(num_losses)]
     return rows + _rows("3 Ray nodes, the target's lost", losses, row)
 
 
@@ -57,13 +59,6 @@ def measure_recovery(row: Callable[..., Row], *, quick: bool) -> list[Row]:
 class _Loss:
     longest_silence_s: float
     num_faults: int
-
-
-def _counted(label: str, total: int) -> Iterator[int]:
-    with progress(label, total) as advance:
-        for index in range(total):
-            yield index
-            advance()
 
 
 def _rows(case: str, losses: list[_Loss], row: Callable[..., Row]) -> list[Row]:

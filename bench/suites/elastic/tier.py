@@ -3,7 +3,7 @@
 The demo pair as real processes. One system runs the sessions' first turn and writes their KV to the tier, a Redis of
 its own; then it is gone. Two more, which never saw them, run the next turn of pairs of sessions with one text: one
 system has the tier, the other computes everything again. Some sessions find half of their KV only. All must say the
-same. `tier_rule` covers targets of other speeds.
+same.
 """
 
 import contextlib
@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import redis
 
-from bench.harness.pairs import interleave, median_ratio
+from bench.harness.pairs import interleave, ratio_row
 from bench.harness.report import progress
 from bench.harness.rows import Row
-from bench.harness.scrape import page_of
-from bench.suites.elastic.tier_rule import measure_rule
+from bench.harness.scrape import total
 from bench.systems.models import DEMO
 from bench.systems.simulated import ProcessSystem, ReplicaCommand, redis_server
 from specdec.client import Client
@@ -32,6 +32,7 @@ from specdec.supervision.processes import free_ports
 PROMPT_TOKENS = 1_500
 NEW_TOKENS = (7, 8, 9, 10)
 OUTPUT_TOKENS = 8
+NUM_PAIRS, NUM_QUICK_PAIRS = 9, 2
 NUM_WARM, NUM_HALVES = 2, 2
 NUM_RUNS = PROMPT_TOKENS // (RUN_BLOCKS * BLOCK_TOKENS)
 #: Vocabulary size of the demo pair's tokenizer.
@@ -50,22 +51,20 @@ class _Turn:
     """Number of runs of KV blocks that were restored for the turn."""
 
 
-def measure_tier(num_runs: int, row: Callable[..., Row]) -> list[Row]:
-    """Time to the first token by restore and by replay, and what the rule chooses for simulated targets.
+def measure_tier(_tokenizer_dir: Path, row: Callable[..., Row], quick: bool) -> list[Row]:
+    """Return the time to the first token by restore and by replay.
 
     Args:
-        num_runs: interleaved pairs of sessions.
         row: makes a row of the suite.
+        quick: fewer pairs of sessions.
 
     Raises:
         RuntimeError: a session said something else by restore, or not all of its KV was restored.
     """
     with redis_server() as store_url, redis_server(_TIER) as tier_url:
         # The first sessions warm up, the last ones have half of their KV.
-        measured, halves = (
-            range(NUM_WARM, NUM_WARM + num_runs),
-            range(NUM_WARM + num_runs, NUM_WARM + num_runs + NUM_HALVES),
-        )
+        end = NUM_WARM + (NUM_QUICK_PAIRS if quick else NUM_PAIRS)
+        measured, halves = range(NUM_WARM, end), range(end, end + NUM_HALVES)
         prompts = [_prompt(index) for index in range(halves.stop)]
         _run_first_turns(prompts, store_url, tier_url)
         for index in halves:
@@ -78,19 +77,15 @@ def measure_tier(num_runs: int, row: Callable[..., Row]) -> list[Row]:
         if index >= NUM_WARM and restored.num_runs != wanted:
             raise RuntimeError(f"session {index}: {restored.num_runs:.0f} runs of KV were restored instead of {wanted}")
     ttft_s = {name: [done[index].ttft_s for index in measured] for name, done in turns.items()}
-    ratio = median_ratio(ttft_s["replay"], ttft_s["restore"])
-    row = partial(row, row=None, case=f"demo pair, a session of {PROMPT_TOKENS} tokens returns on a cold replica")
+    rates = {name: [1 / each for each in seconds] for name, seconds in ttft_s.items()}
+    row = partial(row, case=f"demo pair, a session of {PROMPT_TOKENS} tokens returns on a cold replica")
     return [
-        row(
-            system="restore", metric="ttft_speedup", value=ratio.median, unit="x", ratio_to="replay", low=ratio.low,
-            high=ratio.high, num_pairs=ratio.num_pairs, required=2.0,
-        ),
+        ratio_row(row, rates, "restore", "replay", metric="ttft_speedup", required=2.0),
         *(
             row(system=name, metric="ttft_ms", value=float(np.median(seconds)) * 1e3, unit="ms")
             for name, seconds in ttft_s.items()
         ),
-        *measure_rule(row),
-    ]  # fmt: skip
+    ]
 
 
 def _prompt(index: int) -> list[int]:
@@ -101,11 +96,8 @@ def _replicas(tier_url: str, metrics: str = "") -> list[ReplicaCommand]:
     """A target and a draft, with a tier unless its URL is ""."""
     tier = ("--kv-tier-url", tier_url) if tier_url else ()
     return [
-        ReplicaCommand(
-            role,
-            f"{role}_service",
-            ("--model", str(DEMO / role), "--redis-url", "memory://", *tier)
-            + (("--metrics", metrics) if metrics and role == "target" else ()),
+        ReplicaCommand.serving(
+            role, DEMO / role, *tier, *(("--metrics", metrics) if metrics and role == "target" else ())
         )
         for role in ("target", "draft")
     ]
@@ -123,7 +115,7 @@ def _run_first_turns(prompts: list[list[int]], store_url: str, tier_url: str) ->
             for name in ("restore", "replay"):
                 _run_turn(client, f"{name}-{index}", prompt)
             num_bytes = (index + 1) * NUM_RUNS * _run_bytes()
-            _wait_until(lambda num_bytes=num_bytes: _total(_figures(metrics), "bytes_total", "written") >= num_bytes)
+            _wait_until(lambda num_bytes=num_bytes: _total(metrics, "bytes", direction="written") >= num_bytes)
             advance()
 
 
@@ -137,9 +129,9 @@ def _run_second_turns(num_sessions: int, store_url: str, tier_url: str) -> dict[
         advance = stack.enter_context(progress("second turns", 2 * num_sessions))
 
         def measure(index: int, name: str) -> _Turn:
-            num_before = _total(_figures(metrics), "runs_restored_total")
+            num_before = _total(metrics, "runs_restored")
             turn = _run_turn(clients[name], f"{name}-{index}", list(NEW_TOKENS))
-            return replace(turn, num_runs=_total(_figures(metrics), "runs_restored_total") - num_before)
+            return replace(turn, num_runs=_total(metrics, "runs_restored") - num_before)
 
         return interleave(
             range(num_sessions), {name: partial(measure, name=name) for name in clients}, after_each=advance
@@ -178,16 +170,8 @@ def _run_bytes() -> int:
     return int(RUN_BLOCKS * BLOCK_TOKENS * config["num_hidden_layers"] * row_numbers * 4)
 
 
-def _total(figures: dict[str, float], name: str, label: str = "") -> float:
-    return sum(value for series, value in figures.items() if series.startswith(f"{name}{{") and label in series)
-
-
-def _figures(metrics: str) -> dict[str, float]:
-    """The target's series of the tier."""
-    lines = page_of(metrics).splitlines()
-    beginning = "specdec:kv_tier_"
-    series = (line.removeprefix(beginning).rpartition(" ") for line in lines if line.startswith(beginning))
-    return {name: float(value) for name, _, value in series}
+def _total(metrics: str, name: str, **labels: str) -> float:
+    return total(metrics, f"specdec:kv_tier_{name}_total", **labels)
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:

@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-from bench.harness.pairs import median_ratio
+from bench.harness.pairs import ratio_row
 from bench.harness.report import waiting
 from bench.harness.rows import Row
 from bench.harness.scrape import scrape
@@ -35,7 +34,7 @@ NUM_TOKENS = 96
 LEAST_RATIO = 0.95
 #: Instead of 600 s.
 COOLDOWN_S = 60.0
-_DRAFT = "draft"
+_DRAFT, _OFF = "draft", "speculation off"
 #: Longest time until a decision of the pool: the cooldown, a poll, and a minute that a rate looks back.
 _PATIENCE_S = COOLDOWN_S + 180.0
 
@@ -68,9 +67,7 @@ class DraftScaler:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ends.set()
         self._thread.join()
 
@@ -126,7 +123,7 @@ def measure_zero(tokenizer_dir: Path, row: Callable[..., Row]) -> list[Row]:
     """
     metrics = [f"127.0.0.1:{port}" for port in free_ports(3)]
     replicas = [
-        ReplicaCommand(role, f"{role}_service", ("--model", PAIR, "--redis-url", "memory://", "--metrics", address))
+        ReplicaCommand.serving(role, PAIR, "--metrics", address)
         for role, address in zip((_DRAFT, "target"), metrics, strict=False)
     ]
     autoscaler = replace(keda_autoscalers()[_DRAFT], cooldown_s=COOLDOWN_S)
@@ -146,21 +143,18 @@ def measure_zero(tokenizer_dir: Path, row: Callable[..., Row]) -> list[Row]:
                 scaler.wait_for(1)
                 serving_after_s = time.monotonic() - began_s
             after = run(1)
-    ratio = median_ratio([tokens_per_s(auto) for auto, _ in pairs], [tokens_per_s(alone) for _, alone in pairs])
+    rates = {name: [tokens_per_s(pair[side]) for pair in pairs] for side, name in enumerate(("specdec", _OFF))}
     runs = [*before, *after, *(each for pair in pairs for batch in pair for each in batch)]
     num_failed = len(load.faults) + sum(each.num_tokens != NUM_TOKENS for each in runs)
-    row = partial(row, row=None, case=f"70B/1B, {NUM_STREAMS} streams, drafts 1 to 0 to 1", system="specdec")
+    row = partial(row, case=f"70B/1B, {NUM_STREAMS} streams, drafts 1 to 0 to 1", system="specdec")
     note = f"of {len(runs) + sum(load.outputs_ended)}; the cooldown is {COOLDOWN_S:g} s instead of 600 s"
     return [
         row(metric="streams_failed", value=float(num_failed), unit="streams", at_most=0.0, note=note),
-        row(
-            metric="tokens_per_s_ratio", value=ratio.median, unit="x", ratio_to="speculation off", low=ratio.low,
-            high=ratio.high, num_pairs=ratio.num_pairs, required=LEAST_RATIO, note="without a draft replica",
-        ),
+        ratio_row(row, rates, "specdec", _OFF, required=LEAST_RATIO, note="without a draft replica"),
         row(metric="draft_serves_after", value=serving_after_s, unit="s", note="from the first round that wants it"),
         row(metric="draft_tokens_before", value=_draft_tokens(before), unit="per round"),
         row(metric="draft_tokens_after", value=_draft_tokens(after), unit="per round"),
-    ]  # fmt: skip
+    ]
 
 
 def _run(clients: StreamProcess, index: int, gamma: int | None = None) -> list[StreamRun]:

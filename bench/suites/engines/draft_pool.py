@@ -13,15 +13,13 @@ import numpy as np
 from bench.harness.pairs import MIN_PAIRS
 from bench.harness.report import progress
 from bench.harness.rows import Row
-from bench.harness.scrape import page_of
+from bench.harness.scrape import total
 from bench.suites.engines.turns import Run, measure_turns, num_equal_texts, start_all, stop_all
 from bench.suites.peers.figures import batch_rows, ratio_row
-from bench.systems.answers import Answer
 from bench.systems.http_servers import VllmServer, free_port
 from bench.systems.models import DEMO
-from bench.systems.process import ServerProcess
-from bench.systems.served import VLLM, own_draft_model, peer_program
-from bench.systems.served_pairs import prompts_of
+from bench.systems.process import Answer, ServerProcess
+from bench.systems.served import VLLM, own_draft_model, peer_program, prompts_of
 from specdec.rpc.channels import dial
 
 _POOL, _OWN = "vllm_with_pool", "vllm_with_draft_model"
@@ -100,14 +98,11 @@ def pool_rows(make_row: Callable[..., Row], run: Run, peers: Path, quick: bool) 
 
 def _acceptance(server: VllmServer) -> float:
     """Return the share of draft tokens that vLLM has accepted so far."""
-    lines = page_of(server.url.removeprefix("http://")).splitlines()
-
-    def total(name: str) -> float:
-        return sum(
-            float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:spec_decode_{name}_total")
-        )
-
-    return total("num_accepted_tokens") / total("num_draft_tokens")
+    accepted, drafted = (
+        total(server.url.removeprefix("http://"), f"vllm:spec_decode_num_{kind}_tokens_total")
+        for kind in ("accepted", "draft")
+    )
+    return accepted / drafted
 
 
 def _pauses_ms(run: Run, server: VllmServer, draft: _DraftService, num_stops: int) -> list[float]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from bench.harness.pairs import MIN_PAIRS, interleave
+from bench.harness.pairs import MIN_PAIRS, take_turns
 from bench.harness.report import progress
 from bench.harness.workload import OwnPrompts
 from bench.suites.peers.figures import Batch
@@ -50,9 +50,7 @@ def measure_turns(
         for server in servers
     }
     num_batches = 1 if quick else MIN_PAIRS
-    with progress("one stream", (1 + num_batches) * len(systems)) as advance:
-        interleave([own_prompts.batch(1)], systems, advance)
-        return interleave([own_prompts.batch(1) for _ in range(num_batches)], systems, advance)
+    return take_turns("one stream", systems, [own_prompts.batch(1) for _ in range(num_batches)], [own_prompts.batch(1)])
 
 
 def num_equal_texts(batches: Mapping[str, Sequence[Batch]], system: str, other: str) -> tuple[int, int]:

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from bench.harness.pairs import interleave, median_ratio
-from bench.harness.report import progress
+from bench.harness.pairs import ratio_row, take_turns
 from bench.harness.rows import Row
 from bench.suites.faults.outages import PROMPT, model_replicas
 from bench.systems.models import DEMO
@@ -41,16 +40,12 @@ def measure_drafts_gone(row: Callable[..., Row], quick: bool) -> list[Row]:
         for address in drafts:
             os.kill(system.child(address).pid, signal.SIGKILL)
         pairs = range(NUM_QUICK_PAIRS if quick else NUM_PAIRS)
-        systems = {mode: lambda _, mode=mode: _tokens_per_s(client, mode) for mode in ("rejection", "off")}
-        with progress("all drafts gone", 2 * len(pairs)) as advance:
-            found = interleave(pairs, systems, advance)
-        ratio = median_ratio(found["rejection"], found["off"])
+        modes = {"specdec": "rejection", "target-only": "off"}
+        systems = {name: lambda _, mode=mode: _tokens_per_s(client, mode) for name, mode in modes.items()}
+        found = take_turns("all drafts gone", systems, pairs)
         return_s = _return_s(system, client, drafts)
     return [
-        of_case(
-            metric="tokens_per_s_ratio", value=ratio.median, unit="", ratio_to="target-only", low=ratio.low,
-            high=ratio.high, num_pairs=ratio.num_pairs, required=LEAST_RATIO,
-        ),
+        ratio_row(of_case, found, "specdec", "target-only", required=LEAST_RATIO),
         of_case(
             metric="speculating_again", value=return_s, unit="s", at_most=MOST_RETURN_S,
             note="from the first draft's SERVING to the first accepted draft token at the client",

@@ -85,11 +85,7 @@ def _system(redis_url: str) -> ProcessSystem:
 def model_replicas(num_targets: int, num_drafts: int) -> list[ReplicaCommand]:
     """Return targets and drafts of the demo pair."""
     return [
-        ReplicaCommand(
-            role,
-            f"{role}_service",
-            ("--model", str(DEMO / role), "--device", "cpu", "--dtype", "float32", "--redis-url", "memory://"),
-        )
+        ReplicaCommand.serving(role, DEMO / role, "--device", "cpu", "--dtype", "float32")
         for role in [*["target"] * num_targets, *["draft"] * num_drafts]
     ]
 

@@ -3,25 +3,22 @@
 Three settings, each a fresh `specdec up`: calls with a deadline of 10 s; calls without one; calls without one on a
 target whose KV has 40 MB (406 blocks). Before the flood, closed loops of 16 and 32 streams give the peak goodput and
 the time a token of 16 streams; after it, a single stream shows whether the system has recovered. Goodput is the tokens
-a second of requests that ended well. `python -m bench.suites.faults.overload` runs this alone; `python -m bench faults`
-calls it.
+a second of requests that ended well. Part of the suite `faults`, which calls this.
 """
 
-import argparse
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import numpy as np
 
 from bench.harness.process_tree import pss_bytes
-from bench.harness.report import print_table, waiting
-from bench.harness.rows import Origin, Row
+from bench.harness.report import waiting
+from bench.harness.rows import Row
 from bench.suites.faults.overload_client import Batch, LoadProcess, Outcome
 from bench.systems.models import DEMO
 from bench.systems.up import UpSystem
@@ -79,22 +76,12 @@ class Flood:
         return _p99([outcome.tpot_s for outcome in self.outcomes if outcome.num_tokens > 1])
 
 
-def measure_overload(
-    row: Callable[..., Row], quick: bool, *, seconds: float | None = None, settings: tuple[Setting, ...] = SETTINGS
-) -> list[Row]:
-    """Return the rows of every setting.
-
-    Args:
-        row: makes a row of the suite.
-        quick: a short flood.
-        seconds: duration of each flood; None: as `quick` says.
-        settings: the settings to measure.
-    """
-    seconds = seconds or (QUICK_FLOOD_S if quick else FLOOD_S)
+def measure_overload(row: Callable[..., Row], quick: bool) -> list[Row]:
+    """Return the rows of every setting."""
     rows = []
-    for setting in settings:
+    for setting in SETTINGS:
         with waiting(f"flood: {setting.name}"):
-            flood = measure_flood(setting, seconds)
+            flood = measure_flood(setting, QUICK_FLOOD_S if quick else FLOOD_S)
         rows += _rows(flood, partial(row, case=f"demo pair, 4 x load: {setting.name}", system="specdec up"))
     return rows
 
@@ -190,9 +177,7 @@ class _MemoryWatch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
 
@@ -205,19 +190,3 @@ class _MemoryWatch:
     def _watch(self) -> None:
         while not self._stop.wait(0.5):
             self._samples.append(pss_bytes(self._pid))
-
-
-def main() -> None:
-    """Measure the settings that the command line names, and print their rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=FLOOD_S, help="duration of each flood")
-    names = range(1, len(SETTINGS) + 1)
-    parser.add_argument("--settings", type=int, nargs="+", choices=names, default=list(names), help="only these")
-    arguments = parser.parse_args()
-    row = partial(Row, suite="faults", row=None, origin=Origin(), quick=arguments.seconds < FLOOD_S)
-    chosen = tuple(SETTINGS[number - 1] for number in arguments.settings)
-    print_table(measure_overload(row, quick=False, seconds=arguments.seconds, settings=chosen))
-
-
-if __name__ == "__main__":
-    main()

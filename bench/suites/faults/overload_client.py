@@ -9,14 +9,11 @@ import argparse
 import asyncio
 import json
 import random
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
+from bench.harness.line_child import LineChild
 from specdec.client import AsyncClient, Budgets
 from specdec.contract.errors import SpecdecError
 from specdec.contract.tenant import DEFAULT_TENANT
@@ -74,51 +71,25 @@ class Outcome:
         return (self.chunk_s[-1] - self.chunk_s[0]) / max(1, self.num_tokens - 1)
 
 
-class LoadProcess:
-    """A client in a child process. Use it by `with`; it is connected once entered."""
+class LoadProcess(LineChild):
+    """A client in a child process."""
 
     def __init__(self, endpoint: str, tenant: str = DEFAULT_TENANT) -> None:
         """`tenant`: of all requests. The coordinator must trust its callers if it is not the default one."""
-        self._arguments = ["--endpoint", endpoint, "--tenant", tenant]
-
-    def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.suites.faults.overload_client", *self._arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).resolve().parents[3],
-        )
-        self._read()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # The child ends at the end of its input.
-        self._process.communicate()
+        super().__init__("bench.suites.faults.overload_client", "--endpoint", endpoint, "--tenant", tenant)
 
     def start(self, batch: Batch) -> None:
         """Start a batch; `outcomes` waits for its end."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asdict(batch)) + "\n")
-        self._process.stdin.flush()
+        self.send(asdict(batch))
 
     def outcomes(self) -> list[Outcome]:
         """Return the outcomes of the batch, in the order in which the requests began."""
-        return [Outcome(**outcome) for outcome in self._read()]
+        return [Outcome(**outcome) for outcome in self.receive()]
 
     def run(self, batch: Batch) -> list[Outcome]:
         """Run a batch to its end."""
         self.start(batch)
         return self.outcomes()
-
-    def _read(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the client process ended with exit code {self._process.wait()}")
-        return json.loads(line)
 
 
 class _Client:

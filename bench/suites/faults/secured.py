@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
-from bench.harness.pairs import interleave, median_ratio
+from bench.harness.pairs import interleave, rate_rows, ratio_row
 from bench.harness.process_tree import cpu_s
 from bench.harness.report import progress
 from bench.harness.rows import Row
@@ -109,19 +107,8 @@ def _batch(system: _System, prompts: list[list[int]]) -> _Batch:
 def _rows(row: Callable[..., Row], batches: Mapping[str, list[_Batch]]) -> list[Row]:
     rates = {name: [batch.tokens_per_s for batch in done] for name, done in batches.items()}
     costs = {name: [batch.cpu_us_per_token for batch in done] for name, done in batches.items()}
-    rows = []
+    rows = rate_rows(row, rates)
     for name, least in LEAST_RATIOS.items():
-        for metric, required, ratio in (
-            ("tokens_per_s_ratio", least, median_ratio(rates[name], rates[OPEN])),
-            ("cpu_per_token_ratio", None, median_ratio(costs[name], costs[OPEN])),
-        ):
-            rows.append(
-                row(
-                    system=name, metric=metric, value=ratio.median, unit="x", ratio_to=OPEN, low=ratio.low,
-                    high=ratio.high, num_pairs=ratio.num_pairs, required=required,
-                )
-            )  # fmt: skip
-    return rows + [
-        row(system=name, metric="tokens_per_s", value=float(np.median(measured)), unit="tokens/s")
-        for name, measured in rates.items()
-    ]
+        rows.append(ratio_row(row, rates, name, OPEN, required=least))
+        rows.append(ratio_row(row, costs, name, OPEN, metric="cpu_per_token_ratio"))
+    return rows

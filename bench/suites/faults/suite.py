@@ -35,5 +35,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure and return the rows; print nothing but progress."""
-    row = partial(Row, suite=SUITE, row=None, origin=Origin(), quick=arguments.quick)
+    row = partial(Row, suite=SUITE, origin=Origin(), quick=arguments.quick)
     return [each for name in arguments.rows for each in MEASUREMENTS[name](row, arguments.quick)]

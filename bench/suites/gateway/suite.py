@@ -18,18 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from bench.harness.pairs import MIN_PAIRS, interleave, median_difference, median_ratio
+from bench.harness.pairs import MIN_PAIRS, interleave, median_difference, rate_rows, ratio_row
 from bench.harness.report import progress
 from bench.harness.rows import Origin, Row
 from bench.harness.workload import NUM_NEW_TOKENS, prompt_token_ids
-from bench.suites.gateway.guidellm_client import GuideLlmClient
-from bench.suites.gateway.peer_clients import run_peer_client
+from bench.suites.gateway.peer_clients import GuideLlmClient, VllmClient, run_peer_client
 from bench.suites.gateway.streams import GrpcStreams, HttpStreams, StreamingClient, TextStream, tokens_per_s
-from bench.suites.gateway.vllm_client import VllmClient
-from bench.suites.peers.suite import PEERS_FOLDER
-from bench.systems.gateway import GatewayServer
+from bench.systems.http_servers import GatewayServer
 from bench.systems.models import DEMO, deep
 from bench.systems.ours import RunningSystem
+from bench.systems.served import PEERS_FOLDER
 from specdec.client import AsyncClient
 
 SUITE = "gateway"
@@ -77,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure and return the rows; print nothing but progress."""
-    row = partial(Row, suite=SUITE, row=None, origin=Origin(), quick=arguments.quick)
+    row = partial(Row, suite=SUITE, origin=Origin(), quick=arguments.quick)
     with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder, asyncio.Runner() as runner:
         if arguments.peer_bench:
             client, peers_folder = _CLIENTS[arguments.peer_bench], arguments.peers_folder
@@ -151,23 +149,16 @@ def batch_rows(row: Any, batches: dict[str, list[Batch]], most_ttft_ms: float | 
     """Return the rows of one case; `most_ttft_ms` limits what the gateway adds to the time to the first token."""
     rates = {name: [tokens_per_s(batch.streams) for batch in done] for name, done in batches.items()}
     ttft_ms = {name: [batch.ttft_ms for batch in done] for name, done in batches.items()}
-    ratio = median_ratio(rates[HTTP], rates[GRPC])
     added = median_difference(ttft_ms[HTTP], ttft_ms[GRPC])
     cpu_s = sum(batch.gateway_cpu_s for batch in batches[HTTP])
     cpu_us = cpu_s * 1e6 / sum(batch.num_tokens for batch in batches[HTTP])
     rows: list[Row] = [
-        row(
-            system=HTTP, metric="tokens_per_s_ratio", value=ratio.median, unit="x", ratio_to=GRPC, low=ratio.low,
-            high=ratio.high, num_pairs=ratio.num_pairs, required=_LEAST_RATIO,
-        ),
-        row(
-            system=HTTP, metric="ttft_added_ms", value=added.median, unit="ms", ratio_to=GRPC, low=added.low,
-            high=added.high, num_pairs=added.num_pairs, at_most=most_ttft_ms,
-        ),
+        ratio_row(row, rates, HTTP, GRPC, required=_LEAST_RATIO),
+        row(system=HTTP, metric="ttft_added_ms", unit="ms", ratio_to=GRPC, at_most=most_ttft_ms, **added.fields),
         row(system="gateway", metric="cpu_us_per_token", value=cpu_us, unit="us"),
-    ]  # fmt: skip
+        *rate_rows(row, rates),
+    ]
     for name, done in batches.items():
-        rows.append(row(system=name, metric="tokens_per_s", value=float(np.median(rates[name])), unit="tokens/s"))
         all_ms = [stream.ttft_s * 1e3 for batch in done for stream in batch.streams]
         rows.append(row(system=name, metric="ttft_ms_p50", value=float(np.median(all_ms)), unit="ms"))
     return rows

@@ -8,23 +8,25 @@ bandwidth measured in the same run (bytes read plus bytes written). Called by th
 
 import gc
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
+from bench.harness.pairs import median_s, ratio_row
 from bench.harness.report import progress
 from bench.harness.rows import Row
 from bench.harness.workload import GAMMA
 from bench.systems.random_pair import PairModel, RandomPair
+from bench.systems.ranks import rank_group
 from specdec.checkpoints.artifact_cache import cache_directory
 from specdec.contract.errors import SpecdecError
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
-from specdec.engine.options import CompileOptions, LoadRequest, row_counts
+from specdec.engine.options import AUTO, CUDA_GRAPHS, CompileOptions, LoadRequest, row_counts
+from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
+from specdec.engine.parallel.rank_loader import load_rank
 from specdec.engine.sessions.block_manager import blocks_for
 
 TARGET_LIMIT, DRAFT_LIMIT = 1.25, 2.0
@@ -114,11 +116,63 @@ def copy_bandwidth(device: str, num_bytes: int, num_steps: int = NUM_STEPS) -> f
 
 
 def _median_s(action: Callable[[], object], device: str, num_steps: int) -> float:
-    seconds = []
-    for _ in range(num_steps + 3):
-        began = time.perf_counter()
+    def run() -> None:
         action()
         if device != "cpu":
             torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[3:])
+
+    median_s(run, 3)  # warms up
+    return median_s(run, num_steps)
+
+
+#: A verification of four draft tokens of one session.
+_ROWS = 5
+_START = 16 * 32
+_NUM_ROUNDS, _NUM_QUICK_ROUNDS, _PER_ROUND = 15, 3, 40
+
+
+def scaling_rows(
+    directory: str, device: str, num_ranks: int, shape: str, row: Callable[..., Row], *, quick: bool
+) -> list[Row]:
+    """Return one row: the time of a verification on several ranks over that on one, with CUDA graphs on both.
+
+    Args:
+        directory: the model's directory.
+        device: `cuda`, or `cpu` in tests.
+        num_ranks: number of GPUs.
+        shape: name of the model in the row.
+        row: makes a row of the suite.
+        quick: fewer repetitions.
+    """
+    num_rounds = _NUM_QUICK_ROUNDS if quick else _NUM_ROUNDS
+    compiling = CompileOptions(AUTO if device == "cpu" else CUDA_GRAPHS, row_counts(_ROWS))
+    model = LoadRequest(directory, device=device, dtype="auto", compiling=compiling, num_kv_blocks=64, self_check=False)
+    alone = load_worker(model)
+    alone_s = _step_times_s(alone, f"gpu: 1 rank of {num_ranks}", num_rounds)
+    del alone
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.empty_cache()
+    with rank_group(model, num_ranks) as ranks:
+        worker = load_rank(model, ranks, RankHeartbeat({}))
+        divided_s = _step_times_s(worker, f"gpu: {num_ranks} ranks", num_rounds)
+        worker.close()
+    divided = f"{num_ranks} ranks"
+    times_s = {divided: divided_s, "1 rank": alone_s}
+    return [ratio_row(row, times_s, divided, "1 rank", metric="step_time_ratio", case=f"{shape}, {_ROWS} rows")]
+
+
+def _step_times_s(worker: Worker, title: str, num_rounds: int) -> list[float]:
+    table = tuple(range(1 + _START // 16))
+    worker.execute(StepPlan((SequenceSlice((7,) * _START, 0, table, 0),)))
+    plan = StepPlan((SequenceSlice((7,) * _ROWS, _START, table, _ROWS),))
+    times_s = []
+    with progress(title, num_rounds) as advance:
+        for _ in range(num_rounds):
+            times_s.append(median_s(partial(_run, worker, plan), _PER_ROUND))
+            advance()
+    return times_s
+
+
+def _run(worker: Worker, plan: StepPlan) -> None:
+    worker.execute(plan)[0, 0].item()  # waits for the device

@@ -11,12 +11,11 @@ from functools import partial
 
 import numpy as np
 
-from bench.harness.pairs import interleave, median_ratio
-from bench.harness.report import progress
+from bench.harness.pairs import rate_rows, ratio_row, take_turns
 from bench.harness.rows import Row
 from bench.harness.streams import StreamProcess, StreamRequest, tokens_per_s
 from bench.harness.workload import GAMMA, NUM_NEW_TOKENS, OwnPrompts, prompt_token_ids
-from bench.systems.ours import RunningSystem, SystemRun, acceptance, emitted_per_round
+from bench.systems.ours import RunningSystem, SystemRun, acceptance, emitted_per_round, mean_round_s
 from bench.systems.random_pair import RandomPair
 from bench.systems.transformers import PeerProcess, PeerRun
 
@@ -98,46 +97,28 @@ def _one_stream(ours: RunningSystem, peer: PeerProcess, prompts: list[list[int]]
     systems = {name: partial(run_ours, name=name) for name in own}
     systems |= {name: partial(run_peer, method=name.removeprefix("hf_")) for name in (ASSISTED, PLAIN)}
     warmup = [prompt[::-1] for prompt in prompts[:2]]
-    with progress("gpu: one stream", (len(warmup) + len(prompts)) * len(systems)) as advance:
-        interleave(warmup, systems, advance)
-        return interleave(prompts, systems, advance)
+    return take_turns("gpu: one stream", systems, prompts, warmup)
 
 
-def _one_stream_rows(runs: Runs, pair: RandomPair, row: Callable[..., Row]) -> list[Row]:
+def _one_stream_rows(runs: Runs, models: RandomPair, row: Callable[..., Row]) -> list[Row]:
     rates = {name: [len(run.token_ids) / run.e2el_s for run in done] for name, done in runs.items()}
     agreed = {(OURS, TARGET_ONLY): 1.8, (OURS, ASSISTED): 5.0}
     also = [(OURS, PLAIN), (AUTO, TARGET_ONLY), (TARGET_ONLY, PLAIN), (ASSISTED, PLAIN)]
-    rows = []
-    for system, other in [*agreed, *also]:
-        ratio = median_ratio(rates[system], rates[other])
-        rows.append(
-            row(
-                system=system, metric="tokens_per_s_ratio", value=ratio.median, unit="x", ratio_to=other,
-                low=ratio.low, high=ratio.high, num_pairs=ratio.num_pairs, required=agreed.get((system, other)),
-            )
-        )  # fmt: skip
+    rows = [ratio_row(row, rates, *pair, required=agreed.get(pair)) for pair in [*agreed, *also]]
     ours = [run for run in runs[OURS] if isinstance(run, SystemRun)]
     alpha = partial(row, system=OURS, metric="alpha", unit="accepted/tested")
     rows.append(alpha(value=acceptance(ours), required=LEAST_ALPHA, at_most=MOST_ALPHA))
     rows.append(row(system=OURS, metric="tau", value=emitted_per_round(ours), unit="tokens/round"))
-    rows.append(row(system="pair", metric="eps", value=pair.eps, unit="of an untrained layer"))
-    rows.append(row(system="pair", metric="dialled_alpha", value=pair.agreement, unit="equal/named"))
+    rows.append(row(system="pair", metric="eps", value=models.eps, unit="of an untrained layer"))
+    rows.append(row(system="pair", metric="dialled_alpha", value=models.agreement, unit="equal/named"))
     for name, done in runs.items():
         ttft_s = float(np.median([run.ttft_s for run in done]))
-        rows.append(row(system=name, metric="tokens_per_s", value=float(np.median(rates[name])), unit="tokens/s"))
         rows.append(row(system=name, metric="ttft_ms", value=ttft_s * 1e3, unit="ms"))
-    for part, seconds in _round_split(ours).items():
+    rows += rate_rows(row, rates)
+    parts = ("draft, its link and service", "verify, its link and service", "accept, commit, emit")
+    for part, seconds in zip(parts, mean_round_s(ours), strict=True):
         rows.append(row(system=part, metric="round_split_ms", value=seconds * 1e3, unit="ms"))
     return rows
-
-
-def _round_split(ours: list[SystemRun]) -> dict[str, float]:
-    """Return the mean seconds of a round, with prefill spread over the rounds."""
-    num_rounds = sum(run.stats.num_rounds for run in ours)
-    draft_s, verify_s = sum(run.stats.draft_s for run in ours), sum(run.stats.verify_s for run in ours)
-    parts = {"draft, its link and service": draft_s, "verify, its link and service": verify_s}
-    parts["accept, commit, emit"] = sum(run.e2el_s for run in ours) - draft_s - verify_s
-    return {part: seconds / num_rounds for part, seconds in parts.items()}
 
 
 def _streams_rows(clients: StreamProcess, prompts: OwnPrompts, effort: Effort, row: Callable[..., Row]) -> list[Row]:
@@ -152,9 +133,6 @@ def _streams_rows(clients: StreamProcess, prompts: OwnPrompts, effort: Effort, r
     for concurrency in effort.concurrencies:
         of_all = partial(run_batch, concurrency=concurrency)
         systems = {AUTO: partial(of_all, options={}), TARGET_ONLY: partial(of_all, options={"mode": "off"})}
-        with progress(f"gpu: {concurrency} streams", (1 + effort.num_batches) * len(systems)) as advance:
-            interleave([-1], systems, advance)
-            rates = interleave(range(effort.num_batches), systems, advance)
-        at = partial(row, metric="tokens_per_s", unit="tokens/s", x=concurrency, x_name="streams")
-        rows += [at(system=name, value=float(np.median(done))) for name, done in rates.items()]
+        rates = take_turns(f"gpu: {concurrency} streams", systems, range(effort.num_batches), [-1])
+        rows += rate_rows(partial(row, x=concurrency, x_name="streams"), rates)
     return rows

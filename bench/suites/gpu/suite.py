@@ -22,8 +22,7 @@ from transformers import LlamaConfig
 from bench.harness.report import progress
 from bench.harness.rows import Origin, Row
 from bench.suites.gpu.attention import attention_rows
-from bench.suites.gpu.engine import copy_bandwidth, engine_rows
-from bench.suites.gpu.ranks import scaling_rows
+from bench.suites.gpu.engine import copy_bandwidth, engine_rows, scaling_rows
 from bench.suites.gpu.stack import ONE_STREAM, STREAMS, stack_rows
 from bench.systems.random_pair import write_random_pair
 
@@ -80,7 +79,7 @@ def divided_rows(config: LlamaConfig, device: str, shape: str, num_ranks: int, *
         num_ranks: number of devices.
         quick: measure less.
     """
-    row = partial(Row, suite=SUITE, row=None, origin=Origin(hardware=_device_name(device)), quick=quick)
+    row = partial(Row, suite=SUITE, origin=Origin(hardware=_device_name(device)), quick=quick)
     with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
         with progress("gpu: model", 1) as advance:
             pair = write_random_pair(config, NUM_DRAFT_LAYERS, ALPHA, Path(folder), device)
@@ -102,7 +101,7 @@ def device_rows(
         copy_bytes: size of the copy whose bandwidth is the engine's floor.
         quick: measure less.
     """
-    row = partial(Row, suite=SUITE, row=None, origin=Origin(hardware=_device_name(device)), quick=quick)
+    row = partial(Row, suite=SUITE, origin=Origin(hardware=_device_name(device)), quick=quick)
     rows = []
     if ATTENTION in figures:
         rows += attention_rows(config, device, shape, row, copy_bandwidth(device, copy_bytes))

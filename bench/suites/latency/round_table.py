@@ -67,7 +67,7 @@ def table_rows(target_dir: Path, draft_dir: Path, prompts: Sequence[list[int]], 
             for prompt in prompts:
                 ours.run(prompt, max_new_tokens=NUM_NEW_TOKENS, temperature=0.0, gamma=GAMMA)
         rounds = list(rounds_of(receiver.requests))
-    row = partial(Row, suite=SUITE, row=None, case=CASE, origin=Origin(), quick=quick, unit="ms")
+    row = partial(Row, suite=SUITE, case=CASE, origin=Origin(), quick=quick, unit="ms")
     round_ms = median((each.next_began_ns - each.began_ns) * _NS_MS for each in rounds)
     stages = [each.stages_ms for each in rounds]
     return [

@@ -21,8 +21,7 @@ def model_replicas(target: Path, arguments: Sequence[Sequence[str]] = ((), ())) 
     """Return a target and the demo pair's draft; `arguments` are further ones of each."""
     models = {"target": target, "draft": DEMO / "draft"}
     return [
-        ReplicaCommand(role, f"{role}_service", ("--model", str(model), "--redis-url", "memory://", *own))
-        for (role, model), own in zip(models.items(), arguments, strict=True)
+        ReplicaCommand.serving(role, model, *own) for (role, model), own in zip(models.items(), arguments, strict=True)
     ]
 
 

@@ -9,14 +9,11 @@ it on an idle machine.
 """
 
 import argparse
-import tempfile
 from functools import partial
-from pathlib import Path
 
 from bench.harness.rows import Origin, Row
-from bench.suites.observability.metrics_cost import measure_metrics
-from bench.suites.observability.systems import measure_systems
-from bench.systems.models import DEMO, deep
+from bench.suites.observability.systems import measure_metrics, measure_systems
+from bench.systems.models import DEMO, deep_target
 
 SUITE = "observability"
 #: Interleaved runs by the number of streams. They take four minutes on two idle cores.
@@ -24,19 +21,14 @@ NUM_RUNS = {1: 27, 16: 12}
 NUM_QUICK_RUNS = 2
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: the suite has no flags of its own."""
-
-
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure and return the rows; print nothing but progress."""
-    row = partial(Row, suite=SUITE, row=None, origin=Origin(), quick=arguments.quick)
+    row = partial(Row, suite=SUITE, origin=Origin(), quick=arguments.quick)
     num_runs = dict.fromkeys(NUM_RUNS, NUM_QUICK_RUNS) if arguments.quick else NUM_RUNS
-    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
-        deep_target = deep(DEMO / "target", Path(folder) / "target", num_layers=18, eps=0.02)
+    with deep_target() as deep_dir:
         rows = [
             each
-            for pair, target in (("demo pair", DEMO / "target"), ("deep(18, 0.02)", deep_target))
+            for pair, target in (("demo pair", DEMO / "target"), ("deep(18, 0.02)", deep_dir))
             for each in measure_metrics(pair, target, num_runs, row)
         ]
-        return rows + measure_systems("deep(18, 0.02)", deep_target, num_runs, row)
+        return rows + measure_systems("deep(18, 0.02)", deep_dir, num_runs, row)

@@ -1,9 +1,13 @@
-"""Tokens a second of coordinators that differ in their audits or traces alone, and of one that is scraped.
+"""What counting, auditing, tracing and scraping cost. Part of the suite `observability`, which calls this.
 
-All coordinators share one target and one draft and take turns, so nothing else differs and one machine's drift meets
-all of them. Part of the suite `observability`, which calls this.
+- `measure_metrics`: the time inside the calls that count metrics, as a share of the time of the rounds in which they
+  are made. The services run under `calls`. The calls of all services count as if each delayed the round, although some
+  of them run at the same time.
+- `measure_systems`: tokens a second of coordinators that differ in their audits or traces alone, and of one that is
+  scraped. All share one target and one draft and take turns, so one machine's drift meets all of them.
 """
 
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,11 +19,12 @@ from pathlib import Path
 import numpy as np
 
 from bench.harness.line_child import LineChild
-from bench.harness.pairs import interleave, median_ratio
+from bench.harness.pairs import interleave, median_ratio, rate_rows, ratio_row
 from bench.harness.report import progress
 from bench.harness.rows import Row
 from bench.harness.streams import StreamProcess, tokens_per_s
 from bench.harness.workload import OwnPrompts, prompt_token_ids
+from bench.suites.observability.calls import Observed, read_observed
 from bench.suites.observability.streams import (
     MOST_COST,
     PROMPT_TOKENS,
@@ -32,6 +37,84 @@ from bench.systems.simulated import ProcessSystem
 from specdec.cli.metrics_page import read_page
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.supervision.processes import free_ports
+
+#: How the figures were taken, since no service runs without metrics.
+_IN_PROCESS = ", in process"
+
+
+@dataclass(frozen=True)
+class CountedBatch:
+    """One batch of streams with the calls that counted it."""
+
+    num_rounds: int
+    seconds: float
+    calls: Mapping[str, Observed]
+    """Calls that counted the batch, by the service that made them."""
+
+    @property
+    def call_s(self) -> float:
+        return sum(calls.seconds for calls in self.calls.values())
+
+
+def measure_metrics(pair: str, target: Path, num_runs: Mapping[int, int], row: Callable[..., Row]) -> list[Row]:
+    """Return the cost of counting with one pair of models.
+
+    Args:
+        pair: its name.
+        target: its target; the draft is the demo pair's.
+        num_runs: batches by number of streams.
+        row: makes a row of the suite.
+    """
+    rows: list[Row] = []
+    prompts = OwnPrompts(prompt_token_ids(target, PROMPT_TOKENS))
+    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as name:
+        folder = Path(name)
+        with (
+            ProcessSystem(
+                target,
+                model_replicas(target),
+                runner=("bench.suites.observability.calls", name),
+                environ=service_environ(),
+            ) as system,
+            StreamProcess(system.endpoint) as clients,
+            progress(f"metrics, {pair}", sum(num_runs.values()) + len(num_runs)) as advance,
+        ):
+            for num_streams, number in num_runs.items():
+                batches = []
+                for _ in range(number + 1):  # the first one warms up
+                    batches.append(_counted_batch(clients, folder, prompts.batch(num_streams)))
+                    advance()
+                rows += metrics_rows(partial(row, case=case_of(pair, num_streams)), batches[1:])
+    return rows
+
+
+def _counted_batch(clients: StreamProcess, folder: Path, prompts: Sequence[list[int]]) -> CountedBatch:
+    before = read_observed(folder)
+    runs = clients.run(requests(prompts))
+    calls = {service: each.since(before[service]) for service, each in read_observed(folder).items()}
+    num_rounds = sum(run.stats["num_rounds"] for run in runs)
+    return CountedBatch(num_rounds, max(run.chunk_s[-1] for run in runs), calls)
+
+
+def metrics_rows(row: Callable[..., Row], batches: Sequence[CountedBatch]) -> list[Row]:
+    """Return the rows of one case. The share says in its name that it was taken in the processes."""
+    share = median_ratio([batch.call_s for batch in batches], [batch.seconds for batch in batches])
+    num_rounds = sum(batch.num_rounds for batch in batches)
+    rows = [
+        row(
+            system=f"metrics{_IN_PROCESS}", metric="share_of_round", unit="of the time", at_most=MOST_COST,
+            **share.fields,
+        )
+    ]  # fmt: skip
+    for service in batches[0].calls:
+        used = [batch.calls[service] for batch in batches]
+        call_us = sum(calls.seconds for calls in used) * 1e6 / num_rounds
+        num_calls = sum(calls.num_calls for calls in used) / num_rounds
+        rows.append(row(system=service + _IN_PROCESS, metric="metrics_us_per_round", value=call_us, unit="us"))
+        rows.append(row(system=service + _IN_PROCESS, metric="calls_per_round", value=num_calls, unit="calls"))
+    round_ms = float(np.median([batch.seconds * 1e3 / batch.num_rounds for batch in batches]))
+    return [*rows, row(system="round", metric="time_per_round_ms", value=round_ms, unit="ms")]
+
 
 PLAIN = "no audit, no traces"
 SCRAPED = "scraped 10 times a second"
@@ -169,15 +252,10 @@ def _scraping(addresses: Sequence[str]) -> Iterator[None]:
 def system_rows(row: Callable[..., Row], batches: Mapping[str, Sequence[ObservedBatch]]) -> list[Row]:
     """Return the rows of one case."""
     rates = {name: [batch.tokens_per_s for batch in done] for name, done in batches.items()}
-    rows = []
-    for name in SYSTEMS[1:]:
-        ratio = median_ratio(rates[name], rates[PLAIN])
-        rows.append(
-            row(
-                system=name, metric="tokens_per_s_ratio", value=ratio.median, unit="x", ratio_to=PLAIN, low=ratio.low,
-                high=ratio.high, num_pairs=ratio.num_pairs, required=1.0 - MOST_COST if name == AUDITED else None,
-            )
-        )  # fmt: skip
+    rows = [
+        ratio_row(row, rates, name, PLAIN, required=1.0 - MOST_COST if name == AUDITED else None)
+        for name in SYSTEMS[1:]
+    ]
     audited = sum(each.num_audited for each in batches[AUDITED_EVERY])
     share_audited = audited / sum(each.num_rounds for each in batches[AUDITED_EVERY])
     rows.append(row(system=AUDITED_EVERY, metric="share_audited", value=share_audited, unit="of the rounds"))
@@ -186,10 +264,7 @@ def system_rows(row: Callable[..., Row], batches: Mapping[str, Sequence[Observed
         rows.append(_bound(row, AUDITED, "cost_share", default / share_audited, rates[AUDITED_EVERY], rates[PLAIN]))
     usual = _SCRAPE_S / _USUAL_SCRAPE_S
     rows.append(_bound(row, "scraped every 15 s", "cost_share", usual, rates[SCRAPED], rates[PLAIN]))
-    return rows + [
-        row(system=name, metric="tokens_per_s", value=float(np.median(measured)), unit="tokens/s")
-        for name, measured in rates.items()
-    ]
+    return rows + rate_rows(row, rates)
 
 
 def _bound(

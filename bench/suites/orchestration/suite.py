@@ -1,11 +1,10 @@
 """Suite `orchestration`: the real processes around simulated engines against the ideal of the configured numbers.
 
-Rows 7 to 10 and 12, what a long prompt does to running streams (`long_prompt`), gamma chosen for many streams at
-once (`crowd`), and the cost of the losslessness audit (`audit`). A redis-server holds the sessions of the agreed rows.
-Every figure is simulated: forward passes are waits of a stated length, acceptance is set, and delay is added at the
-engines' ends of both links (a quarter of the stated round-trip time on each of a round's four messages). Efficiency is
-the time per round of docs/protocol.md section 6 over the time measured at the client, without prefill and without
-rounds that the token limit cuts short.
+Rows 7 to 10 and 12, and what streams that share a target notice (`shared_target`). A redis-server holds the sessions of
+the agreed rows. Every figure is simulated: forward passes are waits of a stated length, acceptance is set, and delay is
+added at the engines' ends of both links (a quarter of the stated round-trip time on each of a round's four messages).
+Efficiency is the time per round of docs/protocol.md section 6 over the time measured at the client, without prefill and
+without rounds that the token limit cuts short.
 """
 
 import argparse
@@ -17,13 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.harness.pairs import interleave, median_ratio
+from bench.harness.pairs import median_ratio, ratio_row, take_turns
 from bench.harness.report import progress
 from bench.harness.rows import Origin, Row
-from bench.harness.streams import StreamProcess, StreamRequest, StreamRun
-from bench.suites.orchestration.audit_cost import measure_audit
-from bench.suites.orchestration.crowd import measure_crowd
-from bench.suites.orchestration.long_prompt import measure_long_prompt
+from bench.harness.streams import StreamProcess, StreamRequest, StreamRun, tokens_per_s
+from bench.suites.orchestration.shared_target import AUTO, auto_rows, measure_crowd, measure_long_prompt
 from bench.systems.bare_messages import CARRIERS, BareRounds, Echoes
 from bench.systems.simulated import (
     ProcessSystem,
@@ -52,7 +49,7 @@ _BARE_NAMES = {"grpc": "gRPC echoes", "socket": "socket echoes"}
 _IDLE_S = 0.02
 _NUM_BARE_ROUNDS = 40
 #: The agreed rows by their numbers, and rows that only inform.
-FIGURES = ["7", "8", "9", "10", "12", "long_prompt", "crowd", "audit"]
+FIGURES = ["7", "8", "9", "10", "12", "long_prompt", "crowd"]
 
 Measure = Callable[[int], StreamRun]
 
@@ -67,7 +64,8 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
         suite = _Suite(write_tokenizer(Path(folder)), arguments.quick)
         measures = [suite.sync, suite.predrafted, suite.predrafted_against_sync, suite.many_clients, suite.drifting]
-        measure_of = dict(zip(FIGURES, [*measures, suite.long_prompt, suite.crowd, suite.audit], strict=True))
+        shared = [partial(suite.shared, measure) for measure in (measure_long_prompt, measure_crowd)]
+        measure_of = dict(zip(FIGURES, [*measures, *shared], strict=True))
         return [row for name in arguments.rows for row in measure_of[name]()]
 
 
@@ -105,14 +103,8 @@ class _Suite:
             }
             runs = self._interleave("row 9", systems)
         rates = {name: [1 / run.steady_token_s() for run in done] for name, done in runs.items()}
-        ratio = median_ratio(rates["predrafted"], rates["sync"])
         case = f"70B/1B, delay 0, gamma {gammas['predrafted']} against {gammas['sync']}"
-        return [
-            self._row(
-                row=9, case=case, system="predrafted", metric="tokens_per_s_ratio", value=ratio.median, unit="x",
-                ratio_to="sync", low=ratio.low, high=ratio.high, num_pairs=ratio.num_pairs, required=1.4,
-            )
-        ]  # fmt: skip
+        return [ratio_row(partial(self._row, case=case), rates, "predrafted", "sync", row=9, required=1.4)]
 
     def many_clients(self) -> list[Row]:
         """Row 10: admission, rounds, commits and streams of all clients, over the tokens they got."""
@@ -138,18 +130,18 @@ class _Suite:
                 num_tokens = sum(run.num_tokens for run in runs)
                 token_us.append(used_us / num_tokens)
                 round_us.append(used_us / sum(run.stats["num_rounds"] for run in runs))
-                rates.append(num_tokens / max(run.chunk_s[-1] for run in runs))
+                rates.append(tokens_per_s(runs))
                 for carrier, figures in bare_us.items():
                     figures.append(bare.cpu_s(carrier, NUM_CLIENTS, _NUM_BARE_ROUNDS) * 1e6)
                 advance()
         row = partial(self._row, case=case, system="coordinator")
         return [
             row(row=10, metric="cpu_us_per_token", value=float(np.median(token_us[1:])), unit="us", at_most=80.0),
-            row(row=None, metric="cpu_us_per_round", value=float(np.median(round_us[1:])), unit="us"),
+            row(metric="cpu_us_per_round", value=float(np.median(round_us[1:])), unit="us"),
             *self._beside_bare(row, 10, "cpu_per_round_ratio", round_us[1:],
                                {f"bare {_BARE_NAMES[carrier]} and one Redis call": figures[1:]
                                 for carrier, figures in bare_us.items()}),
-            row(row=None, metric="tokens_per_s", value=float(np.median(rates[1:])), unit="tokens/s"),
+            row(metric="tokens_per_s", value=float(np.median(rates[1:])), unit="tokens/s"),
         ]  # fmt: skip
 
     def drifting(self) -> list[Row]:
@@ -157,40 +149,18 @@ class _Suite:
         rows = []
         for name, dial in (("sync", ",predraft=off"), ("predrafted", "")):
             model = f"{PAIR},{DRIFT},stretch={self._num_tokens // 3}{dial}"
-            gammas: dict[str, int | None] = {f"gamma {gamma}": gamma for gamma in FIXED_GAMMAS} | {"gamma auto": None}
+            gammas: dict[str, int | None] = {f"gamma {gamma}": gamma for gamma in FIXED_GAMMAS} | {AUTO: None}
             with self._stream(model) as measure:
                 systems = {label: partial(measure, gamma=gamma) for label, gamma in gammas.items()}
                 runs = self._interleave(f"row 12 {name}", systems)
             rates = {label: [1 / run.steady_token_s() for run in done] for label, done in runs.items()}
-            best = max(list(rates)[:-1], key=lambda label: float(np.median(rates[label])))
-            ratio = median_ratio(rates["gamma auto"], rates[best])
             row = partial(self._row, case=f"70B/1B, alpha 0.9, 0.4, 0.9, {name}")
-            rows.append(
-                row(
-                    row=12, system="gamma auto", metric="tokens_per_s_ratio", value=ratio.median, unit="x",
-                    ratio_to=f"best fixed ({best})", low=ratio.low, high=ratio.high, num_pairs=ratio.num_pairs,
-                    required=0.95,
-                )
-            )  # fmt: skip
-            for label, measured in rates.items():
-                value = float(np.median(measured))
-                rows.append(row(row=None, system=label, metric="tokens_per_s", value=value, unit="tokens/s"))
+            rows += auto_rows(row, rates, row=12, required=0.95)
         return rows
 
-    def long_prompt(self) -> list[Row]:
-        """Inter-token latency while a long prompt is read."""
-        model = f"{PAIR},predraft=off"
-        return measure_long_prompt(self._tokenizer_dir, model, stream_request, self._num_runs, self._row)
-
-    def crowd(self) -> list[Row]:
-        """Gamma auto while many streams share a target."""
-        model = f"{PAIR},predraft=off"
-        return measure_crowd(self._tokenizer_dir, model, stream_request, self._num_runs, self._row)
-
-    def audit(self) -> list[Row]:
-        """Throughput with and without the losslessness audit."""
-        model = f"{PAIR},predraft=off"
-        return measure_audit(self._tokenizer_dir, model, stream_request, self._num_runs, self._row)
+    def shared(self, measure: Callable[..., list[Row]]) -> list[Row]:
+        """Return the rows of a measurement of `shared_target`."""
+        return measure(self._tokenizer_dir, stream_request, self._num_runs, self._row)
 
     def _efficiency(self, number: int, model: str, delay_ms: int, required: float) -> list[Row]:
         pair = simulated_pair(model)
@@ -212,13 +182,13 @@ class _Suite:
             row = partial(row, x=delay_ms, x_name="delay_ms")
         return [
             row(
-                row=number, metric="orchestration_efficiency", value=ratio.median, unit="ideal/measured",
-                ratio_to="ideal", low=ratio.low, high=ratio.high, num_pairs=ratio.num_pairs, required=required,
+                row=number, metric="orchestration_efficiency", unit="ideal/measured", ratio_to="ideal",
+                required=required, **ratio.fields,
             ),
             *self._beside_bare(row, number, "time_above_ideal_ratio", [(time_s - ideal_s) * 1e6 for time_s in round_s],
                                {f"two bare {_BARE_NAMES[carrier]}": figures for carrier, figures in echo_us.items()}),
-            row(row=None, metric="round_ms", value=float(np.median(round_s)) * 1e3, unit="ms"),
-            row(row=None, metric="ideal_round_ms", value=ideal_s * 1e3, unit="ms"),
+            row(metric="round_ms", value=float(np.median(round_s)) * 1e3, unit="ms"),
+            row(metric="ideal_round_ms", value=ideal_s * 1e3, unit="ms"),
         ]  # fmt: skip
 
     def _beside_bare(
@@ -229,12 +199,9 @@ class _Suite:
         for name, figures in bare_us.items():
             ratio = median_ratio(ours_us, figures)
             rows += [
-                row(
-                    row=number, metric=metric, value=ratio.median, unit="x", ratio_to=name, low=ratio.low,
-                    high=ratio.high, num_pairs=ratio.num_pairs, at_most=_MOST_BESIDE_BARE,
-                ),
-                row(row=None, system=name, metric="bare_us", value=float(np.median(figures)), unit="us"),
-            ]  # fmt: skip
+                row(row=number, metric=metric, unit="x", ratio_to=name, at_most=_MOST_BESIDE_BARE, **ratio.fields),
+                row(system=name, metric="bare_us", value=float(np.median(figures)), unit="us"),
+            ]
         return rows
 
     @contextlib.contextmanager
@@ -253,5 +220,4 @@ class _Suite:
             yield measure
 
     def _interleave(self, label: str, systems: dict[str, Measure]) -> dict[str, list[StreamRun]]:
-        with progress(label, self._num_runs * len(systems)) as advance:
-            return interleave(range(self._num_runs), systems, advance)
+        return take_turns(label, systems, range(self._num_runs))

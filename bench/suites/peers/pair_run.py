@@ -11,16 +11,21 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from bench.harness.pairs import interleave
+from bench.harness.pairs import take_turns
 from bench.harness.report import progress
 from bench.harness.rows import Origin, Row
 from bench.harness.workload import OwnPrompts
-from bench.suites.peers.figures import ALONE, DRAFTED, Batch, batch_rows, comparison_rows, server_rows, text_rows
-from bench.suites.peers.texts import count_matches
+from bench.suites.peers.figures import (
+    Batch,
+    batch_rows,
+    comparison_rows,
+    count_matches,
+    server_rows,
+    text_rows,
+)
 from bench.systems.http_servers import MAX_STREAMS
 from bench.systems.process import PeerServer, ServerFailure
-from bench.systems.served import LLAMA, SPECDEC_INT8, TRANSFORMERS, System, make_server
-from bench.systems.served_pairs import ServedPair
+from bench.systems.served import ALONE, DRAFTED, LLAMA, SPECDEC_INT8, TRANSFORMERS, ServedPair, System, make_server
 from bench.systems.transformers_server import TransformersServer
 
 NUM_STREAMS = (1, MAX_STREAMS)
@@ -46,7 +51,7 @@ class PairRun:
 
     def __init__(self, suite: str, runner: asyncio.Runner, pair: ServedPair, arguments: argparse.Namespace) -> None:
         """Describe the measurement; the flags are those of `bench.suites.peers.suite`."""
-        self._row = partial(Row, suite=suite, row=None, origin=Origin(), quick=arguments.quick)
+        self._row = partial(Row, suite=suite, origin=Origin(), quick=arguments.quick)
         self._run = runner.run
         self._pair = pair
         self._peers = arguments.peers_folder
@@ -111,9 +116,8 @@ class PairRun:
             server.name: partial(answer_batch, self._run, server, num_tokens=self._num_tokens) for server in servers
         }
         label = f"{self._pair.name}{beside}: {num_streams} streams"
-        with progress(label, (1 + num_batches) * len(systems)) as advance:
-            interleave([prompts.batch(num_streams)], systems, advance)
-            return interleave([prompts.batch(num_streams) for _ in range(num_batches)], systems, advance)
+        warmup, *batches = [prompts.batch(num_streams) for _ in range(1 + num_batches)]
+        return take_turns(label, systems, batches, [warmup])
 
     def _text_rows(self) -> list[Row]:
         """Compare every system's texts with Transformers'; the prompts of all groups are the same."""

@@ -18,14 +18,21 @@ from pathlib import Path
 
 from bench.harness.report import waiting
 from bench.harness.rows import Row
-from bench.suites.peers.figures import SPECDEC
 from bench.suites.peers.pair_run import PairRun
-from bench.systems.served import LLAMA, SPECDEC_INT8, TRANSFORMERS, VLLM, System
-from bench.systems.served_pairs import demo_pair, qwen_pair
+from bench.systems.served import (
+    LLAMA,
+    PEERS_FOLDER,
+    SPECDEC,
+    SPECDEC_INT8,
+    TRANSFORMERS,
+    VLLM,
+    System,
+    demo_pair,
+    qwen_pair,
+)
 
 SUITE = "peers"
 PEERS = (VLLM, LLAMA, TRANSFORMERS)
-PEERS_FOLDER = Path(__file__).resolve().parents[3] / ".peers"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

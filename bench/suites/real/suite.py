@@ -9,24 +9,23 @@ the suite `peers`). Needs `make real`; llama.cpp is left out where `llama-cpp-py
 
 import argparse
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from bench.harness.pairs import interleave, median_ratio
+from bench.harness.pairs import interleave, rate_rows, ratio_row, take_turns
 from bench.harness.report import progress
 from bench.harness.rows import Origin, Row
 from bench.harness.streams import StreamProcess, StreamRequest, tokens_per_s
-from bench.harness.workload import NUM_THREADS
+from bench.harness.workload import NUM_THREADS, chat_prompts
 from bench.systems.bare import BareProcess
-from bench.systems.gguf_files import rewrite
+from bench.systems.gguf_writing import rewrite
 from bench.systems.llama_cpp import LlamaProcess, is_installed
-from bench.systems.ours import RunningSystem
+from bench.systems.ours import RunningSystem, SystemRun
 from bench.systems.real_models import SMOLLM2
-from bench.systems.transformers import PeerProcess
+from bench.systems.transformers import PeerProcess, PeerRun
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.vocabulary import load_tokenizer
 
@@ -54,17 +53,6 @@ RATIOS: tuple[tuple[str, str, float | None], ...] = (
     (OURS_INT8, PLAIN, None),
 )
 
-Run = Callable[[list[int]], float]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add no options to those of every suite."""
-
-
-def chat_prompts() -> list[str]:
-    """20 questions."""
-    return Path(__file__).with_name("chat_prompts.txt").read_text("utf-8").splitlines()
-
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure and return the rows; prints nothing but progress."""
@@ -88,13 +76,18 @@ def run(arguments: argparse.Namespace) -> list[Row]:
             )
         }  # fmt: skip
         peer = stack.enter_context(PeerProcess(checkpoint, None, NUM_THREADS))
-        systems: dict[str, Run] = {name: partial(_ours, system, quick) for name, system in ours.items()}
-        systems |= {name: partial(_peer, peer, name.removeprefix("hf_"), quick) for name in (PLAIN, LOOKUP)}
+        num_tokens = NUM_QUICK_TOKENS if quick else NUM_TOKENS
+        greedy = {"max_new_tokens": num_tokens, "mode": "off", "temperature": 0.0}
+        runs: dict[str, Callable[[list[int]], Any]] = {name: partial(each.run, **greedy) for name, each in ours.items()}
+        for name in (PLAIN, LOOKUP):
+            runs[name] = partial(peer.run, name.removeprefix("hf_"), max_new_tokens=num_tokens, gamma=LOOKUP_TOKENS)
         if is_installed():
             files = {"Q4_1": model, "BF16": bf16}
             files |= {kind: rewrite(model, Path(folder) / f"{kind}.gguf", kind) for kind in ("Q8_0", "F16")}
             for kind, path in files.items():
-                systems[LLAMA[kind]] = partial(_llama, stack.enter_context(LlamaProcess(path, NUM_THREADS)), quick)
+                llama = stack.enter_context(LlamaProcess(path, NUM_THREADS))
+                runs[LLAMA[kind]] = partial(llama.run, max_new_tokens=num_tokens)
+        systems = {name: partial(_rate, run_stream, num_tokens) for name, run_stream in runs.items()}
         prompts = _prompt_token_ids(checkpoint)
         return [
             *_one_stream(systems, prompts, quick),
@@ -115,33 +108,17 @@ def _prompt_token_ids(checkpoint: Path) -> list[list[int]]:
     ]
 
 
-def _num_tokens(quick: bool) -> int:
-    return NUM_QUICK_TOKENS if quick else NUM_TOKENS
+def _rate(run: Callable[[list[int]], SystemRun | PeerRun], num_tokens: int, prompt: list[int]) -> float:
+    """Return tokens a second, prompt included."""
+    return num_tokens / run(prompt).e2el_s
 
 
-def _ours(system: RunningSystem, quick: bool, prompt: list[int]) -> float:
-    """Tokens a second, prompt included."""
-    return _num_tokens(quick) / system.run(prompt, _num_tokens(quick), mode="off", temperature=0.0).e2el_s
-
-
-def _peer(peer: PeerProcess, method: str, quick: bool, prompt: list[int]) -> float:
-    return _num_tokens(quick) / peer.run(method, prompt, _num_tokens(quick), LOOKUP_TOKENS).e2el_s
-
-
-def _llama(peer: LlamaProcess, quick: bool, prompt: list[int]) -> float:
-    return _num_tokens(quick) / peer.run(prompt, _num_tokens(quick)).e2el_s
-
-
-def _one_stream(systems: dict[str, Run], prompts: list[list[int]], quick: bool) -> list[Row]:
+def _one_stream(systems: dict[str, Callable[[list[int]], float]], prompts: list[list[int]], quick: bool) -> list[Row]:
     num_pairs = NUM_QUICK_PAIRS if quick else NUM_PAIRS
-    with progress("one stream", (1 + num_pairs) * len(systems)) as advance:
-        interleave(prompts[-1:], systems, advance)
-        rates = interleave(prompts[:num_pairs], systems, advance)
-    row = partial(Row, suite=SUITE, row=None, case=f"{CASE}, one stream", origin=Origin(), quick=quick)
-    return [
-        *_ratios(row, rates, [ratio for ratio in RATIOS if set(ratio[:2]) <= set(rates)]),
-        *_rates(row, rates),
-    ]
+    rates = take_turns("one stream", systems, prompts[:num_pairs], prompts[-1:])
+    row = partial(Row, suite=SUITE, case=f"{CASE}, one stream", origin=Origin(), quick=quick)
+    found = [ratio_row(row, rates, *names, required=least) for *names, least in RATIOS if set(names) <= set(rates)]
+    return found + rate_rows(row, rates)
 
 
 def _steps(checkpoint: Path, quick: bool) -> list[Row]:
@@ -154,8 +131,8 @@ def _steps(checkpoint: Path, quick: bool) -> list[Row]:
             rate = {name: partial(_steps_per_s, bare, name, num_rows) for name in models}
             rates = interleave([STEP_CONTEXT] * num_pairs, rate, advance)
             case = f"{CASE}, step of {num_rows} row{'s' * (num_rows > 1)}"
-            row = partial(Row, suite=SUITE, row=None, case=case, origin=Origin(), quick=quick)
-            rows += _ratios(row, rates, [(OURS_KEPT, OURS_WIDENED, required)], metric="steps_per_s_ratio")
+            row = partial(Row, suite=SUITE, case=case, origin=Origin(), quick=quick)
+            rows.append(ratio_row(row, rates, OURS_KEPT, OURS_WIDENED, metric="steps_per_s_ratio", required=required))
     return rows
 
 
@@ -165,7 +142,7 @@ def _steps_per_s(bare: BareProcess, name: str, num_rows: int, context_tokens: in
 
 def _eight_streams(clients: StreamProcess, peer: PeerProcess, prompts: list[list[int]], quick: bool) -> list[Row]:
     """Prompts of one length, so that the peer's batch needs no padding either."""
-    length, num_tokens = min(map(len, prompts)), _num_tokens(quick)
+    length, num_tokens = min(map(len, prompts)), NUM_QUICK_TOKENS if quick else NUM_TOKENS
     equal = [prompt[-length:] for prompt in prompts]
     options = {"max_new_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, "mode": "off"}
 
@@ -180,33 +157,6 @@ def _eight_streams(clients: StreamProcess, peer: PeerProcess, prompts: list[list
 
     systems = {OURS: ours, BATCH: padded}
     num_pairs = NUM_QUICK_PAIRS if quick else NUM_PAIRS
-    with progress(f"{NUM_STREAMS} streams", (1 + num_pairs) * len(systems)) as advance:
-        interleave([len(prompts)], systems, advance)
-        rates = interleave(range(num_pairs), systems, advance)
-    row = partial(Row, suite=SUITE, row=None, case=f"{CASE}, {NUM_STREAMS} streams", origin=Origin(), quick=quick)
-    return [*_ratios(row, rates, [(OURS, BATCH, 2.0)]), *_rates(row, rates)]
-
-
-def _ratios(
-    row: Callable[..., Row],
-    rates: dict[str, list[float]],
-    wanted: Sequence[tuple[str, str, float | None]],
-    metric: str = "tokens_per_s_ratio",
-) -> list[Row]:
-    rows = []
-    for system, other, required in wanted:
-        ratio = median_ratio(rates[system], rates[other])
-        rows.append(
-            row(
-                system=system, metric=metric, value=ratio.median, unit="x", ratio_to=other, low=ratio.low,
-                high=ratio.high, num_pairs=ratio.num_pairs, required=required,
-            )
-        )  # fmt: skip
-    return rows
-
-
-def _rates(row: Callable[..., Row], rates: dict[str, list[float]]) -> list[Row]:
-    return [
-        row(system=name, metric="tokens_per_s", value=float(np.median(measured)), unit="tokens/s")
-        for name, measured in rates.items()
-    ]
+    rates = take_turns(f"{NUM_STREAMS} streams", systems, range(num_pairs), [len(prompts)])
+    row = partial(Row, suite=SUITE, case=f"{CASE}, {NUM_STREAMS} streams", origin=Origin(), quick=quick)
+    return [ratio_row(row, rates, OURS, BATCH, required=2.0), *rate_rows(row, rates)]

@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 
 from bench.harness.rows import Origin, Row
+from bench.suites.engines.backends import above_pass_row
 from bench.suites.engines.draft_pool import longest_pause_ms
 from bench.suites.engines.turns import num_equal_texts
-from bench.suites.engines.vllm_front import above_pass_row
 from bench.suites.peers.figures import Batch, ratio_row
-from bench.systems.answers import Answer
+from bench.systems.process import Answer
 
 make_row = partial(Row, suite="engines", row=None, case="case", origin=Origin("two cores", "commit", "date"))
 

@@ -8,8 +8,7 @@ import pytest
 
 from bench.harness.pairs import median_difference
 from bench.harness.rows import Origin, Row
-from bench.suites.gateway.guidellm_client import acceptance_figures, report_figures
-from bench.suites.gateway.peer_clients import client_rows
+from bench.suites.gateway.peer_clients import acceptance_figures, client_rows, report_figures
 from bench.suites.gateway.streams import TextStream, tokens_per_s
 from bench.suites.gateway.suite import GRPC, HTTP, Batch, batch_rows
 

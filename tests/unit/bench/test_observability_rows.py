@@ -9,7 +9,6 @@ import pytest
 
 from bench.harness.rows import Origin, Row
 from bench.suites.observability.calls import Observed
-from bench.suites.observability.metrics_cost import CountedBatch, metrics_rows
 from bench.suites.observability.systems import (
     AUDITED,
     AUDITED_EVERY,
@@ -17,7 +16,9 @@ from bench.suites.observability.systems import (
     SCRAPED,
     SYSTEMS,
     TRACED,
+    CountedBatch,
     ObservedBatch,
+    metrics_rows,
     system_rows,
 )
 from specdec.settings.coordinator import CoordinatorSettings

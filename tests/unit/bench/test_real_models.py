@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.systems.gguf_parts import join_parts
-from bench.systems.real_models import QWEN_DRAFT, SMOLLM2
+from bench.systems.real_models import QWEN_DRAFT, SMOLLM2, join_parts
 
 CONTENTS = [b"GGUF first ", b"second ", b"third"]
 

@@ -14,8 +14,7 @@ from bench.systems.models import DEMO
 @pytest.mark.parametrize(("kind", "digits"), [("F16", 2**-11), ("BF16", 2**-8), ("Q8_0", 2**-6)])
 def test_a_file_of_another_type_holds_the_same_model(tmp_path: Path, kind: str, digits: float) -> None:
     gguf = pytest.importorskip("gguf")
-    from bench.systems.gguf_files import rewrite
-    from bench.systems.gguf_writing import write_gguf
+    from bench.systems.gguf_writing import rewrite, write_gguf
 
     source = write_gguf(DEMO / "draft", tmp_path / "source.gguf", "F32")
     before, after = (gguf.GGUFReader(path) for path in (source, rewrite(source, tmp_path / "made.gguf", kind)))

@@ -7,9 +7,17 @@ from functools import partial
 import pytest
 
 from bench.harness.rows import Origin, Row
-from bench.suites.peers.figures import Batch, batch_rows, comparison_rows, server_rows, text_rows
-from bench.suites.peers.texts import Match, compare, count_matches
-from bench.systems.answers import Answer, AnswerClock, tokens_per_s
+from bench.suites.peers.figures import (
+    Batch,
+    Match,
+    batch_rows,
+    compare,
+    comparison_rows,
+    count_matches,
+    server_rows,
+    text_rows,
+)
+from bench.systems.process import Answer, AnswerClock, tokens_per_s
 
 ORIGIN = Origin(hardware="2 cores, a processor", commit="abc123", date="2026-01-02T03:04:05Z")
 ROW = partial(Row, suite="peers", row=None, case="a pair, 1 stream", origin=ORIGIN)
