@@ -119,7 +119,7 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Promote(self, request, context):
-        """Gives sessions a draft pool, share by share, and takes it back where it makes fewer tokens a second. Idempotent.
+        """Gives sessions a draft pool, share by share, and takes it back if it makes fewer tokens a second. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
