@@ -30,7 +30,7 @@ export PYTHONDONTWRITEBYTECODE :=
 RUNNER := pytest
 DURATIONS := $(VENV)/durations.json
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m $(RUNNER) -n 3 --dist loadfile --no-loadscope-reorder --durations 15 \
-	-p tools.durations --durations-file $(DURATIONS)
+	-p tools.durations --durations-file $(DURATIONS) -p tools.shared_systems
 
 # Tests that need a GPU, real models, other engines or root have separate targets.
 NO_EXTRAS := not gpu and not real and not engines and not pods

@@ -33,7 +33,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Duration:
-    """What one file of tests took, its fixtures included."""
+    """Time that one file of tests took, with its fixtures."""
 
     cpu_s: float
     wall_s: float

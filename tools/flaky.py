@@ -26,13 +26,13 @@ _OTHER_COUNTS = ("passed", "skipped", "deselected", "xfailed", "xpassed", "warni
 
 @dataclass
 class Outcome:
-    """How a run of pytest ended."""
+    """End of a run of pytest."""
 
     passed: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     """Tests that may pass when they run again."""
     fatal: list[str] = field(default_factory=list)
-    """What another run cannot excuse, each with its reason."""
+    """Faults that another run cannot excuse, each with its reason."""
     counts: dict[str, int] = field(default_factory=dict)
     """Numbers of pytest's summary."""
     exit_code: int = 0

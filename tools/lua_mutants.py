@@ -54,7 +54,7 @@ class LuaMutant(NamedTuple):
 
     script: str
     number: int
-    """Of the line, from 1."""
+    """Number of the line, from 1."""
     before: str
     after: str
 

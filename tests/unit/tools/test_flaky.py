@@ -70,13 +70,14 @@ class Suite:
 
     folder: Path
 
-    def run(self, *texts: str, timeout_s: int = 300) -> Ran:
+    def run(self, *texts: str, timeout_s: int = 300, num_workers: int = 0) -> Ran:
         for index, text in enumerate(texts):
             (self.folder / f"test_{index}.py").write_text(text)
         # Without the plugins of the environment, each of the many interpreters starts in a second.
         command = [
-            sys.executable, "-m", "tools.flaky", "flaky.txt", "-p", "xdist", "-p", "pytest_timeout", "-n", "2",
-            "--dist", "loadfile", "--rootdir", str(self.folder), "--timeout", str(timeout_s), str(self.folder),
+            sys.executable, "-m", "tools.flaky", "flaky.txt", "-p", "xdist", "-p", "pytest_timeout",
+            "-n", str(num_workers), "--dist", "loadfile", "--timeout", str(timeout_s),
+            "--rootdir", str(self.folder), str(self.folder),
         ]  # fmt: skip
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -101,7 +102,7 @@ def test_a_green_suite_passes_and_runs_once(suite: Suite) -> None:
 
 
 def test_a_test_that_passes_alone_is_listed_and_the_run_passes(suite: Suite) -> None:
-    ran = suite.run(GREEN, FLAKY)
+    ran = suite.run(GREEN, FLAKY, num_workers=2)
     assert (ran.exit_code, ran.counts) == (0, {"flaky": 1, "passed": 1}), ran.output
     assert ran.listed == ["test_1.py::test_flaky"]
     assert "flaky, passed alone:\n  test_1.py::test_flaky" in ran.output
@@ -138,7 +139,7 @@ def test_a_failed_test_that_is_skipped_alone_fails_the_run(suite: Suite) -> None
     ],
 )
 def test_what_is_no_failed_test_does_not_run_again(suite: Suite, texts: tuple[str, ...], reason: str) -> None:
-    ran = suite.run(*texts, FLAKY.replace("been_here", "been_here_as_well"))
+    ran = suite.run(*texts, FLAKY.replace("been_here", "been_here_as_well"), num_workers=2)
     assert ran.exit_code != 0
     assert reason in ran.output
     assert ran.listed == []

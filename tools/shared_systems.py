@@ -1,0 +1,37 @@
+"""Plugin of pytest-xdist for `--dist loadfile`: files that share a system of the session run in one worker.
+
+Each worker would start a system of its own otherwise: four services, ten seconds of a processor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+#: Files of tests by the fixture of `tests.support.gateway_system` that they share.
+SHARING = {
+    "system": ("test_anthropic_client", "test_langchain_client", "test_litellm_client", "test_openai_client",
+               "test_openai_responses"),
+    "demo": ("test_documented_code", "test_examples", "test_playground", "test_talk", "test_tmux"),
+}  # fmt: skip
+_SYSTEMS = {f"tests/e2e/{name}.py": system for system, names in SHARING.items() for name in names}
+
+
+def scope_of(test: str) -> str:
+    """Return what tests of one worker have in common: a shared system, or else their file."""
+    path = test.partition("::")[0]
+    return _SYSTEMS.get(path, path)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid)
+
+    return Scheduling(config, log)
