@@ -1,8 +1,8 @@
 """A draft replica in front of an OpenAI-style server of completions: its greedy tokens are the draft.
 
 A draft token of such a server is a distribution with one token, since the server does not state the others. Rejection
-sampling with it is exact for every sampler: the token is accepted with the target's probability of it. The likeliest
-token is therefore the best draft at any temperature. Called by the draft service's servicer.
+sampling with it is exact for every sampler: the token is accepted with the target's probability of it. The most
+probable token is therefore the best draft at any temperature. Called by the draft service's servicer.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def completion_logprobs(details: Sequence[TokenDetail], first_offset: int) -> di
         token, value = _name(detail.token_bytes), _finite(detail.logprob)
         tokens.append(token)
         values.append(value)
-        likeliest = {_name(top.token_bytes): _finite(top.logprob) for top in detail.top_logprobs}
-        tops.append({token: value} | likeliest)
+        top_tokens = {_name(top.token_bytes): _finite(top.logprob) for top in detail.top_logprobs}
+        tops.append({token: value} | top_tokens)
         offsets.append(offset)
         offset += len(detail.text)
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
@@ -47,7 +47,7 @@ def _entry(token_bytes: bytes, logprob: float | None) -> dict[str, Any]:
 def _name(token_bytes: bytes) -> str:
     """Return a token as text; a part of a character as OpenAI's completions spell it: `bytes:\\xe2\\x82`.
 
-    U+FFFD would be the name of every such token, and the object of the likeliest tokens has one entry a name.
+    U+FFFD would be the name of every such token, and the object of top tokens has one entry a name.
     """
     try:
         return token_bytes.decode()

@@ -67,11 +67,11 @@ class SamplingFields(Body):
     temperature: Number | None = None
     """0 selects greedy decoding."""
     top_p: Number | None = None
-    """Probability mass of the likeliest tokens that are kept, above 0 and at most 1."""
+    """Probability mass of the most probable tokens that are kept, above 0 and at most 1."""
     top_k: Annotated[StrictInt, Field(ge=-1), WHOLE] | None = None
-    """Number of the likeliest tokens that are kept; 0 or -1: all."""
+    """Number of the most probable tokens that are kept; 0 or -1: all."""
     min_p: Number | None = None
-    """Least probability of a kept token, relative to the likeliest one."""
+    """Least probability of a kept token, relative to the most probable one."""
     repetition_penalty: Number | None = None
     """Factor by which tokens of prompt and output become less likely; above 0, 1 is off."""
     presence_penalty: Number | None = None

@@ -62,7 +62,7 @@ class ChatRequest(SamplingFields):
     logprobs: Flag | None = None
     """Return the log-probability of each output token."""
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] | None = None
-    """Number of the likeliest tokens whose log-probability is returned for each output token."""
+    """Number of top tokens whose log-probability is returned for each output token."""
     chat_template_kwargs: FreeObject | None = None
     """Further variables of the chat template."""
 

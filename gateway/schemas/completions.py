@@ -30,7 +30,7 @@ class CompletionRequest(SamplingFields):
     max_tokens: Positive | None = None
     """Most output tokens. Default: 16."""
     logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = None
-    """Number of the likeliest tokens whose log-probability is returned beside that of each output token."""
+    """Number of top tokens whose log-probability is returned, besides each output token's."""
     echo: Flag | None = None
     """Return the prompt before the output; not with logprobs."""
     suffix: Text | None = None

@@ -82,7 +82,7 @@ class ResponseRequest(SamplingFields):
     max_output_tokens: Positive | None = None
     """Most output tokens; absent: as many as the context has room for."""
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] | None = None
-    """Number of the likeliest tokens whose log-probability is returned for each output token."""
+    """Number of top tokens whose log-probability is returned for each output token."""
     include: Items[Text] | None = None
     """message.output_text.logprobs adds the log-probability of each output token; other entries add nothing."""
     metadata: Annotated[dict[str, Text], Field(max_length=MAX_METADATA), BeforeValidator(without_nulls)] | None = None

@@ -21,7 +21,7 @@ _SOURCES = {int(source): source for source in TokenSource}
 
 
 class TopLogprob(NamedTuple):
-    """One of the likeliest tokens at a position."""
+    """One of the most probable tokens at a position."""
 
     token_id: int
     logprob: float
@@ -44,7 +44,7 @@ class TokenDetail:
     logprob: float | None
     """Log-probability before the filters; None unless the request asked for logprobs."""
     top_logprobs: tuple[TopLogprob, ...]
-    """Likeliest tokens at this position, highest first."""
+    """Most probable tokens at this position, highest first."""
     text: str
     """Text that this token completed. The texts of a chunk's tokens join to `Chunk.text`."""
     token_bytes: bytes = b""
