@@ -21,9 +21,9 @@ from target_service.backends.contract import BackendShape
 from target_service.backends.engine import BackendTarget
 from target_service.backends.llama_context import BatchPart, LlamaOptions
 from target_service.backends.llama_cpp import LlamaBackend, open_llama
-from tests.support.backend_rig import CONTEXT_TOKENS, serve_backend, table_model
+from tests.support.backend_rig import CONTEXT_TOKENS, table_model
 from tests.support.coordinator_rig import Coordinator, Rig, request
-from tests.support.table_services import EOS, VOCABULARY, start_service
+from tests.support.table_services import EOS, VOCABULARY, serve_engine, start_service
 from tests.support.table_worker import TableWorker
 
 
@@ -97,7 +97,7 @@ async def llama_system(options: LlamaOptions = OPTIONS) -> AsyncIterator[tuple[C
     shape = BackendShape("llama-cpp", "table", VOCABULARY, "table", "model", CONTEXT_TOKENS, (EOS,), ())
     metrics = EngineMetrics("table", role=TARGET)
     async with Rig(targets=0, drafts=0) as rig:
-        target = await serve_backend(BackendTarget(LlamaBackend(context, shape), max_gamma=8), metrics)
+        target = await serve_engine(TARGET, BackendTarget(LlamaBackend(context, shape), max_gamma=8), metrics)
         rig.services += [target, await start_service(DRAFT, salt=1)]
         yield await rig.coordinator(), context
 

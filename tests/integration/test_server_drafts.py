@@ -12,16 +12,14 @@ import pytest
 
 from coordinator.replicas.replica import DRAFT
 from draft_service.server_draft import open_server_draft
-from draft_service.servicer import DraftServicer
 from specdec.contract.errors import InvalidSetting
 from specdec.observability.engine_metrics import EngineMetrics
-from specdec.rpc.service_server import DRAFT_SERVICE, ServiceServer
 from specdec.settings.draft import DraftSettings
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.backend_rig import table_model, write_checkpoint
 from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, request
 from tests.support.engine_server import EngineOptions, EngineServer
-from tests.support.table_services import Service, start_service
+from tests.support.table_services import Service, serve_engine, start_service
 
 MODES = (pb.SPECULATION_MODE_REJECTION, pb.SPECULATION_MODE_BLOCK, pb.SPECULATION_MODE_COUPLED)
 
@@ -31,12 +29,7 @@ async def start_draft(url: str, model: Path, **options: Any) -> Service:
     fields = {"model": str(model), "backend": "server", "backend_url": url, "redis_url": "memory://", "max_gamma": 8}
     metrics = EngineMetrics("table", role=DRAFT)
     engine = await open_server_draft(DraftSettings.model_validate(fields | options), "draft-server", metrics, {})
-    servicer = DraftServicer(engine, metrics)
-    server = ServiceServer("127.0.0.1:0", service_names=(DRAFT_SERVICE,))
-    servicer.add_to(server.grpc_server)
-    await server.start()
-    await server.set_serving()
-    return Service(DRAFT, engine, table_model(), server, servicer, metrics)
+    return await serve_engine(DRAFT, engine, metrics, table_model())
 
 
 @asynccontextmanager

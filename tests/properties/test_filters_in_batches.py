@@ -8,16 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator.replicas.replica import TARGET
 from specdec.contract.types import WEIGHT_TOTAL, SamplingFilters, VerifyRequest
 from specdec.core.reference import filtered_distribution
 from specdec.engine.logits.filters import filtered_distributions
 from specdec.engine.logits.penalties import FilterContext
-from specdec.observability.engine_metrics import EngineMetrics
-from specdec.rpc.client import TargetLink
-from specdec.rpc.service_server import TARGET_SERVICE, ServiceServer
-from target_service.servicer import TargetServicer
 from target_service.verifier import Verifier
 from tests.support.round_driver import make_round
+from tests.support.table_services import linked
 from tests.support.table_worker import TableWorker
 
 #: Values below, at and above the number of candidates that a cut examines first.
@@ -72,19 +70,11 @@ def test_batched_filters_equal_the_reference(case: tuple[np.ndarray, list[Sampli
 async def test_a_replica_keeps_every_token_that_top_k_keeps(top_k: int) -> None:
     worker = TableWorker(vocabulary_size=2000)
     verifier = Verifier(worker)
-    servicer = TargetServicer(verifier, EngineMetrics("table", role="target"))
-    server = ServiceServer("127.0.0.1:0", service_names=(TARGET_SERVICE,))
-    servicer.add_to(server.grpc_server)
-    await server.start()
-    link = TargetLink(server.address)
     law = SamplingFilters(temperature=1.0, top_k=top_k, top_p=1.0)
     tokens, all_ids = [3, 4, 5], np.arange(2000, dtype=np.uint32)
-    try:
+    async with linked(TARGET, verifier) as link:
         answer = await link.verify(VerifyRequest(make_round(tokens, filters=law), all_ids[7:8], (all_ids,)))
-    finally:
-        await link.close()
-        await server.stop(None)
-        await verifier.close()
+    await verifier.close()
     weights = answer.rows[0].weights
     assert weights.sum() == WEIGHT_TOTAL
     expected = filtered_distribution(worker.logits_after(tokens), law, tokens, len(tokens))

@@ -14,14 +14,11 @@ from pathlib import Path
 
 from coordinator.replicas.replica import DRAFT, TARGET
 from specdec.observability.engine_metrics import EngineMetrics
-from specdec.rpc.service_server import TARGET_SERVICE, ServiceServer
 from specdec.settings.target import TargetSettings
-from target_service.backends.engine import BackendTarget
 from target_service.backends.opening import open_backend_target
-from target_service.servicer import TargetServicer
 from tests.support.coordinator_rig import Coordinator, Rig
 from tests.support.engine_server import EngineOptions, EngineServer
-from tests.support.table_services import EOS, VOCABULARY, Service, start_service, write_tokenizer
+from tests.support.table_services import EOS, VOCABULARY, Service, serve_engine, start_service, write_tokenizer
 from tests.support.table_worker import TableWorker
 
 CONTEXT_TOKENS = 512
@@ -60,17 +57,7 @@ async def start_backend(url: str, model: Path | str, backend: str, **options: ob
     """Start a target service with a backend in front of a server; `options` are settings."""
     metrics = EngineMetrics("table", role=TARGET)
     engine = await open_backend_target(settings_of(url, model, backend, **options), "target-backend", metrics, {})
-    return await serve_backend(engine, metrics)
-
-
-async def serve_backend(engine: BackendTarget, metrics: EngineMetrics) -> Service:
-    """Serve an engine as the target service does."""
-    servicer = TargetServicer(engine, metrics)
-    server = ServiceServer("127.0.0.1:0", service_names=(TARGET_SERVICE,))
-    servicer.add_to(server.grpc_server)
-    await server.start()
-    await server.set_serving()
-    return Service(TARGET, engine, table_model(), server, servicer, metrics)
+    return await serve_engine(TARGET, engine, metrics, table_model())
 
 
 @asynccontextmanager

@@ -1,11 +1,12 @@
-"""Draft and target services of table models in this process, and their tokenizer: real gRPC and real engines.
+"""Draft and target services in this process, most of table models, and their tokenizer: real gRPC and real engines.
 
 Called by `coordinator_rig`, and by tests that add services to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from draft_service.proposer import DraftOptions, Proposer
 from draft_service.servicer import DraftServicer
 from specdec.engine.loop.replica_engine import ReplicaOptions
 from specdec.observability.engine_metrics import EngineMetrics
+from specdec.rpc.client import open_link
 from specdec.rpc.service_server import DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
 from target_service.servicer import TargetServicer
 from target_service.verifier import Verifier
@@ -103,10 +105,38 @@ async def start_service(
         else Verifier(worker, options, observer=metrics)
     )
     metrics.watch_engine(engine.stats, engine.info)
-    servicer = (DraftServicer if role == DRAFT else TargetServicer)(between(engine), metrics)
+    return await serve_engine(role, engine, metrics, worker, between=between, listen=listen, check_caller=check_caller)
+
+
+async def serve_engine(
+    role: str,
+    engine: Any,
+    metrics: EngineMetrics | None = None,
+    worker: Any = None,
+    *,
+    servicer_type: Callable[..., Any] | None = None,
+    between: Callable[[Any], Any] = lambda engine: engine,
+    listen: str = "127.0.0.1:0",
+    check_caller: Callable[[str, Any], None] | None = None,
+) -> Service:
+    """Serve an engine as a draft or target service does."""
+    metrics = metrics or EngineMetrics("table", role=role)
+    servicer = (servicer_type or (DraftServicer if role == DRAFT else TargetServicer))(between(engine), metrics)
     name = DRAFT_SERVICE if role == DRAFT else TARGET_SERVICE
     server = ServiceServer(listen, service_names=(name,), check_caller=check_caller)
     servicer.add_to(server.grpc_server)
     await server.start()
     await server.set_serving()
     return Service(role, engine, worker, server, servicer, metrics)
+
+
+@asynccontextmanager
+async def linked(role: str, engine: Any, servicer_type: Callable[..., Any] | None = None) -> AsyncIterator[Any]:
+    """Serve an engine, and give a link to it. The caller closes the engine."""
+    service = await serve_engine(role, engine, servicer_type=servicer_type)
+    link = open_link(role, service.address)
+    try:
+        yield link
+    finally:
+        await link.close()
+        await service.server.stop(None)

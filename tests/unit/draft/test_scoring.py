@@ -8,14 +8,12 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
+from coordinator.replicas.replica import DRAFT
 from draft_service.proposer import Proposer
-from draft_service.servicer import DraftServicer
 from specdec.contract.errors import InvalidRequest, ResourceExhausted
 from specdec.contract.types import DrawRule, Proposal, ProposeRequest, SamplingFilters, ScoreRequest
-from specdec.observability.engine_metrics import EngineMetrics
-from specdec.rpc.client import DraftLink
-from specdec.rpc.service_server import DRAFT_SERVICE, ServiceServer
 from tests.support.round_driver import make_round
+from tests.support.table_services import linked
 from tests.support.table_worker import TableWorker
 
 TOKENS = [3 + index * 7 % 20 for index in range(60)]
@@ -149,11 +147,7 @@ async def proposing_then_score(proposing: asyncio.Task[Proposal], proposer: Prop
 
 async def test_a_link_asks_for_scores_and_hears_when_the_replica_is_needed(worker: TableWorker, clock: Clock) -> None:
     proposer = Proposer(worker, clock=clock)
-    server = ServiceServer("127.0.0.1:0", service_names=(DRAFT_SERVICE,))
-    DraftServicer(proposer, EngineMetrics("table", role="draft")).add_to(server.grpc_server)
-    await server.start()
-    link = DraftLink(server.address)
-    try:
+    async with linked(DRAFT, proposer) as link:
         expected = await proposer.score(scored(TOKENS, 20, filters=SAMPLED))
         score = await link.score(scored(TOKENS, 20, filters=SAMPLED))
         assert score.q == pytest.approx(expected.q, rel=1e-6)
@@ -164,7 +158,4 @@ async def test_a_link_asks_for_scores_and_hears_when_the_replica_is_needed(worke
         assert caught.value.reason == "REPLICA_BUSY"
         with pytest.raises(InvalidRequest):
             await link.score(ScoreRequest(make_round(TOKENS), np.array([999], dtype=np.uint32)))
-    finally:
-        await link.close()
-        await server.stop(None)
-        await proposer.close()
+    await proposer.close()

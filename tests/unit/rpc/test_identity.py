@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coordinator.replicas.replica import TARGET
 from specdec.contract.errors import Unavailable
 from specdec.contract.types import Verification, VerifyRequest
-from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import TargetLink
-from specdec.rpc.service_server import TARGET_SERVICE, ServiceServer
 from target_service.servicer import TargetServicer
 from tests.support.arithmetic_engines import GREEDY, ArithmeticTarget, make_round
+from tests.support.table_services import linked
 
 #: Model that the arithmetic engine states.
 MODEL = "model"
@@ -42,15 +42,10 @@ class Silent(TargetServicer):
 
 
 @asynccontextmanager
-async def linked(servicer_type: type[TargetServicer] = TargetServicer) -> AsyncIterator[tuple[TargetLink, Counting]]:
+async def counted(servicer_type: type[TargetServicer] = TargetServicer) -> AsyncIterator[tuple[TargetLink, Counting]]:
     engine = Counting()
-    server = ServiceServer("127.0.0.1:0", service_names=(TARGET_SERVICE,))
-    servicer_type(engine, EngineMetrics("arithmetic", role="target")).add_to(server.grpc_server)
-    await server.start()
-    link = TargetLink(server.address)
-    yield link, engine
-    await link.close()
-    await server.stop(0)
+    async with linked(TARGET, engine, servicer_type) as link:
+        yield link, engine
 
 
 def verification() -> VerifyRequest:
@@ -58,7 +53,7 @@ def verification() -> VerifyRequest:
 
 
 async def test_the_model_that_is_meant_answers_and_states_its_process() -> None:
-    async with linked() as (link, engine):
+    async with counted() as (link, engine):
         met: list[str] = []
         link.on_handshake = met.append
         for model in (MODEL, MODEL, ""):
@@ -70,7 +65,7 @@ async def test_the_model_that_is_meant_answers_and_states_its_process() -> None:
 
 
 async def test_another_model_runs_nothing_and_the_error_names_both_models() -> None:
-    async with linked() as (link, engine):
+    async with counted() as (link, engine):
         with pytest.raises(Unavailable, match=f"serves model {MODEL}, the call is meant for model another") as caught:
             await link.verify(verification(), model="another")
         assert caught.value.reason == "REPLICA_UNAVAILABLE"
@@ -80,20 +75,20 @@ async def test_another_model_runs_nothing_and_the_error_names_both_models() -> N
 
 async def test_the_reason_of_a_refusal_outlives_a_write_that_fails_because_of_it() -> None:
     """The first frame is written while the refusal arrives. gRPC loses the reason of about one such call in ten."""
-    async with linked() as (link, _):
+    async with counted() as (link, _):
         for _ in range(60):
             with pytest.raises(Unavailable, match="the call is meant for model another"):
                 await link.verify(verification(), model="another")
 
 
 async def test_answers_of_a_replica_that_does_not_state_its_model_are_dropped() -> None:
-    async with linked(Silent) as (link, _):
+    async with counted(Silent) as (link, _):
         with pytest.raises(Unavailable, match=f"meant for model {MODEL}"):
             await link.verify(verification(), model=MODEL)
 
 
 async def test_calls_meant_for_two_models_do_not_disturb_each_other() -> None:
-    async with linked() as (link, engine):
+    async with counted() as (link, engine):
         held = VerifyRequest(make_round("hold", filters=GREEDY), np.empty(0, np.uint32), ())
         pending = asyncio.create_task(link.verify(held, model=MODEL))
         with pytest.raises(Unavailable):
@@ -105,6 +100,6 @@ async def test_calls_meant_for_two_models_do_not_disturb_each_other() -> None:
 async def test_two_processes_of_one_replica_id_have_two_incarnations() -> None:
     incarnations = set()
     for _ in range(2):
-        async with linked() as (link, _engine):
+        async with counted() as (link, _engine):
             incarnations.add((await link.info()).incarnation)
     assert len(incarnations) == 2

@@ -10,17 +10,17 @@ import grpc
 import numpy as np
 import pytest
 
+from coordinator.replicas.replica import TARGET
 from draft_service.servicer import DraftServicer
 from specdec.contract import errors
 from specdec.contract.types import DrawRule, ProposeRequest, VerifyRequest
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc import codec, proposals
-from specdec.rpc.client import DraftLink, TargetLink, WireStats
+from specdec.rpc.client import DraftLink, WireStats
 from specdec.rpc.frames import MAX_OPEN_ITEMS, FrameServer
 from specdec.rpc.framing import MAX_FRAME_ITEMS
-from specdec.rpc.service_server import DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
+from specdec.rpc.service_server import DRAFT_SERVICE, ServiceServer
 from specdec.v1 import draft_pb2, draft_pb2_grpc
-from target_service.servicer import TargetServicer
 from tests.support.arithmetic_engines import (
     GREEDY,
     MAX_GAMMA,
@@ -32,6 +32,7 @@ from tests.support.arithmetic_engines import (
 )
 from tests.support.recorded_frames import recorded_frames
 from tests.support.silent_service import silent_service
+from tests.support.table_services import linked
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["grpc", "unix-socket"])
@@ -120,21 +121,16 @@ async def test_failed_and_cancelled_calls_are_counted_with_what_they_sent_and_re
 @pytest.mark.parametrize("rule", [DrawRule.DISTRIBUTION, DrawRule.COUPLED])
 async def test_a_verification_comes_back_with_rows_or_choices(rule: DrawRule) -> None:
     engine = ArithmeticTarget()
-    server = ServiceServer("127.0.0.1:0", service_names=(TARGET_SERVICE,))
-    TargetServicer(engine, EngineMetrics("arithmetic", role="target")).add_to(server.grpc_server)
-    await server.start()
-    link = TargetLink(server.address)
     drafts = np.array([4, 5], dtype=np.uint32)
     supports = (support_of(4, 3).token_ids, support_of(5, 4).token_ids) if rule is DrawRule.DISTRIBUTION else ()
-    reply = await link.verify(VerifyRequest(make_round(draw_rule=rule), drafts, supports, num_logprobs=1))
-    assert len(reply.rows) == (3 if rule is DrawRule.DISTRIBUTION else 0)
-    assert len(reply.choice_token_ids) == (0 if rule is DrawRule.DISTRIBUTION else 3)
-    assert [row.logsumexp for row in reply.logit_rows] == [10.0, 11.0, 12.0]
-    assert (await link.info()).role == "target"
-    await link.release(["a", "b"])
-    assert engine.released == ["a", "b"]
-    await link.close()
-    await server.stop(0)
+    async with linked(TARGET, engine) as link:
+        reply = await link.verify(VerifyRequest(make_round(draw_rule=rule), drafts, supports, num_logprobs=1))
+        assert len(reply.rows) == (3 if rule is DrawRule.DISTRIBUTION else 0)
+        assert len(reply.choice_token_ids) == (0 if rule is DrawRule.DISTRIBUTION else 3)
+        assert [row.logsumexp for row in reply.logit_rows] == [10.0, 11.0, 12.0]
+        assert (await link.info()).role == "target"
+        await link.release(["a", "b"])
+        assert engine.released == ["a", "b"]
 
 
 async def test_calls_of_one_loop_turn_share_a_frame_and_find_their_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from coordinator.replicas.replica import TARGET
 from specdec.contract.errors import InvalidRequest, ResourceExhausted
 from specdec.contract.types import (
     SCORED_GAMMA,
@@ -25,11 +26,7 @@ from specdec.core.sparse import probability
 from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
-from specdec.observability.engine_metrics import EngineMetrics
-from specdec.rpc.client import TargetLink
-from specdec.rpc.service_server import TARGET_SERVICE, ServiceServer
 from specdec.settings.draft_specs import LocalDraftSpec
-from target_service.servicer import TargetServicer
 from target_service.verifier import Verifier
 from tests.support.clock import Clock
 from tests.support.head_checkpoints import (
@@ -42,6 +39,7 @@ from tests.support.head_checkpoints import (
 )
 from tests.support.mtp_checkpoints import build_mtp_checkpoint
 from tests.support.round_driver import make_round
+from tests.support.table_services import linked
 from tests.support.table_worker import TableWorker
 from tests.support.tiny_models import build_tiny_model
 
@@ -278,16 +276,9 @@ async def test_what_cannot_be_scored_is_refused_by_name(
 async def test_scores_travel_as_rounds(table: Verifier, clock: Clock) -> None:
     request = asked_to_score(TOKENS, 20, "early-exit", filters=SAMPLED)
     expected = await table.score(request)
-    server = ServiceServer("127.0.0.1:0", service_names=(TARGET_SERVICE,))
-    TargetServicer(table, EngineMetrics("target", role="target")).add_to(server.grpc_server)
-    await server.start()
-    link = TargetLink(server.address)
-    try:
+    async with linked(TARGET, table) as link:
         score = await link.score(request)
         assert score.round_lengths == expected.round_lengths
         assert score.q == pytest.approx(expected.q, rel=1e-6)
         with pytest.raises(InvalidRequest):
             await link.score(asked_to_score(TOKENS, 20, "none"))
-    finally:
-        await link.close()
-        await server.stop(None)
