@@ -54,7 +54,8 @@ def room_of(module: str) -> str:
     return ".".join(module.split(".")[: room.count(".") + 2]) if room in DIVIDED else room
 
 
-def imported_modules(source: str, package: str = "") -> set[str]:
+@cache
+def imported_modules(source: str, package: str = "") -> frozenset[str]:
     """Return the dotted modules that a file of `package` imports, those inside functions too."""
     modules = set()
     for node in ast.walk(ast.parse(source)):
@@ -68,10 +69,16 @@ def imported_modules(source: str, package: str = "") -> set[str]:
             # `from specdec.contract import errors` names a module; `from specdec.contract.types import Draft` does not.
             names = [f"{base}.{alias.name}" for alias in node.names]
             modules.update(name if _is_module(name) else base for name in names)
-    return modules
+    return frozenset(modules)
 
 
-def started_modules(source: str) -> set[str]:
+def imports_of(path: Path) -> frozenset[str]:
+    """Return the dotted modules that a file imports."""
+    return imported_modules(path.read_text(encoding="utf-8"), module_of(path).rpartition(".")[0])
+
+
+@cache
+def started_modules(source: str) -> frozenset[str]:
     """Return the product's modules that a file starts by name.
 
     These are the string after "-m" in a list of arguments, and every string that is the dotted name of a module or of
@@ -86,7 +93,7 @@ def started_modules(source: str) -> set[str]:
             words = node.args if isinstance(node, ast.Call) else node.elts
             values = [word.value if isinstance(word, ast.Constant) else None for word in words]
             modules.update(name for flag, name in pairwise(values) if flag == "-m" and isinstance(name, str))
-    return {module for module in modules if _is_runnable(module)}
+    return frozenset(module for module in modules if _is_runnable(module))
 
 
 def is_product(module: str) -> bool:
@@ -107,9 +114,8 @@ def graph_of_rooms(
     """
     graph: dict[str, set[str]] = {}
     for path in files:
-        module, source = module_of(path), path.read_text(encoding="utf-8")
-        modules = imported_modules(source, module.rpartition(".")[0])
-        modules |= started_modules(source) if with_starts else set()
+        module, modules = module_of(path), imports_of(path)
+        modules |= started_modules(path.read_text(encoding="utf-8")) if with_starts else frozenset()
         reached = {room(name) for name in modules if is_product(name)}
         graph.setdefault(room(module), set()).update(reached)
     for other in set().union(*graph.values()):
@@ -169,6 +175,7 @@ def floors(graph: Graph) -> dict[str, int]:
     return {room: floor(room) for room in graph}
 
 
+@cache
 def _is_module(name: str) -> bool:
     path = ROOT / name.replace(".", "/")
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
