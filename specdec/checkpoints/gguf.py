@@ -27,9 +27,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
 from specdec.checkpoints import artifact_cache
 from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.contract.version import install_command
@@ -43,6 +40,10 @@ class ConversionProgress:
     """Progress of one conversion while the context is open."""
 
     def __init__(self, path: Path) -> None:
+        # Every coordinator and replica imports this module, and few convert a file.
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
         self._path = path
         self._num_shown = 0
         self._bar = Progress(

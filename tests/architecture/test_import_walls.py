@@ -115,9 +115,9 @@ def modules_of(package: str) -> list[str]:
     ]
 
 
-def test_the_coordinator_loads_neither_torch_nor_ray() -> None:
+def test_the_coordinator_loads_neither_torch_nor_ray_nor_what_draws_in_terminals() -> None:
     loaded = loaded_after("\n".join(f"import {name}" for name in modules_of("coordinator")))
-    assert not loaded & {"torch", "ray"}
+    assert not loaded & {"torch", "ray", "rich"}
 
 
 def test_a_front_without_grpc_can_check_its_requests_without_protobuf() -> None:
