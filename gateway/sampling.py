@@ -51,6 +51,12 @@ def _require_few(biases: Any) -> Any:
     return without_nulls(biases)
 
 
+def _filter(name: str) -> Any:
+    """Return the field of a filter, with the meaning that it has in every interface."""
+    meaning = FILTER_RANGES[name].meaning
+    return Field(default=None, description=f"{meaning[0].upper()}{meaning[1:]}.")
+
+
 class SamplingFields(Body):
     """Sampling fields of OpenAI's API, vLLM's usual extensions, and ours."""
 
@@ -64,20 +70,14 @@ class SamplingFields(Body):
     """Contents of a stream beside its text."""
     n: Annotated[StrictInt, Field(ge=1, le=MAX_N), WHOLE] | None = 1
     """Number of outputs for each prompt."""
-    temperature: Number | None = None
-    """0 selects greedy decoding."""
-    top_p: Number | None = None
-    """Probability mass of the most probable tokens that are kept, above 0 and at most 1."""
+    temperature: Number | None = _filter("temperature")
+    top_p: Number | None = _filter("top_p")
     top_k: Annotated[StrictInt, Field(ge=-1), WHOLE] | None = None
-    """Number of the most probable tokens that are kept; 0 or -1: all."""
-    min_p: Number | None = None
-    """Least probability of a kept token, relative to the most probable one."""
-    repetition_penalty: Number | None = None
-    """Factor by which tokens of prompt and output become less likely; above 0, 1 is off."""
-    presence_penalty: Number | None = None
-    """Amount by which tokens of the output become less likely."""
-    frequency_penalty: Number | None = None
-    """Amount by which tokens of the output become less likely, for each time that they occur."""
+    """Number of top tokens that are kept (0 or -1: all)."""
+    min_p: Number | None = _filter("min_p")
+    repetition_penalty: Number | None = _filter("repetition_penalty")
+    presence_penalty: Number | None = _filter("presence_penalty")
+    frequency_penalty: Number | None = _filter("frequency_penalty")
     logit_bias: Annotated[dict[str, Number], BeforeValidator(_require_few)] | None = None
     """Amount that is added to the logit of each token id."""
     seed: Annotated[StrictInt, Field(ge=LEAST_SEED, lt=NUM_SEEDS), WHOLE] | None = None

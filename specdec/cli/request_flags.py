@@ -120,17 +120,25 @@ def token_limit(text: str) -> int:
     raise argparse.ArgumentTypeError(f"must be at least 1, got {text!r}")
 
 
+def _filter_flag(name: str, metavar: str) -> Mapping[str, Any]:
+    """Return the arguments of `add_argument` for the flag of a filter."""
+    range_ = FILTER_RANGES[name]
+    default = "{temperature:g}" if name == "temperature" else f"{range_.default:g}"
+    return {
+        "type": type(range_.default),
+        "metavar": metavar,
+        "help": f"{range_.meaning}, {range_.words}; default {default}",
+    }
+
+
 #: Arguments of `add_argument` for each flag that is an option of the SDK, by the option's name. In help texts,
 #: {temperature} is the default of `--temperature`.
 _REQUEST_FLAGS: Mapping[str, Mapping[str, Any]] = {
     "max_new_tokens": {"type": token_limit, "metavar": "N", "help": "most tokens of the output; default 256"},
-    "temperature": {"type": float, "metavar": "T",
-                    "help": "sampling temperature; 0 is greedy; default {temperature:g}"},
-    "top_p": {"type": float, "metavar": "P",
-              "help": f"smallest set of tokens with this probability, {FILTER_RANGES['top_p'].words}; default 1"},
-    "top_k": {"type": int, "metavar": "K", "help": "most probable tokens only; 0: off"},
-    "min_p": {"type": float, "metavar": "P", "help": "tokens with at least this share of the highest probability, "
-              f"{FILTER_RANGES['min_p'].words}; 0: off"},
+    "temperature": _filter_flag("temperature", "T"),
+    "top_p": _filter_flag("top_p", "P"),
+    "top_k": _filter_flag("top_k", "K"),
+    "min_p": _filter_flag("min_p", "P"),
     "stop": {"action": "append", "metavar": "TEXT", "help": "text that ends the output and is left out; repeatable"},
     "seed": {"type": int, "metavar": "SEED",
              "help": "seed from -2^63 to 2^64-1, which gives one text; default: drawn by the server"},

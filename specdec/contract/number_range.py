@@ -1,4 +1,4 @@
-"""Range and default of a number in a request: declared with the field, checked wherever the number arrives."""
+"""Range, default and meaning of a number in a request: declared with the field, checked wherever the number arrives."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ class NumberRange:
     """Finite numbers from `least`, or above `above`, up to `most`, or below `below`. None: no such limit."""
 
     default: float
+    meaning: str = ""
+    """What the number means, as a part of a sentence."""
     least: float | None = None
     above: float | None = None
     most: float | None = None
@@ -44,9 +46,9 @@ class NumberRange:
         return "" if self.least is None else f"at least {self.least:g}"
 
 
-def ranged(default: float, **limits: float) -> Any:
+def ranged(default: float, meaning: str, **limits: float) -> Any:
     """Return the dataclass field of a number with a `NumberRange`."""
-    return field(default=default, metadata={"range": NumberRange(default, **limits)})
+    return field(default=default, metadata={"range": NumberRange(default, meaning, **limits)})
 
 
 def ranges_of(kind: Any) -> Mapping[str, NumberRange]:

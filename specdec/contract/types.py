@@ -86,16 +86,16 @@ class FinishReason(IntEnum):
 class SamplingFilters:
     """The filters that turn logits into p (or q), in the order of docs/protocol.md section 2.
 
-    Clients, the wire of both links, checkpoints and checks read the numbers' names, defaults and ranges from here.
+    Clients, links, checkpoints and checks read names, defaults, ranges and meanings of the numbers from here.
     """
 
-    temperature: float = ranged(1.0, least=0.0)  # 0 is greedy
-    top_p: float = ranged(1.0, above=0.0, most=1.0)  # 1 is off
-    top_k: int = ranged(0, least=0)  # 0 is off
-    min_p: float = ranged(0.0, least=0.0, below=1.0)  # 0 is off
-    repetition_penalty: float = ranged(1.0, above=0.0)  # 1 is off; over prompt and output
-    presence_penalty: float = ranged(0.0)  # over output
-    frequency_penalty: float = ranged(0.0)  # over output
+    temperature: float = ranged(1.0, "sampling temperature (0: greedy)", least=0.0)
+    top_p: float = ranged(1.0, "probability mass of the top tokens that are kept (1: all)", above=0.0, most=1.0)
+    top_k: int = ranged(0, "number of top tokens that are kept (0: all)", least=0)
+    min_p: float = ranged(0.0, "least share of the top token's probability (0: off)", least=0.0, below=1.0)
+    repetition_penalty: float = ranged(1.0, "factor against repeating tokens of prompt and output (1: off)", above=0.0)
+    presence_penalty: float = ranged(0.0, "amount that makes tokens of the output less likely (0: off)")
+    frequency_penalty: float = ranged(0.0, "amount that makes tokens less likely with each occurrence in the output")
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))  # token id to added logit
     min_new_tokens: int = 0
     """`end_token_ids` are masked while fewer output tokens than this precede the position."""

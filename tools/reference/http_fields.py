@@ -19,7 +19,7 @@ from coordinator.front.validation import ServingLimits, validate_request
 from gateway.sampling import SamplingFields
 from gateway.schemas.messages import Conversation
 from specdec.contract.errors import InvalidRequest
-from specdec.contract.types import Mode
+from specdec.contract.types import FILTER_RANGES, Mode
 from tools.reference.markdown import code, item
 
 _TYPES = {"string": "text", "integer": "integer", "number": "number", "boolean": "true or false", "object": "object"}
@@ -42,8 +42,11 @@ _LIMITS = ServingLimits(1000, 2048, 16, (), Mode.REJECTION)
 
 #: Requests beyond limits of the coordinator that no schema and no description tells, by the field's name over HTTP.
 _BEYOND: Mapping[str, Sequence[RawGenerationParams]] = {
-    "temperature": [RawGenerationParams(prompt="x", sampling=RawSamplingParams(temperature=-1))],
-    "min_p": [RawGenerationParams(prompt="x", sampling=RawSamplingParams(min_p=1))],
+    **{
+        name: [RawGenerationParams(prompt="x", sampling=RawSamplingParams(**{name: -1}))]
+        for name, range_ in FILTER_RANGES.items()
+        if range_.words and name != "top_k"
+    },
     "stop": [
         RawGenerationParams(prompt="x", sampling=RawSamplingParams(stop=stop)) for stop in (["x"] * 100, ["x" * 10000])
     ],
