@@ -14,7 +14,7 @@ class NumberRange:
 
     default: float
     meaning: str = ""
-    """What the number means, as a part of a sentence."""
+    """Meaning of the number, as a part of a sentence."""
     least: float | None = None
     above: float | None = None
     most: float | None = None
