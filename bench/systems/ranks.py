@@ -63,11 +63,10 @@ def rank_group(model: LoadRequest, num_ranks: int, *, num_rounds: int = 0, per_r
     """
     listener = socket.create_server((_HOST, 0))
     port = listener.getsockname()[1]
-    told = {"num_ranks": num_ranks, "port": port, "num_rounds": num_rounds, "per_round": per_round}
+    told: dict[str, Any] = {"num_ranks": num_ranks, "port": port, "num_rounds": num_rounds, "per_round": per_round}
+    told["model"] = {name: value for name, value in asdict(model).items() if name != "note_loaded"}
     others = [
-        subprocess.Popen(
-            [sys.executable, "-m", "bench.systems.ranks", json.dumps(told | {"rank": rank, "model": asdict(model)})]
-        )
+        subprocess.Popen([sys.executable, "-m", "bench.systems.ranks", json.dumps(told | {"rank": rank})])
         for rank in range(1, num_ranks)
     ]
     try:
