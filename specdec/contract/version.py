@@ -3,7 +3,7 @@
 The distribution is not called `specdec`, because another project has this name on PyPI. The import and the command are.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 DISTRIBUTION = "specdec-serving"
 """Name of the project for pip and `importlib.metadata`, as in pyproject.toml."""

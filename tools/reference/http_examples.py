@@ -55,7 +55,7 @@ _COMPLETION = Completion(
 )
 _STREAM = cast(AsyncStream, SimpleNamespace(session_id=SESSION, num_prompt_tokens=9, target_fingerprint=_FINGERPRINT))
 _INFO = ServerInfo(
-    "0.1.0", "models/demo/target", "c1d2", 4096, 2048, 16,
+    "0.2.0", "models/demo/target", "c1d2", 4096, 2048, 16,
     (
         Pool("default", "target", "models/demo/target", (Replica("target-0", "10.0.0.2:50071", False, 1, 0.1),)),
         Pool("draft", "draft", "models/demo/draft", (Replica("draft-0", "10.0.0.3:50061", False, 1, 0.1),)),
