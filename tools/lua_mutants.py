@@ -78,9 +78,9 @@ def mutants_of(script: str, text: str) -> Iterator[LuaMutant]:
                 for replacement in replacements:
                     new = replacement.format(match.group())
                     changed.add(code[: match.start()] + new + code[match.end() :])
-        if match := _FORCED.search(code):
+        if forced := _FORCED.search(code):
             for constant in ("true", "false"):
-                changed.add(f"{code[: match.start()]}{match.group(1)} {constant} then{code[match.end() :]}")
+                changed.add(f"{code[: forced.start()]}{forced.group(1)} {constant} then{code[forced.end() :]}")
         if _CALL.match(code):
             changed.add("")
         for after in sorted(changed - {code}):

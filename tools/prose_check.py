@@ -116,7 +116,7 @@ def _docstrings(tree: ast.Module) -> Iterator[tuple[ast.AST, str, int]]:
             is_first = index == 0
             is_after_field = index > 0 and isinstance(body[index - 1], ast.AnnAssign | ast.Assign)
             if is_text and (is_first or is_after_field):
-                yield node, statement.value.value.strip(), statement.lineno  # type: ignore[attr-defined]
+                yield node, statement.value.value.strip(), statement.lineno
 
 
 def _is_sentence(node: ast.AST, text: str) -> bool:

@@ -43,7 +43,7 @@ _LIMITS = ServingLimits(1000, 2048, 16, (), Mode.REJECTION)
 #: Requests beyond limits of the coordinator that no schema and no description tells, by the field's name over HTTP.
 _BEYOND: Mapping[str, Sequence[RawGenerationParams]] = {
     **{
-        name: [RawGenerationParams(prompt="x", sampling=RawSamplingParams(**{name: -1}))]
+        name: [RawGenerationParams(prompt="x", sampling=RawSamplingParams(**{name: -1}))]  # type: ignore[arg-type]
         for name, range_ in FILTER_RANGES.items()
         if range_.words and name != "top_k"
     },

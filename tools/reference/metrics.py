@@ -58,7 +58,7 @@ def series(registry: CollectorRegistry) -> list[str]:
 
 
 def _series(collector: Any, family: Any) -> str:
-    labels = getattr(collector, "_labelnames", None) or getattr(family, "_labelnames", ())
+    labels: Any = getattr(collector, "_labelnames", None) or getattr(family, "_labelnames", ())
     name = f"{family.name}_total" if family.type == "counter" else family.name
     notes = "; ".join(filter(None, (family.type, ", ".join(map(code, labels)))))
     return item(f"{code(name)} ({notes})", family.documentation)
