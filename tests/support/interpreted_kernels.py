@@ -34,7 +34,7 @@ def few_programs() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paged_attention, "ContextSplit", lambda: _FEW_SPLITS)
-        patch.setattr(fused_operations, "Tiling", lambda: _FEW_TILES)
+        patch.setattr(fused_operations, "ProgramSizes", lambda: _FEW_TILES)
         patch.setattr(row_products, "tiling", wide)
         yield
 
