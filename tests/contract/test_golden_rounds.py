@@ -23,7 +23,7 @@ from specdec.contract.types import Mode, Proposal, ProposeRequest, SamplingFilte
 from specdec.rpc import codec, proposals, verifications
 from specdec.v1 import draft_pb2, target_pb2
 from target_service.verifier import Verifier
-from tests.support.one_reply import decode_proposal, decode_verification
+from tests.support.links import decode_proposal, decode_verification
 from tests.support.round_driver import RoundDriver
 from tests.support.table_worker import TableWorker
 

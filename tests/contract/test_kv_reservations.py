@@ -19,9 +19,8 @@ from specdec.engine.loop.replica_engine import ReplicaEngine, ReplicaOptions
 from specdec.engine.sessions.kv_queue import WaitLimits
 from specdec.engine.sessions.table import DEFAULT_HOLD_S
 from target_service.verifier import Verifier
-from tests.support.held_steps import held_steps_are_no_hangs
 from tests.support.round_driver import make_round
-from tests.support.table_worker import TableWorker
+from tests.support.table_worker import TableWorker, held_steps_are_no_hangs
 
 __all__ = ["held_steps_are_no_hangs"]
 

@@ -30,10 +30,10 @@ from tests.support.coordinator_rig import (
     request,
     started_coordinator,
 )
-from tests.support.held_steps import held_steps_are_no_hangs
 from tests.support.round_rig import NotedEngine
 from tests.support.store_sessions import forget_session
 from tests.support.table_services import start_service
+from tests.support.table_worker import held_steps_are_no_hangs
 
 __all__ = ["held_steps_are_no_hangs"]
 

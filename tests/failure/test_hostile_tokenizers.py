@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from specdec.contract.errors import SpecdecError
-from tests.support.other_tokenizers import build_model, save_byte_level, save_pieces
+from tests.support.other_tokenizers import build_model, load_pair, save_byte_level, save_pieces
 from tests.support.tiny_models import save_tokenizer
-from tests.support.tokenizer_pairs import load_pair
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from coordinator.generation import generation_service
 from specdec.state.store import Lease, RequestRecord
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Rig, eventually, read_rest, read_until, request
-from tests.support.held_steps import held_steps_are_no_hangs
 from tests.support.interrupted_store import InterruptedStore, coordinator_on, reason_of
+from tests.support.table_worker import held_steps_are_no_hangs
 
 __all__ = ["held_steps_are_no_hangs"]
 

@@ -24,7 +24,7 @@ from tests.support.coordinator_rig import (
     request,
     started_coordinator,
 )
-from tests.support.held_steps import held_steps_are_no_hangs
+from tests.support.table_worker import held_steps_are_no_hangs
 
 __all__ = ["held_steps_are_no_hangs"]
 

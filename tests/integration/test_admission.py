@@ -18,9 +18,9 @@ from specdec.contract.tenant import TENANT_KEY
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, eventually, read_rest, read_until, request
-from tests.support.held_steps import held_steps_are_no_hangs
 from tests.support.raw_http2 import literal, unread_call
 from tests.support.scraping import served
+from tests.support.table_worker import held_steps_are_no_hangs
 
 __all__ = ["held_steps_are_no_hangs"]
 

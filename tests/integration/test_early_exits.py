@@ -16,8 +16,8 @@ from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.settings.draft_specs import LocalDraftSpec
+from tests.support.interpreted_kernels import num_replays, running
 from tests.support.process_template import run_like
-from tests.support.step_ways import num_replays, running
 from tests.support.tiny_models import build_tiny_model
 
 AUTO_OPTIONS = CompileOptions()

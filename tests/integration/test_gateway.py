@@ -15,10 +15,10 @@ from specdec.state.redis_store import open_registry
 from specdec.state.registry import Heartbeat
 from tests.support.coordinator_rig import Rig
 from tests.support.gateway_rig import RunningGateway, eventually, running_gateway
-from tests.support.held_steps import held_steps_are_no_hangs
 from tests.support.key_files import key_line, lines_of, write_private
 from tests.support.redis_fixture import redis_server, redis_url
 from tests.support.table_services import text_of, write_chat_tokenizer
+from tests.support.table_worker import held_steps_are_no_hangs
 
 __all__ = ["held_steps_are_no_hangs", "redis_server", "redis_url"]
 

@@ -27,8 +27,8 @@ from tests.support.head_checkpoints import (
     write_medusa,
 )
 from tests.support.head_references import Eagle3Reference, hidden_states, medusa_logits
+from tests.support.interpreted_kernels import WAYS, running
 from tests.support.process_template import run_like
-from tests.support.step_ways import WAYS, running
 from tests.support.tiny_models import build_tiny_model
 
 VOCABULARY_SIZE, WIDTH, STATES = 256, 64, [1, 3, 4]

@@ -13,8 +13,8 @@ from specdec.contract.errors import SessionLost, SpecdecError
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, read_rest, read_until, request, started_coordinator
-from tests.support.held_steps import held_steps_are_no_hangs
 from tests.support.store_sessions import forget_session
+from tests.support.table_worker import held_steps_are_no_hangs
 
 __all__ = ["held_steps_are_no_hangs"]
 

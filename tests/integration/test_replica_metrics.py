@@ -20,11 +20,10 @@ from specdec.settings.target import TargetSettings
 from target_service.__main__ import KIND
 from target_service.verifier import Verifier
 from tests.support.coordinator_rig import read_until, request, started_coordinator
-from tests.support.held_steps import held_steps_are_no_hangs
 from tests.support.round_driver import make_round
 from tests.support.scraping import Endpoint, Page, served
 from tests.support.stack import free_port
-from tests.support.table_worker import TableWorker
+from tests.support.table_worker import TableWorker, held_steps_are_no_hangs
 from tests.support.tiny_models import build_tiny_pair
 
 __all__ = ["held_steps_are_no_hangs"]

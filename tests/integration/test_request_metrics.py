@@ -18,9 +18,9 @@ from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.state.redis_store import open_store
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import Coordinator, Rig, eventually, read_rest, read_until, request
-from tests.support.held_steps import held_steps_are_no_hangs
 from tests.support.scraping import Endpoint, Page, served
 from tests.support.table_services import start_service
+from tests.support.table_worker import held_steps_are_no_hangs
 
 __all__ = ["held_steps_are_no_hangs"]
 

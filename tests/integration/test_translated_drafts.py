@@ -20,13 +20,13 @@ from tests.support.other_tokenizers import (
     TEXTS,
     build_cross_vocabulary_copy,
     build_model,
+    load_pair,
     save_byte_level,
     save_characters,
     save_pieces,
 )
 from tests.support.round_driver import make_round
 from tests.support.target_alone import TargetAlone
-from tests.support.tokenizer_pairs import load_pair
 
 NUM_TOKENS = 32
 TIE = 1e-4

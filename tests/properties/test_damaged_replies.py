@@ -30,7 +30,7 @@ from specdec.core.reference import cut_support, distribution_row
 from specdec.core.rejection import verify_rejection
 from specdec.core.sparse import draw_from_support
 from specdec.rpc import proposals, verifications
-from tests.support.one_reply import decode_verification
+from tests.support.links import decode_verification
 
 VOCABULARY_SIZE = 20
 REPLIES = 3

@@ -29,8 +29,8 @@ from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.settings.draft_specs import LocalDraftSpec
 from target_service.verifier import Verifier
-from tests.support.chi_square import chi_square_p_value
 from tests.support.cross_vocabulary_rig import cross_vocabulary_stack
+from tests.support.expectation import chi_square_p_value
 from tests.support.head_checkpoints import (
     as_speculators,
     eagle3_config,

@@ -22,8 +22,7 @@ from specdec.core.rejection import Decision, verify_rejection
 from specdec.core.sparse import draw_from_support
 from specdec.engine.logits.rows import coupled_choices, distribution_rows
 from tests.statistical.table_model import NO_IDS, Path, RoundTables
-from tests.support.chi_square import chi_square_p_value
-from tests.support.expectation import coupled_acceptance_probability
+from tests.support.expectation import chi_square_p_value, coupled_acceptance_probability
 
 FALSE_ALARM_RATE = 1e-6
 

@@ -17,7 +17,7 @@ from specdec.engine.loader import load_worker
 from specdec.engine.loop.replica_engine import ReplicaOptions
 from specdec.engine.options import LoadRequest
 from tests.support.model_stack import ModelStack
-from tests.support.tokenizer_pairs import load_pair
+from tests.support.other_tokenizers import load_pair
 
 
 @dataclass

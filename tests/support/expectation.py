@@ -1,11 +1,21 @@
-"""Expected tokens per round and acceptance probabilities in closed form, which tests compare measurements with."""
+"""Expected tokens per round and acceptance probabilities in closed form, and a test of measured counts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+
+
+def chi_square_p_value(observed: Sequence[float] | np.ndarray, expected: Sequence[float] | np.ndarray) -> float:
+    """Return the p-value of Pearson's chi-square test of counts; both have the same sum. Callers pool rare outcomes."""
+    observed, expected = np.asarray(observed, dtype=np.float64), np.asarray(expected, dtype=np.float64)
+    assert np.isclose(observed.sum(), expected.sum(), rtol=1e-8)
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    halves = torch.tensor([len(expected) - 1, statistic], dtype=torch.float64) / 2
+    return float(torch.special.gammaincc(halves[0], halves[1]))
 
 
 def expected_tokens_per_round(acceptance_per_position: Sequence[float]) -> float:

@@ -19,7 +19,31 @@ from specdec.engine.cuda_graphs import fused_operations, paged_attention
 from specdec.engine.cuda_graphs.paged_attention import ContextSplit
 from specdec.engine.linear import row_products
 from specdec.engine.linear.row_products import Tiling, tiling
-from tests.support.cuda_graphs_rig import Tape
+from specdec.engine.options import CompileOptions
+from tests.support.cuda_graphs_rig import CountedCapture, Tape, record_on_tape
+
+#: Steps with CUDA graphs, with either attention, are replayed from a tape here.
+WAYS = ("native", "eager", "cuda-graphs", "cuda-graphs, paged")
+
+
+@contextmanager
+def running(way: str) -> Iterator[CompileOptions]:
+    """Yield the options of a worker that runs steps of up to five rows in one of `WAYS`."""
+    if not way.startswith("cuda-graphs"):
+        yield CompileOptions(way)
+        return
+    attention = None
+    if way.endswith("paged"):
+        require_interpreter()
+        attention = "paged"
+    with cheap_recordings():
+        yield CompileOptions("cuda-graphs", (1, 5), capture=CountedCapture(record_on_tape), attention=attention)
+
+
+def num_replays(compiling: CompileOptions) -> int:
+    """Return the number of replays so far."""
+    return compiling.capture.num_replays if isinstance(compiling.capture, CountedCapture) else 0
+
 
 _FEW_TILES = fused_operations.ProgramSizes(rows=64, heads=512, numbers=1 << 14)
 _FEW_SPLITS = ContextSplit(tile_keys=64, unit_tiles=1, num_splits=1, tile_outputs=64)

@@ -17,9 +17,16 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from specdec.checkpoints.cross_vocabulary.pair import TokenizerPair, make_pair
 from specdec.checkpoints.token_bytes import byte_level_spelling
+from specdec.checkpoints.vocabulary import load_tokenizer
 from tests.support.tiny_models import build_tiny_model
-from tests.support.tokenizer_pairs import load_pair
+
+
+def load_pair(draft: str | Path, target: str | Path) -> TokenizerPair:
+    """Read both tokenizers, each from a checkpoint directory that may hold tokenizer files alone."""
+    return make_pair((str(draft), load_tokenizer(draft)), (str(target), load_tokenizer(target)))
+
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind.",

@@ -13,10 +13,21 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
+import pytest
 import torch
 
 from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import KvLayout, ModelShape, SequenceSlice, StepPlan, Worker
+from specdec.engine.loop import watchdog
+
+
+@pytest.fixture(autouse=True)
+def held_steps_are_no_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the watchdog wait for as long as a test may take: a step that a gate holds looks like a hanging device.
+
+    Import the fixture into modules that close gates and do not test hanging devices.
+    """
+    monkeypatch.setattr(watchdog, "PATIENCE_S", 600.0)
 
 
 class TableWorker(Worker):

@@ -10,8 +10,7 @@ from draft_service.cross_vocabulary.translating_program import SharedTokens
 from specdec.checkpoints.cross_vocabulary.pair import TokenizerPair
 from specdec.checkpoints.vocabulary import load_vocabulary
 from specdec.engine.logits.step_logits import StepLogits
-from tests.support.other_tokenizers import save_byte_level_vocabulary, save_piece_vocabulary
-from tests.support.tokenizer_pairs import load_pair
+from tests.support.other_tokenizers import load_pair, save_byte_level_vocabulary, save_piece_vocabulary
 
 OWN = ["<unk>", "</s>", "▁", "a", "b", "<0x61>", "<0x20>", "ab"]
 THEIRS = ["<|end|>", "b", "a", "Ġ", "aa"]

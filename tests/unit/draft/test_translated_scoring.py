@@ -21,12 +21,12 @@ from tests.support.other_tokenizers import (
     TEXTS,
     build_cross_vocabulary_copy,
     build_model,
+    load_pair,
     save_byte_level,
     save_characters,
     save_pieces,
 )
 from tests.support.round_driver import make_round
-from tests.support.tokenizer_pairs import load_pair
 
 NUM_SCORED = 40
 GREEDY = SamplingFilters(temperature=0.0)

@@ -40,7 +40,7 @@ from tests.support.arithmetic_engines import (
     make_round,
     support_of,
 )
-from tests.support.one_reply import decode_proposal, decode_verification
+from tests.support.links import decode_proposal, decode_verification
 
 LIMITS = ArithmeticTarget().info()
 COUPLED = DrawRule.COUPLED

@@ -27,8 +27,8 @@ from specdec.rpc.transport_selector import LONE_CALLS
 from specdec.rpc.unix_sockets import handshake, socket_path
 from tests.support.arithmetic_engines import make_round
 from tests.support.coordinator_rig import eventually
+from tests.support.links import recorded_frames
 from tests.support.open_files import no_more_files
-from tests.support.recorded_frames import recorded_frames
 from tests.support.table_worker import TableWorker
 from tests.support.watched_worker import WatchedWorker
 

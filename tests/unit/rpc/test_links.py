@@ -30,8 +30,7 @@ from tests.support.arithmetic_engines import (
     make_round,
     support_of,
 )
-from tests.support.recorded_frames import recorded_frames
-from tests.support.silent_service import silent_service
+from tests.support.links import recorded_frames, silent_service
 from tests.support.table_services import linked
 
 

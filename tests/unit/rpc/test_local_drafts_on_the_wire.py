@@ -19,7 +19,7 @@ from specdec.contract.types import (
 from specdec.rpc import codec, verifications
 from specdec.v1 import target_pb2
 from tests.support.arithmetic_engines import ArithmeticTarget
-from tests.support.one_reply import decode_verification
+from tests.support.links import decode_verification
 from tests.support.round_driver import make_round
 
 NO_TOKENS = np.empty(0, np.uint32)

@@ -11,8 +11,7 @@ from specdec.checkpoints.cross_vocabulary.draft_vocabulary_text import DraftVoca
 from specdec.checkpoints.cross_vocabulary.pair import TokenizerPair
 from specdec.checkpoints.cross_vocabulary.retokenizer import retokenise
 from specdec.checkpoints.vocabulary import load_tokenizer
-from tests.support.other_tokenizers import CORPUS, TEXTS, save_byte_level, save_pieces
-from tests.support.tokenizer_pairs import load_pair
+from tests.support.other_tokenizers import CORPUS, TEXTS, load_pair, save_byte_level, save_pieces
 
 LONG_TEXT = " ".join(CORPUS + TEXTS) * 3
 

@@ -11,13 +11,13 @@ from specdec.checkpoints.vocabulary import load_tokenizer
 from specdec.contract.errors import Unsupported, VocabularyMismatch
 from tests.support.other_tokenizers import (
     TEXTS,
+    load_pair,
     save_byte_level,
     save_byte_level_vocabulary,
     save_piece_vocabulary,
     save_pieces,
 )
 from tests.support.tiny_models import save_tokenizer
-from tests.support.tokenizer_pairs import load_pair
 
 
 @pytest.fixture(scope="module")
