@@ -5,6 +5,19 @@ This is the only module of the coordinator that reads the environment and handle
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+
+from coordinator.audit.audit_queue import AuditQueue
+from coordinator.audit.turn_audit import Auditor
+from coordinator.learning.log import LearningLog
+from specdec.observability.audit import AuditMetrics
+from specdec.observability.coordinator_metrics import CoordinatorMetrics
+from specdec.observability.series import served_name
+from specdec.observability.tracing import Tracing, open_tracing
+from specdec.settings.coordinator import CoordinatorSettings
+
 if __name__ == "__main__":  # loading what follows takes a second, and a model longer
     from specdec.settings.early_signals import end_on_sigterm
     from specdec.settings.standard_streams import never_wait_for_readers
@@ -12,26 +25,21 @@ if __name__ == "__main__":  # loading what follows takes a second, and a model l
     end_on_sigterm()
     never_wait_for_readers()
 
-import asyncio
 import logging
 import os
 import secrets
 import sys
 from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
 from coordinator.admission.admission import AdmissionSettings
-from coordinator.front.access import CoordinatorAccess, open_access
-from coordinator.front.admin_port import open_admin_port
-from coordinator.front.readiness import Readiness
+from coordinator.front.access import CoordinatorAccess, Readiness, open_access, open_admin_port
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.front.tenants import CallTenants
 from coordinator.generation.generation_service import GenerationService, GenerationSettings
 from coordinator.lookup.history import TokenHistories
 from coordinator.lookup.lookup import LookupKind
-from coordinator.observers import build_auditor, open_learning_log, trace_requests
 from coordinator.replicas.liveness import watch_targets
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
@@ -43,11 +51,9 @@ from coordinator.text.tokenizer import ServedTokenizer
 from specdec.checkpoints.generation_config import recommended_sampling
 from specdec.contract.types import EngineInfo, Mode
 from specdec.contract.version import __version__
-from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.observability.logging import configure_logging
 from specdec.observability.loop_lag import watch_loop_lag
 from specdec.observability.metrics_server import start_metrics_server
-from specdec.observability.series import served_name
 from specdec.rpc.channels import MAX_CALLS
 from specdec.rpc.client import open_link
 from specdec.rpc.health import Health
@@ -55,7 +61,6 @@ from specdec.rpc.service_server import COORDINATOR_SERVICE, ServiceServer
 from specdec.service import memory
 from specdec.service.lifecycle import require_addresses, run_to_exit_code, stop_on_signals
 from specdec.settings.addresses import advertised_address, guarded_address, is_loopback
-from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.reading import opened, parse_settings
 from specdec.state.live_coordinators import coordinator_info
 from specdec.state.redis_store import open_registry, open_store
@@ -69,6 +74,13 @@ _CALLS_PER_REQUEST = 2
 _HISTORY_TOKENS = 200_000
 #: Time that streams have after the drain to send what they hold.
 _FLUSH_S = 1.0
+
+#: Name of this service in traces.
+_OTEL_SERVICE = "specdec-coordinator"
+
+#: Limits on the texts of one tenant's learning log: more than a distillation reads, and as long as logs usually live.
+_MAX_LOG_BYTES = 1 << 30
+_MAX_LOG_AGE_S = 7 * 86400.0
 
 _log = logging.getLogger("coordinator")
 
@@ -125,7 +137,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
         target_models.start()
         ending.push_async_callback(target_models.close)
         histories = TokenHistories(_HISTORY_TOKENS) if LookupKind.SUFFIX in settings.lookup else None
-        tracing = trace_requests(settings, ending, os.environ)
+        tracing = _trace_requests(settings, ending, os.environ)
         scores, canary = None, None
         if settings.route == "auto":
             scores, canary = ScoreQueue(pools), Canary(store.promotions())
@@ -141,8 +153,8 @@ async def _serve(settings: CoordinatorSettings) -> None:
             draft_sources=draft_sources,
             metrics=metrics,
             directory=store.prefixes(),
-            learning_log=open_learning_log(settings, metrics),
-            auditor=build_auditor(settings, metrics, ending),
+            learning_log=_open_learning_log(settings, metrics),
+            auditor=_build_auditor(settings, metrics, ending),
         )
         servicer = CoordinatorServicer(
             generations=generations,
@@ -269,6 +281,42 @@ async def _watch_until(stop: asyncio.Event, *watching: Coroutine[Any, Any, None]
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+
+
+def _build_auditor(
+    settings: CoordinatorSettings, metrics: CoordinatorMetrics, ending: AsyncExitStack
+) -> Auditor | None:
+    """Return the audit of rounds; None if no round is audited. Its series exist in any case."""
+    audit_metrics = AuditMetrics(metrics.registry, served_name(settings.tokenizer))
+    if settings.audit_share == 0.0:
+        return None
+    queue = AuditQueue(audit_metrics)
+    ending.push_async_callback(queue.close)
+    return Auditor(queue, settings.audit_share)
+
+
+def _open_learning_log(settings: CoordinatorSettings, metrics: CoordinatorMetrics) -> LearningLog | None:
+    """Open the learning log, if one is set. Raises InvalidRequest if its folder cannot be used."""
+    if settings.learning_log is None:
+        return None
+    return LearningLog(
+        settings.learning_log,
+        tenant=settings.tenant,
+        max_bytes=_MAX_LOG_BYTES,
+        max_age_s=_MAX_LOG_AGE_S,
+        serves_all_tenants=settings.tenant_header == "on",
+        count=metrics.observe_logged,
+    )
+
+
+def _trace_requests(
+    settings: CoordinatorSettings, ending: AsyncExitStack, environ: Mapping[str, str]
+) -> Tracing | None:
+    """Return the traces, whose queue closes with the coordinator; None if none are asked for."""
+    tracing = open_tracing(settings.otlp_endpoint, settings.trace_share, service=_OTEL_SERVICE, environ=environ)
+    if tracing is not None:
+        ending.push_async_callback(asyncio.to_thread, tracing.close)
+    return tracing
 
 
 if __name__ == "__main__":

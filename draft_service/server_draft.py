@@ -26,7 +26,7 @@ from specdec.contract.types import (
 )
 from specdec.contract.version import __version__
 from specdec.engine.remote.completions import CompletionServer, open_completions
-from specdec.engine.remote.opening import open_remote
+from specdec.engine.remote.http_connection import open_remote
 from specdec.engine.remote.remote_replica import NUM_BLOCKS, RemoteJob, RemoteReplica
 from specdec.engine.sessions.calls import Call, identity_of
 from specdec.observability.engine_metrics import EngineMetrics

@@ -14,14 +14,20 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.access_log import REQUEST_ID_HEADER, Logged
 from gateway.bodies import LimitedBody
 from gateway.context import Gateway
-from gateway.deadlines import Deadlines
 from gateway.http_errors import error_response, read_validation_error
-from gateway.http_spans import Traced
-from gateway.middleware import Authenticated, KnownHosts, Measured, WithoutSlash
-from gateway.routes import chat, completions, messages, models, playground, responses, sessions, status, tokens
+from gateway.middleware import (
+    REQUEST_ID_HEADER,
+    Authenticated,
+    Deadlines,
+    KnownHosts,
+    Logged,
+    Measured,
+    Traced,
+    WithoutSlash,
+)
+from gateway.routes import chat, completions, gateway_info, messages, responses, sessions, tokens
 from specdec.contract.errors import Internal, InvalidRequest, NotFound, SpecdecError
 from specdec.contract.version import __version__
 from specdec.observability.logging import X_REQUEST_ID
@@ -43,8 +49,9 @@ def build_app(gateway: Gateway) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    for module in (chat, completions, responses, messages, models, sessions, tokens, status):
-        router = module.router(gateway)
+    routers = [module.router for module in (chat, completions, responses, messages, sessions, tokens)]
+    for make_router in (*routers, gateway_info.models_router, gateway_info.status_router):
+        router = make_router(gateway)
         app.include_router(router)
         _answer_head(app, router)
         gateway.metrics.begin_at_zero(route.path for route in router.routes if isinstance(route, Route))
@@ -52,7 +59,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_failure)
-    app.include_router(playground.router())
+    app.include_router(gateway_info.playground_router())
     return app
 
 

@@ -15,9 +15,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, cast
 
-from gateway.deadlines import time_left_s
-from gateway.http_spans import traceparent
 from gateway.metrics import GatewayMetrics
+from gateway.middleware import time_left_s, traceparent
 from gateway.upstream import Served
 from specdec.client import AsyncClient, AsyncStream, Chunk, Completion, GenerateOptions
 from specdec.contract.errors import InvalidRequest, NotFound, SessionLost, SpecdecError

@@ -52,7 +52,7 @@ def _build_verifier(
 async def _open_backend(settings: TargetSettings, replica_id: str, metrics: EngineMetrics) -> Engine | None:
     if settings.backend == OWN:
         return None
-    from target_service.backends.opening import open_backend_target
+    from target_service.backends.engine import open_backend_target
 
     return await open_backend_target(settings, replica_id, metrics, os.environ)
 

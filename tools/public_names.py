@@ -36,8 +36,7 @@ from specdec.settings.reading import parse_settings
 from specdec.settings.shared import ProcessSettings
 from specdec.settings.target import TargetSettings
 from specdec.state.key_names import prefix_keys, promotion_key, replica_keys, response_key, session_keys
-from specdec.state.kv_tally import KvTally
-from specdec.state.kv_values import KvSpace
+from specdec.state.kv_values import KvSpace, KvTally
 
 SERVICES: dict[str, type[ProcessSettings]] = {
     "coordinator": CoordinatorSettings,

@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable
 from itertools import islice
 
-from coordinator.admission.round_turns import RoundTurns
-from coordinator.admission.shares import TenantShares
+from coordinator.admission.shares import RoundTurns, TenantShares
 from coordinator.admission.slot_request import QueueState, SlotRequest
 from coordinator.admission.speeds import OutputLength, RunningLimit, StreamSpeeds
 from coordinator.admission.waiting import WaitingRequest, WaitingRequests

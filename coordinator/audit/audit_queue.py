@@ -15,10 +15,8 @@ from collections import deque
 from itertools import count
 
 from coordinator.audit.audited_round import AuditedRound, Result, Verdict
-from coordinator.audit.choices import check_choices
-from coordinator.audit.distributions import DistributionCheck
-from coordinator.audit.target_pass import TargetPass
-from coordinator.audit.tolerance import tolerance_of
+from coordinator.audit.distributions import DistributionCheck, check_choices
+from coordinator.audit.target_pass import TargetPass, tolerance_of
 from specdec.contract.errors import SpecdecError
 from specdec.observability.audit import AuditMetrics
 

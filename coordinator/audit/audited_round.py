@@ -1,7 +1,7 @@
 """A live round that is verified again, and the verdict on it.
 
-`turn_audit` copies the round, `audit_queue` holds it, and `choices` or `distributions` compares it with a target-only
-pass.
+`turn_audit` copies the round, `audit_queue` holds it, and `distributions` or `distributions` compares it with a
+target-only pass.
 """
 
 from __future__ import annotations

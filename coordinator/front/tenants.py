@@ -11,8 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.access.grants import OPERATE, SERVICE, Access
-from specdec.access.guards import caller
-from specdec.access.refusals import RefusalLog
+from specdec.access.guards import RefusalLog, caller
 from specdec.contract.errors import Forbidden, InvalidRequest
 from specdec.contract.tenant import DEFAULT_TENANT, TENANT_KEY, check_tenant
 from specdec.observability.logging import bind_task

@@ -16,10 +16,10 @@ from coordinator.generation.accounting import Account
 from coordinator.generation.generation import Collaborators, Generation, Learners
 from coordinator.generation.held_session import HeldSession
 from coordinator.generation.interrupted_turns import InterruptedTurns
-from coordinator.generation.lease_keeper import LeaseKeeper
 from coordinator.generation.publisher import CommitQueue, Publisher
 from coordinator.generation.removal import SessionRemoval
 from coordinator.generation.request_trace import begin_request_trace
+from coordinator.generation.session_leases import LeaseKeeper
 from coordinator.generation.stream import OutputStream
 from coordinator.generation.turn import PreparedTurn, Turn
 from coordinator.learning.recorder import Recorder

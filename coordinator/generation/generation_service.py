@@ -20,7 +20,6 @@ from coordinator.audit.turn_audit import Auditor
 from coordinator.generation.generation import CancelCause, Generation
 from coordinator.generation.generation_factory import GenerationFactory
 from coordinator.generation.interrupted_turns import DEFAULT_RECOVERY_S
-from coordinator.generation.leases import Leases
 from coordinator.generation.log_repair import LogRepair
 from coordinator.generation.readers import MAX_READERS, SessionReaders
 from coordinator.generation.removal import SessionRemoval
@@ -31,6 +30,7 @@ from coordinator.generation.request_log import (
     no_session,
     nothing_to_resume,
 )
+from coordinator.generation.session_leases import Leases
 from coordinator.generation.stream import Subscription
 from coordinator.generation.turn import PreparedTurn
 from coordinator.generation.turn_preparer import TurnPreparer

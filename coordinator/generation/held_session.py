@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 
-from coordinator.generation.lease_keeper import LeaseKeeper
 from coordinator.generation.removal import SessionRemoval
+from coordinator.generation.session_leases import LeaseKeeper
 from coordinator.generation.turn import Turn
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.prefixes import Prefixes

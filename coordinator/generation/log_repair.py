@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from coordinator.generation.leases import Leases
 from coordinator.generation.request_log import encode_stats, record_of
+from coordinator.generation.session_leases import Leases
 from coordinator.generation.turn import Turn
 from coordinator.requests import RequestStats
 from specdec.contract.errors import SessionLost, SpecdecError

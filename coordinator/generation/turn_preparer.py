@@ -1,6 +1,6 @@
 """Prepares the turn that a generation runs: takes the lease, and writes the new prompt or reads the unfinished turn.
 
-A new turn's prompt is encoded by `text/prompt`, its session is leased by `leases`, and its request is written as
+A new turn's prompt is encoded by `text/prompt`, its session is leased by `lease_keeper`, and its request is written as
 `request_log` encodes it. `generation_service` decides whether a request starts or resumes a turn; the prepared turn
 goes to `generation_factory`.
 """
@@ -15,7 +15,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from coordinator.generation.leases import Leases
 from coordinator.generation.removal import SessionRemoval
 from coordinator.generation.request_log import (
     LoggedRequest,
@@ -29,6 +28,7 @@ from coordinator.generation.request_log import (
     read_logged_request,
     record_of,
 )
+from coordinator.generation.session_leases import Leases
 from coordinator.generation.turn import PreparedTurn, Turn
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.prefixes import Prefixes

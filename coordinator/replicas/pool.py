@@ -1,9 +1,8 @@
 """The draft and target replicas that a coordinator can reach: connections, checks of the vocabulary, liveness.
 
 Replicas come from static endpoints or from the registry, which is polled. A replica is used once it has described
-itself with the tokenizer's vocabulary. A failed call takes it out of use until it answers again; one that turns out to
-be another service, or to have another vocabulary, is left out until it fits. `placement` decides which session goes to
-which replica, `replica` is one of them, and `round/session_calls` sends the calls.
+itself with the tokenizer's vocabulary. A failed call takes it out of use until it answers again. Another service, or a
+replica of another vocabulary, is left out until it fits. `placement` chooses the replicas of a session.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
-from coordinator.replicas.activity import IDLE_FACTOR, Activity
 from coordinator.replicas.draft_pool_names import DraftPoolNames, local_drafts, unknown_pool
 from coordinator.replicas.replica import DRAFT, TARGET, DraftReplica, Replica, TargetReplica
 from coordinator.replicas.replica_addresses import Endpoint, ReplicaEndpoints
+from coordinator.replicas.store_watch import IDLE_FACTOR, Activity
 from specdec.contract.errors import SpecdecError, Unavailable, Unsupported, VocabularyMismatch
 from specdec.contract.tenant import DEFAULT_TENANT
 from specdec.contract.types import EngineInfo
@@ -41,7 +40,6 @@ SETTLED_AFTER_S = 10.0
 POLL_PATIENCE_S = 1.0
 
 _log = logging.getLogger(__name__)
-
 
 LinkFactory = Callable[[str, str], DraftLink | TargetLink]
 """Makes the link to the replica of a role at HOST:PORT (`specdec.rpc.client.open_link`)."""

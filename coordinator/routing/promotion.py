@@ -5,8 +5,8 @@ the control group. After a number of requests of both groups the pool gets the n
 of the looks its mean of log tokens per second was significantly below the control group's: Welch's t beyond `LIMIT`. A
 promotion has six looks, so an equal pool is rolled back by chance in less than 1 % of promotions.
 
-Source: Welch 1947; Bonferroni over the looks. Decisions are kept in the store (`specdec.state.promotions`), which all
-coordinators share; each coordinator measures by itself. `coordinator.round.routing_table` chooses the usual pool.
+Source: Welch 1947; Bonferroni over the looks. Decisions are kept in the store (`specdec.state.shared_decisions`), which
+all coordinators share; each coordinator measures by itself. `coordinator.round.routing_table` chooses the usual pool.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import logging
 from dataclasses import replace
 from math import log, sqrt
 
-from coordinator.replicas.activity import Activity
-from coordinator.replicas.store_watch import StoreWatch
+from coordinator.replicas.store_watch import Activity, StoreWatch
 from specdec.state.store import PromotionRecord, Promotions, PromotionStatus
 
 #: Shares of the sessions, and the number of requests of each group that a share takes.

@@ -11,8 +11,8 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from specdec.cli.planning.cards import CALLS
 from specdec.cli.planning.deployment import BASE_STREAMS, SLOT_GAIN, Deployment, ExpectedLoad, base_tpot_s, slot_gain
-from specdec.cli.planning.modelled_steps import CALLS
 from specdec.cli.planning.steady_state import steady_state
 
 if TYPE_CHECKING:

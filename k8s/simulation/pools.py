@@ -21,8 +21,8 @@ import simpy
 from simpy.events import Event
 
 from k8s.simulation.admission import Slots
+from specdec.cli.planning.cards import CALLS
 from specdec.cli.planning.deployment import Deployment, ExpectedLoad
-from specdec.cli.planning.modelled_steps import CALLS
 
 _NUM_DRAWS = 1 << 16
 

@@ -13,9 +13,8 @@ from k8s.simulation.manifests import Autoscaler
 from k8s.simulation.outcomes import Planner
 from k8s.simulation.pools import Workload
 from k8s.simulation.traces import Trace
-from specdec.cli.planning.cards import card_of
+from specdec.cli.planning.cards import PlacedModel, card_of
 from specdec.cli.planning.deployment import ExpectedLoad, best_deployment
-from specdec.cli.planning.modelled_steps import PlacedModel
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.target import TargetSettings
 

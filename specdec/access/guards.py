@@ -1,20 +1,49 @@
-"""Guards of gRPC ports: which right each method needs, and which caller the running call has.
+"""Guards of gRPC ports: which right each method needs, which caller the running call has, and log lines of refusals.
 
 The server's interceptor (`specdec.rpc.interceptors`) asks the guard of its port before it decodes a request, so a
 refused caller costs no parsing. A method that a guard does not know needs the strictest right of its port. Health and
 reflection are open: they tell no more than the protos and whether the service serves.
+
+A refusal is logged at most once a second for each host, so that a flood of calls does not fill the log. A line has the
+address of the caller and the reason, and no part of a credential.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
 from specdec.access.callers import Callers, bearer_of
 from specdec.access.grants import GENERATE, OPERATE, SERVICE, Access
-from specdec.access.refusals import RefusalLog
-from specdec.contract.errors import Forbidden, InvalidRequest, Unauthenticated
+from specdec.contract.errors import Forbidden, InvalidRequest, SpecdecError, Unauthenticated
+
+#: Shortest interval between two log lines about one host.
+LOG_INTERVAL_S = 1.0
+
+_MAX_REMEMBERED_HOSTS = 1024
+
+_log = logging.getLogger(__name__)
+
+
+class RefusalLog:
+    """Logs refusals of one service."""
+
+    def __init__(self) -> None:
+        self._last_s: dict[str, float] = {}
+
+    def note(self, peer: str, error: SpecdecError) -> None:
+        """Log a refusal, unless the same host's last line is too recent; `peer` is an address with a port."""
+        host, now_s = peer.rpartition(":")[0], time.monotonic()
+        if now_s - self._last_s.get(host, float("-inf")) < LOG_INTERVAL_S:
+            return
+        if len(self._last_s) >= _MAX_REMEMBERED_HOSTS:
+            self._last_s.clear()
+        self._last_s[host] = now_s
+        _log.warning("refused a caller: %s", error.message, extra={"peer": peer, "reason": error.reason})
+
 
 _OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 _AUTHORIZATION_KEY = "authorization"

@@ -9,6 +9,7 @@ the sizes of the models and a card's data sheet (`planning`). The acceptance is 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -21,7 +22,7 @@ from specdec.checkpoints.model_size import model_size
 from specdec.checkpoints.preflight import naming_flag, read_config, require_decoder_only
 from specdec.cli import Usage
 from specdec.cli.json_output import add_json_flag, print_json
-from specdec.cli.planning.cards import CARDS, Card, card_of
+from specdec.cli.planning.cards import CARDS, Card, PlacedModel, card_of
 from specdec.cli.planning.deployment import (
     PLANNED_SHARE,
     Deployment,
@@ -31,12 +32,10 @@ from specdec.cli.planning.deployment import (
     lone_stream,
     placed,
 )
-from specdec.cli.planning.modelled_steps import PlacedModel
-from specdec.cli.planning.overlay import write_overlay
 from specdec.cli.pool_tables import model_name, print_table
 from specdec.cli.request_flags import add_tls_flags, tls_of_flags
 from specdec.client import Client
-from specdec.contract.errors import SpecdecError
+from specdec.contract.errors import InvalidRequest, SpecdecError
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "int8": 1}
 #: Most digits of a number that is read; Python refuses to read the longest ones.
@@ -281,3 +280,56 @@ def _count(text: str) -> int:
     if not text.isdecimal() or len(text) > _MOST_DIGITS or not 1 <= int(text) <= 10_000_000:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 10000000, got {text:.64}")
     return int(text)
+
+
+#: An autoscaler may double a pool, for a load above the planned one.
+_ROOM = 2
+
+
+def write_overlay(
+    directory: Path, replicas: Mapping[str, int], gpus: Mapping[str, int], plan: Mapping[str, Any]
+) -> None:
+    """Write kustomization.yaml and plan.json into a new folder; both or none.
+
+    Args:
+        directory: the folder.
+        replicas: planned number of replicas by the name of the Deployment.
+        gpus: GPUs of each replica, of the pools that have any.
+        plan: what `specdec plan --json` prints.
+
+    Raises:
+        InvalidRequest: the folder holds files already.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise InvalidRequest(f"--write: {directory} exists and is not an empty folder", field="write")
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "kustomization.yaml").write_text(_component(replicas, gpus), encoding="utf-8")
+    (directory / "plan.json").write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
+
+
+def _component(replicas: Mapping[str, int], gpus: Mapping[str, int]) -> str:
+    """Return the component. Patches of objects that an overlay does not have change nothing."""
+    lines = [
+        "# Sizes by `specdec plan`, calculated from the load in plan.json beside this file. Name this folder under",
+        "# `components` of an overlay.",
+        "apiVersion: kustomize.config.k8s.io/v1alpha1",
+        "kind: Component",
+        "patches:",
+    ]
+    for name, count in replicas.items():
+        lines += [
+            f"  - target: {{ kind: HorizontalPodAutoscaler, name: {name} }}",
+            "    patch: |-",
+            f"      - {{ op: replace, path: /spec/minReplicas, value: {count} }}",
+            f"      - {{ op: replace, path: /spec/maxReplicas, value: {_ROOM * count} }}",
+        ]
+    for name, count in gpus.items():
+        ranks = f"{{ name: SPECDEC_{name.upper()}__TENSOR_PARALLEL, value: '{count}' }}"
+        resource = "/spec/template/spec/containers/0/resources/limits/nvidia.com~1gpu"
+        lines += [
+            f"  - target: {{ kind: Deployment, name: {name} }}",
+            "    patch: |-",
+            f"      - {{ op: add, path: {resource}, value: {count} }}",
+            f"      - {{ op: add, path: /spec/template/spec/containers/0/env/-, value: {ranks} }}",
+        ]
+    return "\n".join(lines) + "\n"

@@ -5,7 +5,7 @@ the links is held up. A replica that does not answer within the deadline is left
 tokens are greedy, so an engine that verifies them by rejection sampling treats them as a distribution with one token,
 which is exact for every sampler.
 
-Links and their event loop run on their own thread. Opened by `settings` for `vllm`.
+Links and their event loop run on their own thread. Opened by `vllm` for `vllm`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     a head                     `heads`
 
 Adapters and heads draft inside the target and learn from the outputs of its layers. The target itself is not trained.
-`training` runs the steps with the loss of `distillation`; `trained_model` stores the result.
+`training` runs the steps with the loss of `training`; `trained_model` stores the result.
 """
 
 from __future__ import annotations

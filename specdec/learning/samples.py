@@ -1,7 +1,7 @@
 """Turn a tenant's learning log into batches of token rows with the target's distributions, to train a draft on.
 
 Some sessions are held out for evaluation, always with all of their turns. The choice of a session does not change as
-the log grows. `log_files` reads the files; `training` and `distillation` use the batches. Uses numpy only.
+the log grows. `log_files` reads the files; `training` and `training` use the batches. Uses numpy only.
 """
 
 from __future__ import annotations

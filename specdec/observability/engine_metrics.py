@@ -23,7 +23,7 @@ from specdec.observability.series import BATCH_SIZE, LATENCY_S, PREFIX, ServiceS
 
 
 class _Tally(Protocol):
-    """The part of `specdec.state.kv_tally.KvTally` that is read here."""
+    """The part of `specdec.state.kv_values.KvTally` that is read here."""
 
     @property
     def choices(self) -> Mapping[str, int]: ...

@@ -3,6 +3,9 @@
 Ids come from context variables: a coroutine binds them once (`with bind(session_id=…)`), and every record of the
 functions it calls has them. Prompts and tokens are logged at DEBUG only. `configure_logging` is called only when a
 service starts; importing this module changes nothing.
+
+Records that libraries write about malformed requests are limited to one a second, as a warning (`ClientFaults`). Each
+hostile request would otherwise add a line, so that a client could fill the disk and hide other records.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import logging
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,7 +23,43 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Literal, TextIO
 
-from specdec.observability import client_faults
+#: Beginnings of such records, by the name of their logger.
+_BEGINNINGS = {
+    "grpc._cython.cygrpc": ("Invalid encoding on",),
+    "uvicorn.error": ("Invalid HTTP request", "Unsupported upgrade request", "No supported WebSocket library"),
+}
+
+_INTERVAL_S = 1.0
+
+
+class ClientFaults(logging.Filter):
+    """Drops a record whose like was written less than a second ago."""
+
+    def __init__(self, beginnings: tuple[str, ...]) -> None:
+        """`beginnings` of the messages of such records."""
+        super().__init__()
+        self._beginnings = beginnings
+        self._written_s: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        beginning = next((words for words in self._beginnings if str(record.msg).startswith(words)), None)
+        if beginning is None:
+            return True
+        now_s = time.monotonic()
+        if now_s - self._written_s.get(beginning, float("-inf")) < _INTERVAL_S:
+            return False
+        self._written_s[beginning] = now_s
+        record.levelno, record.levelname, record.exc_info = logging.WARNING, "WARNING", None
+        return True
+
+
+def install() -> None:
+    """Filter the records of this process. A second call changes nothing."""
+    for name, beginnings in _BEGINNINGS.items():
+        logger = logging.getLogger(name)
+        if not any(isinstance(each, ClientFaults) for each in logger.filters):
+            logger.addFilter(ClientFaults(beginnings))
+
 
 #: Ids that a record may have, in the order in which they are printed.
 ID_NAMES = ("request_id", "tenant", "session_id", "replica_id", "epoch", "round_id", "trace_id", "span_id")
@@ -100,7 +140,7 @@ def configure_logging(
     # Other libraries log one line per HTTP request or per compiled graph; only their warnings are shown.
     for name in ("httpx", "httpx2", "uvicorn", "urllib3", "huggingface_hub", "transformers", "asyncio", "grpc"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
-    client_faults.install()
+    install()
     # Two libraries write to stderr without `logging` and read these variables at their first use: gRPC's C core reports
     # every connection that a peer closed, and the Hugging Face libraries draw progress bars.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -9,15 +9,23 @@
     await server.stop(grace_s)    # NOT_SERVING; new calls are refused, calls in flight finish
 
 Signals and draining are handled by `specdec.service` and the coordinator's `__main__`.
+
+The server refuses calls of unknown methods before it reads their names. grpcio decodes such a name in the loop that
+accepts calls, and a name that is not UTF-8 raises there (seen with grpcio 1.85): the loop ends, every call in flight is
+cut, and the port stays closed. So one request of 80 bytes would end a service for all its clients. Every method of our
+services is registered, and the core of gRPC hands those out by name; what remains is unknown.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -26,8 +34,47 @@ from specdec.contract.errors import Unavailable
 from specdec.rpc.channels import MAX_CALLS, call_limits, open_port, require_free
 from specdec.rpc.health import Health
 from specdec.rpc.interceptors import ErrorInterceptor
-from specdec.rpc.unknown_methods import aio_server
 from specdec.settings.addresses import is_loopback, join_address, split_address
+
+#: Releases without it decode a name in the task of its call, where an error ends that call alone.
+_REGISTERS_METHODS = hasattr(cygrpc.AioServer, "_request_registered_call")
+
+
+class _RefusingServer(cygrpc.AioServer):  # type: ignore[misc]
+    """Answers every call of a method that is not registered with UNIMPLEMENTED."""
+
+    async def _request_call(self) -> Any:
+        refusals: set[asyncio.Task[None]] = set()  # the event loop alone would not keep them
+        while True:
+            task = asyncio.create_task(_refuse(await super()._request_call()))
+            refusals.add(task)
+            task.add_done_callback(refusals.discard)
+
+
+async def _refuse(call: Any) -> None:
+    context = cygrpc._ServicerContext(call, None, None, asyncio.get_running_loop())
+    with contextlib.suppress(grpc.aio.BaseError):  # abort raises, also when the caller has left
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+
+
+def aio_server(
+    interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, Any]]
+) -> grpc.aio.Server:
+    """Return a server for services whose methods are all registered, as generated code does.
+
+    Args:
+        interceptors: see `grpc.aio.server`; calls of unknown methods do not reach them.
+        options: channel arguments.
+    """
+    if not _REGISTERS_METHODS:
+        return grpc.aio.server(interceptors=interceptors, options=options)
+    plain = cygrpc.AioServer
+    cygrpc.AioServer = _RefusingServer
+    try:
+        return grpc.aio.server(interceptors=interceptors, options=options)
+    finally:
+        cygrpc.AioServer = plain
+
 
 DRAFT_SERVICE = "specdec.v1.DraftService"
 TARGET_SERVICE = "specdec.v1.TargetService"

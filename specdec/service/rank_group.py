@@ -28,7 +28,7 @@ from specdec.service.lifecycle import run_to_exit_code, stop_on_signals
 from specdec.settings.devices import likely_device, require_device, require_gpu_each
 from specdec.settings.processors import num_processors
 from specdec.settings.shared import ReplicaSettings
-from specdec.supervision.backoff import RestartPauses
+from specdec.supervision.supervisor import RestartPauses
 
 _HOST = "127.0.0.1"
 #: Time for the first rank, after another one has ended, to fail its calls and leave the registry.

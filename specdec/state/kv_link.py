@@ -1,12 +1,13 @@
-"""Connections to the cold tier's Redis, and its current state.
+"""Connections to the cold tier's Redis, its current state, and its measurement for `specdec doctor`.
 
 A Redis that failed or did not answer in time is not used for a while; one warning is logged until it answers again.
-`kv_writer` and `kv_reader` send the commands. Any thread may call; a connection belongs to one thread.
+`kv_tier` and `kv_reader` send the commands. Any thread may call; a connection belongs to one thread.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from specdec.contract.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest, Unavailable
+from specdec.core.restore_rule import RestoreRule
 from specdec.settings.redis_url import parse_redis_url
 
 #: Time limit of an answer, or of a part of one. The caller continues without it much earlier.
@@ -121,3 +123,44 @@ def touch(client: Any, keys: Sequence[str]) -> list[bool]:
         for key in keys:
             pipeline.touch(key)
         return [bool(count) for count in pipeline.execute()]
+
+
+_PROBE_BYTES = 1 << 20
+_PROBE_TTL_S = 120
+_NUM_PROBES = 5
+
+
+def measure_tier(url: str) -> tuple[RestoreRule, dict[str, Any]]:
+    """Return the measured side of the rule, and what the tier's Redis states about itself (INFO).
+
+    Raises:
+        InvalidRequest: the URL is malformed.
+        Unavailable: Redis cannot be reached or refuses the commands of a replica (STORE_UNAVAILABLE).
+    """
+    client = KvLink(url).connect()
+    rule = RestoreRule()
+    try:
+        info: dict[str, Any] = client.info()
+        _measure(client, rule)
+    except (RedisError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise Unavailable(
+            f"the KV tier at {parse_redis_url(url).place}: {reason}", reason="STORE_UNAVAILABLE"
+        ) from error
+    finally:
+        client.close()
+    return rule, info
+
+
+def _measure(client: Any, rule: RestoreRule) -> None:
+    key = f"specdec-kv:doctor:{_PROBE_BYTES}"
+    client.set(key, bytes(_PROBE_BYTES), ex=_PROBE_TTL_S)
+    for _ in range(_NUM_PROBES):
+        began_s = time.perf_counter()
+        client.exists(key)
+        answered_s = time.perf_counter()
+        value = client.get(key)
+        rule.observe_latency(answered_s - began_s)
+        if value:
+            rule.observe_transfer(len(value), time.perf_counter() - answered_s)
+    client.delete(key)

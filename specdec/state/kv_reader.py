@@ -19,8 +19,7 @@ from redis.exceptions import RedisError
 
 from specdec.core.restore_rule import RestoreRule
 from specdec.state.kv_link import KvLink, touch
-from specdec.state.kv_tally import KvTally
-from specdec.state.kv_values import KvSpace, Payload, checksum
+from specdec.state.kv_values import KvSpace, KvTally, Payload, checksum
 
 #: Limit of runs that are fetched and not yet copied into KV blocks.
 MAX_AHEAD = 2

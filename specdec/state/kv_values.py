@@ -6,7 +6,8 @@
     value  magic · version · length · digest of key and layout · checksum · the blocks
 
 A value is written once and never changed. A value that does not match its key exactly is a miss: a header that differs
-in any byte, another length, or a wrong checksum. `kv_writer` and `kv_reader` store and fetch values.
+in any byte, another length, or a wrong checksum. `kv_tier` and `kv_reader` store and fetch values, and count in
+`KvTally`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,34 @@ import hashlib
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specdec.settings.cluster_names import DEFAULT_CLUSTER
+
+
+@dataclass(slots=True)
+class KvTally:
+    """The counts, which start at 0."""
+
+    choices: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("restore", "replay", "missing", "unavailable", "late"), 0)
+    )
+    """Calls that lacked at least one whole run, by how that was resolved."""
+    num_restored: int = 0
+    """Runs copied into KV blocks."""
+    num_damaged: int = 0
+    """Values that did not match their key."""
+    num_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("read", "written"), 0))
+    dropped: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("queue_full", "evicted", "refused", "unavailable"), 0)
+    )
+    """Runs that were offered and not written, by reason."""
+    replay_s_per_run: float = 0.0
+    """Latest estimate of the time to compute a run; 0 before the first."""
+
 
 #: Version of keys and values; it must change with any change that a reader of this version would misread.
 VERSION = 1

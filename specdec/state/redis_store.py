@@ -20,7 +20,6 @@ from specdec.state.connection import DamagedValue, RedisConnection
 from specdec.state.key_names import TOKEN_BYTES, pack_tokens, replica_keys, session_keys, unpack_tokens
 from specdec.state.live_coordinators import COORDINATOR
 from specdec.state.prefix_directory import RedisPrefixDirectory
-from specdec.state.promotions import RedisPromotions
 from specdec.state.replica_records import (
     MAX_RECORD_BYTES,
     MAX_REPLICA_ID_BYTES,
@@ -28,19 +27,23 @@ from specdec.state.replica_records import (
     decode_record,
     encode_record,
 )
-from specdec.state.session_answers import check_log, check_owned, damage_of, loss_of, refusal_of
 from specdec.state.session_fields import (
     MAX_EPOCH,
+    check_log,
+    check_owned,
+    damage_of,
+    loss_of,
     read_locations,
     read_number,
     read_request,
     read_seal,
+    refusal_of,
     request_fields,
     write_finish_reason,
     write_locations,
 )
+from specdec.state.shared_decisions import RedisPromotions, RedisTargetShares
 from specdec.state.store import Commit, KvLocation, Lease, ReplicaRecord, ReplicaRegistry, RequestRecord, SessionRecord
-from specdec.state.target_shares import RedisTargetShares
 
 DEFAULT_SESSION_TTL_S = 3600.0
 

@@ -1,8 +1,7 @@
-"""Contracts of the stores: sessions, the replica registry, the directory of prefixes and the promotion of a draft pool.
+"""Contracts of the stores: sessions, the replica registry, the directory of prefixes, and decisions of operators.
 
-`redis_store`, `prefix_directory` and `promotions` implement them on Redis 7 or the embedded `fakeredis`; both pass the
-conformance tests in `tests/contract`. The coordinator uses them for sessions and discovery, draft and target services
-for their registration.
+`redis_store`, `prefix_directory` and `shared_decisions` implement them on Redis 7 or the embedded `fakeredis`; both
+pass the conformance tests in `tests/contract`. All services register; the coordinator also keeps sessions here.
 """
 
 from __future__ import annotations
@@ -220,8 +219,7 @@ class SessionStore(Protocol):
         ...
 
     async def delete(self, session_id: str) -> None:
-        """Delete the session, even if another owner holds its lease; that owner's next call raises NotFound.
-        Idempotent."""
+        """Delete the session, even if another owner holds its lease, whose next call raises NotFound. Idempotent."""
         ...
 
     async def discard(self, lease: Lease) -> None:

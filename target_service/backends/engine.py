@@ -1,4 +1,4 @@
-"""A target replica in front of a backend.
+"""A target replica in front of the backend that the settings name.
 
 A checked round becomes a question to the backend about the distributions of its positions, and `wire_rows` makes the
 answer of them. `specdec.engine.remote.remote_replica` has the part that drafts of other engines share. Called by the
@@ -8,6 +8,7 @@ target service's servicer.
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol, cast
 
 import numpy as np
@@ -25,10 +26,15 @@ from specdec.contract.types import (
     VerifyRequest,
 )
 from specdec.contract.version import __version__
+from specdec.engine.remote.http_connection import open_remote
 from specdec.engine.remote.remote_replica import NUM_BLOCKS, RemoteJob, RemoteReplica
 from specdec.engine.sessions.calls import Call, identity_of
 from specdec.engine.sessions.concurrent_rounds import ConcurrentRounds
+from specdec.observability.engine_metrics import EngineMetrics
+from specdec.settings.target import TargetSettings
 from target_service.backends.contract import Answer, Backend, RowsRequest
+from target_service.backends.server import open_server
+from target_service.backends.vllm_backend import open_vllm
 from target_service.backends.wire_rows import choices, distribution_rows, logit_rows
 
 _NO_TOKENS: TokenIds = np.empty(0, dtype=np.uint32)
@@ -173,3 +179,38 @@ def _logits(
         return ()
     tail_ids = [row.tail_token_id for row in rows] or choice_token_ids.tolist()
     return logit_rows(answer.distributions, request.support_ids, tail_ids, request.num_logprobs)
+
+
+#: Backends that reach their engine over HTTP.
+_OPEN: Mapping[str, Callable[..., Awaitable[Backend]]] = {"server": open_server, "vllm": open_vllm}
+
+
+async def open_backend_target(
+    settings: TargetSettings, replica_id: str, metrics: EngineMetrics, environ: Mapping[str, str]
+) -> BackendTarget:
+    """Connect to the engine that the settings name, check it, and return a target replica in front of it.
+
+    Raises:
+        InvalidRequest: a setting does not fit the engine; the message names the flag to change.
+        Unavailable: the engine's server cannot be reached.
+    """
+    if settings.backend == "llama-cpp":
+        backend = _open_llama(settings)
+    else:
+        backend = await open_remote(settings, environ, _OPEN[settings.backend])
+    return BackendTarget(
+        backend,
+        replica_id=replica_id,
+        model=settings.model,
+        pool=settings.pool,
+        max_gamma=settings.max_gamma,
+        observer=metrics,
+    )
+
+
+def _open_llama(settings: TargetSettings) -> Backend:
+    from target_service.backends.llama_cpp import open_llama
+
+    return open_llama(
+        model=settings.model, max_context_tokens=settings.max_context_tokens, num_threads=settings.num_threads
+    )

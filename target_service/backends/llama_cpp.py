@@ -26,8 +26,8 @@ from specdec.contract.types import TokenIds
 from specdec.engine.remote.remote_model import ModelFiles, read_model_files
 from specdec.settings.processors import num_processors
 from target_service.backends.contract import Answer, BackendShape, RowsRequest
+from target_service.backends.filtered_distributions import distributions_of
 from target_service.backends.llama_context import BatchPart, LlamaContext, LlamaOptions
-from target_service.backends.logit_distributions import distributions_of
 
 _NUM_SEQUENCES = 64
 _BATCH_TOKENS = 512

@@ -45,14 +45,17 @@ from target_service.backends.contract import (
     TopTokens,
     sampled,
 )
-from target_service.backends.top_distributions import distribution_of, may_decide, num_wanted
-from target_service.backends.vllm_checks import check_cache, check_distributions, find_max_logprobs, require_endpoint
-from target_service.backends.vllm_wire import (
+from target_service.backends.filtered_distributions import distribution_of, may_decide, num_wanted
+from target_service.backends.vllm_server import (
     GENERATE,
     cached_tokens,
+    check_cache,
+    check_distributions,
     choice_of,
+    find_max_logprobs,
     generate_body,
     has_row_of,
+    require_endpoint,
     top_of_output,
     top_of_prompt_row,
 )

@@ -12,7 +12,7 @@ from math import exp
 import numpy as np
 import pytest
 
-from coordinator.replicas.activity import Activity
+from coordinator.replicas.store_watch import Activity
 from coordinator.routing.promotion import LEAST_TOKENS, LOOKS, STAGES, Canary, Sample, is_worse, next_share
 from specdec.contract.errors import Internal
 from specdec.settings.pool_names import MAX_POOL_NAME_CHARS

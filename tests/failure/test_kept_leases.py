@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from coordinator.generation.lease_keeper import LeaseKeeper
+from coordinator.generation.session_leases import LeaseKeeper
 from tests.support.coordinator_rig import PROMPT, Rig, eventually, read_rest, read_until, request
 from tests.support.store_sessions import forget_session
 

@@ -22,7 +22,7 @@ import pytest
 import redis
 
 from specdec.contract.errors import KvMiss, StaleEpoch
-from specdec.state import kv_link, kv_reader, kv_writer
+from specdec.state import kv_link, kv_reader, kv_tier
 from specdec.state.kv_tier import KvTier
 from tests.support.redis_fixture import RedisServer
 from tests.support.table_worker import TableWorker
@@ -284,11 +284,11 @@ async def test_an_offer_is_dropped_where_the_queue_is_full_and_never_waits(serve
 
     tier.offer(b"first", (), read)
     assert await asyncio.to_thread(begun.wait, 30.0)
-    for number in range(kv_writer.MAX_OFFERS + 7):
+    for number in range(kv_tier.MAX_OFFERS + 7):
         tier.offer(b"%d" % number, (), read)
     assert tier.tally.dropped["queue_full"] == 7
     go_on.set()
-    num_written = 1 + kv_writer.MAX_OFFERS
+    num_written = 1 + kv_tier.MAX_OFFERS
     await asyncio.to_thread(wait_until, lambda: tier.tally.num_bytes["written"] == num_written * RUN_BYTES)
     await asyncio.to_thread(tier.close)
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.front import readiness
-from coordinator.front.readiness import Readiness
+from coordinator.front import access
+from coordinator.front.access import Readiness
 from coordinator.generation.publisher import CommitQueue
 from specdec.contract.errors import Unavailable
 from specdec.state import clients
@@ -81,8 +81,8 @@ async def test_a_coordinator_with_a_silent_store_is_unavailable_until_it_answers
     silent: tuple[RedisServer, SessionStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, store = silent
-    monkeypatch.setattr(readiness, "LOOK_INTERVAL_S", 0.02)
-    monkeypatch.setattr(readiness, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(access, "LOOK_INTERVAL_S", 0.02)
+    monkeypatch.setattr(access, "_ANSWER_S", 0.1)
     told: list[bool] = []
 
     async def tell(is_ready: bool) -> None:

@@ -23,8 +23,7 @@ import pytest_asyncio
 from cryptography.hazmat.primitives.asymmetric import ec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coordinator.front.access import open_access
-from coordinator.front.admin_port import open_admin_port
+from coordinator.front.access import open_access, open_admin_port
 from specdec.access.callers import Callers
 from specdec.access.guards import replica_guard
 from specdec.access.service_key import ServiceKey

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from specdec.contract.errors import Unsupported
+from specdec.engine.kernels.compiler import prebuilt_libraries
 from specdec.engine.kernels.library import load_library
-from specdec.engine.kernels.prebuilt import prebuilt_libraries
 from tests.integration.test_native_kernels import ROOT, compile_with, directory, load, piece, run
 from tests.support.choice_checks import check_coupled_choices
 

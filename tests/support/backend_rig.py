@@ -15,7 +15,7 @@ from pathlib import Path
 from coordinator.replicas.replica import DRAFT, TARGET
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.settings.target import TargetSettings
-from target_service.backends.opening import open_backend_target
+from target_service.backends.engine import open_backend_target
 from tests.support.coordinator_rig import Coordinator, Rig
 from tests.support.engine_server import EngineOptions, EngineServer
 from tests.support.table_services import EOS, VOCABULARY, Service, serve_engine, start_service, write_tokenizer

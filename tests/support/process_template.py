@@ -24,7 +24,7 @@ __all__ = ["ENVIRON", "ForkedProcess", "Streams", "run_like", "start_like", "sta
 #: Modules that the process of a service imports by the time it serves; those of replicas import torch.
 _REPLICA = (
     "specdec.engine.loader", "specdec.engine.loop.replica_engine", "draft_service.__main__", "draft_service.proposer",
-    "specdec.engine.parallel.follower", "specdec.engine.parallel.rank_loader", "target_service.__main__",
+    "specdec.service.rank", "specdec.engine.parallel.rank_loader", "target_service.__main__",
     "target_service.verifier", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 _FRONT = ("coordinator.__main__", "gateway.__main__")

@@ -12,11 +12,10 @@ import torch
 
 from specdec.contract.errors import InvalidRequest, VocabularyMismatch
 from specdec.contract.types import WEIGHT_TOTAL
-from specdec.learning.distillation import acceptance, divergence
 from specdec.learning.learner import Learner
 from specdec.learning.log_files import LogFacts, LoggedTurn, encode_segment
 from specdec.learning.samples import Samples, TrainingBatch, batches_of
-from specdec.learning.training import TrainingPlan, train
+from specdec.learning.training import TrainingPlan, acceptance, divergence, train
 
 FACTS = LogFacts("target", "words", 50)
 

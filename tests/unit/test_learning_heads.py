@@ -14,10 +14,10 @@ from specdec.engine.heads.factory import load_head
 from specdec.engine.heads.head_file import HeadFile
 from specdec.engine.local_drafting import target_parts
 from specdec.learning import heads
-from specdec.learning.distillation import divergence
 from specdec.learning.heads import Head
 from specdec.learning.learner import ExitAdapter
 from specdec.learning.samples import ROW_TOKENS, TrainingBatch
+from specdec.learning.training import divergence
 from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.head_checkpoints import (
     as_speculators,

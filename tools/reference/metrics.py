@@ -12,7 +12,7 @@ from specdec.core.restore_rule import RestoreRule
 from specdec.observability.audit import AuditMetrics
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.observability.engine_metrics import EngineMetrics
-from specdec.state.kv_tally import KvTally
+from specdec.state.kv_values import KvTally
 from tools.reference.markdown import code, document, item, items, paragraph
 
 _INTRODUCTION = """`--metrics HOST:PORT` serves Prometheus text at `/metrics`. A series has the name that vLLM gives to

@@ -26,7 +26,7 @@ def check_kv_tier(url: str, redis_url: str, model: Callable[[], str], metrics: I
         model: returns path or hub id of the model whose KV is kept; "" if it is not known.
         metrics: HOST:PORT of the metrics of replicas, which state how long they compute.
     """
-    from specdec.state.kv_probe import measure_tier
+    from specdec.state.kv_link import measure_tier
 
     try:
         rule, info = measure_tier(url)

@@ -1,10 +1,17 @@
-"""Limits of GPUs, from their makers' data sheets."""
+"""GPUs by their makers' data sheets, and the time of a model's step on one.
+
+A step takes as long as the slower of reading memory and multiplying. The shares of a card's peak, and the costs that do
+not depend on the model, are those of one H100 with a random model in the shape of Llama 3.1 8B (docs/performance.md,
+"On a GPU"): one row in 6.7 ms, a draft of a seventh of the weights in 1.3 ms, and 4 ms of a round outside of both.
+Other cards may reach other shares.
+"""
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
 
+from specdec.cli.planning.steady_state import CallTimes
 from specdec.contract.errors import InvalidRequest
 
 
@@ -49,3 +56,59 @@ def card_of(name: str) -> Card:
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(CARDS)}"
         raise InvalidRequest(f"--gpu: unknown GPU {name!r}; {hint}", field="gpu")
     return card
+
+
+BANDWIDTH_SHARE = 0.73
+#: Assumed: prompts and large batches were not measured.
+FLOPS_SHARE = 0.5
+#: Time of the host before and after a step, in which the device waits.
+HOST_S = 0.0005
+#: The first two of one H100. The last is that of two CPU cores with simulated engines (`python -m bench planning`).
+CALLS = CallTimes(target_s=0.0017, draft_s=0.0019, opening_s=0.008)
+#: Two sums over the GPUs of a group in each layer. Assumed.
+RANK_SUM_S = 0.00001
+#: Share of a card's memory for weights and KV cache; the rest is for activations, graphs and libraries.
+MEMORY_SHARE = 0.88
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedModel:
+    """A model on a group of equal cards."""
+
+    name: str
+    num_parameters: int
+    num_layers: int
+    kv_bytes_per_token: int
+    weight_bytes: int
+    card: Card
+    num_gpus: int
+    """Cards of one replica: its tensor-parallel degree."""
+
+    @property
+    def kv_bytes(self) -> float:
+        """Memory of a replica that is left for KV; negative if the weights do not fit."""
+        return self.num_gpus * self.card.memory_gb * 1e9 * MEMORY_SHARE - self.weight_bytes
+
+    def step_s(self, num_sequences: float, num_rows: float, context_tokens: float) -> float:
+        """Return the seconds of a step.
+
+        Args:
+            num_sequences: sequences in the batch.
+            num_rows: mean rows of each.
+            context_tokens: mean tokens of KV of each.
+        """
+        num_bytes = self.weight_bytes + num_sequences * context_tokens * self.kv_bytes_per_token
+        reading_s = num_bytes / (self.num_gpus * self.card.bandwidth_gb_per_s * 1e9 * BANDWIDTH_SHARE)
+        return max(reading_s, self._multiplying_s(num_sequences * num_rows)) + HOST_S + self._summing_s
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Return the seconds in which a prompt is computed."""
+        return self.step_s(1, num_tokens, 0)
+
+    def _multiplying_s(self, num_rows: float) -> float:
+        flops = 2.0 * self.num_parameters * num_rows
+        return flops / (self.num_gpus * self.card.tflops * 1e12 * FLOPS_SHARE)
+
+    @property
+    def _summing_s(self) -> float:
+        return 0.0 if self.num_gpus == 1 else 2 * self.num_layers * RANK_SUM_S

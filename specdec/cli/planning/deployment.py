@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from specdec.cli.planning.cards import Card
-from specdec.cli.planning.modelled_steps import CALLS, PlacedModel
+from specdec.cli.planning.cards import CALLS, Card, PlacedModel
 from specdec.cli.planning.steady_state import Requests, SteadyState, steady_state
 from specdec.contract.errors import InvalidRequest
 

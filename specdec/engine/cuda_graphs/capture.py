@@ -1,17 +1,67 @@
-"""Recording of a step over fixed buffers as a CUDA graph.
+"""Recording of a step over fixed buffers as a CUDA graph, and replay of consecutive draft steps.
 
 A step is a function without arguments that reads and writes the same tensors in every call. `CudaCapture` records the
 kernels of one call and returns a function that launches them all at once. A test without a GPU passes another
-`Capture`, which calls the step again; everything except the recording is tested that way. Called by
-`engine.cuda_graphs.graph_steps`.
+`Capture`, which calls the step again; everything except the recording is tested that way.
+
+`MultiStepReplay` replays the graph of a step with one row per sequence repeatedly, without reading a result in between.
+Between two replays one kernel makes the drawn tokens the graph's input and moves every sequence one position on, using
+the block tables on the device. `engine.drafting` draws the tokens. Called by `engine.cuda_graphs.graph_steps`.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
+
+from specdec.contract.types import BLOCK_TOKENS
+from specdec.engine.base import SequenceSlice
+from specdec.engine.cuda_graphs.buckets import MOST_SEQUENCES
+from specdec.engine.cuda_graphs.static_inputs import StaticInputs
+
+
+def last_tokens(slices: Sequence[SequenceSlice]) -> list[SequenceSlice]:
+    """Return the slices reduced to their last token."""
+    return [
+        replace(piece, token_ids=piece.token_ids[-1:], start=piece.start + len(piece.token_ids) - 1) for piece in slices
+    ]
+
+
+class MultiStepReplay:
+    """Replays a graph for the tokens that follow a step."""
+
+    def __init__(
+        self, inputs: StaticInputs, replay: Callable[[], None], num_sequences: int, scratch_block: int
+    ) -> None:
+        """
+        Args:
+            inputs: inputs of a graph with one row per sequence, filled with each sequence's last token.
+            replay: launches the graph.
+            num_sequences: number of sequences that are not padding.
+            scratch_block: block that no sequence has.
+        """
+        self._inputs = inputs
+        self._replay = replay
+        self._num_sequences = num_sequences
+        self._scratch_block = scratch_block
+
+    def run(self, token_ids: torch.Tensor) -> None:
+        """Run the next token of each sequence: int64 [num_sequences] on the device."""
+        from specdec.engine.cuda_graphs.draft_kernels import advance
+
+        columns, tables = self._inputs.on_device, self._inputs.tables
+        assert tables is not None
+        with torch.cuda.device_of(token_ids):
+            advance[(1,)](
+                token_ids, columns.token_ids, columns.positions, columns.slots, columns.opened_blocks, columns.lengths,
+                columns.table_firsts, tables.on_device, self._num_sequences, self._scratch_block,
+                PAGE_TOKENS=BLOCK_TOKENS, TILE=MOST_SEQUENCES, num_warps=1,
+            )  # fmt: skip
+        self._replay()
+
 
 # The first calls load kernels, choose among them and allocate the workspaces of libraries. None of it may be recorded.
 _WARM_UP_RUNS = 2

@@ -1,6 +1,6 @@
 """The Triton kernel between two draft steps: it makes the drawn token the next step's input.
 
-This module imports Triton, so `engine.cuda_graphs.multi_step_replay` imports it when it launches the kernel.
+This module imports Triton, so `engine.cuda_graphs.capture` imports it when it launches the kernel.
 """
 
 from __future__ import annotations

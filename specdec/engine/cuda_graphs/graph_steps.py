@@ -22,9 +22,8 @@ from specdec.contract.errors import Unsupported
 from specdec.engine.base import ModelShape, SequenceSlice
 from specdec.engine.cuda_graphs.attention_choice import choose_attention
 from specdec.engine.cuda_graphs.buckets import Bucket, Buckets
-from specdec.engine.cuda_graphs.capture import CudaCapture
+from specdec.engine.cuda_graphs.capture import CudaCapture, MultiStepReplay, last_tokens
 from specdec.engine.cuda_graphs.fused_stack import fuse_stack
-from specdec.engine.cuda_graphs.multi_step_replay import MultiStepReplay, last_tokens
 from specdec.engine.cuda_graphs.paged_attention import PagedAttention
 from specdec.engine.cuda_graphs.ragged_steps import RaggedSteps
 from specdec.engine.cuda_graphs.static_attention import StaticAttention

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from specdec.checkpoints.artifact_cache import cache_directory
 from specdec.contract.errors import SpecdecError
+from specdec.engine.kernels.compiler import prebuild
 from specdec.engine.kernels.library import load_library
-from specdec.engine.kernels.prebuilt import prebuild
 
 
 def main(arguments: list[str]) -> int:

@@ -18,8 +18,13 @@ from pathlib import Path
 
 from specdec.checkpoints import artifact_cache
 from specdec.contract.errors import Unsupported
-from specdec.engine.kernels.compiler import compile_library, compiler_version, find_compiler, source_digest
-from specdec.engine.kernels.prebuilt import prebuilt_libraries
+from specdec.engine.kernels.compiler import (
+    compile_library,
+    compiler_version,
+    find_compiler,
+    prebuilt_libraries,
+    source_digest,
+)
 
 _log = logging.getLogger(__name__)
 

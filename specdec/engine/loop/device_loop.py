@@ -48,8 +48,7 @@ from specdec.engine.loop.job import Job, Program
 from specdec.engine.loop.loop_stats import Load, read_stats
 from specdec.engine.loop.preemptible_calls import PreemptibleCalls
 from specdec.engine.loop.steps import StepRunner
-from specdec.engine.loop.tier_restorer import TierRestorer
-from specdec.engine.loop.tier_writer import TierWriter
+from specdec.engine.loop.tier_transfer import TierRestorer, TierWriter
 from specdec.engine.loop.watchdog import LOOK_INTERVAL_S
 from specdec.engine.schedule.awaited_sessions import AwaitedSessions
 from specdec.engine.schedule.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S, Scheduler

@@ -3,7 +3,7 @@
 To the layers above it is a worker like any other. Every rank runs the same forward pass on its part of the model. The
 first rank gathers the logits, which go back to `specdec.engine.loop.steps`, and alone draws tokens, so ranks cannot
 disagree. A step that fails on any rank leaves the others waiting in the middle of it, so the whole group is lost. The
-other ranks run `engine.parallel.follower`.
+other ranks run `service.rank`.
 """
 
 from __future__ import annotations

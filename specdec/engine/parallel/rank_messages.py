@@ -1,7 +1,7 @@
 """Messages of the first rank of a group to the others: step plans, the cold tier, keep-alive and end.
 
 A message is int32 words, its kind first; it is not a pickle. `engine.parallel.group` sends it. Called by
-`engine.parallel.leader` and `engine.parallel.follower`.
+`engine.parallel.leader` and `service.rank`.
 
     [STEP, copies, slices, (from, to)..., (start, logit rows, tokens, blocks, token ids..., block ids...)...]
     [NOTHING]

@@ -2,7 +2,7 @@
 
 The first rank (`leader_tier`) decides which runs are kept and fetched and when they are copied in. This rank does the
 same with its own part of the blocks, between the same two steps. Blocks are read while later steps run; a read is void
-if one of those steps wrote to a block of it, which the plans tell. Called by `engine.parallel.follower`, from its
+if one of those steps wrote to a block of it, which the plans tell. Called by `service.rank`, from its
 thread.
 """
 

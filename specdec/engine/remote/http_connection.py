@@ -1,11 +1,12 @@
-"""HTTP connections to an engine's server, which must serve one model as long as the replica lives.
+"""HTTP connections to the engine's server of a replica's settings, which must serve one model as long as the replica
+lives.
 
 A server that restarts may serve another model afterwards. It breaks its connections when it ends, so every answer of
 the next process arrives over a new connection. The first answer over each connection is therefore kept back until the
 server has identified its model again (`Identify`), by an identification that began after the answer had come. A load
 balancer between the two would hide a restart.
 
-Called by the backends that reach their engine over HTTP.
+Called by the targets and drafts whose engine is reached over HTTP.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import logging
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import httpx2
 
+from specdec.access.watched_files import read_credentials
 from specdec.contract.errors import Internal, InvalidSetting, Unavailable
+from specdec.settings.engine_servers import EngineServerSettings
 
 #: Attempts to identify a model that seems to have changed: a busy engine may round another way once.
 _NUM_ATTEMPTS = 3
@@ -236,3 +240,58 @@ def _tls_context(ca: str) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=ca)
     except (OSError, ssl.SSLError) as error:
         raise InvalidSetting(f"backend_ca: {ca} cannot be read: {error}", field="backend_ca") from error
+
+
+OpenedT = TypeVar("OpenedT")
+
+_ENVIRONMENT = "env:"
+
+
+async def open_remote(
+    settings: EngineServerSettings, environ: Mapping[str, str], open_engine: Callable[..., Awaitable[OpenedT]]
+) -> OpenedT:
+    """Connect to the server that the settings name, and return what `open_engine` makes of the connection.
+
+    Args:
+        settings: settings of the replica.
+        environ: environment of the process, for a key of `env:NAME`.
+        open_engine: checks the server, as `completions.open_completions`, whose arguments it takes. The connection is
+            closed if it fails.
+
+    Raises:
+        InvalidRequest: a setting does not fit the server; the message names the flag to change.
+        Unavailable: the server cannot be reached.
+    """
+    connection = Connection(
+        settings.backend_url,
+        key=_read_key(settings.backend_key, environ),
+        ca=settings.backend_ca,
+        timeout_s=settings.backend_timeout_s,
+    )
+    try:
+        return await open_engine(
+            connection,
+            model=settings.model,
+            served_name=settings.backend_model,
+            max_context_tokens=settings.max_context_tokens,
+        )
+    except BaseException:
+        await connection.close()
+        raise
+
+
+def _read_key(source: str, environ: Mapping[str, str]) -> str:
+    """Return the key that a setting names: the first line of a file, or an environment variable for `env:NAME`.
+
+    Raises:
+        InvalidRequest: the file or the variable is missing; the message omits the key.
+    """
+    if not source:
+        return ""
+    if source.startswith(_ENVIRONMENT):
+        name = source.removeprefix(_ENVIRONMENT)
+        if not environ.get(name):
+            raise InvalidSetting(f"backend_key: the environment variable {name} is not set", field="backend_key")
+        return environ[name]
+    text, _ = read_credentials(Path(source), field="backend_key")
+    return text.split("\n", 1)[0].strip()

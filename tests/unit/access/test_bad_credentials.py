@@ -10,7 +10,7 @@ import pytest
 from coordinator.__main__ import main as run_coordinator
 from draft_service.__main__ import main as run_draft
 from gateway.__main__ import main as run_gateway
-from specdec.access import refusals
+from specdec.access import guards
 from specdec.access.service_key import ServiceKey, read_service_key
 from specdec.contract.errors import Forbidden, InvalidRequest, Unauthenticated
 from tests.support.key_files import key_line, write_private
@@ -61,8 +61,8 @@ def test_a_secret_that_others_may_change_is_refused_by_every_service(
 def test_a_host_that_is_refused_again_and_again_is_logged_once_in_an_interval(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refusals, "LOG_INTERVAL_S", 1e6)
-    log = refusals.RefusalLog()
+    monkeypatch.setattr(guards, "LOG_INTERVAL_S", 1e6)
+    log = guards.RefusalLog()
     for port in range(5):
         log.note(f"ipv4:10.0.0.1:{port}", Unauthenticated("the API key is unknown"))
     log.note("ipv6:[::1]:1", Forbidden("another"))

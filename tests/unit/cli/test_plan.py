@@ -12,7 +12,7 @@ import yaml
 
 from coordinator.admission import speeds
 from specdec.cli.__main__ import run
-from specdec.cli.planning.cards import CARDS, card_of
+from specdec.cli.planning.cards import CARDS, MEMORY_SHARE, PlacedModel, card_of
 from specdec.cli.planning.deployment import (
     BASE_STREAMS,
     PLANNED_SHARE,
@@ -25,7 +25,6 @@ from specdec.cli.planning.deployment import (
     placed,
     tokens_per_round,
 )
-from specdec.cli.planning.modelled_steps import MEMORY_SHARE, PlacedModel
 
 _8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
 _1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}

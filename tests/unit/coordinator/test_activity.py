@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from coordinator.replicas.activity import IDLE_AFTER_S, IDLE_FACTOR, Activity
+from coordinator.replicas.store_watch import IDLE_AFTER_S, IDLE_FACTOR, Activity
 from specdec.rpc.ticks import tick, until_tick_s
 from tests.support.clock import Clock
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.audit.tolerance import nudged_filters, tolerance_of
+from coordinator.audit.target_pass import nudged_filters, tolerance_of
 from specdec.contract.types import SamplingFilters
 from specdec.core.limits import check_filters
 

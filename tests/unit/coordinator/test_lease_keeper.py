@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.generation.lease_keeper import MAX_BATCH, LeaseKeeper
+from coordinator.generation.session_leases import MAX_BATCH, LeaseKeeper
 from specdec.contract.errors import LeaseLost, SpecdecError, Unavailable
 from specdec.state.redis_store import open_store
 from specdec.state.store import Lease, SessionStore
@@ -70,7 +70,7 @@ class NotedStore:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("coordinator.generation.lease_keeper.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("coordinator.generation.session_leases.time", SimpleNamespace(monotonic=clock))
     return clock
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.generation.leases import TAKEOVER_PAUSE_S, Leases
+from coordinator.generation.session_leases import TAKEOVER_PAUSE_S, Leases
 from specdec.contract.errors import NotFound, SessionBusy, Unavailable
 from specdec.contract.tenant import DEFAULT_TENANT, SessionKey
 from specdec.state.redis_store import open_store

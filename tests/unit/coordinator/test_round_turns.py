@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from coordinator.admission.round_turns import RoundTurns
+from coordinator.admission.shares import RoundTurns
 
 
 class Limits:

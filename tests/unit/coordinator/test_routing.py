@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from coordinator.round.routing_table import Hedge
 from coordinator.routing.classes import class_of, kind_of
 from coordinator.routing.expected_rounds import ExpectedRounds, acceptance_of, expected_rounds, rounds_of
-from coordinator.routing.hedge import Hedge
 from specdec.contract.types import Mode, SamplingFilters, Score
 
 V, GAMMA, LENGTH = 3, 2, 4

@@ -16,8 +16,8 @@ from specdec.contract.types import DrawRule, Proposal, ProposeRequest, SamplingF
 from specdec.core.random import DrawKey
 from specdec.core.sparse import draw_from_support, support_of_top
 from specdec.engine.drafting import multi_step, multi_step_policy
+from specdec.engine.drafting.multi_step import dense_coupled_scores, support_draws
 from specdec.engine.logits import filters, rows
-from specdec.engine.logits.device_draws import dense_coupled_scores, support_draws
 from specdec.engine.logits.filters import stable_topk
 from specdec.engine.logits.rows import coupled_scores, noise_keys
 from specdec.engine.loop.job import Job
@@ -283,7 +283,7 @@ def random_distributions(num_rows: int, num_tokens: int, seed: int) -> torch.Ten
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 24, 5000])
 def test_dense_noise_equals_the_noise_of_tokens_with_mass(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.engine.logits.device_draws._CHUNK", 1 << 10)
+    monkeypatch.setattr("specdec.engine.drafting.multi_step._CHUNK", 1 << 10)
     distributions = random_distributions(3, num_tokens, seed=num_tokens) + 1e-12
     seeds, turns, positions = [3, 1 << 63, 12], [0, 1, 5], [9, 100, 2]
     keys = noise_keys(seeds, turns, positions, distributions.device)

@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from gateway.http_spans import Traced, traceparent
+from gateway.middleware import Traced, traceparent
 from specdec.observability.tracing import Tracing
 from tests.support.trace_collector import TraceCollector
 

@@ -11,7 +11,7 @@ from specdec.contract.errors import Internal
 from specdec.contract.types import DrawRule, SamplingFilters, SessionPosition
 from specdec.core.reference import filtered_distribution
 from target_service.backends.contract import RowsRequest
-from target_service.backends.logit_distributions import distributions_of, top_tokens
+from target_service.backends.filtered_distributions import distributions_of, top_tokens
 
 NUM_TOKENS = 700  # more than the likeliest tokens that are tried first
 

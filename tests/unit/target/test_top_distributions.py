@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from specdec.contract.types import SamplingFilters
 from specdec.core.reference import filtered_distribution
 from target_service.backends.contract import Distribution, TopTokens
-from target_service.backends.top_distributions import distribution_of, num_wanted
+from target_service.backends.filtered_distributions import distribution_of, num_wanted
 
 NUM_TOKENS = 60
 

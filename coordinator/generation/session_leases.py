@@ -1,23 +1,85 @@
-"""Renews the leases of all running generations, from a thread with its own connection to the store.
+"""The leases under which this coordinator writes sessions: take them, and renew those of running generations.
 
-Leases are short, so that another coordinator can soon take the sessions of a dead one. The event loop may block for
-longer than a lease lives, which is why a thread renews them. When the loop has not turned for `LOOP_TIMEOUT_S`, the
-thread takes it for hung and lets the leases expire. `held_session` adds and drops leases; the next commit under a lost
-lease fails.
+`turn_preparer` takes a lease before it writes a turn, and `log_repair` before a repair; `specdec.state.store` defines
+what a lease grants. Leases are short, so that another coordinator can soon take the sessions of a dead one. The event
+loop may block for longer than a lease lives, so a thread with its own connection to the store renews them. If the loop
+has not run for `LOOP_TIMEOUT_S`, the thread considers it hung and lets the leases expire. `held_session` adds and drops
+leases; the next commit under a lost lease fails.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import logging
+import secrets
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
-from specdec.contract.errors import LeaseLost, NotFound, SpecdecError
+from specdec.contract.errors import LeaseLost, NotFound, SessionBusy, SpecdecError
 from specdec.contract.tenant import SessionKey
 from specdec.state.store import Lease, SessionStore
+
+#: Pause between attempts to take over a session whose owner may be dead.
+TAKEOVER_PAUSE_S = 0.1
+
+
+class Leases:
+    """Leases under this coordinator's name."""
+
+    def __init__(self, store: SessionStore, coordinator_id: str, ttl_s: float) -> None:
+        self._store = store
+        self._ttl_s = ttl_s
+        # The random part tells this process from another one that was given the same id.
+        self._owner_prefix = f"{coordinator_id}:{secrets.token_hex(8)}:"
+        self._nonces = itertools.count()
+
+    def is_ours(self, owner: str) -> bool:
+        """Return whether this process took the lease of this owner name."""
+        return owner.startswith(self._owner_prefix)
+
+    async def acquire(self, key: SessionKey, *, create: bool, owner: str = "") -> Lease:
+        """Take a session that is free, or whose lease `owner` holds. Raises as `SessionStore.acquire`.
+
+        Cancelling leaves no lease behind, and no session that was created by this call.
+        """
+        owner = owner or f"{self._owner_prefix}{next(self._nonces)}"
+        store = self._store.of_tenant(key.tenant)
+        taking = asyncio.ensure_future(store.acquire(key.session_id, owner=owner, ttl_s=self._ttl_s, create=create))
+        try:
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._give_back(taking))
+            raise
+
+    async def _give_back(self, taking: asyncio.Future[Lease]) -> None:
+        """Undo an acquisition whose caller was cancelled. Where the store cannot be reached, the lease expires."""
+        with suppress(SpecdecError):
+            lease = await taking
+            record = await self._store.of_tenant(lease.tenant).load(lease.session_id)
+            if record is not None and record.request is None:
+                await self._store.discard(lease)
+            await self._store.release(lease, left=lease.was_left)
+
+    async def take_over(self, key: SessionKey) -> Lease:
+        """Take a session with an unfinished request. Wait as long as the lease of a dead owner may still live.
+
+        Raises:
+            SessionBusy: the owner of the session lives.
+            NotFound: the session is gone.
+        """
+        deadline = time.monotonic() + self._ttl_s + TAKEOVER_PAUSE_S
+        while True:
+            try:
+                return await self.acquire(key, create=False)
+            except SessionBusy:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(TAKEOVER_PAUSE_S)
+
 
 #: Time without a turn of the event loop after which the loop is taken for hung.
 LOOP_TIMEOUT_S = 10.0

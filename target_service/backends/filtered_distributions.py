@@ -1,22 +1,26 @@
-"""The distribution of a position whose top K tokens alone are known, where they decide it.
+"""The distribution of a position after the filters, from the top K tokens or from a whole row of logits.
 
 An engine's interface reports the logarithms of the probabilities of the top K tokens. With 1 <= top_k <= K the other
 tokens have probability 0 after the filters, and the normaliser cancels inside the top k, so the distribution is exact.
-With top_p or min_p alone the distribution is exact where all kept tokens are certainly among the K. That depends on the
+With top_p or min_p alone the distribution is exact if all kept tokens are certainly among the K. That depends on the
 mass of the other tokens after the temperature, which is known within bounds: `_tail_bounds`.
 
-The order of the filters is that of docs/protocol.md section 2. Called by `vllm_backend`.
+From a whole row of logits, the top tokens decide most distributions, and only the others take a whole sort, as in
+`specdec.core.reference`. The order of the filters is that of docs/protocol.md section 2. Called by the backends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.contract.errors import Internal
 from specdec.contract.types import SamplingFilters
-from target_service.backends.contract import Distribution, TopTokens
+from specdec.core.reference import processed_logits
+from target_service.backends.contract import Distribution, RowsRequest, TopTokens
 
 #: Error of a probability that an engine computed in 32 bits, with room: it states logarithms rounded to 2^-22.
 _ROUNDING = 2.0**-20
@@ -125,3 +129,62 @@ def _tail_bounds(
     is_cut = filters.top_k > 0
     is_masked_outside = not np.isin(list(masked), top.token_ids).all()
     return (0.0 if is_masked_outside or is_cut else low), high
+
+
+#: Number of top tokens that are tried first where top-k is off.
+_NUM_FIRST = 256
+
+
+def distributions_of(logits: NDArray[np.float32], rows_request: RowsRequest) -> list[Distribution]:
+    """Return the distributions of a question from float32 [num_rows, V] logits."""
+    return [_of_weights(row, rows_request, index) for index, row in enumerate(logits)]
+
+
+def _of_weights(row: NDArray[np.float32], rows_request: RowsRequest, index: int) -> Distribution:
+    filters, history = rows_request.filters, rows_request.prefixes[index]
+    if filters.logit_bias or filters.uses_history or rows_request.masks_end(index):
+        scores = processed_logits(row, filters, history, rows_request.position.output_start)
+    else:
+        scores = row.astype(np.float64)
+    num_tokens = len(scores)
+    num_first = min(num_tokens, 1 if filters.is_greedy else filters.top_k or _NUM_FIRST)
+    distribution = None
+    if may_decide(filters, num_first, num_tokens):
+        distribution = distribution_of(top_tokens(scores, num_first), num_tokens, filters)
+    if distribution is None:
+        distribution = distribution_of(top_tokens(scores, num_tokens), num_tokens, filters)
+    assert distribution is not None  # all tokens decide every distribution
+    if rows_request.num_logprobs is None:
+        return distribution
+    # The token that is emitted is among these: it is in the distribution's tokens or the top of the raw logits.
+    return Distribution(
+        distribution.token_ids, distribution.probabilities, _raw(row, distribution, rows_request.num_logprobs)
+    )
+
+
+def top_tokens(scores: NDArray[np.floating[Any]], num_top: int) -> TopTokens:
+    """Return the top tokens, lower ids first among equal ones, with logarithms of their probabilities.
+
+    Raises:
+        Internal: a logit is NaN, or none is finite.
+    """
+    maximum = scores.max()
+    if not np.isfinite(maximum):  # NaN wins every maximum
+        raise Internal("the engine returned logits that are not finite")
+    logsumexp = float(maximum + np.log(np.exp(scores - maximum).sum()))
+    if num_top < len(scores):
+        cut = np.partition(scores, len(scores) - num_top)[len(scores) - num_top]
+        candidates = np.flatnonzero(scores >= cut)
+    else:
+        candidates = np.arange(len(scores))
+    ordered = candidates[np.argsort(-scores[candidates], kind="stable")][:num_top]
+    return TopTokens(ordered.astype(np.uint32), scores[ordered].astype(np.float64) - logsumexp, 0.0)
+
+
+def _raw(row: NDArray[np.float32], distribution: Distribution, num_logprobs: int) -> TopTokens:
+    """Return the raw logits of the top tokens, followed by those of the distribution's other tokens."""
+    top = top_tokens(row.astype(np.float64), min(len(row), max(1, num_logprobs)))
+    others = np.setdiff1d(distribution.token_ids, top.token_ids)
+    offset = float(row[top.token_ids[0]]) - top.logits[0]
+    logits = np.concatenate([top.logits, row[others].astype(np.float64) - offset])
+    return TopTokens(np.concatenate([top.token_ids, others]).astype(np.uint32), logits, 0.0)

@@ -1,4 +1,4 @@
-"""Restore sessions' KV from the cold tier before their prefill.
+"""Restore sessions' KV from the cold tier before their prefill, and offer new KV to the tier.
 
     begun with blocks, KV missing ─▶ worth it? ─▶ held ─▶ runs are copied in one by one ─▶ resumed; prefill the others
                                        │ no                │ no further run, damaged, or too late
@@ -9,7 +9,13 @@ A held call keeps its blocks and can be superseded, abandoned or released like a
 ended call is dropped. Copied KV counts at once, so a call that resumes early computes only the missing part. Copying
 happens between steps, one run at a time, so that other sessions' steps wait for at most one run.
 
-`cold_tier` has the contract of the tier and its rule. Called by `device_loop` on the device thread.
+`TierWriter` offers every run of KV blocks once its last block is published. The device thread only names the blocks of
+a run; the tier's own thread copies their bytes while steps run. No pins are needed: a published block is not written
+again before it is evicted, so a copy is valid if the stamps of its blocks are unchanged afterwards
+(`BlockManager.stamps`), and is dropped otherwise.
+
+`cold_tier` has the contract of the tier and its rule. Called by `device_loop`, `steps` and `call_desk` on the device
+thread.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,6 +35,37 @@ from specdec.engine.loop.inbox import Inbox
 from specdec.engine.loop.job import Job
 from specdec.engine.schedule.scheduler import Scheduler
 from specdec.engine.sessions.calls import Calls
+from specdec.engine.sessions.sequence import Sequence
+from specdec.engine.sessions.table import SessionTable
+
+
+class TierWriter:
+    """Writer of one worker's blocks to one tier."""
+
+    def __init__(self, tier: ColdTier, worker: Worker, sessions: SessionTable) -> None:
+        self._tier = tier
+        self._worker = worker
+        self._sessions = sessions
+
+    def publish(self, sequence: Sequence, committed_len: int) -> None:
+        """Publish blocks as `SessionTable.publish` does, and offer the runs that are complete. Device thread only."""
+        num_blocks = self._tier.run_blocks
+        num_before = sequence.num_published // num_blocks
+        self._sessions.publish(sequence, committed_len)
+        for run in range(num_before, sequence.num_published // num_blocks):
+            names = sequence.block_names(run * num_blocks, (run + 1) * num_blocks)
+            block_ids = sequence.block_table[run * num_blocks : (run + 1) * num_blocks]
+            self._tier.offer(names[-1], block_ids, partial(self._read, names))
+
+    def _read(self, names: Many[bytes]) -> Payload | None:
+        """Return the blocks published under these names, or None if one is not published. Any thread may call this."""
+        blocks = self._sessions.blocks
+        stamps = blocks.stamps(names)
+        if stamps is None:
+            return None
+        rows = self._worker.read_blocks([block_id for block_id, _ in stamps])
+        return rows if blocks.stamps(names) == stamps else None
+
 
 _log = logging.getLogger(__name__)
 

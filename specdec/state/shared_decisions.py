@@ -1,9 +1,10 @@
-"""The promotion of a draft pool on Redis: one small record per tenant, which its coordinators share.
+"""Decisions of operators on Redis that all coordinators of a tenant share: one small record each.
 
-    specdec:TENANT:promotion   string: JSON
+    specdec:TENANT:promotion      string: JSON; the promotion of a draft pool (`coordinator.routing.promotion`)
+    specdec:TENANT:target_share   string: JSON; a target model's share of new sessions
+                                  (`coordinator.replicas.target_models`)
 
-The record outlives the coordinators. Their `routing/promotion` decides about it; the connections are those of
-`redis_store`.
+The records outlive the coordinators. The connections are those of `redis_store`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,42 @@ from specdec.contract.errors import Internal
 from specdec.settings.cluster_names import DEFAULT_CLUSTER
 from specdec.settings.pool_names import is_pool_name
 from specdec.state.connection import RedisConnection
-from specdec.state.key_names import promotion_key
-from specdec.state.store import PromotionRecord, PromotionStatus
+from specdec.state.key_names import promotion_key, target_share_key
+from specdec.state.store import PromotionRecord, PromotionStatus, TargetShare
+
+
+class RedisTargetShares:
+    """`TargetShares` on the connections of a session store, which closes them."""
+
+    def __init__(self, connection: RedisConnection, tenant: str, *, cluster: str = DEFAULT_CLUSTER) -> None:
+        self._connection = connection
+        self._key = target_share_key(tenant, cluster)
+
+    async def read(self) -> TargetShare | None:
+        """See `TargetShares.read`."""
+        value = await self._connection.run_command("GET", self._key)
+        return _read_share(value) if value else None
+
+    async def put(self, share: TargetShare | None) -> None:
+        """See `TargetShares.put`."""
+        if share is None:
+            await self._connection.run_command("DEL", self._key)
+        else:
+            await self._connection.run_command("SET", self._key, json.dumps(asdict(share), sort_keys=True))
+
+
+def _read_share(value: bytes) -> TargetShare:
+    """Return the decision in a record. Raises Internal for an invalid record, which another program may have
+    written."""
+    try:
+        fields = json.loads(value) if len(value) <= _MAX_BYTES else {}
+        share = TargetShare(str(fields["fingerprint"]), float(fields["share"]))
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        raise Internal("the target share in the store cannot be read; promote a target model again") from error
+    if not (share.fingerprint and 0.0 <= share.share <= 1.0):
+        raise Internal("the target share in the store has a value out of range; promote a target model again")
+    return share
+
 
 _ANY, _NONE = "*", ""
 
