@@ -207,7 +207,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
 def _open_registry(
     settings: CoordinatorSettings, access: CoordinatorAccess, ending: AsyncExitStack
 ) -> ReplicaRegistry | None:
-    """Return the registry that replicas are found in; None where static endpoints replace it."""
+    """Return the registry that replicas are found in; None if static endpoints replace it."""
     if settings.draft_endpoint or settings.target_endpoint:
         return None
     registry = open_registry(settings.redis_url, cluster=settings.cluster, signer=access.service_key)

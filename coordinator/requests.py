@@ -101,11 +101,11 @@ class RequestParameters:
     sampling: SamplingParams
     """Resolved parameters: `max_new_tokens` is above 0 and within the context, and the seed is drawn."""
     speculation: SpeculationChoice
-    """Resolved choice: `draft_pool` is the chosen pool; "" where there is none, or where it may change each round."""
+    """Resolved choice: `draft_pool` is the chosen pool; "" if there is none, or if it may change each round."""
     target_fingerprint: str
     """Fingerprint of the target model. Once a token was shown it never changes, also not on failover or resumption."""
     target_changed: bool = False
-    """True where the session's previous turn used another target model."""
+    """True if the session's previous turn used another target model."""
     is_chat: bool = True
     """True if the input is a conversation, whose output begins a text. Any other output continues its prompt's text."""
 
@@ -147,7 +147,7 @@ class Provenance(NamedTuple):
     draft_pool: str
     """Pool that drafted the round, or ""."""
     logprobs: tuple[TokenLogprobs, ...]
-    """Empty where the request asks for no logprobs."""
+    """Empty if the request asks for no logprobs."""
     num_draft_tokens: int = 0
     """Number of draft tokens of the round."""
 
@@ -202,7 +202,7 @@ class OutputChunk(NamedTuple):
 
 
 class DraftStats(NamedTuple):
-    """Statistics of a draft pool in this coordinator, for reports; None where nothing was measured."""
+    """Statistics of a draft pool in this coordinator, for reports; None if nothing was measured."""
 
     alpha: float | None
     """Accepted share of the draft tokens that were tested recently."""

@@ -4,7 +4,7 @@ Three times are measured: a step of branches at each fan-out (t_d' of docs/proto
 answer and the session's next call (t_v), and a whole round from answer to answer, with branches and without. The chosen
 fan-out is the widest whose branches finish within the wait. Depth is not chosen, because branches grow until the call
 arrives. If not even the narrowest branches finish, calls wait for steps of branches more often than branches save
-steps. Whether rounds are shorter with branches is measured and not computed: where draft and target share processors,
+steps. Whether rounds are shorter with branches is measured and not computed: if draft and target share processors,
 branches cost the target time that no other figure shows.
 
 Called by `predraft` from the device thread; reads no clock.

@@ -77,7 +77,7 @@ class ApiKeys:
         """Return what the holder of `key` may do.
 
         Raises:
-            Unauthenticated: the key is unknown, or there is none where one is needed.
+            Unauthenticated: the key is unknown, or there is none although one is needed.
             Forbidden: the key lacks the right to generate.
         """
         access = self._callers.identify(key)

@@ -197,7 +197,7 @@ def _write(scope: Scope, status: int, num_bytes: int, duration_s: float) -> None
     )
 
 
-#: Paths that need a key where there are keys.
+#: Paths that need a key if there are keys.
 _GUARDED = ("/v1/", "/tokenize", "/detokenize")
 _BEARER = "bearer "
 _FAILED = 500

@@ -72,7 +72,7 @@ def plan(prompts: Sequence[Prompt], num_outputs: int, options: GenerateOptions, 
     """Return the plans of the outputs of a request; those of one prompt are neighbours.
 
     Args:
-        prompts: inputs; None where `options` have the input.
+        prompts: inputs; None if `options` have the input.
         num_outputs: outputs of each prompt.
         options: options of every output.
         seed: seed of each prompt's first output; the others draw with the numbers after it.
@@ -92,7 +92,7 @@ def plan(prompts: Sequence[Prompt], num_outputs: int, options: GenerateOptions, 
 
 
 def session_options(session_id: str | None, request_id: str | None, num_outputs: int) -> Mapping[str, str]:
-    """Return the options that continue a session. Raises InvalidRequest where several outputs would share it."""
+    """Return the options that continue a session. Raises InvalidRequest if several outputs would share it."""
     given = {name: value for name, value in (("session_id", session_id), ("request_id", request_id)) if value}
     if given and num_outputs > 1:
         name = next(iter(given))
@@ -117,7 +117,7 @@ class Outputs:
             plans: outputs to generate.
             metrics: receives counts and times.
             model: name under which the request named its model.
-            continued: session of the only job; without it, or where it cannot be continued, the job's options count.
+            continued: session of the only job; without it, or if it cannot be continued, the job's options count.
         """
         self._client, self._plans, self._metrics = client, plans, metrics
         self._model, self._continued = model, continued

@@ -104,7 +104,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _end_with(self, send: Send, error: SpecdecError) -> None:
-        """Send the error as the last event. Raises it where nothing has been sent, so that it becomes the answer."""
+        """Send the error as the last event. Raises it if nothing has been sent, so that it becomes the answer."""
         if not self._has_begun:
             raise error
         await self._send(send, self._encode_error(error))

@@ -120,7 +120,7 @@ class TenantQuotas:
         """Check whether a request that may reach `num_tokens` tokens fits beside the tenant's others.
 
         Raises:
-            ResourceExhausted: without a time to retry where it alone exceeds the limit.
+            ResourceExhausted: without a time to retry if it alone exceeds the limit.
         """
         most, held = self._use_of(tenant).limits.max_reserved_tokens, self._reserved[tenant]
         if most is not None and held + num_tokens > most:
@@ -174,6 +174,6 @@ def _exceeded(limit: str, retry_after_s: float) -> ResourceExhausted:
 
 
 def limits_over(own: Limits, usual: Limits) -> Limits:
-    """Return a tenant's own limits, with the usual ones where it has none."""
+    """Return a tenant's own limits, with the usual ones if it has none."""
     values = {field.name: getattr(own, field.name) for field in fields(own)}
     return Limits(**{name: getattr(usual, name) if value is None else value for name, value in values.items()})

@@ -79,11 +79,11 @@ class RoundTurns:
 #: stream, the slots of a whole batch would otherwise go to another tenant, whose requests would slow down the next one.
 PRESENT_S = 1.0
 
-#: Pause after a round of a tenant above its share, relative to the round, where the device has no room for two streams:
+#: Pause after a round of a tenant above its share, relative to the round, if the device has no room for two streams:
 #: other tenants then have the device for themselves half of the time.
 PAUSE_SHARE = 1.0
 
-#: Part of the limit that stays in use where a tenant uses less than its share.
+#: Part of the limit that stays in use if a tenant uses less than its share.
 MIN_SHARED_PART = 8
 
 
@@ -121,7 +121,7 @@ class TenantShares:
 
     @property
     def shared_limit(self) -> int | None:
-        """The limit while a tenant that does not wait uses less than its share; None where no tenant does."""
+        """The limit while a tenant that does not wait uses less than its share; None if no tenant does."""
         limit, tenants = self._limit.value, self._present_tenants()
         share = limit // max(1, len(tenants))
         if len(tenants) > 1 and any(tenant not in self._waiting and self.running[tenant] < share for tenant in tenants):
@@ -140,7 +140,7 @@ class TenantShares:
 
     @property
     def pause_share(self) -> float:
-        """Pause of a turn relative to its round: above 0 where a single other stream slows a stream down too much."""
+        """Pause of a turn relative to its round: above 0 if a single other stream slows a stream down too much."""
         shared = self.shared_limit
         return PAUSE_SHARE if shared is not None and self._limit.shared_value < shared else 0.0
 

@@ -20,9 +20,9 @@ class SlotRequest:
     priority: int = 0
     """Requests of lower values go first."""
     is_next_turn: bool = False
-    """True where replicas probably hold the session's KV."""
+    """True if replicas probably hold the session's KV."""
     is_resumption: bool = False
-    """True where the caller holds a part of the output. It is not refused for lack of a slot, and waits only where the
+    """True if the caller holds a part of the output. It is not refused for lack of a slot, and waits only if the
     coordinator runs `MAX_RESUMED` times its limit."""
     deadline_s: float | None = None
     """Time by which the output must be complete, by `time.monotonic`."""

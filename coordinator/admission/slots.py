@@ -209,7 +209,7 @@ class RunningSlots:
             self._judge_waiting()
 
     def note_released(self, tenant: str, num_tokens: int | None, running_s: float | None) -> None:
-        """Note a slot that its request gave back; `running_s` is None where no generation used it."""
+        """Note a slot that its request gave back; `running_s` is None if no generation used it."""
         self.num_running -= 1
         self._shares.end(tenant)
         if running_s is not None:
@@ -218,7 +218,7 @@ class RunningSlots:
         self.turns.fill()
 
     def _is_loaded(self) -> bool:
-        """Return whether the time to generate is to be predicted even where a slot is free.
+        """Return whether the time to generate is to be predicted even if a slot is free.
 
         While more requests come than can run, a free slot is taken by the next one that arrives. On a system that has
         room, a request is served for as long as its caller waits.

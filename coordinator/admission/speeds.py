@@ -96,7 +96,7 @@ class StreamSpeeds:
         self._first_token_s.add(seconds)
 
     def note_end(self, num_tokens: int | None, running_s: float) -> None:
-        """Note a request that held its slot for `running_s`; `num_tokens`: its output, None where it is incomplete."""
+        """Note a request that held its slot for `running_s`; `num_tokens`: its output, None if it is incomplete."""
         self._running_s.add(running_s)
         if num_tokens is None:
             return
@@ -113,7 +113,7 @@ class StreamSpeeds:
         return self._rates[min(self._rates, key=lambda known: (abs(known - exponent), known))].token_s
 
     def measured_token_s(self, num_streams: int) -> float | None:
-        """Return the time per token with that many streams; None where it was not measured."""
+        """Return the time per token with that many streams; None if it was not measured."""
         rate = self._rates.get(max(num_streams - 1, 0).bit_length())
         return None if rate is None else rate.token_s
 

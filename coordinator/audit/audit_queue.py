@@ -44,7 +44,7 @@ class AuditQueue:
         self._session_ids = (f"audit-{secrets.token_hex(8)}-{index}" for index in count())
 
     def put(self, audited: AuditedRound) -> None:
-        """Add a round to the queue, or drop it where the queue is full; return at once."""
+        """Add a round to the queue, or drop it if the queue is full; return at once."""
         if len(self._waiting) >= MAX_WAITING:
             self._metrics.observe_dropped("queue_full")
             return
@@ -86,7 +86,7 @@ class AuditQueue:
                 self._metrics.observe_dropped("failed")
 
     async def _has_room(self, audited: AuditedRound) -> bool:
-        """Wait until no live round waits for the target; return False where that takes too long."""
+        """Wait until no live round waits for the target; return False if that takes too long."""
         replica = audited.replica
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._max_wait_s):

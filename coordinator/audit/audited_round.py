@@ -60,8 +60,8 @@ class Verdict(NamedTuple):
 
     result: Result
     position: int = 0
-    """Session position of the first difference; 0 where there is none."""
+    """Session position of the first difference; 0 if there is none."""
     difference: str = ""
-    """Subject of the difference: choice, distribution, final_token or acceptance; "" where there is none."""
+    """Subject of the difference: choice, distribution, final_token or acceptance; "" if there is none."""
     acceptance: AuditedAcceptance | None = None
     """Set for rounds that carry distributions and have draft tokens."""

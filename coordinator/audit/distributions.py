@@ -103,7 +103,7 @@ class DistributionCheck:
         return acceptance_probabilities(mode, self._draft_token_ids, self._outcome.supports, fresh.rows, scale)
 
     async def _check_final_token(self, fresh: Verification) -> Verdict:
-        """Compare the final token with the pass's tail token, where it was drawn outside the support."""
+        """Compare the final token with the pass's tail token, if it was drawn outside the support."""
         index, token_id = self._outcome.num_accepted, self._outcome.token_ids[-1]
         if index < len(self._draft_token_ids) and token_id in self._outcome.supports[index].token_ids:
             return Verdict(Result.EQUAL)

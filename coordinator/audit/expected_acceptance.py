@@ -86,7 +86,7 @@ def _ratios(
 
 
 def _of_tokens(ratios: Sequence[float]) -> NDArray[np.float64]:
-    """Return the probabilities where each token is accepted with min(1, p/q), given the tokens before it."""
+    """Return the probabilities if each token is accepted with min(1, p/q), given the tokens before it."""
     accepts = np.minimum(1.0, ratios)
     probabilities: NDArray[np.float64] = np.cumprod([1.0, *accepts]) * np.append(1.0 - accepts, 1.0)
     return probabilities
@@ -107,7 +107,7 @@ def _levels(ratios: Sequence[float], p: Sequence[NDArray[np.float64]], q: Sequen
 
 
 def _of_blocks(levels: Sequence[float]) -> NDArray[np.float64]:
-    """Return the probabilities where the longest prefix is accepted whose draw falls below its level h."""
+    """Return the probabilities if the longest prefix is accepted whose draw falls below its level h."""
     rejects = 1.0 - np.array([1.0, *levels])
     longer_rejected = np.append(np.cumprod(rejects[:0:-1])[::-1], 1.0)
     probabilities: NDArray[np.float64] = np.array([1.0, *levels]) * longer_rejected

@@ -46,7 +46,7 @@ def tolerance_of(dtype: str, filters: SamplingFilters) -> Tolerance:
 
 
 def nudged_filters(filters: SamplingFilters, tolerance: Tolerance) -> tuple[SamplingFilters, ...]:
-    """Return the filters with a slightly narrower and a slightly wider cut; () where nothing is cut."""
+    """Return the filters with a slightly narrower and a slightly wider cut; () if nothing is cut."""
     if not (filters.top_k or filters.top_p < 1.0 or filters.min_p > 0.0):
         return ()
     mass = tolerance.mass
@@ -88,7 +88,7 @@ class TargetPass:
         Args:
             token_ids: committed tokens, from the session's first on.
             draft_token_ids: tokens to run after them.
-            support_ids: ids per draft token at which the target reports p, where distributions travel.
+            support_ids: ids per draft token at which the target reports p, if distributions travel.
             filters: None: those of the live request.
             draw_rule: None: that of the live request.
 
@@ -117,5 +117,5 @@ class TargetPass:
         return verification
 
     async def close(self) -> None:
-        """Free the KV of the pass. Raises Unavailable where the target cannot be reached."""
+        """Free the KV of the pass. Raises Unavailable if the target cannot be reached."""
         await self._audited.replica.link.release([self._session_id], tenant=self._audited.setting.tenant)

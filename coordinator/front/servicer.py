@@ -88,7 +88,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             default_mode: speculation mode of requests that name none.
             tenants: decides which tenant a call is served for.
             default_sampling: sampling parameters that the model recommends, by field name; reported by `GetInfo`.
-            canary: promotes draft pools; None where requests are not routed.
+            canary: promotes draft pools; None if requests are not routed.
             tracing: records a span of each Generate call; None: none is recorded.
         """
         self._generations = generations

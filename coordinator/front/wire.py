@@ -79,7 +79,7 @@ def encode_event(
     Args:
         event: an event of a generation.
         with_details: adds the origin of each token.
-        token_bytes: returns the bytes of a token; called where logprobs are sent.
+        token_bytes: returns the bytes of a token; called if logprobs are sent.
     """
     if isinstance(event, OutputChunk):
         return _encode_chunk(event, token_bytes if with_details else None)
@@ -98,7 +98,7 @@ def encode_event(
 
 
 def _encode_chunk(chunk: OutputChunk, token_bytes: Callable[[int], bytes] | None) -> coordinator_pb2.GenerateResponse:
-    """Return the message of a chunk, with details where there is a `token_bytes`."""
+    """Return the message of a chunk, with details if there is a `token_bytes`."""
     response = coordinator_pb2.GenerateResponse()
     message = response.tokens
     message.index = chunk.start
@@ -228,7 +228,7 @@ def encode_target_models(
 
 
 def encode_promotion(promotion: PromotionRecord | None) -> coordinator_pb2.PromotionInfo | None:
-    """Return the message of a promotion; None, which leaves the field unset, where there is none."""
+    """Return the message of a promotion; None, which leaves the field unset, if there is none."""
     if promotion is None:
         return None
     return coordinator_pb2.PromotionInfo(

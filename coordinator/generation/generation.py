@@ -51,11 +51,11 @@ class Learners:
     remember_output: Callable[[Sequence[int]], None]
     """Takes the output, in which later drafts are looked up."""
     router: RequestRouter | None = None
-    """Learns how each draft pool does; None where the request keeps one pool."""
+    """Learns how each draft pool does; None if the request keeps one pool."""
     record: TurnRecord | None = None
-    """Takes the target's distributions to the learning log; None where they are not logged."""
+    """Takes the target's distributions to the learning log; None if they are not logged."""
     audit: TurnAudit | None = None
-    """Chooses rounds that are verified again; None where none are."""
+    """Chooses rounds that are verified again; None if none are."""
 
     def note_round(self, outcome: RoundOutcome, num_tokens: int) -> None:
         """Learn from a round of which `num_tokens` tokens were taken into the session."""
@@ -67,7 +67,7 @@ class Learners:
             self.audit.note(outcome, num_tokens)
 
     def end(self, turn: Turn, stats: RequestStats | None, num_shown: int) -> None:
-        """Learn from the whole turn; `stats` is None where it was not completed."""
+        """Learn from the whole turn; `stats` is None if it was not completed."""
         output_start = turn.identity.output_start
         if self.router is not None:
             self.router.end(stats)

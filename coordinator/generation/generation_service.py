@@ -197,7 +197,7 @@ class GenerationService:
     async def delete(self, key: SessionKey) -> None:
         """End the session's generation or admission here, and remove the session everywhere. Idempotent.
 
-        Raises Unavailable where the store cannot be reached.
+        Raises Unavailable if the store cannot be reached.
         """
         lock = self._locks.setdefault(key, asyncio.Lock())
         self._admission.withdraw(key, lambda: no_session(key.session_id))

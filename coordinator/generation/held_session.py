@@ -89,7 +89,7 @@ class HeldSession:
             is_cancelled: the turn was cancelled, so that `error` is the reason that its readers get.
 
         Returns:
-            The error for the readers: `error`, or NotFound where the session was deleted in the meantime.
+            The error for the readers: `error`, or NotFound if the session was deleted in the meantime.
         """
         try:
             if error is not None and not (is_cancelled and isinstance(error, NotFound)):

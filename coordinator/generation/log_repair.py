@@ -1,4 +1,4 @@
-"""Remembers the log tail of each session served here, and appends it again where the store lost its latest writes.
+"""Remembers the log tail of each session served here, and appends it again if the store lost its latest writes.
 
 A store that restarts after a crash may hold a session as it was some rounds ago. The coordinator that wrote those
 rounds still has them, and the epoch shows that no other coordinator has written since, because an epoch never falls

@@ -35,7 +35,7 @@ class SessionRemoval:
         await self._release(key)
 
     async def after_failure(self, lease: Lease, *, is_useless: bool) -> None:
-        """Check that a session whose request failed still exists, and remove it where it is of no use.
+        """Check that a session whose request failed still exists, and remove it if it is of no use.
 
         Without the check, a client that repeats the request would bring back a session that was deleted meanwhile
         through another coordinator.

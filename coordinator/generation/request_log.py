@@ -87,7 +87,7 @@ async def read_logged_request(
 
 
 async def _read_turn(store: SessionStore, session_id: str) -> tuple[SessionRecord, list[int]]:
-    """Return a record with a request, and the tokens of the same turn. Raises NotFound where a request is missing.
+    """Return a record with a request, and the tokens of the same turn. Raises NotFound if a request is missing.
 
     Raises SessionLost as `check_sealed`.
 
@@ -177,7 +177,7 @@ def check_held(num_held: int, num_output: int, *, has_finished: bool) -> None:
 
 
 def check_expected(expected: int | None, session_id: str, num_held: int | None) -> None:
-    """Raise SessionLost unless the session holds `expected` tokens; `num_held` is None where it does not exist."""
+    """Raise SessionLost unless the session holds `expected` tokens; `num_held` is None if it does not exist."""
     if expected is not None and expected != (num_held or 0):
         found = "it is gone, so that it holds 0" if num_held is None else f"it holds {num_held}"
         raise SessionLost(
@@ -186,7 +186,7 @@ def check_expected(expected: int | None, session_id: str, num_held: int | None) 
 
 
 def check_left(request: GenerationRequest, record: SessionRecord | None) -> None:
-    """Raise SessionLost where a turn would be appended to an unfinished one whose last tokens may be missing.
+    """Raise SessionLost if a turn would be appended to an unfinished one whose last tokens may be missing.
 
     Either the owner of the unfinished turn died, or the store lost its end; this coordinator cannot tell which. A
     request that sends the whole conversation, or names the number of tokens it expects, does not depend on them.

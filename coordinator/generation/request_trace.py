@@ -88,7 +88,7 @@ class RequestTrace:
 
 
 def begin_request_trace(prepared: PreparedTurn, model: str) -> RequestTrace | None:
-    """Begin the span of a generation that the current call starts; None where that call is not recorded."""
+    """Begin the span of a generation that the current call starts; None if that call is not recorded."""
     call = current_span()
     if call is None or not call.is_recorded:
         return None

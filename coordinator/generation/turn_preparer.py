@@ -96,10 +96,10 @@ class TurnPreparer:
         """Prepare a new turn: take the lease and write the prompt into the log.
 
         Args:
-            record: record of the session as just loaded; None where the session does not exist.
+            record: record of the session as just loaded; None if the session does not exist.
             request: a request with a session id.
             began: `time.perf_counter()` at admission.
-            begin_tokens: called with the numbers of prompt tokens and of output tokens at most; raises an error where
+            begin_tokens: called with the numbers of prompt tokens and of output tokens at most; raises an error if
                 they are more than the tenant may have.
 
         Raises:
@@ -170,7 +170,7 @@ class TurnPreparer:
             began: `time.perf_counter()` at admission.
 
         Returns:
-            The turn to continue; or the request as logged, where its owner has finished it in the meantime.
+            The turn to continue; or the request as logged, if its owner has finished it in the meantime.
 
         Raises:
             SessionBusy: the owner of the session lives.
@@ -211,14 +211,14 @@ class TurnPreparer:
         """Undo a prepared turn that no generation starts from. Where the store cannot be reached, the lease expires.
 
         Returns:
-            The error for the caller where the session was deleted in the meantime.
+            The error for the caller if the session was deleted in the meantime.
         """
         return await self._give_up(prepared.turn.lease, is_new=prepared.is_new_session)
 
     async def read_log(self, key: SessionKey, request_id: str) -> LoggedRequest:
         """Return a request from the log that was just seen to be the session's last one.
 
-        Raises as `read_logged_request`, and SessionLost where the session's last request is now another one.
+        Raises as `read_logged_request`, and SessionLost if the session's last request is now another one.
         """
         store = self._store.of_tenant(key.tenant)
         logged = await read_logged_request(
@@ -269,7 +269,7 @@ class TurnPreparer:
         return replace(logged.identity, parameters=parameters)
 
     async def _give_up_after(self, error: BaseException, lease: Lease, *, is_new: bool) -> None:
-        """Undo what `error` interrupted. Raises NotFound instead of `error` where the session has been deleted."""
+        """Undo what `error` interrupted. Raises NotFound instead of `error` if the session has been deleted."""
         deletion = await asyncio.shield(self._give_up(lease, is_new=is_new))
         if deletion is not None and isinstance(error, SpecdecError):
             raise deletion from error
@@ -286,7 +286,7 @@ class TurnPreparer:
 
 
 def _last_model(record: SessionRecord | None) -> str:
-    """Return the fingerprint of the model of a session's last request; "" where there is none."""
+    """Return the fingerprint of the model of a session's last request; "" if there is none."""
     if record is None or record.request is None:
         return ""
     return decode_parameters(record.request.parameters_json).target_fingerprint

@@ -1,6 +1,6 @@
 """The learning log: segments of each tenant that a thread of its own writes, and deletes after their retention time.
 
-No request waits for the log. Turns are dropped while the queue is full, and lost where a file cannot be written; both
+No request waits for the log. Turns are dropped while the queue is full, and lost if a file cannot be written; both
 are counted, and a failure is logged once, not for every segment. Each tenant has a folder of its own. Only the owner
 may read the files and their folder. `specdec.learning.log_files` defines a segment, and `turn_record` makes its
 contents.
@@ -71,7 +71,7 @@ class LearningLog:
     ) -> None:
         """
         Args:
-            folder: folder of the logs of all tenants; created where it does not exist.
+            folder: folder of the logs of all tenants; created if it does not exist.
             tenant: the coordinator's own tenant, whose folder is created at once.
             max_bytes: largest size of all segments of a tenant; the oldest are deleted first.
             max_age_s: age at which a segment is deleted.
@@ -98,7 +98,7 @@ class LearningLog:
         self._thread.start()
 
     def put(self, work: Callable[[], None]) -> bool:
-        """Pass work to the thread and return at once; False where the queue is full."""
+        """Pass work to the thread and return at once; False if the queue is full."""
         if self._waiting.qsize() >= MAX_WAITING:
             return False
         self._waiting.put(work)
@@ -109,7 +109,7 @@ class LearningLog:
         self._count("dropped", num_tokens)
 
     def hold(self, record: object, num_bytes: int) -> bool:
-        """Note the bytes of an unfinished turn; False where the limit is exceeded. Called in the thread."""
+        """Note the bytes of an unfinished turn; False if the limit is exceeded. Called in the thread."""
         self._held.pop(record, None)
         if sum(self._held.values()) + num_bytes > MAX_HELD_BYTES:
             return False
@@ -236,7 +236,7 @@ def _write_private(path: Path, content: bytes) -> None:
 
 
 def _require_usable(log: Path, tenant: str) -> None:
-    """Create the log's folder and the tenant's where they do not exist. Raises InvalidRequest where that fails."""
+    """Create the log's folder and the tenant's if they do not exist. Raises InvalidRequest if that fails."""
     try:
         log.mkdir(mode=0o700, parents=True, exist_ok=True)
         probe = _private_folder(log, tenant) / f"{secrets.token_hex(4)}.probe"
@@ -248,7 +248,7 @@ def _require_usable(log: Path, tenant: str) -> None:
 
 
 def _private_folder(log: Path, tenant: str) -> Path:
-    """Return the tenant's folder, created where it does not exist. Raises OSError."""
+    """Return the tenant's folder, created if it does not exist. Raises OSError."""
     folder = tenant_folder(log, tenant)
     folder.mkdir(mode=0o700, exist_ok=True)
     _require_private(folder)

@@ -24,7 +24,7 @@ class Recorder:
         self._pools = pools
 
     def record(self, setting: RoundSetting, target_fingerprint: str, start: int) -> TurnRecord | None:
-        """Return the record of a request; None where its distributions are of no use for other requests.
+        """Return the record of a request; None if its distributions are of no use for other requests.
 
         Args:
             setting: parameters of the request's rounds.

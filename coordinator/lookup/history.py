@@ -40,7 +40,7 @@ class TokenHistory:
         return len(self.newer) + len(self.older) + len(self._waiting)
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Start to index a text; it is dropped where the limit would be exceeded by waiting text alone."""
+        """Start to index a text; it is dropped if the limit would be exceeded by waiting text alone."""
         if len(self._waiting) + len(token_ids) > 2 * self._half:
             return
         self._waiting.extend(token_ids)

@@ -22,14 +22,14 @@ LEAST_MATCH = 2
 #: Largest number of draft tokens per matched token; the continuation of a short match is soon wrong.
 TOKENS_PER_MATCHED = 2
 
-#: A draft of `suffix` ends where its probability, by the counts in the text, falls below this.
+#: A draft of `suffix` ends if its probability, by the counts in the text, falls below this.
 LEAST_PROBABILITY = 0.2
 
 #: Largest number of session tokens that are read before one round, which takes about 10 ms. A long prompt takes several
 #: rounds.
 MOST_READ_AT_ONCE = 2048
 
-#: Number of tokens at the session's end that are matched again where the automata of the history have changed.
+#: Number of tokens at the session's end that are matched again if the automata of the history have changed.
 _REMATCHED = 64
 
 
@@ -70,7 +70,7 @@ class Lookup:
         self._follow_history(token_ids)
 
     def find(self, max_tokens: int) -> list[int]:
-        """Return at most `max_tokens` draft tokens that may follow the tokens read; none where no match is useful."""
+        """Return at most `max_tokens` draft tokens that may follow the tokens read; none if no match is useful."""
         if self._kind is LookupKind.NGRAM:
             return self._last_repeat(max_tokens)
         candidates = [_Place(self._own, self._own.longest_repeat), *self._places]

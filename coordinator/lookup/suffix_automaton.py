@@ -64,7 +64,7 @@ class SuffixAutomaton:
 
     @property
     def earlier_end(self) -> int:
-        """Number of tokens up to the end of the previous occurrence of `longest_repeat`; 0 where nothing repeats."""
+        """Number of tokens up to the end of the previous occurrence of `longest_repeat`; 0 if nothing repeats."""
         return self._earlier_end
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -88,7 +88,7 @@ class SuffixAutomaton:
         Args:
             match: match in this automaton.
             max_tokens: largest number of tokens to return.
-            least_probability: the continuation ends where the product of its tokens' shares falls below this. The share
+            least_probability: the continuation ends if the product of its tokens' shares falls below this. The share
                 of a token is its count divided by the count of all tokens that followed the same match.
         """
         token_ids: list[int] = []
@@ -167,7 +167,7 @@ class SuffixAutomaton:
         return len(self._link) - 1
 
     def _next(self, state: int, token_id: int) -> int:
-        """Return the state after a token; _NONE where the token has not followed."""
+        """Return the state after a token; _NONE if the token has not followed."""
         if self._only_next[state] == _NONE:
             return _NONE
         if self._only_token[state] == _MANY:

@@ -83,7 +83,7 @@ class PrefixRule:
 
 
 def choose_replica(session_id: str, replicas: Sequence[Replica[LinkT]]) -> Replica[LinkT] | None:
-    """Return the less loaded of two replicas that the session's hash picks; None where none takes new sessions."""
+    """Return the less loaded of two replicas that the session's hash picks; None if none takes new sessions."""
     open_replicas = [replica for replica in replicas if replica.takes_sessions]
     if len(open_replicas) <= 1:
         return open_replicas[0] if open_replicas else None
@@ -119,7 +119,7 @@ class SessionReplicas:
         """Replicas that were chosen in the running turn."""
 
     def choose_target(self, excluded: Collection[TargetReplica] = ()) -> TargetReplica:
-        """Return the session's target replica, or a new one where that does not fit.
+        """Return the session's target replica, or a new one if that does not fit.
 
         Raises:
             Unavailable: no target replica of the session's model lives outside `excluded`.
@@ -167,7 +167,7 @@ class SessionReplicas:
         )
 
     def choose_draft(self) -> DraftReplica | None:
-        """Return the session's draft replica, or a new one where that does not fit; None where the pool has none that
+        """Return the session's draft replica, or a new one if that does not fit; None if the pool has none that
         lives and meets its deadlines."""
         if self._draft is not None and self._draft.is_in_use and self._draft.pool == self.draft_pool:
             return self._draft
@@ -244,7 +244,7 @@ class SessionReplicas:
         self._called.clear()
 
     def end_turn(self, num_rows: int | None) -> None:
-        """Note that a request has ended; `num_rows`: target rows after its prompt, None where it failed."""
+        """Note that a request has ended; `num_rows`: target rows after its prompt, None if it failed."""
         self._prefix_tokens = {}
         if num_rows is not None:
             self._rule.note_request(num_rows)

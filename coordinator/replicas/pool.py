@@ -140,7 +140,7 @@ class ReplicaPools:
         return self._last_target_info
 
     def model_info(self, fingerprint: str) -> EngineInfo:
-        """Return the description of a target model; of the served one where no replica of that model is known.
+        """Return the description of a target model; of the served one if no replica of that model is known.
 
         Raises:
             Unavailable: no target replica has been connected yet.
@@ -183,7 +183,7 @@ class ReplicaPools:
         return min([self.target_info.max_gamma, *(r.info.max_gamma for r in self.all_replicas() if r.info)])
 
     def route_draft(self, pool: str, *, is_settled: bool = True) -> str:
-        """Return the draft pool of a request that names `pool` ("": any); "" where no draft pool is known.
+        """Return the draft pool of a request that names `pool` ("": any); "" if no draft pool is known.
 
         Args:
             pool: pool that the request names.
@@ -205,7 +205,7 @@ class ReplicaPools:
         return self.model_pool(pool)
 
     def require_model_pool(self, pool: str) -> None:
-        """Raise NotFound where no draft replica of that pool has ever been seen."""
+        """Raise NotFound if no draft replica of that pool has ever been seen."""
         if pool not in self._names.models:
             raise unknown_pool(pool, "draft_pool", self._names.models)
 
@@ -215,7 +215,7 @@ class ReplicaPools:
         return self._names.in_order({replica.pool for replica in self._known(DRAFT) if replica.is_in_use})
 
     def open_model_pools(self) -> list[str]:
-        """Return those pools without shadows, which requests get by name only; with them where all are shadows."""
+        """Return those pools without shadows, which requests get by name only; with them if all are shadows."""
         live = [replica for replica in self._known(DRAFT) if replica.is_in_use]
         pools = {replica.pool for replica in live if not is_shadow(replica)}
         return self._names.in_order(pools) or self.live_model_pools()
@@ -240,14 +240,14 @@ class ReplicaPools:
         return min([self.target_info.max_gamma, *(gamma for gamma in limits if gamma)])
 
     def local_pool(self, pool: str) -> str:
-        """Return the local drafts of a request routed to `pool`, or the first ones where that is a pool of found
+        """Return the local drafts of a request routed to `pool`, or the first ones if that is a pool of found
         drafts; "" for none."""
         if pool in self._names.local:
             return pool
         return next(iter(self.local_pools), "") if pool in self.lookup_pools else ""
 
     def model_pool(self, pool: str) -> str:
-        """Return the pool of draft replicas of a request routed to `pool`: itself, or the first one where the request
+        """Return the pool of draft replicas of a request routed to `pool`: itself, or the first one if the request
         is routed to drafts found in text, or names no pool."""
         if pool and pool not in self.lookup_pools:
             return pool
@@ -288,7 +288,7 @@ class ReplicaPools:
                 await self._on_readiness(self._was_ready)
 
     async def watch(self) -> None:
-        """Poll forever, at once where a replica is in doubt. Raises as `poll` does."""
+        """Poll forever, at once if a replica is in doubt. Raises as `poll` does."""
         while True:
             if self._doubt.is_set():
                 self._changed_at_s = time.monotonic()

@@ -23,7 +23,7 @@ from specdec.state.store import PrefixDirectory
 LEAST_BLOCKS = 4
 
 #: Longest time that the beginning of a turn waits for an answer. The lookup is sent together with the request for the
-#: session's lease, so a wait remains only where the store has answered the lease and all that follows, and not this.
+#: session's lease, so a wait remains only if the store has answered the lease and all that follows, and not this.
 LOOK_UP_TIMEOUT_S = 0.1
 
 #: Largest number of notes under way; one more is dropped.
@@ -46,7 +46,7 @@ def prefix_lengths(num_tokens: int) -> list[int]:
 
 
 class Prefixes:
-    """Uses the directory, or does nothing where there is none. Used from one event loop."""
+    """Uses the directory, or does nothing if there is none. Used from one event loop."""
 
     def __init__(self, directory: PrefixDirectory | None) -> None:
         self._directory = directory
@@ -68,7 +68,7 @@ class Prefixes:
         return looking_up
 
     async def answer(self, looking_up: asyncio.Task[dict[str, int]]) -> dict[str, int]:
-        """Return the number of leading tokens by incarnation; empty where no answer came in time."""
+        """Return the number of leading tokens by incarnation; empty if no answer came in time."""
         await asyncio.wait([looking_up], timeout=LOOK_UP_TIMEOUT_S)
         if looking_up.done():
             return {} if looking_up.cancelled() else looking_up.result()

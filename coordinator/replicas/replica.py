@@ -75,7 +75,7 @@ class ReplicaHealth:
 
     @property
     def is_marked(self) -> bool:
-        """True where the replica missed a deadline and has not been heard of since. A call to it is then a trial."""
+        """True if the replica missed a deadline and has not been heard of since. A call to it is then a trial."""
         return self._marked_at is not None
 
     def note_called(self) -> None:
@@ -123,7 +123,7 @@ class Replica(Generic[LinkT]):
         self.health = ReplicaHealth()
         self.turn_ends = TurnEnds(link)
         self._has_stalled = False
-        """True where the replica last failed by exceeding its own step limit although it described itself."""
+        """True if the replica last failed by exceeding its own step limit although it described itself."""
         self._is_refused = False
         """True while the replica answers and does not fit."""
         self._is_refusing = False
@@ -148,7 +148,7 @@ class Replica(Generic[LinkT]):
 
     @property
     def incarnation(self) -> str:
-        """Name of the process that described itself; "" where it gave no valid one."""
+        """Name of the process that described itself; "" if it gave no valid one."""
         name = self.info.incarnation if self.info else ""
         return name if name.isascii() and name.isalnum() and len(name) <= MAX_INCARNATION_CHARS else ""
 
@@ -293,7 +293,7 @@ class Replica(Generic[LinkT]):
         self._last_warning = ""
 
     def _check(self, info: EngineInfo) -> None:
-        """Raise Unsupported where a value of the description is out of range or a name of a pool is invalid."""
+        """Raise Unsupported if a value of the description is out of range or a name of a pool is invalid."""
         try:
             check_description(info)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""The target model of a session, where replicas serve several: during a rolling update, or beside a canary.
+"""The target model of a session, if replicas serve several: during a rolling update, or beside a canary.
 
 A session keeps its model while a replica that takes sessions serves it. A new session gets a model by weight: the
 number of its replicas that take sessions, or the share that an operator gave it (`specdec promote --target`). So an
@@ -65,7 +65,7 @@ class TargetModels:
         await self._watch.close()
 
     async def sync_with_store(self) -> None:
-        """Read the decision of an operator. Raises Unavailable where the store cannot be reached."""
+        """Read the decision of an operator. Raises Unavailable if the store cannot be reached."""
         given = await self._store.read()
         if given != self._given:
             words = "as many as their replicas" if given is None else f"{given.fingerprint}: {given.share:.0%}"

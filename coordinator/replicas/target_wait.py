@@ -2,7 +2,7 @@
 
 A request waits while no target replica lives, or while one of its session's model is away, at most for the setting
 `target_wait_s`. Where a live target serves another model, and none of the session's model is known, it fails at once.
-It also fails where a target still sends heartbeats to the registry but does not answer this coordinator: the client may
+It also fails if a target still sends heartbeats to the registry but does not answer this coordinator: the client may
 then resume at another coordinator. A client can see the wait in `GetInfo`, which lists no live target. `TargetCalls`
 waits in the middle of a stream, `TurnPreparer` before the first token.
 """
@@ -55,7 +55,7 @@ async def wait_for_target(pools: ReplicaPools, is_back: Callable[[], bool], mode
 
 
 def _check_may_return(pools: ReplicaPools, model: str) -> None:
-    """Raise Unavailable where no wait can help."""
+    """Raise Unavailable if no wait can help."""
     lost = [replica for replica in pools.targets() if not replica.takes_sessions]
     if pools.is_ready and not any(replica.model == model for replica in lost):
         raise Unavailable("no target replica that serves the session's model can be reached")

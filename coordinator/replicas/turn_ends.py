@@ -1,6 +1,6 @@
 """Tells a replica which turns have ended, so that it gives back the KV blocks that are reserved for them.
 
-It matters most where a client has gone in the middle of a stream: the replica may still run a call of its turn.
+It matters most if a client has gone in the middle of a stream: the replica may still run a call of its turn.
 `placement` notes the ends. One message is on the way at a time, with all turns that ended since the one before it was
 sent. A message that is lost costs blocks only for the time that a replica holds a silent turn's reservation.
 """

@@ -91,7 +91,7 @@ def target_fault(error: SpecdecError, address: str) -> SpecdecError:
     (INVALID_ARGUMENT, UNAUTHENTICATED, ...) therefore reports a fault of the coordinator, which the client cannot mend.
 
     Returns:
-        `error` itself where a round knows how to handle it, else an Internal that names the target at `address`.
+        `error` itself if a round knows how to handle it, else an Internal that names the target at `address`.
     """
     if isinstance(error, KvMiss | StaleEpoch | Unavailable | ResourceExhausted | Internal):
         return error

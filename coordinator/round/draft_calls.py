@@ -46,7 +46,7 @@ class Draft(NamedTuple):
     missing_cause: str = ""
     """Reason for a missing draft, as in `RoundOutcome.target_only_cause`."""
     num_requested: int = 0
-    """Number of draft tokens requested. 0 where no replica answered: one hung replica says nothing about its pool."""
+    """Number of draft tokens requested. 0 if no replica answered: one hung replica says nothing about its pool."""
     pool: str = ""
     """Pool that made the draft, or that should have made it."""
     local: LocalDraft | None = None

@@ -53,7 +53,7 @@ class DraftSourceFactory:
             pools: the draft pools.
             histories: text that `suffix` searches beside the session's own, by tenant; None for none.
             scores: queue of spans to score, by which requests are routed among draft models; None: no routing.
-            canary: names the requests that get a pool under promotion, where requests are routed.
+            canary: names the requests that get a pool under promotion, if requests are routed.
             text_of: decodes tokens; prompts are classified by their text.
         """
         self._pools = pools
@@ -75,11 +75,11 @@ class DraftSourceFactory:
         return DraftStats(stats.measured_alpha if routed is None else routed, stats.mean_gamma)
 
     def route_stats(self, pool: str) -> list[RouteStats]:
-        """Return the statistics of a draft pool for each class of requests; empty where requests are not routed."""
+        """Return the statistics of a draft pool for each class of requests; empty if requests are not routed."""
         return [] if self._routes is None else self._routes.stats(pool)
 
     def router(self, wanted: SpeculationChoice, setting: RoundSetting, tokens: SessionTokens) -> RequestRouter | None:
-        """Return the router of a request that may use any draft model; None where it names a pool or wants no draft."""
+        """Return the router of a request that may use any draft model; None if it names a pool or wants no draft."""
         if self._routes is None or wanted.draft_pool or setting.mode is Mode.OFF:
             return None
         start = max(0, setting.output_start - MOST_PROMPT_TOKENS)
@@ -111,13 +111,13 @@ class DraftSourceFactory:
         """Return the draft source of one request.
 
         Args:
-            wanted: `draft_pool` is the pool that the request was routed to; "" where a `router` chooses, and then text
+            wanted: `draft_pool` is the pool that the request was routed to; "" if a `router` chooses, and then text
                 is searched before a model is called.
             setting: parameters of the request's rounds.
             tokens: tokens of the session.
             replicas: replicas of the session; `draft_pool` is the pool whose model drafts, "" for none.
             calls: calls of the request's rounds.
-            router: router of the request, where its model's pool may change.
+            router: router of the request, if its model's pool may change.
         """
         source_of = partial(self._model_source, wanted, setting, replicas, calls)
         models: AdaptiveDraftSource = (

@@ -112,7 +112,7 @@ class InTargetDraftSource:
 
 
 class RoutedDraftSource:
-    """Drafts of a pool that may change between two rounds, where another pool is faster or the present one is gone.
+    """Drafts of a pool that may change between two rounds, if another pool is faster or the present one is gone.
 
     Implements `AdaptiveDraftSource`. `RequestRouter` chooses the pool.
     """
@@ -133,7 +133,7 @@ class RoutedDraftSource:
         self._missing_cause = ""
         """Cause of the last round's missing draft."""
         self._was_in_target = False
-        """True where the target itself was to make the last draft. A target that lacks the pool will never serve it."""
+        """True if the target itself was to make the last draft. A target that lacks the pool will never serve it."""
 
     @property
     def chooser(self) -> GammaChooser:

@@ -55,7 +55,7 @@ class RoundTimes(NamedTuple):
     num_draft_tokens: int
     num_accepted: int
     draft_s: float
-    """Wait for the draft; 0 when none was requested. Short where the draft was made ahead of the request."""
+    """Wait for the draft; 0 when none was requested. Short if the draft was made ahead of the request."""
     verify_s: float
     verify_forward_s: float
     """Part of `verify_s` that the target reports for its step."""

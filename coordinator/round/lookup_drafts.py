@@ -44,7 +44,7 @@ class LookupDraftSource:
             lookup: searches the session's text.
             tokens: tokens of the session.
             chooser: chooser of gamma for found drafts alone.
-            otherwise: source to use where nothing is found; None for none.
+            otherwise: source to use if nothing is found; None for none.
             with_supports: whether the request's rounds carry distributions.
         """
         self._pool = pool
@@ -79,7 +79,7 @@ class LookupDraftSource:
             self._otherwise.observe(draft, times)
 
     def _find(self, limit: int) -> list[int]:
-        """Return at most `limit` found tokens that are worth a round; none where nothing is found."""
+        """Return at most `limit` found tokens that are worth a round; none if nothing is found."""
         self._read()
         gamma = self._gamma(limit)
         if self._lookup.num_read < len(self._tokens) or not gamma:

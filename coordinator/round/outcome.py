@@ -35,14 +35,14 @@ class RoundOutcome(NamedTuple):
     draft_pool: str
     target_only_cause: str
     """Reason for a missing draft: off, paused, no_replica, draft_context, late, empty, no_match, not_drafted (by a
-    target that was to draft by itself), or an error's reason; "" where there was a draft token."""
+    target that was to draft by itself), or an error's reason; "" if there was a draft token."""
     supports: Sequence[Support]
     """Supports of the draft tokens; empty in greedy and coupled rounds."""
     verification: Verification
     num_requested: int = 0
-    """Number of draft tokens requested; 0 where no draft was, or no replica answered."""
+    """Number of draft tokens requested; 0 if no draft was, or no replica answered."""
     timeline: RoundTimeline | None = None
-    """Recorded where the setting says so."""
+    """Recorded if the setting says so."""
 
 
 def trace_tokens(decision: Decision, proposal: Proposal, verification: Verification, draft_pool: str) -> Provenance:

@@ -50,7 +50,7 @@ class RequestRouter:
         self._promoted = ""
         """Pool that the request got because it is being promoted; "" for none."""
         self._is_compared = False
-        """True where the request's speed counts in the comparison of a promotion."""
+        """True if the request's speed counts in the comparison of a promotion."""
         self._outgrown: set[str] = set()
         """Pools whose context is too short for the session, or that its target does not serve."""
         self._interrupted, self._trial = "", ""
@@ -70,7 +70,7 @@ class RequestRouter:
         """Draft tokens tested and accepted in the span, by pool and by their index in the round."""
 
     def begin(self) -> str:
-        """Return the first pool of the request; "" where there is none."""
+        """Return the first pool of the request; "" if there is none."""
         usual, canary = self._routes.choose(self.request_class), self._routes.canary
         if canary is None or canary.promotion is None or canary.promotion.pool not in self._routes.scored():
             return usual
@@ -119,7 +119,7 @@ class RequestRouter:
         return interrupted
 
     def leave(self, pool: str, *, for_good: bool) -> str:
-        """Return the next pool where the present one gives no drafts: another one, if there is any.
+        """Return the next pool if the present one gives no drafts: another one, if there is any.
 
         Args:
             pool: present pool; "" for none.

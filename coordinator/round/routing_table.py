@@ -97,7 +97,7 @@ _ROUND_KEEP = 0.995
 #: Largest number of trials of a pool that could not be scored, per class.
 MAX_TRIALS = 3
 
-#: Acceptance assumed where nothing is known.
+#: Acceptance assumed if nothing is known.
 _PRIOR_ALPHA = 0.7
 
 
@@ -108,7 +108,7 @@ class _PoolInClass:
         self.acceptance = Acceptance(_SPAN_KEEP)
         self.num_rounds = 0.0
         self.was_unscored = False
-        """True where the pool was to score the newest span and could not."""
+        """True if the pool was to score the newest span and could not."""
         self.num_trials = 0
 
 
@@ -169,7 +169,7 @@ class RoutingTable:
         return [*self._pools.live_model_pools(), *self._pools.local_pools]
 
     def choose(self, request_class: str) -> str:
-        """Return the pool of a request that begins now; "" where none lives."""
+        """Return the pool of a request that begins now; "" if none lives."""
         candidates = self.candidates()
         return self._of(request_class).hedge.choose(candidates) if candidates else ""
 
@@ -250,7 +250,7 @@ class RoutingTable:
         Args:
             pool: pool of the replica that answered.
             score: its answer.
-            num_new_tokens: number of tokens that the replica had to run; None where unknown.
+            num_new_tokens: number of tokens that the replica had to run; None if unknown.
         """
         if score.step_s:
             self._step_s[pool].observe(score.step_s)

@@ -30,11 +30,11 @@ class RoundSetting:
     """Longest time that a request without output waits for KV blocks of a target."""
     tenant: str = DEFAULT_TENANT
     is_timed: bool = False
-    """True where each round records a timeline."""
+    """True if each round records a timeline."""
 
     draw_rule: DrawRule = field(init=False)
     answers_choices: bool = field(init=False)
-    """True where the target answers with token choices instead of distributions."""
+    """True if the target answers with token choices instead of distributions."""
 
     def __post_init__(self) -> None:
         draw_rule = DrawRule.COUPLED if self.mode in (Mode.COUPLED, Mode.OFF) else DrawRule.DISTRIBUTION

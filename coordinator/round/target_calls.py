@@ -1,7 +1,7 @@
-"""The calls of one request to its target replica, and to another one where that fails.
+"""The calls of one request to its target replica, and to another one if that fails.
 
 `SessionCalls` sends the request to the target service (`target_service/servicer`). The verification goes back to the
-`runner`, which decides the round. `replicas/placement` chooses the replica; where none can be reached, the call waits
+`runner`, which decides the round. `replicas/placement` chooses the replica; if none can be reached, the call waits
 for one (`replicas/target_wait`). If all of them lack KV blocks, or have too many prompts before it, the call is
 repeated for a while. The request keeps its slot meanwhile, so that fewer requests are admitted.
 """
@@ -47,7 +47,7 @@ class TargetAnswer(NamedTuple):
     wait_s: float
     """Seconds from the first call to the answer, failed calls included, a wait for a lost target excluded."""
     is_same_replica: bool
-    """True where this replica also answered this request's previous round. Otherwise its counts of other sessions'
+    """True if this replica also answered this request's previous round. Otherwise its counts of other sessions'
     rounds since then mean nothing."""
 
 
@@ -61,7 +61,7 @@ class TargetCalls:
         self._last_replica: TargetReplica | None = None
 
     async def verify(self, round_id: int, draft: Draft, wire: WireStats) -> TargetAnswer:
-        """Call the session's target replica, then others; wait where none can be reached or none has KV blocks.
+        """Call the session's target replica, then others; wait if none can be reached or none has KV blocks.
 
         Args:
             round_id: id of the round.
@@ -144,7 +144,7 @@ class TargetCalls:
         return replica.link.verify(request, wire, model=self._replicas.target_fingerprint)
 
     def _note_failure(self, replica: TargetReplica, failure: SpecdecError, failed: list[TargetReplica]) -> None:
-        """Return where another replica may serve; raise the round's error where none can."""
+        """Return if another replica may serve; raise the round's error if none can."""
         error = target_fault(failure, replica.address)
         if isinstance(error, StaleEpoch):
             raise failure

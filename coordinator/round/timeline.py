@@ -17,7 +17,7 @@ class CallTimeline:
     """One call; times in seconds of `time.monotonic`."""
 
     sent_s: float
-    """Time at which the request was written to the stream; of the second attempt where there were two."""
+    """Time at which the request was written to the stream; of the second attempt if there were two."""
     heard_s: float
     """Time at which the answer had been read from the stream."""
     stages: Stages | None
@@ -47,14 +47,14 @@ class RoundTimeline:
 
     began_s: float
     draft: CallTimeline | None = None
-    """None where no draft replica was called, or none answered."""
+    """None if no draft replica was called, or none answered."""
     target: CallTimeline | None = None
     decided_s: float = 0.0
     committed_s: float = 0.0
     shown_s: float = 0.0
 
     def note_draft(self, sent_s: float, heard_s: float, stages: Stages | None, replica: str) -> None:
-        """Record the times of the draft call; `replica` is "" where no draft replica answered."""
+        """Record the times of the draft call; `replica` is "" if no draft replica answered."""
         if replica:
             self.draft = CallTimeline(sent_s, heard_s, stages, replica)
 

@@ -1,6 +1,6 @@
 """The class of a request. `coordinator.round.routing_table` learns about drafts for each class.
 
-A class consists of the request's task label, or of the kind of its prompt where it has no label; of the mode; and of a
+A class consists of the request's task label, or of the kind of its prompt if it has no label; of the mode; and of a
 band of temperature, because acceptance depends on both. The kind of a prompt is derived from its last part by two
 counts: how much of it repeats, and how much of it is punctuation that occurs in code rather than in prose. Tenants
 share the classes, which hold counts and times and no text; only the coordinator's own tenant is shown their names.
@@ -33,7 +33,7 @@ def class_of(task: str, kind: str, mode: Mode, filters: SamplingFilters) -> str:
 
     Args:
         task: label of the request; "" for none.
-        kind: kind of its prompt, where it has no label.
+        kind: kind of its prompt, if it has no label.
         mode: speculation mode of the request.
         filters: sampling filters of the request.
     """

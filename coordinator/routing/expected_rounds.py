@@ -26,7 +26,7 @@ class ExpectedRounds(NamedTuple):
 
     @property
     def alpha(self) -> float | None:
-        """Accepted share of tested tokens; None where no token would have been tested."""
+        """Accepted share of tested tokens; None if no token would have been tested."""
         num_tested = sum(self.tested)
         return sum(self.accepted) / num_tested if num_tested else None
 
@@ -59,7 +59,7 @@ def expected_rounds(rounds: Sequence[Sequence[float]]) -> ExpectedRounds:
 
     Args:
         rounds: for the round that begins at each token of the span, the acceptance of each of its draft tokens, given
-            that it is tested; empty where the round would have had no draft.
+            that it is tested; empty if the round would have had no draft.
     """
     num_tokens, gamma = len(rounds), max(map(len, rounds))
     begins = [0.0] * (num_tokens + gamma + 2)

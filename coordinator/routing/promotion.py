@@ -1,4 +1,4 @@
-"""The promotion of a draft pool to a growing share of the sessions, and its rollback where it is slower.
+"""The promotion of a draft pool to a growing share of the sessions, and its rollback if it is slower.
 
 A share of the sessions, chosen by a hash of their ids, gets the pool instead of its usual one; the other sessions are
 the control group. After a number of requests of both groups the pool gets the next share. It is rolled back if at one
@@ -97,7 +97,7 @@ class Canary:
         return self._promotion
 
     def pool_of(self, session_id: str) -> str:
-        """Return the pool that a session gets by promotion; "" where it keeps its usual one."""
+        """Return the pool that a session gets by promotion; "" if it keeps its usual one."""
         promotion = self._promotion
         if promotion is None or promotion.status is PromotionStatus.ROLLED_BACK:
             return ""

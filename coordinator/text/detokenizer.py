@@ -135,7 +135,7 @@ class _Decoder(Protocol):
 
 
 class _ByteLevelDecoder:
-    """Decodes tokens as bytes with an incremental UTF-8 decoder. Exact also where tokens end within a character."""
+    """Decodes tokens as bytes with an incremental UTF-8 decoder. Exact also if tokens end within a character."""
 
     def __init__(self, tokenizer: ServedTokenizer) -> None:
         self.token = tokenizer.token

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: Fixed limit where a token may stand for any text: characters other than white space per token. Text has four or five
+#: Fixed limit if a token may stand for any text: characters other than white space per token. Text has four or five
 #: per token, and the longest words of vocabularies have tens.
 _CHARACTERS_PER_TOKEN = 64
 #: The same limit with white space counted. Tables and indented lines have runs of it, but a quarter is not empty.
@@ -39,13 +39,13 @@ class TextBounds:
     per_token: int
     """Largest number of characters per token; `_counted` defines which characters count."""
     with_space_per_token: int | None = None
-    """Largest number of characters per token with white space; set where `per_token` leaves white space out."""
+    """Largest number of characters per token with white space; set if `per_token` leaves white space out."""
     takes_space_before: tuple[str, ...] = ()
     """Added tokens that absorb the white space before them, which is then not counted."""
     takes_space_after: tuple[str, ...] = ()
 
     def excess(self, text: str, max_tokens: int) -> tuple[int, int] | None:
-        """Return None where `text` may fit `max_tokens` tokens; otherwise its counted characters and their limit."""
+        """Return None if `text` may fit `max_tokens` tokens; otherwise its counted characters and their limit."""
         room = max(max_tokens, 0)
         is_ours = self.with_space_per_token is not None
         if len(text) <= max(room * self.per_token, _READ_ANYWAY if is_ours else 0):

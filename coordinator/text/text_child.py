@@ -121,7 +121,7 @@ def _bounded(cpu_s: float) -> Iterator[None]:
 
 
 def _held_bytes() -> int:
-    """Return the size of the address space, or a huge number, which disables the limit, where it cannot be read."""
+    """Return the size of the address space, or a huge number, which disables the limit, if it cannot be read."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:

@@ -90,7 +90,7 @@ class TextProcess:
             self._end()
 
     def _exchange(self, request: Mapping[str, Any], given_up: threading.Event) -> Any:
-        """Return the answer; None where the child ended without one."""
+        """Return the answer; None if the child ended without one."""
         _check(given_up)
         answer = None
         try:

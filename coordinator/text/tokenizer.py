@@ -206,7 +206,7 @@ class ServedTokenizer:
         )
 
     def decode(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
-        """Return the text of a whole output, cleaned up where the tokenizer does so.
+        """Return the text of a whole output, cleaned up if the tokenizer does so.
 
         Special tokens add no text unless `keep_special_tokens`, which adds their names.
         """
@@ -227,7 +227,7 @@ class ServedTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token stands for: a special token's name; b"" for an id without a token.
 
-        The bytes of an output's tokens join to the UTF-8 of its text, also where a character is split over tokens. A
+        The bytes of an output's tokens join to the UTF-8 of its text, also if a character is split over tokens. A
         space that the decoder removes at the start of a text, or in a clean-up, is included. With a decoder that treats
         a token by its neighbours, the bytes are those of the token decoded by itself.
         """

@@ -2,7 +2,7 @@
 
 A draft token is made in one of two ways. Both are exact, because the way is chosen before the token is sampled:
 
-- **by common tokens**: the distribution is restricted to tokens whose bytes are a token of the target (summed where
+- **by common tokens**: the distribution is restricted to tokens whose bytes are a token of the target (summed if
   several are) and renormalised, *then* filtered, cut, rounded and sampled like any draft;
 - **as text**: the draft continues with its own top tokens, and their bytes become tokens as the target's tokenizer
   would continue the session's text. Each of them is a point mass. The last one is left out, because later text may
@@ -69,7 +69,7 @@ class SharedTokens:
         ]
 
     def restrict(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return float32 [R, target vocabulary] from [R, V]: -inf where the draft has no token of those bytes."""
+        """Return float32 [R, target vocabulary] from [R, V]: -inf if the draft has no token of those bytes."""
         restricted = logits.new_full((len(logits), self._num_target_tokens), -torch.inf)
         (draft_vocab_ids, target_ids), *further = self._layers
         restricted[:, target_ids] = logits[:, draft_vocab_ids]

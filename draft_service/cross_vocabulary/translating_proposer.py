@@ -98,7 +98,7 @@ class CrossVocabularyProposer(ReplicaEngine):
     async def propose(self, request: ProposeRequest) -> Proposal:
         """Draft up to gamma tokens of the target; see `DraftEngine.propose`.
 
-        The draft is shorter where the draft model's context ends, after an end token, or if drafted text gives fewer.
+        The draft is shorter if the draft model's context ends, after an end token, or if drafted text gives fewer.
         """
         position = request.position
         translated = await self._sessions.align(position)

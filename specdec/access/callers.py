@@ -76,7 +76,7 @@ class Callers:
         Keys are found by their hash: how long that takes tells a caller nothing about any key.
 
         Raises:
-            Unauthenticated: the credential is unknown, or there is none where one is needed.
+            Unauthenticated: the credential is unknown, or there is none although one is needed.
         """
         if credential and self._service_key is not None and self._service_key.accepts(credential):
             return _SERVICE_ACCESS

@@ -71,7 +71,7 @@ class Guard:
         """
         Args:
             callers: finds the access of a caller.
-            needs: rights by full method name; a caller needs one of them, and none of them will do where it is empty.
+            needs: rights by full method name; a caller needs one of them, and none of them will do if it is empty.
             others: rights that all other methods need, likewise.
             refusal: message for methods that no right opens.
         """

@@ -43,7 +43,7 @@ _MIN_RSA_BITS = 2048
 _FIELD = "jwt_jwks"
 _SCHEMES = ("https://", "http://")
 
-#: Interval at which keys of a URL are fetched again, and the shortest one where a token names a key that is not known.
+#: Interval at which keys of a URL are fetched again, and the shortest one if a token names a key that is not known.
 _FRESH_S = 300.0
 _MIN_INTERVAL_S = 10.0
 #: Age from which keys that cannot be fetched again are not believed any more.
@@ -178,9 +178,9 @@ class _FileKeys:
 
 
 class _RemoteKeys:
-    """Keys of a URL. A thread fetches them again at an interval, and soon where a token names one that is not known.
+    """Keys of a URL. A thread fetches them again at an interval, and soon if a token names one that is not known.
 
-    So a key that the issuer has withdrawn is refused after the interval, also where no token came meanwhile.
+    So a key that the issuer has withdrawn is refused after the interval, also if no token came meanwhile.
     """
 
     def __init__(self, url: str) -> None:
@@ -240,7 +240,7 @@ class _ShortKeyError(ValueError):
 
 
 def _choose(keys: Keys, key_id: object) -> Keys:
-    """Return the keys that a token names; where it names none, those without an id, or the only one."""
+    """Return the keys that a token names; if it names none, those without an id, or the only one."""
     if key_id is None:
         return keys if len(keys) == 1 else [key for key in keys if not key.key_id]
     return [key for key in keys if key.key_id == key_id]

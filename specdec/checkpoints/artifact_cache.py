@@ -101,7 +101,7 @@ def make_room(folder: Path, num_bytes: int) -> None:
 
 
 def note_use(path: Path) -> None:
-    """Note that a file of `make_room` was used now, where this process may."""
+    """Note that a file of `make_room` was used now, if this process may."""
     with contextlib.suppress(OSError):
         os.utime(path)
 

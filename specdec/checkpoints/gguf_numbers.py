@@ -115,7 +115,7 @@ def settle(config: PreTrainedConfig, metadata: Mapping[str, Any], divisors: np.n
 
 
 def require_equal_layers(metadata: Mapping[str, Any]) -> None:
-    """Refuse a file with a number for each layer where configurations have one for all. Raises NotConverted."""
+    """Refuse a file with a number for each layer if configurations have one for all. Raises NotConverted."""
     for name, value in _stated(metadata).items():
         if name in _NAMES and isinstance(value, list):
             key = f"{metadata['general.architecture']}.{name}"

@@ -17,7 +17,7 @@ from specdec.checkpoints.preflight import read_sizes
 
 _MAX_HEADER_BYTES = 100_000_000
 
-#: Bytes of a number in the KV cache where nothing else is configured: bfloat16 and float16.
+#: Bytes of a number in the KV cache if nothing else is configured: bfloat16 and float16.
 _KV_NUMBER_BYTES = 2
 
 #: Least and greatest value of each size in a config.json.

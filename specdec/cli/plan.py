@@ -168,7 +168,7 @@ def _formula(plan: Plan) -> float:
 
 
 def _verdict(plan: Plan) -> str:
-    """Return whether the draft is worth its GPUs; "" without a draft, or where the target alone breaks a limit."""
+    """Return whether the draft is worth its GPUs; "" without a draft, or if the target alone breaks a limit."""
     if plan.chosen.draft is None or plan.alone is None:
         return ""
     cost, gain = plan.chosen.num_gpus / plan.alone.num_gpus, _one_stream_speedup(plan)

@@ -147,7 +147,7 @@ def _as_operator(args: argparse.Namespace, client: Client, call: Callable[[Clien
 
 
 def _await_score(client: Client, name: str) -> None:
-    """Return once the pool's score is not worse than that of the pool in use, in every class where both are known.
+    """Return once the pool's score is not worse than that of the pool in use, in every class in which both are known.
 
     Raises:
         NotFound: the pool does not exist.

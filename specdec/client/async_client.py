@@ -175,7 +175,7 @@ class AsyncClient(Identity):
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids, as `generate` would make it from them.
 
-        Special tokens add no text, or their names where `skip_special_tokens` is False. Raises InvalidRequest for more
+        Special tokens add no text, or their names if `skip_special_tokens` is False. Raises InvalidRequest for more
         ids than the context holds, or an id outside the vocabulary.
         """
         request = build_detokenize_request(token_ids, skip_special_tokens=skip_special_tokens)
@@ -186,7 +186,7 @@ class AsyncClient(Identity):
         """Move sessions to a draft pool in steps, up to the share `share` of them; 0 ends the current promotion.
 
         The server rolls the promotion back if the pool gives fewer tokens per second. Raises NotFound for an unknown
-        pool, Unsupported if the system does not route requests, and Forbidden where operator calls are answered at
+        pool, Unsupported if the system does not route requests, and Forbidden if operator calls are answered at
         another address, `info().admin_address`, or the API key lacks the right.
         """
         answer = await self._call("Promote", build_message(pb.PromoteRequest, draft_pool=draft_pool, share=share))

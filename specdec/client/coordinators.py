@@ -1,7 +1,7 @@
-"""Chooses the coordinator that a client calls, where the endpoint names several.
+"""Chooses the coordinator that a client calls, if the endpoint names several.
 
 Such a client spreads its calls round robin over all addresses whose health service reports SERVING. While none does, it
-calls over a plain connection, on which gRPC tries the next address only where connecting fails: a coordinator that is
+calls over a plain connection, on which gRPC tries the next address only if connecting fails: a coordinator that is
 not SERVING may still wait for a target. It checks their health again after 1 s, then less and less often.
 
 A client of one address starts on the plain connection, because a proxy may stand there. After a refusal it changes to

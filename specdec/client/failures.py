@@ -1,7 +1,7 @@
 """Maps a failed gRPC call of a client to one error of the tree. Both clients use it.
 
 An error that gRPC or a proxy made, and no coordinator, is described in words; `grpc_text` returns gRPC's own text. Such
-an error says nothing about the request. So `recovery` tries the call again, also where the status refuses a call that
+an error says nothing about the request. So `recovery` tries the call again, also if the status refuses a call that
 a coordinator at the same endpoint has answered before.
 """
 

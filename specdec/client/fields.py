@@ -112,7 +112,7 @@ def _shown(value: Any) -> str:
 
 
 def as_json(value: Mapping[str, Any], field: str) -> str:
-    """Return a value as JSON. Raises InvalidRequest, which names `field`, where JSON cannot hold it."""
+    """Return a value as JSON. Raises InvalidRequest, which names `field`, if JSON cannot hold it."""
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

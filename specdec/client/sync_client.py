@@ -187,7 +187,7 @@ class Client(Identity):
         """Move sessions to a draft pool in steps, up to the share `share` of them; 0 ends the current promotion.
 
         The server rolls the promotion back if the pool gives fewer tokens per second. Raises NotFound for an unknown
-        pool, Unsupported if the system does not route requests, and Forbidden where operator calls are answered at
+        pool, Unsupported if the system does not route requests, and Forbidden if operator calls are answered at
         another address, `info().admin_address`, or the API key lacks the right.
         """
         answer = self._call("Promote", build_message(pb.PromoteRequest, draft_pool=draft_pool, share=share))

@@ -90,7 +90,7 @@ def exposes_key(endpoint: str, tls: Tls | None, api_key: str | None) -> bool:
 
 
 def require_private_key(endpoint: str, tls: Tls | None, api_key: str | None, *, insecure: bool) -> None:
-    """Check that no key travels in plaintext beyond this machine, or log it where `insecure` allows it.
+    """Check that no key travels in plaintext beyond this machine, or log it if `insecure` allows it.
 
     Raises:
         InvalidRequest: it would.

@@ -37,7 +37,7 @@ def acceptance_levels(
     for index in range(1, len(draft_token_ids)):
         share = shares[index]
         excess = float(block_residual_weights(share, supports[index], rows[index]).sum())
-        # With c = 1 the formula is D / D, or its limit where D = 0: the prefix is accepted either way.
+        # With c = 1 the formula is D / D, or its limit if D = 0: the prefix is accepted either way.
         levels.append(1.0 if share == 1.0 else excess / (excess + 1.0 - share))
     return shares, levels + shares[-1:] if len(draft_token_ids) else levels
 

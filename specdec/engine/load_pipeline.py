@@ -139,7 +139,7 @@ class ModelPart(Protocol):
         return
 
     def lead(self, own: Worker) -> Worker:
-        """Wait for the other processes; return the worker that runs steps on all of them, or `own` where it follows."""
+        """Wait for the other processes; return the worker that runs steps on all of them, or `own` if it follows."""
         return own
 
 

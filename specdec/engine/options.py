@@ -21,7 +21,7 @@ EAGER = "eager"
 NATIVE = "native"
 #: CUDA graphs of small steps (`engine.cuda_graphs.graph_steps`).
 CUDA_GRAPHS = "cuda-graphs"
-#: Native kernels on a CPU and CUDA graphs on a GPU where they support the model, eager steps elsewhere.
+#: Native kernels on a CPU and CUDA graphs on a GPU if they support the model, eager steps elsewhere.
 AUTO = "auto"
 
 #: Attention of steps in CUDA graphs by our own kernels, over block tables (`engine.cuda_graphs.paged_attention`).
@@ -43,7 +43,7 @@ def row_counts(max_rows: int) -> tuple[int, ...]:
     return tuple(count for count, below in zip(_ROW_COUNTS, (0, *_ROW_COUNTS), strict=False) if below < max_rows)
 
 
-#: Returns True where every process that runs the model's steps together passed True.
+#: Returns True if every process that runs the model's steps together passed True.
 Agreement = Callable[[bool], bool]
 
 
@@ -58,7 +58,7 @@ class CompileOptions:
     directory: Path | None = None
     """Directory in which compiled code is kept between runs; None keeps none."""
     capture: Capture | None = None
-    """Function that records steps. None records CUDA graphs where there is a CUDA device. With a function, a model on a
+    """Function that records steps. None records CUDA graphs if there is a CUDA device. With a function, a model on a
     CPU runs the steps of a GPU, for tests on machines without one."""
     attention: str | None = None
     """Attention of recorded steps: `PAGED`, used if a trial on the device gives the right output, or `GATHERED`. None

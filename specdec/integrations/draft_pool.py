@@ -1,6 +1,6 @@
 """A draft pool for an engine's thread: draft tokens for the rows of a batch, within a deadline, or none.
 
-The engine waits for its drafter in every step, so a call takes at most the deadline, or 4 ms more where the thread of
+The engine waits for its drafter in every step, so a call takes at most the deadline, or 4 ms more if the thread of
 the links is held up. A replica that does not answer within the deadline is left out until it has answered again. Draft
 tokens are greedy, so an engine that verifies them by rejection sampling treats them as a distribution with one token,
 which is exact for every sampler.

@@ -65,7 +65,7 @@ class _Draft(Protocol):
 def distill(
     distillation: Distillation, on_step: Callable[[int, float, float], None] = lambda num_steps, kl_nats, done: None
 ) -> Learned:
-    """Trains, and writes the new version where it is better on held-out sessions than the old one.
+    """Trains, and writes the new version if it is better on held-out sessions than the old one.
 
     Args:
         distillation: inputs and output.

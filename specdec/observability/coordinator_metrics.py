@@ -1,6 +1,6 @@
 """Metrics of the coordinator: requests from admission to their end, the session store, and the replicas that it sees.
 
-Series have vLLM's names where, and only where, they have vLLM's meaning (`specdec:` instead of `vllm:`). Every series
+Series have vLLM's names if, and only if, they have vLLM's meaning (`specdec:` instead of `vllm:`). Every series
 has the label `model_name`. Counters are named without `_total`, which the exposition adds. `round_metrics` has the
 series of the rounds. Tenants beyond a number share one series. Everything is updated from the coordinator's event loop,
 except where a method says otherwise.

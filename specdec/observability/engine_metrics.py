@@ -1,6 +1,6 @@
 """Metrics of a draft or target replica: loading, its calls, its steps and its KV cache.
 
-Series have vLLM's names where, and only where, they have vLLM's meaning (`specdec:` instead of `vllm:`). Every series
+Series have vLLM's names if, and only if, they have vLLM's meaning (`specdec:` instead of `vllm:`). Every series
 has the labels `model_name`, `role` and `pool`. Counters are named without `_total`, which the exposition adds. The
 servicers count calls, the engine reports its steps, and `engine_state` reads the rest at a scrape.
 """

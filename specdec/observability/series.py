@@ -88,7 +88,7 @@ class ServiceSeries:
     ) -> Metric:
         """Return a gauge as scraped, with a value for each set of further labels.
 
-        `label_names`: names of the further labels; needed where `values` may be empty.
+        `label_names`: names of the further labels; needed if `values` may be empty.
         """
         series = list(values)
         names = tuple(label_names) or tuple(series[0][0] if series else ())

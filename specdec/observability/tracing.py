@@ -80,7 +80,7 @@ def request_id_attributes() -> Attributes:
 
 
 def open_tracing(endpoint: str, share: float, *, service: str, environ: Mapping[str, str]) -> Tracing | None:
-    """Return what records traces, or None where no endpoint is set.
+    """Return what records traces, or None if no endpoint is set.
 
     Args:
         endpoint: URL of the collector (`--otlp-endpoint`); "": OpenTelemetry's own variables decide.
@@ -113,7 +113,7 @@ class Tracing:
     def __init__(self, endpoint: str, share: float, service: str) -> None:
         """Start the export thread; arguments are as in `open_tracing`.
 
-        Raises ModuleNotFoundError where the packages are not installed.
+        Raises ModuleNotFoundError if the packages are not installed.
         """
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -250,7 +250,7 @@ class Span:
         self._span.set_attributes(attributes)
 
     def rename(self, name: str) -> None:
-        """Change the name, where it is known only after the span began."""
+        """Change the name, if it is known only after the span began."""
         self._span.update_name(name)
 
     def add_event(self, name: str, at_ns: int) -> None:

@@ -14,5 +14,5 @@ def until_tick_s(interval_s: float) -> float:
 
 
 async def tick(interval_s: float) -> None:
-    """Sleep until the next multiple of an interval: for `interval_s` where it is called again at once."""
+    """Sleep until the next multiple of an interval: for `interval_s` if it is called again at once."""
     await asyncio.sleep(until_tick_s(interval_s))

@@ -40,7 +40,7 @@ def settle() -> None:
 
 
 def _return_freed_memory() -> None:
-    """Give the system the pages that hold nothing but freed memory; no effect where the C library is not glibc.
+    """Give the system the pages that hold nothing but freed memory; no effect if the C library is not glibc.
 
     glibc keeps pieces below 32 MB for later allocations. After a load these are most of the model's weights as they
     were before they were packed.

@@ -332,7 +332,7 @@ class TargetShares(Protocol):
     """
 
     async def read(self) -> TargetShare | None:
-        """Return the decision; None where the models' replicas are counted."""
+        """Return the decision; None if the models' replicas are counted."""
         ...
 
     async def put(self, share: TargetShare | None) -> None:

@@ -92,7 +92,7 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end and return the exit code. Raises subprocess.TimeoutExpired where the process still runs."""
+        """Wait for the end and return the exit code. Raises subprocess.TimeoutExpired if the process still runs."""
         with self._lock:
             if self.returncode is not None:
                 return self.returncode
@@ -167,7 +167,7 @@ class ProcessTemplate:
             return self._is_ready
 
     def start(self, command: Command, streams: Streams) -> ForkedProcess:
-        """Start a process. Wait for the template's imports where they have not ended.
+        """Start a process. Wait for the template's imports if they have not ended.
 
         Raises:
             TemplateFailed: the template has ended, or does not answer. It is ended then, because a late answer would be

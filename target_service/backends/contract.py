@@ -60,7 +60,7 @@ class TopTokens:
     logits: NDArray[np.float64]
     """float64 [K], beside `token_ids`."""
     logsumexp: float
-    """Logarithm of the sum of exp over all logits; 0 where the logits are logarithms of probabilities."""
+    """Logarithm of the sum of exp over all logits; 0 if the logits are logarithms of probabilities."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ _ROUNDING = 2.0**-20
 
 
 def num_wanted(filters: SamplingFilters, num_masked: int, largest: int) -> int:
-    """Return how many top tokens to ask for first: enough for the filters where that is certain.
+    """Return how many top tokens to ask for first: enough for the filters if that is certain.
 
     With top-k this is one more, which shows whether tokens tie at the cut.
 
@@ -49,7 +49,7 @@ def may_decide(filters: SamplingFilters, num_top: int, vocabulary_size: int) -> 
 def distribution_of(
     top: TopTokens, vocabulary_size: int, filters: SamplingFilters, masked: Collection[int] = ()
 ) -> Distribution | None:
-    """Return the distribution that follows from the top tokens, or None where they do not decide it.
+    """Return the distribution that follows from the top tokens, or None if they do not decide it.
 
     Args:
         top: the top tokens, with logarithms of probabilities as logits.
@@ -131,7 +131,7 @@ def _tail_bounds(
     return (0.0 if is_masked_outside or is_cut else low), high
 
 
-#: Number of top tokens that are tried first where top-k is off.
+#: Number of top tokens that are tried first if top-k is off.
 _NUM_FIRST = 256
 
 

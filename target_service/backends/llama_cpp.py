@@ -149,7 +149,7 @@ class LlamaBackend:
         return [outcomes[id(waiting)] for waiting in batch]
 
     def _answer_together(self, batch: Sequence[_Waiting]) -> dict[int, Answer | SpecdecError]:
-        """Answer questions in common batches; where these fail, in halves, down to single questions."""
+        """Answer questions in common batches; if these fail, in halves, down to single questions."""
         try:
             runs: list[_Run] = []
             for waiting in batch:
@@ -220,7 +220,7 @@ class LlamaBackend:
         return BatchPart(run.sequence, run.start, tokens, run.rows_request.num_rows)
 
     def _decode(self, runs: Sequence[_Run], parts: Sequence[BatchPart]) -> None:
-        """Run one batch; where the memory is full, drop the sequences that no question of this batch uses."""
+        """Run one batch; if the memory is full, drop the sequences that no question of this batch uses."""
         in_use = {run.sequence for run in runs}
         while True:
             try:

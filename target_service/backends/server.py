@@ -9,7 +9,7 @@ Greedy rounds are one call with all prompts. Sampled positions need a call each,
 one seed, the samples of neighbouring positions would depend on each other. The seed of a position follows from the
 request's seed, turn and the absolute position, so a repeated round gets the same samples.
 
-The other backends are tested against this one, and `vllm` asks such questions where top tokens do not decide.
+The other backends are tested against this one, and `vllm` asks such questions if top tokens do not decide.
 """
 
 from __future__ import annotations

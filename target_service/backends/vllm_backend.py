@@ -5,7 +5,7 @@ tokens at each draft position, and `logprobs` those after the last one. vLLM bat
 itself and finds the KV of the committed tokens in its prefix cache.
 
 Rows of positions that came from the prefix cache are not computed: vLLM leaves what its memory held before. Which ones
-is known from the number of cached tokens, so the server must report it. They occur where a round is repeated or another
+is known from the number of cached tokens, so the server must report it. They occur if a round is repeated or another
 session has the same text. Such rows, and those whose top tokens do not decide the distribution (`top_distributions`),
 are asked for one by one: the top tokens after a prefix, or a token that vLLM samples there (`contract.sampled`). Where
 the memory held numbers that JSON does not have, vLLM refuses the request, and all of its rows are asked for one by one.

@@ -76,7 +76,7 @@ def _coupled_entry(distribution: Distribution, position: SessionPosition, at: in
 
 def _logit_row(distribution: Distribution, support_ids: TokenIds, tail_id: int, num_logprobs: int) -> LogitRow:
     top = distribution.top
-    if top is None:  # a request for logprobs is refused where the backend does not know them
+    if top is None:  # a request for logprobs is refused if the backend does not know them
         return LogitRow(np.full(len(support_ids), -np.inf, np.float32), -math.inf, 0.0, _NO_TOKENS, _NO_LOGITS)
     by_id = np.argsort(top.token_ids)
     ids, logits = top.token_ids[by_id], top.logits[by_id]

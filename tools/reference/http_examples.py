@@ -16,7 +16,7 @@ from gateway.chunks import ChatChunks, ChunkOptions, CompletionChunks
 from gateway.message_objects import MessageEvents, message_object
 from gateway.outputs import Event
 from gateway.response_objects import ResponseEvents, ResponseShape
-from gateway.routes import chat, completions, models, sessions
+from gateway.routes import chat, completions, gateway_info, sessions
 from gateway.schemas.chat import ChatRequest
 from gateway.schemas.common import StreamOptions
 from gateway.schemas.completions import CompletionRequest
@@ -92,7 +92,7 @@ def message_answer() -> dict[str, Any]:
 
 
 def model_answer() -> dict[str, Any]:
-    return models._model(MODEL, Served((MODEL,), 2048, _INFO.default_sampling, _INFO))
+    return gateway_info._model(MODEL, Served((MODEL,), 2048, _INFO.default_sampling, _INFO))
 
 
 def session_answer() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Means of a system under a steady load: times of a round and of the tokens, streams at once, busy shares.
 
 A step of a target takes all calls that wait when it begins. Calls arrive at random, so a step of s seconds at c calls
-per second is followed by one of cs calls, and by one of a single call where none has come, which has the probability
+per second is followed by one of cs calls, and by one of a single call if none has come, which has the probability
 exp(-cs): a step has cs + exp(-cs) calls on average. A call waits for the rest of a running step and takes part in the
 next one. A stream whose draft is faster than half a step comes back early in the step that followed its own, and waits
 for more than the half of it. The streams of one step of a target ask their drafts together. Requests arrive at random,
@@ -121,13 +121,13 @@ def steady_state(
     num_targets: int,
     num_drafts: int,
 ) -> SteadyState | None:
-    """Return the means of a system; None where requests arrive faster than the targets or the drafts can serve them.
+    """Return the means of a system; None if requests arrive faster than the targets or the drafts can serve them.
 
     Args:
         requests: what arrives.
         calls: times outside the steps.
         target: the target.
-        draft: the draft; None where `requests.gamma` is 0.
+        draft: the draft; None if `requests.gamma` is 0.
         num_targets: target replicas.
         num_drafts: draft replicas; without a draft it does not matter.
     """
@@ -168,7 +168,7 @@ def _step_s(
 
 
 def _steady_step_s(step_after: Callable[[float], float], shortest_s: float) -> float | None:
-    """Return the step time that is followed by an equal one; None where each is followed by a longer one.
+    """Return the step time that is followed by an equal one; None if each is followed by a longer one.
 
     Args:
         step_after: time of the step that follows one of a given time; it grows with it.
@@ -194,7 +194,7 @@ def _target_step_s(requests: Requests, target: StepModel, num_calls: float, num_
 
 
 def _steps_of(requests: Requests, target: StepModel, rate_per_s: float) -> _Steps | None:
-    """Return the steps of a target to which `rate_per_s` requests come; None where its queue grows without end."""
+    """Return the steps of a target to which `rate_per_s` requests come; None if its queue grows without end."""
     calls_per_s = rate_per_s * requests.num_rounds
     step = partial(_target_step_s, requests, target)
 

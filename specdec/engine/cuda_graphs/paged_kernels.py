@@ -75,7 +75,7 @@ def attend_parts(
         table_firsts: int64 [B]: index of each sequence's first block id.
         lengths: int64 [B]: number of keys, including those of this step.
         first_rows: int32 [B + 1].
-        part_sums: float32 [T, H, NUM_SPLITS, VALUE_DIM], not divided by the weights; written where a split has keys.
+        part_sums: float32 [T, H, NUM_SPLITS, VALUE_DIM], not divided by the weights; written if a split has keys.
         part_maxima: float32 [T, H, NUM_SPLITS]: maximum score times log2(e).
         part_weights: float32 [T, H, NUM_SPLITS]: sum of 2 ** (score - maximum).
         num_sequences: B, at most MOST_SEQUENCES.

@@ -38,7 +38,7 @@ class Projection(nn.Module):
             weight: [out, in].
             bias: [out].
             both_layouts: keep a layout for few rows beside the one for many rows.
-            is_blocked: use oneDNN's layout where it is faster; False keeps the checkpoint's layout.
+            is_blocked: use oneDNN's layout if it is faster; False keeps the checkpoint's layout.
         """
         super().__init__()
         weight = weight.detach()

@@ -4,7 +4,7 @@ One program computes a tile of outputs: it goes over all inputs in tiles of one 
 adds each tile's product to its sums. No sum is divided among programs, and a row depends on its own inputs alone. So
 the order of a row's sum depends neither on the number of rows nor on the row's index. int8 weights are converted to the
 inputs' dtype in registers, which represents each of them exactly; their scales multiply the finished sums.
-`engine.linear.row_products` launches the kernel. This module imports Triton, so it is imported only where Triton is
+`engine.linear.row_products` launches the kernel. This module imports Triton, so it is imported only if Triton is
 installed.
 """
 

@@ -288,7 +288,7 @@ def logit_rows(
     Args:
         logits: float32 [R, V].
         support_ids: R ascending id arrays; empty ones in greedy and coupled rounds.
-        tail_ids: R ids of the tail token or of the choice; -1 where absent.
+        tail_ids: R ids of the tail token or of the choice; -1 if absent.
         num_logprobs: number of top tokens to add, 0..V.
     """
     num_rows = len(logits)

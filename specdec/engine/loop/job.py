@@ -77,7 +77,7 @@ class Job:
 
     @property
     def queue_s(self) -> float:
-        """Seconds from the call's arrival to its first step; to its admission where its answer needed no step."""
+        """Seconds from the call's arrival to its first step; to its admission if its answer needed no step."""
         return (self._admitted_s if self._first_step_s is None else self._first_step_s) - self._arrival_s
 
     @property
@@ -195,7 +195,7 @@ def split_non_finite(jobs: list[Job], logits: torch.Tensor) -> tuple[list[Job], 
 
 
 class MultiStepDraft(Protocol):
-    """Draft tokens of several consecutive steps, sampled where the logits are and read once, at the end."""
+    """Draft tokens of several consecutive steps, sampled if the logits are and read once, at the end."""
 
     num_steps: int
 

@@ -104,7 +104,7 @@ class ReplicaEngine:
         await self._engine_loop.end_turns(turns)
 
     def _reserved_len(self, position: SessionPosition) -> int:
-        """Return the number of tokens for which a turn reserves KV blocks; 0 where its greatest length is not known."""
+        """Return the number of tokens for which a turn reserves KV blocks; 0 if its greatest length is not known."""
         most = position.output_start + self._options.kv_reserve_tokens
         return min(position.max_session_tokens, self._shape.max_context_tokens, most)
 

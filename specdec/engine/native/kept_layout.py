@@ -32,7 +32,7 @@ _ALIGNMENT = mmap.ALLOCATIONGRANULARITY
 #: Bytes that are read or written between two reports of progress.
 _AT_ONCE = 64 << 20
 #: The same for tables that are mapped: Linux caches a file in units of the size that it was written in, and maps the
-#: whole unit where one row is read.
+#: whole unit if one row is read.
 _TABLE_AT_ONCE = 16 << 10
 #: Tables of which a step reads the rows of its tokens and positions.
 _MAPPED = ("embeddings", "cosines", "sines")

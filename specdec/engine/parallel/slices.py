@@ -20,7 +20,7 @@ from specdec.checkpoints.weight_files import safetensors_files
 from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.engine.parallel.splitting import Cut
 
-# Prefix of the names of all weights except the head's. transformers adds or removes it where files differ.
+# Prefix of the names of all weights except the head's. transformers adds or removes it if files differ.
 _PREFIX = "model."
 
 

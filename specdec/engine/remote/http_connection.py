@@ -210,7 +210,7 @@ async def _read(streamed: httpx2.Response, url: str) -> httpx2.Response:
 
 
 async def _identified(identify: Identify) -> str:
-    """Return the fingerprint of the model that the server serves; "" where it does not know the pinned name."""
+    """Return the fingerprint of the model that the server serves; "" if it does not know the pinned name."""
     try:
         return await identify()
     except Refused:

@@ -61,7 +61,7 @@ class Call:
     reserved_len: int = 0
     """Number of tokens for which blocks stay reserved until the turn ends; 0: none."""
     may_refuse: bool = False
-    """True if the call is refused, instead of waiting longer than the limits, where KV blocks are reserved for others:
+    """True if the call is refused, instead of waiting longer than the limits, if KV blocks are reserved for others:
     its turn has no output yet, or gets along without the answer."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context, compare=False, repr=False)
     """Context in which the call was made, whose ids its log records have on the device thread too."""

@@ -8,7 +8,7 @@ Calls that state no length (of older coordinators, or beyond `--kv-reserve-token
 those run out, a call takes them from turns without a reservation, or beyond it, that began after its own: from waiting
 calls first, then from turns between two calls, the youngest first. Such a turn loses no token: it runs its tokens again
 when its place has come. A waiting call that needs more than is reserved for its turn is beyond its reservation, also
-where its turn holds no other blocks.
+if its turn holds no other blocks.
 The oldest turn always goes on, and no two turns take blocks from each other in turn.
 
 `table` calls this on the device thread.
@@ -60,7 +60,7 @@ def next_release_s(sequences: Iterable[Sequence], now_s: float) -> float | None:
 
 
 class Takeover:
-    """One attempt to find blocks for a call, where the free ones are too few and no fork has any."""
+    """One attempt to find blocks for a call, if the free ones are too few and no fork has any."""
 
     def __init__(self, blocks: BlockManager, sequences: Collection[Sequence], now_s: float) -> None:
         """`sequences` are those of all sessions, least recently used first."""
@@ -71,7 +71,7 @@ class Takeover:
     def run(
         self, sequence: Sequence, needed_len: int, least_len: int | None, preemptable: Iterable[Sequence]
     ) -> int | None:
-        """Extend the table of `sequence` to `needed_len` tokens, or where idle sessions have too few blocks for that
+        """Extend the table of `sequence` to `needed_len` tokens, or if idle sessions have too few blocks for that
         and younger turns must lose theirs, to `least_len`.
 
         Args:

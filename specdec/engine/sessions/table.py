@@ -8,7 +8,7 @@ KV_MISS(have) names only a length that both sides certainly share, because a sec
 replica failure. Within an epoch committed tokens never change, so `have` is the last block boundary that the epoch
 committed and that is still held. Across epochs (a coordinator restarted, or the store lost its last second) nothing is
 certain, and `have` is 0. This costs bytes but no forward passes: a miss drops nothing, and tokens that are sent again
-keep their KV where they are equal.
+keep their KV if they are equal.
 
 Use from one thread alone.
 """
@@ -224,7 +224,7 @@ class SessionTable:
             committed_len: number of committed tokens.
             max_kv_len: number of tokens that can need KV before the call ends.
             reserved_len: number of tokens for which blocks stay reserved until the turn ends; 0: none.
-            has_begun: False for a call that waits or is refused where its whole reservation is not free. True: it may
+            has_begun: False for a call that waits or is refused if its whole reservation is not free. True: it may
                 run without the reservation, and take blocks from younger turns.
             preemptable: sequences of waiting calls that come after this one, first the one to preempt first.
 
