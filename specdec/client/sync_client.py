@@ -176,7 +176,7 @@ class Client(Identity):
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids, as `generate` would make it from them.
 
-        Special tokens add no text, or their names where `skip_special_tokens` is False. Raises InvalidRequest for more
+        Special tokens add no text, or their names if `skip_special_tokens` is False. Raises InvalidRequest for more
         ids than the context holds, or an id outside the vocabulary.
         """
         request = build_detokenize_request(token_ids, skip_special_tokens=skip_special_tokens)

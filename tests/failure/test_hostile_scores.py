@@ -23,7 +23,7 @@ def a_round(num_tokens: int = 3, **fields: Any) -> common_pb2.Round:
 
 
 SCORES = {
-    "nothing": (common_pb2.ScoreRequest(), "round.session_id"),
+    "nothing": (common_pb2.ScoreRequest(), "token_ids"),
     "no tokens to score": (common_pb2.ScoreRequest(round=a_round()), "token_ids"),
     "too many tokens": (common_pb2.ScoreRequest(round=a_round(), token_ids=[5] * 65), "token_ids"),
     "far too many tokens": (common_pb2.ScoreRequest(round=a_round(), token_ids=[5] * 1_000_000), "token_ids"),

@@ -76,7 +76,7 @@ class Replica:
             )
             call = Call(
                 VerifyRequest(position, NO_TOKENS, ()),
-                digest=b"",
+                identity=(),
                 draft_token_ids=NO_TOKENS,
                 num_logit_rows=1,
                 max_kv_len=len(turn.tokens),

@@ -301,7 +301,7 @@ def test_the_device_draws_from_a_support_as_the_host_does() -> None:
         words, expected = [], []
         for row in range(200):
             key = DrawKey(seed=row * 77, turn=row % 3, committed_len=row)
-            bits = key.below(1 << 62, row % 5, multi_step.Stream.PROPOSE) << 2
+            bits = key.below(1 << 62, row % 5, multi_step.DrawStream.PROPOSE) << 2
             words.append((bits >> 32, bits & 0xFFFFFFFC))
             support, _ = support_of_top(ids[row].numpy(), masses[row].numpy(), coverage)
             expected.append(draw_from_support(support, key, row % 5))
