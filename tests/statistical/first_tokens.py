@@ -71,7 +71,7 @@ class Row:
 
     draft: str
     backend: str
-    """Of the target: how our own engine computes, or whose engine it is."""
+    """Backend of the target: a way in which our own engine computes, or the name of another engine."""
     mode: str
     sampling: dict[str, Any] = field(hash=False)
     num_samples: int
