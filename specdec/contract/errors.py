@@ -121,8 +121,10 @@ class KvMiss(SpecdecError):
     code = "FAILED_PRECONDITION"
     default_reason = "KV_MISS"
 
-    def __init__(self, message: str, *, have: int) -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str, *, have: int = 0, reason: str = "", field: str = "", retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message, reason=reason, field=field, retry_after_s=retry_after_s)
         self.have = have
 
 
@@ -139,8 +141,10 @@ class StaleEpoch(SpecdecError):
     code = "ABORTED"
     default_reason = "STALE_EPOCH"
 
-    def __init__(self, message: str, *, epoch: int = 0, retry_after_s: float | None = None) -> None:
-        super().__init__(message, retry_after_s=retry_after_s)
+    def __init__(
+        self, message: str, *, epoch: int = 0, reason: str = "", field: str = "", retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message, reason=reason, field=field, retry_after_s=retry_after_s)
         self.epoch = epoch
         """Newest epoch of the session that the replica has seen; 0: it did not state one."""
 
@@ -256,6 +260,6 @@ def parse_error_line(line: str) -> SpecdecError | None:
     """Return the error that a line of `error_line` tells, with or without "error: "; None for any other line."""
     found = _ERROR_LINE.fullmatch(line.strip())
     error_type = type_of_reason(found["reason"]) if found else None
-    if found is None or error_type is None or error_type is KvMiss:
+    if found is None or error_type is None:
         return None
     return error_type(found["message"], reason=found["reason"])

@@ -270,8 +270,6 @@ def _build(
         retry_after_s = min(max(0.0, retry_after_s), _MOST_RETRY_S)
     if known is errors.KvMiss:
         return errors.KvMiss(message, have=have)
-    if known is errors.StaleEpoch:
-        return errors.StaleEpoch(message, retry_after_s=retry_after_s)
     name = code_pb2.Code.Name(code) if code in code_pb2.Code.values() else "INTERNAL"
     error_type = known or _BY_CODE.get(name, errors.Internal)
     return error_type(message, reason=reason if known else "", field=field, retry_after_s=retry_after_s)

@@ -1,4 +1,4 @@
-"""Every error of the tree crosses gRPC unchanged, and other statuses map to an error of the tree."""
+"""Every error crosses gRPC and a program's last line unchanged, and other statuses map to an error of the tree."""
 
 from __future__ import annotations
 
@@ -43,6 +43,13 @@ def test_an_error_survives_a_status_with_all_fields(error: SpecdecError) -> None
 @pytest.mark.parametrize("error", instances(), ids=lambda error: f"{type(error).__name__}-{error.reason}")
 def test_an_error_survives_an_item_status(error: SpecdecError) -> None:
     back = status_mapping.from_item_status(status_mapping.to_item_status(error))
+    assert (type(back), back.reason, back.message) == (type(error), error.reason, error.message)
+
+
+@pytest.mark.parametrize("error", instances(), ids=lambda error: f"{type(error).__name__}-{error.reason}")
+def test_an_error_survives_the_line_that_a_program_ends_with(error: SpecdecError) -> None:
+    back = errors.parse_error_line(errors.error_line(error))
+    assert back is not None
     assert (type(back), back.reason, back.message) == (type(error), error.reason, error.message)
 
 
