@@ -199,18 +199,21 @@ class Publisher:
             return await self._commits.add(lease, commit)
         except (SessionLost, Unavailable) as failure:
             error: SpecdecError = failure
-        for pause_s in _RETRY_PAUSES_S:
-            if isinstance(error, Unavailable):
-                if time.monotonic() - began_s > lease.ttl_s:
-                    break
+        pauses_s, was_lost = iter(_RETRY_PAUSES_S), False
+        while True:
+            is_lost = isinstance(error, SessionLost)
+            if was_lost or not is_lost:  # a loss is repaired at once, also one that the last attempt has found
+                pause_s = next(pauses_s, None)
+                if pause_s is None or time.monotonic() - began_s > lease.ttl_s:
+                    raise error
                 await asyncio.sleep(pause_s)
+            was_lost = is_lost
             try:
-                if isinstance(error, SessionLost):
+                if is_lost:
                     await self._repair(commit)
                 return await self._store.commit(lease, commit)
             except (SessionLost, Unavailable) as failure:
                 error = failure
-        raise error
 
     async def _repair(self, commit: Commit) -> None:
         """Write what the store has lost of this turn before a round, its beginning included, from this turn's copy.

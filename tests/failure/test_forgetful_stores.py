@@ -41,6 +41,8 @@ class FailingCommits:
     def __getattr__(self, name: str) -> Any:
         if name == "commit_all" and self.num_left > 0:
             return self._fail
+        if name == "commit" and self.num_left > 0:
+            return self._fail_again
         if name == "begin_request" and self.num_left > 0:
             return self._fail_one
         return getattr(self._store, name)
@@ -49,6 +51,10 @@ class FailingCommits:
         self.num_left -= 1
         await self.lose()
         return [self._error] * len(commits)
+
+    async def _fail_again(self, *commit: Any) -> None:
+        (error,) = await self._fail([commit])
+        raise error
 
     async def _fail_one(self, *_: Any, **__: Any) -> None:
         self.num_left -= 1
@@ -64,7 +70,9 @@ async def reason_of_end(stream: Any, held: Any) -> str:
     return from_rpc_error(caught.value).reason
 
 
-async def test_a_store_that_returns_without_the_latest_tokens_is_repaired() -> None:
+@pytest.mark.parametrize("num_failures", [1, 4])
+async def test_a_store_that_returns_without_the_latest_tokens_is_repaired(num_failures: int) -> None:
+    """Also if the last attempt of a commit is the first that reaches it: four fail, and the fifth finds the loss."""
     async with asyncio.timeout(30), Rig(drafts=0) as rig:
 
         class Crashing(FailingCommits):
@@ -76,7 +84,7 @@ async def test_a_store_that_returns_without_the_latest_tokens_is_repaired() -> N
         coordinator = await coordinator_on(rig, store)  # type: ignore[arg-type]
         stream = coordinator.stub.Generate(request(session_id="s", max_new_tokens=100))
         held = await read_until(stream, 5)
-        store.num_left = 1
+        store.num_left = num_failures
         await read_rest(stream, held)
         assert held.token_ids == rig.target.worker.greedy_continuation(PROMPT, 100)
         assert (await rig.store.read_tokens("s")).tolist() == [*PROMPT, *held.token_ids]
