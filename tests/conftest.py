@@ -13,12 +13,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.support.kept_compiler import keep_compilations
 
 # Before anything imports Triton, which transformers does: what it decorates from then on stays as it is.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# No example has a deadline: a machine with other work may be slow at any moment.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 keep_compilations(Path(sys.prefix) / "compiled")
 gc.disable()

@@ -31,7 +31,6 @@ SIGNALS: dict[str, tuple[Signal, ...]] = {
         rises("coordinator", "round_wait_seconds_total", RATE, on="draft"),
         rises("coordinator", "round_wait_seconds_total", RATE, on="target"),
         rises("coordinator", "round_wait_seconds_total", RATE, on="client"),
-        rises("coordinator", "inter_token_latency_seconds", MEAN),
         rises("draft", "busy_seconds_total", RATE),
         rises("draft", "kv_blocks", state="active"),
         rises("target", "num_requests_running"),
