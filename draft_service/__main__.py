@@ -93,7 +93,7 @@ KIND = ReplicaKind(
     settings_type=DraftSettings,
     # After a fully accepted round: its last draft token and the bonus token.
     num_decode_rows=lambda settings: 2,
-    simulated_engine=SimulatedDraft,
+    simulated_engine=lambda pair, settings, **options: SimulatedDraft(pair, **options),
     build_engine=_build_proposer,
     build_servicer=DraftServicer,
     check=_check,

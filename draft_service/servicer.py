@@ -15,6 +15,7 @@ import grpc
 from specdec.contract.engine_api import DraftEngine
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc import codec, proposals
+from specdec.rpc.outgoing import Outgoing
 from specdec.rpc.replica_servicer import Answered, ReplicaServicer
 from specdec.v1 import draft_pb2, draft_pb2_grpc
 
@@ -29,7 +30,7 @@ class DraftServicer(ReplicaServicer, draft_pb2_grpc.DraftServiceServicer):
             items_of=lambda frame: frame.requests,
             request_type=draft_pb2.ProposeFrame,
             reply_type=draft_pb2.Proposal,
-            frame_of=lambda replies: draft_pb2.ProposalFrame(proposals=replies),
+            frame_of=lambda parts: draft_pb2.ProposalFrame(proposals=parts.replies),
         )
         self._engine = engine
 
@@ -40,7 +41,7 @@ class DraftServicer(ReplicaServicer, draft_pb2_grpc.DraftServiceServicer):
     async def Propose(self, request_iterator: AsyncIterator[Any], context: Any) -> None:  # noqa: N802
         await self.serve(request_iterator, context)
 
-    async def answer(self, item: draft_pb2.ProposeRequest) -> Answered:
+    async def answer(self, item: draft_pb2.ProposeRequest, outgoing: Outgoing) -> Answered:
         request = codec.decode_propose_request(item, self._limits)
         decoded_s = time.monotonic()
         proposal = await self._engine.propose(request)

@@ -46,7 +46,7 @@ def _build_verifier(
     from target_service.verifier import Verifier
 
     limits = WaitLimits(settings.max_waiting, settings.max_wait_s)
-    return Verifier(worker, replace(options, wait_limits=limits), observer=metrics)
+    return Verifier(worker, replace(options, wait_limits=limits, max_run=settings.max_run), observer=metrics)
 
 
 async def _open_backend(settings: TargetSettings, replica_id: str, metrics: EngineMetrics) -> Engine | None:
@@ -63,7 +63,7 @@ KIND = ReplicaKind(
     settings_type=TargetSettings,
     # The draft tokens of a round, and the corrected or bonus token of the previous round.
     num_decode_rows=lambda settings: settings.max_gamma + 1,
-    simulated_engine=SimulatedTarget,
+    simulated_engine=lambda pair, settings, **options: SimulatedTarget(pair, max_run=settings.max_run, **options),
     build_engine=_build_verifier,
     local_drafts=lambda settings: parse_local_drafts(settings.local_draft),
     model_grace_s=lambda settings: settings.model_grace_s,

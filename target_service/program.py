@@ -71,10 +71,10 @@ class _Rows:
     @property
     def contexts(self) -> list[FilterContext]:
         """Return one filter context a row; its history includes the draft tokens before it."""
-        position = self.request.position
+        position, start = self.request.position, self.job.round_start
         token_ids = self.job.token_ids
         return [
-            FilterContext(position.filters, token_ids[: position.committed_len + index], position.output_start)
+            FilterContext(position.filters, token_ids[: start + index], position.output_start)
             for index in range(self.job.num_logit_rows)
         ]
 
@@ -118,7 +118,7 @@ class TargetProgram(Program):
                 job.end_draft()
 
     def advance(self, jobs: Sequence[Job], logits: StepLogits) -> None:
-        """Finish every job from its `num_logit_rows` rows of `logits`."""
+        """Answer every job from its `num_logit_rows` rows of `logits`. Runs go on; all others are finished."""
         if jobs[0].call.preemptible:  # such a job is alone: the tokens to be scored have run
             jobs[0].finish(Score((), forward_s=jobs[0].elapsed_s))
             return
@@ -143,7 +143,7 @@ class TargetProgram(Program):
                 _add_logit_rows(batch, _logits_of(batch, logits), num_logprobs)
         for rows in all_rows:
             others = self._answers.note(rows.job.sequence, rows.job.num_logit_rows)
-            rows.job.finish(_verification(rows, others))
+            rows.job.conclude(_verification(rows, others), rows.tail_ids[0])
 
 
 def _batches_of(group: Sequence[_Rows], logits: StepLogits) -> list[list[_Rows]]:
@@ -186,7 +186,7 @@ def _look_sampled(group: Sequence[_Rows], logits: StepLogits) -> None:
     uniforms: list[float] = []
     for rows in group:
         position = rows.request.position
-        key = DrawKey(position.seed, position.turn, position.committed_len)
+        key = DrawKey(position.seed, position.turn, rows.job.round_start)
         uniforms += key.tail_uniforms(rows.num_draft_tokens)
     answered = iter(
         distribution_rows(

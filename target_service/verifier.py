@@ -19,6 +19,7 @@ import numpy as np
 
 from specdec.contract.types import (
     LocalDraft,
+    RunLimit,
     SamplingFilters,
     Score,
     ScoreRequest,
@@ -62,7 +63,9 @@ class Verifier(ReplicaEngine):
         super().__init__(worker, TargetProgram(drawing), options, observer=observer, clock=clock)
         self._score_ids = count()
 
-    async def verify(self, request: VerifyRequest) -> Verification:
+    async def verify(
+        self, request: VerifyRequest, on_step: Callable[[Verification], None] | None = None
+    ) -> Verification:
         """Return p at every draft position and one beyond; see `TargetEngine.verify`.
 
         A `local_draft` that this replica does not have, or for which its context is too short, gives an empty draft.
@@ -77,11 +80,17 @@ class Verifier(ReplicaEngine):
             num_logit_rows=num_draft_tokens + 1,
             max_kv_len=request.position.committed_len + (num_draft_tokens if local is None else local.gamma),
             local_draft="" if local is None else local.pool,
+            run=None if on_step is None else request.run,
             reserved_len=self._reserved_len(request.position),
             may_refuse=_is_first_of_turn(request.position),
         )
-        verification: Verification = await self._engine_loop.call(call)
+        verification: Verification = await self._engine_loop.call(call, on_step)
         return verification
+
+    def renew(self, position: SessionPosition, until: int, committed_len: int) -> None:
+        """Raise the limit of a run; see `TargetEngine.renew`."""
+        most = min(committed_len + self._options.max_run, self._shape.max_context_tokens)
+        self._engine_loop.renew(position, min(until, most), committed_len)
 
     async def score(self, request: ScoreRequest) -> Score:
         """Return the distributions with which a local draft would have sampled committed tokens; see
@@ -108,8 +117,11 @@ class Verifier(ReplicaEngine):
         await self._release_warm_up()
 
     def _with_room(self, request: VerifyRequest) -> VerifyRequest:
-        """Return the request with its local draft limited to the room in the context."""
-        local = request.local_draft
+        """Return the request with its local draft or its run limited to the room in the context."""
+        local, run, committed_len = request.local_draft, request.run, request.position.committed_len
+        if run is not None:
+            until = min(run.until, committed_len + self._options.max_run, self._shape.max_context_tokens)
+            return replace(request, run=RunLimit(until, run.end_token_ids))
         if local is None:
             return request
         room = self._shape.max_context_tokens - request.position.committed_len

@@ -32,6 +32,10 @@ class RoundTurns:
         """Turns that a round holds, or that pause."""
         self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
 
+    def is_free(self, tenant: str) -> bool:
+        """Return whether the rounds of a tenant need not wait."""
+        return self._num_turns(tenant) is None
+
     async def begin(self, tenant: str) -> float | None:
         """Return once a round may run: the time at which it begins, for `end`, or None if it holds no turn."""
         limit = self._num_turns(tenant)

@@ -61,6 +61,11 @@ class RunningSlot:
         self.is_handed_on = True
         self._slots.num_starting += 1
 
+    @property
+    def may_run_ahead(self) -> bool:
+        """True if the request's rounds need not wait for those of other tenants."""
+        return self._slots.turns.is_free(self.tenant)
+
     async def begin_round(self) -> None:
         """Return once the request's next round may run. Call `end_round` after it."""
         self._turn_began_s = await self._slots.turns.begin(self.tenant)

@@ -1,7 +1,8 @@
 """The queue of rounds that are verified again in the background.
 
-One round is audited at a time, and only while no live round of this coordinator waits for its target. A round that
-finds no such moment is dropped and counted. No round waits for the queue. `turn_audit` adds rounds.
+One round is audited at a time, and only while no call of this coordinator waits for its target. Runs go on meanwhile,
+since they do not end by themselves. A round that finds no such moment is dropped and counted. No round waits for the
+queue. `turn_audit` adds rounds.
 """
 
 from __future__ import annotations
@@ -90,10 +91,10 @@ class AuditQueue:
         replica = audited.replica
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._max_wait_s):
-                while replica.takes_sessions and replica.link.oldest_pending is not None:
+                while replica.takes_sessions and not replica.link.has_only_runs:
                     self._round_ended.clear()
                     await self._round_ended.wait()
-        return replica.takes_sessions and replica.link.oldest_pending is None
+        return replica.takes_sessions and replica.link.has_only_runs
 
     async def _audit(self, audited: AuditedRound) -> Verdict:
         target_pass = TargetPass(audited, next(self._session_ids))

@@ -214,6 +214,7 @@ class Generation:
 
     async def _clean_up(self, error: SpecdecError | None) -> SpecdecError | None:
         """Let the last commit end, then release the session; return the error for the readers."""
+        self._runner.close()
         await self._publisher.close()
         stats = self.stats if error is None else None
         self._learners.end(self.turn, stats, self.stream.num_tokens)

@@ -7,6 +7,7 @@ queue, the lease keeper and the draft sources' statistics.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from pathlib import PurePath
 
@@ -101,10 +102,11 @@ class GenerationFactory:
         router = self._draft_sources.router(turn.identity.parameters.speculation, setting, turn.tokens)
         replicas = self._replicas(prepared, router)
         calls = SessionCalls(setting, turn.tokens, replicas)
+        runner = self._runner(turn, setting, replicas, calls, router, lambda: slot.may_run_ahead)
         return Generation(
             turn,
             Collaborators(
-                runner=self._runner(turn, setting, replicas, calls, router),
+                runner=runner,
                 calls=calls,
                 session=self._session(prepared, replicas),
                 publisher=Publisher(
@@ -113,6 +115,7 @@ class GenerationFactory:
                     account,
                     store=self._store.of_tenant(turn.lease.tenant),
                     commits=self._commits,
+                    on_committed=runner.note_committed,
                     trace=trace,
                 ),
                 stream=stream,
@@ -173,10 +176,11 @@ class GenerationFactory:
         replicas: SessionReplicas,
         calls: SessionCalls,
         router: RequestRouter | None,
+        may_run_ahead: Callable[[], bool],
     ) -> RoundRunner:
         choice, tokens = turn.identity.parameters.speculation, turn.tokens
         drafts = self._draft_sources.source(choice, setting, tokens, replicas, calls, router)
-        return RoundRunner(setting, tokens, replicas, drafts, TargetCalls(setting, replicas, calls))
+        return RoundRunner(setting, tokens, replicas, drafts, TargetCalls(setting, replicas, calls), may_run_ahead)
 
     def _round_setting(self, turn: Turn, *, is_timed: bool) -> RoundSetting:
         identity, sampling = turn.identity, turn.identity.parameters.sampling
@@ -195,5 +199,6 @@ class GenerationFactory:
             max_session_tokens=identity.output_start + sampling.max_new_tokens,
             kv_wait_s=self._kv_wait_s,
             tenant=turn.lease.tenant,
+            end_token_ids=turn.writer.end_token_ids,
             is_timed=is_timed,
         )

@@ -11,7 +11,9 @@ import asyncio
 import contextvars
 import logging
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +23,7 @@ from coordinator.generation.request_log import encode_stats, record_of
 from coordinator.generation.request_trace import RequestTrace
 from coordinator.generation.stream import OutputStream
 from coordinator.generation.turn import Turn
+from coordinator.requests import Provenance
 from coordinator.round.outcome import RoundOutcome
 from coordinator.round.timeline import RoundTimeline
 from coordinator.text.output import OutputStep
@@ -30,6 +33,9 @@ from specdec.state.store import Commit, Lease, SessionStore
 #: Pauses between attempts of a commit while the store refuses connections; the lease outlives their sum. Where one
 #: attempt alone takes longer than a lease, no other is made: another coordinator may reach the store.
 _RETRY_PAUSES_S = (0.05, 0.2, 0.5, 1.0)
+
+#: Number of decided rounds beyond which a generation waits for the store.
+MAX_WAITING_ROUNDS = 8
 
 _log = logging.getLogger(__name__)
 
@@ -99,7 +105,10 @@ class DecidedRound(NamedTuple):
 
 
 class Publisher:
-    """Publishes the rounds of one generation in their order. Used by the generation's task alone."""
+    """Publishes the rounds of one generation in their order. Used by the generation's task alone.
+
+    Rounds that are decided while a commit is under way are committed together, as one block.
+    """
 
     def __init__(
         self,
@@ -109,6 +118,7 @@ class Publisher:
         *,
         store: SessionStore,
         commits: CommitQueue,
+        on_committed: Callable[[int], None] = lambda committed_len: None,
         trace: RequestTrace | None = None,
     ) -> None:
         """
@@ -118,6 +128,7 @@ class Publisher:
             account: counts published rounds and tokens.
             store: sessions of the turn's tenant; receives commits that are repeated, and repairs.
             commits: receives the first attempt of each commit.
+            on_committed: called with the number of committed tokens of the session after each commit.
             trace: receives each round with its timeline.
         """
         self._turn = turn
@@ -125,67 +136,98 @@ class Publisher:
         self._account = account
         self._store = store
         self._commits = commits
+        self._on_committed = on_committed
         self._trace = trace
-        self._publication: asyncio.Task[None] | None = None
-        """Task that publishes the latest round."""
+        self._waiting: list[DecidedRound] = []
+        self._progress = asyncio.Event()
+        """Set when a block was shown or could not be committed."""
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._is_idle = True
+        """True while no round waits and no commit is under way."""
 
     async def publish(self, decided: DecidedRound) -> None:
-        """Start to publish a round once the previous round is shown; return before this round is shown.
-
-        Cancelling does not stop the publication of the previous round, and does not start that of this round.
+        """Let a round be committed and shown after those before it; wait while too many are not.
 
         Raises:
-            SpecdecError: the previous round could not be committed (see `SessionStore.commit`). Neither round is shown.
+            SpecdecError: an earlier round could not be committed (see `SessionStore.commit`). Neither is shown.
         """
-        await self.wait()
-        self._publication = asyncio.create_task(self._commit_and_show(decided))
+        if len(self._waiting) >= MAX_WAITING_ROUNDS:
+            await self._wait_while(lambda: len(self._waiting) >= MAX_WAITING_ROUNDS)
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        elif self._task.done():
+            self._task.result()
+        self._waiting.append(decided)
+        self._is_idle = False
+        self._wake.set()
 
     async def wait(self) -> None:
-        """Wait until the latest round is shown. Raises as `SessionStore.commit` when it cannot be committed.
-
-        Cancelling does not stop its publication.
-        """
-        if self._publication is not None:
-            # A commit takes less time than a round, so the publication is usually done.
-            if not self._publication.done():
-                began_s = time.monotonic()
-                await asyncio.shield(self._publication)
-                self._account.count_store_wait(time.monotonic() - began_s)
-            self._publication.result()
+        """Wait until every round is shown. Raises as `SessionStore.commit` if one cannot be committed."""
+        await self._wait_while(lambda: not self._is_idle)
 
     async def close(self) -> None:
-        """Wait until the publication that is under way has ended. Its error is logged only."""
-        if self._publication is not None:
-            await asyncio.wait([self._publication])
-            if not self._publication.cancelled() and (failure := self._publication.exception()):
-                _log.debug("the last commit failed: %s", failure)
+        """Wait until the commit that is under way, and those that wait, have ended. An error is logged only."""
+        try:
+            await self.wait()
+        except SpecdecError as failure:
+            _log.debug("the last commit failed: %s", failure)
+        if self._task is not None:
+            self._task.cancel()
 
-    async def _commit_and_show(self, decided: DecidedRound) -> None:
-        output = decided.output
-        if output.finish_reason is None:
-            # The next round hands its first call to the transport in this turn of the event loop; the transport writes
-            # it in the next turn, where this task also starts. Yielding once lets that write go first.
-            await asyncio.sleep(0)
+    async def _wait_while(self, holds: Callable[[], bool]) -> None:
+        began_s = time.monotonic()
+        while holds():
+            if self._task is not None and self._task.done():
+                self._task.result()
+            self._progress.clear()
+            await self._progress.wait()
+        self._account.count_store_wait(time.monotonic() - began_s)
 
-        self._account.count_round(decided.outcome)
+    async def _run(self) -> None:
+        try:
+            while True:
+                self._wake.clear()
+                if not self._waiting:
+                    await self._wake.wait()
+                if self._waiting[-1].output.finish_reason is None:
+                    # The next round hands its first call to the transport in this turn of the event loop; the transport
+                    # writes it in the next turn. Yielding once lets that write go first.
+                    await asyncio.sleep(0)
+                block, self._waiting = self._waiting, []
+                await self._commit_and_show(block)
+                self._is_idle = not self._waiting
+                self._progress.set()
+        finally:
+            self._progress.set()
+
+    async def _commit_and_show(self, block: list[DecidedRound]) -> None:
+        first, last = block[0], block[-1]
+        for decided in block:
+            self._account.count_round(decided.outcome)
+        token_ids = [token_id for decided in block for token_id in decided.output.token_ids]
+        committed_len = first.base_len + len(token_ids)
         began_s = time.monotonic()
         await self._commit(
             Commit(
-                round_id=decided.round_id,
-                base_len=decided.base_len,
-                token_ids=np.array(output.token_ids, dtype=np.uint32),
+                round_id=first.round_id,
+                base_len=first.base_len,
+                token_ids=np.array(token_ids, dtype=np.uint32),
                 stats_json=encode_stats(self._account.stats),
-                finish_reason=output.finish_reason,
-                chain_hash=self._turn.tokens.prefix_hash(decided.base_len + len(output.token_ids)),
+                finish_reason=last.output.finish_reason,
+                chain_hash=self._turn.tokens.prefix_hash(committed_len),
+                num_rounds=len(block),
             )
         )
-
         committed_s = time.monotonic()
         self._account.count_commit(committed_s - began_s)
-        self._account.count_chunk(len(output.token_ids), is_first=not self._stream.num_tokens)
-        self._stream.publish(output, decided.outcome.provenance)
-        if self._trace is not None and decided.outcome.timeline is not None:
-            self._record(self._trace, decided, decided.outcome.timeline, committed_s)
+        self._on_committed(committed_len)
+        self._account.count_chunk(len(token_ids), is_first=not self._stream.num_tokens)
+        for output, provenance in _chunks(block):
+            self._stream.publish(output, provenance)
+        for decided in block if self._trace is not None else ():
+            if self._trace is not None and decided.outcome.timeline is not None:
+                self._record(self._trace, decided, decided.outcome.timeline, committed_s)
 
     def _record(self, trace: RequestTrace, decided: DecidedRound, timeline: RoundTimeline, committed_s: float) -> None:
         """Record the times of a round that was just shown."""
@@ -231,3 +273,26 @@ class Publisher:
         _log.warning("writing tokens that the store lost: session=%s num_tokens=%d", lease.session_id, len(lost))
         request = replace(record_of(turn.identity), stats_json=commit.stats_json)
         await self._store.begin_request(lease, request, keep=keep, token_ids=lost, round_id=commit.round_id)
+
+
+def _chunks(block: Sequence[DecidedRound]) -> Iterator[tuple[OutputStep, Provenance]]:
+    """Return the outputs of a block with their provenance; those of consecutive steps of a run are one."""
+    for is_run, group in groupby(block, lambda decided: not decided.outcome.num_draft_tokens):
+        if not is_run:
+            yield from ((decided.output, decided.outcome.provenance) for decided in group)
+            continue
+        steps = list(group)
+        outputs, origins = [step.output for step in steps], [step.outcome.provenance for step in steps]
+        yield (
+            OutputStep(
+                tuple(chain.from_iterable(output.token_ids for output in outputs)),
+                tuple(chain.from_iterable(output.texts for output in outputs)),
+                outputs[-1].finish_reason,
+            ),
+            origins[0]._replace(
+                sources=tuple(chain.from_iterable(origin.sources for origin in origins)),
+                p=tuple(chain.from_iterable(origin.p for origin in origins)),
+                q=tuple(chain.from_iterable(origin.q for origin in origins)),
+                logprobs=tuple(chain.from_iterable(origin.logprobs for origin in origins)),
+            ),
+        )

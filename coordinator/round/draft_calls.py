@@ -29,6 +29,9 @@ from specdec.rpc.open_calls import CallTimeout, WireStats
 #: Largest number of rounds that a session skips its draft after repeated failures.
 MAX_ROUNDS_WITHOUT_DRAFT = 63
 
+#: Number of tokens without a draft after which gamma is chosen again.
+RUN_PORTION = 32
+
 _NO_PROPOSAL = Proposal(
     draft_token_ids=np.empty(0, np.uint32), supports=(), lost_mass=(), kv_len=0, num_cached_tokens=0, forward_s=0.0
 )
@@ -55,6 +58,9 @@ class Draft(NamedTuple):
     """Part of the wait for the verification that the target spent on the draft."""
     wire_bytes: int = 0
     """Bytes of the draft calls, failed ones included."""
+    run_portion: int = 0
+    """Number of tokens after which the source is asked again if it has no draft now; the target runs ahead meanwhile.
+    0: each round asks."""
     sent_s: float = 0.0
     """Time at which the last call was sent, as in `WireStats`."""
     received_s: float = 0.0
@@ -95,13 +101,13 @@ class DraftCalls:
             committed_len: number of committed tokens of the session.
         """
         if gamma < 1:
-            return Draft(missing_cause="off", pool=self._pool)
+            return Draft(missing_cause="off", pool=self._pool, run_portion=RUN_PORTION)
         if self._rounds_to_skip > 0:
             self._rounds_to_skip -= 1
             return Draft(missing_cause="paused", pool=self._pool)
         replica = self._replicas.choose_draft()
         if replica is None:
-            return Draft(missing_cause="no_replica", pool=self._pool)
+            return Draft(missing_cause="no_replica", pool=self._pool, run_portion=RUN_PORTION)
         gamma = min(gamma, *_draft_limits(replica, committed_len))
         if gamma < 1:
             return Draft(missing_cause="draft_context", pool=self._pool)

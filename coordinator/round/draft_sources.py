@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from coordinator.replicas.placement import SessionReplicas
-from coordinator.round.draft_calls import Draft, DraftCalls
+from coordinator.round.draft_calls import RUN_PORTION, Draft, DraftCalls
 from coordinator.round.gamma import GammaChooser, RoundTimes
 from coordinator.round.request_router import RequestRouter
 from coordinator.round.target_calls import TargetAnswer
@@ -44,6 +44,14 @@ class DraftSource(Protocol):
         """Learn from a finished round."""
         ...
 
+    def wants_draft(self, limit: int) -> bool:
+        """Return whether `propose` would draft now, although it had no draft before."""
+        ...
+
+    def observe_run_step(self, step_s: float) -> None:
+        """Learn from a step of a run, which came `step_s` seconds after the one before."""
+        ...
+
 
 class AdaptiveDraftSource(DraftSource, Protocol):
     """A source whose drafts cost a forward pass, so that their number is chosen by what they gain."""
@@ -72,6 +80,14 @@ class ReplicaDraftSource:
         """See `DraftSource.observe`."""
         self.chooser.observe(times)
 
+    def wants_draft(self, limit: int) -> bool:
+        """See `DraftSource.wants_draft`."""
+        return self.chooser.choose(limit) > 0
+
+    def observe_run_step(self, step_s: float) -> None:
+        """See `DraftSource.observe_run_step`."""
+        self.chooser.observe_run_step(step_s)
+
 
 class InTargetDraftSource:
     """Drafts that the target makes by itself and verifies in the same call, which saves one trip.
@@ -90,7 +106,7 @@ class InTargetDraftSource:
         """See `DraftSource.propose`; the draft says what to request, and has no tokens yet."""
         gamma = self.chooser.choose(limit)
         if gamma < 1:
-            return Draft(missing_cause="off", pool=self._pool)
+            return Draft(missing_cause="off", pool=self._pool, run_portion=RUN_PORTION)
         return Draft(local=LocalDraft(self._pool, gamma), pool=self._pool)
 
     def complete(self, draft: Draft, target: TargetAnswer) -> Draft:
@@ -109,6 +125,14 @@ class InTargetDraftSource:
     def observe(self, draft: Draft, times: RoundTimes) -> None:
         """See `DraftSource.observe`."""
         self.chooser.observe(times)
+
+    def wants_draft(self, limit: int) -> bool:
+        """See `DraftSource.wants_draft`."""
+        return self.chooser.choose(limit) > 0
+
+    def observe_run_step(self, step_s: float) -> None:
+        """See `DraftSource.observe_run_step`."""
+        self.chooser.observe_run_step(step_s)
 
 
 class RoutedDraftSource:
@@ -163,6 +187,14 @@ class RoutedDraftSource:
         """See `DraftSource.observe`."""
         self._missing_cause, self._was_in_target = draft.missing_cause, draft.local is not None
         self._source.observe(draft, times)
+
+    def wants_draft(self, limit: int) -> bool:
+        """See `DraftSource.wants_draft`."""
+        return self._source.wants_draft(limit)
+
+    def observe_run_step(self, step_s: float) -> None:
+        """See `DraftSource.observe_run_step`."""
+        self._source.observe_run_step(step_s)
 
     @property
     def _source(self) -> AdaptiveDraftSource:

@@ -94,6 +94,8 @@ class DraftPoolStats:
         """Wait for the target beyond its step: the wire in both directions, and the previous step."""
         self.round_s = RunningMean()
         self.round_tokens = RunningMean()
+        self.run_step_s = RunningMean()
+        """Time of a step in a run."""
         self.other_step_tokens = RunningMean()
         """Number of tokens of a step that belong to other sessions."""
         self.num_delayed = RunningMean()
@@ -157,6 +159,11 @@ class DraftPoolStats:
         self.other_step_tokens.observe(step_tokens - times.num_rows, keep)
         self.num_delayed.observe(_num_delayed(times, step_tokens, forward_s / max(round_s, 1e-9)), keep)
 
+    def observe_run_step(self, step_s: float) -> None:
+        """Learn from a step of a run, which came `step_s` seconds after the one before."""
+        self.run_step_s.observe(max(0.0, step_s))
+        self.tokens_since_draft += 1
+
     @property
     def row_price(self) -> float:
         """Tokens per second that other sessions lose by one more row, which delays some of their rounds."""
@@ -215,6 +222,8 @@ def best_gamma(
         round_s = pool.link_s.value + pool.verify_time.predict(gamma + 1 + other_tokens, context)
         if gamma:
             round_s += draft_s(gamma, context)
+        elif pool.run_step_s.value:
+            round_s = pool.run_step_s.value
         rate = expected_tokens / max(round_s, 1e-9) - row_price * gamma
         if rate > best.rate:
             best = BestGamma(gamma, rate)
@@ -236,12 +245,18 @@ class GammaChooser:
         """True while the present probe is one for the whole pool."""
         self._committed_len = 0
         self._is_first = True
+        self._choice: int | None = None
+        """Choice for the next round, once it is made."""
 
     def choose(self, limit: int) -> int:
         """Return the number of draft tokens to request in the next round, from 0 to `limit`."""
         if self._fixed is not None:
             return min(self._fixed, limit)
-        limit = min(self._max_gamma, limit)
+        if self._choice is None:
+            self._choice = self._choose(min(self._max_gamma, limit))
+        return min(self._choice, limit)
+
+    def _choose(self, limit: int) -> int:
         if limit <= 0:
             return 0
         if not (self._pool.draft_wait.is_measured and self._pool.verify_time.is_measured):
@@ -261,6 +276,7 @@ class GammaChooser:
 
     def observe(self, times: RoundTimes) -> None:
         """Learn from a finished round."""
+        self._choice = None
         if self._fixed is None or times.num_requested:  # requests that never draft need no probe
             self._pool.count(times)
         if self._fixed is None:
@@ -279,6 +295,15 @@ class GammaChooser:
         if is_probe and not self._is_news(times):
             self._end_probe()
         self._pool.observe(times, is_probe=is_probe)
+
+    def observe_run_step(self, step_s: float) -> None:
+        """Learn from a step of a run: its time, by which a round without a draft is predicted."""
+        self._choice = None
+        self._pool.observe_run_step(step_s)
+        if self._fixed is None:
+            self._pool.count_choice(0)
+        self._rounds_since_draft += 1
+        self._committed_len += 1
 
     def _is_news(self, times: RoundTimes) -> bool:
         """Return whether another round of the probe would show something new."""

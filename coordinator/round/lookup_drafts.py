@@ -22,6 +22,9 @@ from specdec.contract.types import Proposal, Support
 #: While a model's draft is faster, a found draft is tried once in this many rounds in which there was one.
 ROUNDS_PER_TRIAL = 16
 
+#: Number of tokens without a match after which text is searched again. The target runs ahead by as many.
+RUN_PORTION = 2
+
 _WEIGHT = np.ones(1, dtype=np.uint16)
 
 
@@ -62,8 +65,9 @@ class LookupDraftSource:
             proposal = _point_masses(token_ids, self._with_supports)
             return Draft(proposal, num_requested=len(token_ids), pool=self._pool)
         if self._otherwise is not None:
-            return await self._otherwise.propose(round_id, limit, committed_len)
-        return Draft(missing_cause="no_match", pool=self._pool)
+            draft = await self._otherwise.propose(round_id, limit, committed_len)
+            return draft._replace(run_portion=min(draft.run_portion, RUN_PORTION))
+        return Draft(missing_cause="no_match", pool=self._pool, run_portion=RUN_PORTION)
 
     def complete(self, draft: Draft, target: TargetAnswer) -> Draft:
         """See `DraftSource.complete`; a found draft is complete already."""
@@ -77,6 +81,17 @@ class LookupDraftSource:
             self._chooser.observe(times)
         else:
             self._otherwise.observe(draft, times)
+
+    def wants_draft(self, limit: int) -> bool:
+        """See `DraftSource.wants_draft`."""
+        return bool(self._find(limit)) or (self._otherwise is not None and self._otherwise.wants_draft(limit))
+
+    def observe_run_step(self, step_s: float) -> None:
+        """See `DraftSource.observe_run_step`."""
+        if self._otherwise is None:
+            self._chooser.observe_run_step(step_s)
+        else:
+            self._otherwise.observe_run_step(step_s)
 
     def _find(self, limit: int) -> list[int]:
         """Return at most `limit` found tokens that are worth a round; none if nothing is found."""

@@ -8,6 +8,7 @@ them. The target never waits for anything optional: a missing draft makes the ro
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.round.draft_calls import Draft
@@ -25,6 +26,9 @@ from specdec.core.random import DrawKey
 from specdec.core.rejection import Decision, verify_rejection
 from specdec.rpc.open_calls import WireStats
 
+#: Largest number of tokens that a run may be ahead of the committed ones: they are in vain if the output ends.
+MAX_AHEAD = 8
+
 
 class RoundRunner:
     """Runs the rounds of one request."""
@@ -36,6 +40,7 @@ class RoundRunner:
         replicas: SessionReplicas,
         drafts: DraftSource,
         target_calls: TargetCalls,
+        may_run_ahead: Callable[[], bool] = lambda: True,
     ) -> None:
         """
         Args:
@@ -44,12 +49,20 @@ class RoundRunner:
             replicas: replicas of the session.
             drafts: source of the request's drafts.
             target_calls: target calls of the request.
+            may_run_ahead: returns whether runs are allowed now: other tenants do not wait for their share.
         """
         self._setting = setting
         self._tokens = tokens
         self._replicas = replicas
         self._drafts = drafts
         self._target_calls = target_calls
+        self._may_run_ahead = may_run_ahead
+        self._run_draft = Draft()
+        """The draft, without tokens, that the open run was begun with."""
+        self._run_end = 0
+        """Length of the session at which the source of drafts is asked again."""
+        self._most_len = 0
+        """Largest number of tokens that the session can hold after the turn."""
 
     async def run(self, round_id: int, remaining: int) -> RoundOutcome:
         """Run one round. Cancelling abandons the calls in flight; the replicas stay consistent.
@@ -68,13 +81,18 @@ class RoundRunner:
         timeline = RoundTimeline(time.monotonic()) if self._setting.is_timed else None
 
         # A round emits one token more than it has draft tokens.
-        draft = await self._drafts.propose(round_id, remaining - 1, committed_len)
+        self._most_len = committed_len + remaining
+        if self._target_calls.is_in_run:
+            draft = self._run_draft
+        else:
+            draft = self._run_draft = await self._drafts.propose(round_id, remaining - 1, committed_len)
+            self._run_end = committed_len + draft.run_portion
         if timeline is not None:
             address = "" if draft.replica is None else draft.replica.address
             timeline.note_draft(draft.sent_s, draft.received_s, draft.proposal.stages, address)
 
         wire = WireStats()
-        target = await self._target_calls.verify(round_id, draft, wire)
+        target = await self._target_calls.verify(round_id, draft, wire, until=self._until(committed_len))
         if timeline is not None:
             timeline.note_target(wire.sent_s, wire.heard_s, target.verification.stages, target.replica.address)
         draft = self._drafts.complete(draft, target)
@@ -82,7 +100,11 @@ class RoundRunner:
         decision = self._decide(draft.proposal, target.verification, committed_len)
 
         verify_s = target.wait_s - draft.verification_share_s
-        self._learn(draft, target, verify_s, committed_len, decision.num_accepted)
+        if target.is_step_of_run:
+            self._replicas.learn(target.replica, target.verification.kv_len)
+            self._drafts.observe_run_step(target.wait_s)
+        else:
+            self._learn(draft, target, verify_s, committed_len, decision.num_accepted)
         if timeline is not None:
             timeline.decided_s = time.monotonic()
         return RoundOutcome(
@@ -102,6 +124,25 @@ class RoundRunner:
             num_requested=draft.num_requested,
             timeline=timeline,
         )
+
+    def note_committed(self, committed_len: int) -> None:
+        """Let an open run go on, unless the source of drafts would draft now."""
+        if not (self._target_calls.is_in_run and self._may_run_ahead()):
+            return
+        until = self._until(committed_len)
+        if until == self._run_end < self._most_len and not self._drafts.wants_draft(self._most_len - committed_len - 1):
+            self._run_end += self._run_draft.run_portion
+            until = self._until(committed_len)
+        self._target_calls.renew(until, committed_len)
+
+    def close(self) -> None:
+        """Leave an open run."""
+        self._target_calls.close()
+
+    def _until(self, committed_len: int) -> int:
+        """Return the number of tokens up to which a run may go on now."""
+        ahead = MAX_AHEAD if self._may_run_ahead() else 1
+        return min(committed_len + ahead, self._run_end, self._most_len)
 
     def _decide(self, proposal: Proposal, verification: Verification, committed_len: int) -> Decision:
         draft_token_ids = proposal.draft_token_ids.tolist()

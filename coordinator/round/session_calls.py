@@ -44,6 +44,11 @@ class SessionCalls:
         return len(self._tokens) > self._setting.output_start
 
     @property
+    def committed_len(self) -> int:
+        """Return the number of tokens of the session that are decided."""
+        return len(self._tokens)
+
+    @property
     def draw_key(self) -> DrawKey:
         """Return the key of the draws of the round that begins after the committed tokens."""
         return DrawKey(self._setting.seed, self._setting.turn, len(self._tokens))
@@ -69,9 +74,20 @@ class SessionCalls:
                 self._replicas.learn(replica, miss.have)
                 return await send(self._position(replica, round_id))
         except StaleEpoch as stale:
-            if stale.epoch < (time.time() + _MOST_CLOCK_AHEAD_S) * 1e6:
-                self.seen_epoch = max(self.seen_epoch, stale.epoch)
+            self._note_stale(stale)
             raise
+
+    async def next_step(self, take: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
+        """Return the next step of a run. Raises as `take` does."""
+        try:
+            return await take()
+        except StaleEpoch as stale:
+            self._note_stale(stale)
+            raise
+
+    def _note_stale(self, stale: StaleEpoch) -> None:
+        if stale.epoch < (time.time() + _MOST_CLOCK_AHEAD_S) * 1e6:
+            self.seen_epoch = max(self.seen_epoch, stale.epoch)
 
     def _position(self, replica: Replica[Any], round_id: int) -> SessionPosition:
         setting, tokens = self._setting, self._tokens

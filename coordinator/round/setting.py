@@ -29,6 +29,8 @@ class RoundSetting:
     kv_wait_s: float = 0.0
     """Longest time that a request without output waits for KV blocks of a target."""
     tenant: str = DEFAULT_TENANT
+    end_token_ids: frozenset[int] = frozenset()
+    """Tokens that end the output."""
     is_timed: bool = False
     """True if each round records a timeline."""
 

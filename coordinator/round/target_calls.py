@@ -21,10 +21,11 @@ from coordinator.round.answers import check_verification, target_fault
 from coordinator.round.draft_calls import Draft
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
-from specdec.contract.errors import KvMiss, ResourceExhausted, SpecdecError, StaleEpoch, Unavailable
-from specdec.contract.types import SessionPosition, Verification, VerifyRequest
+from specdec.contract.errors import Internal, KvMiss, ResourceExhausted, SpecdecError, StaleEpoch, Unavailable
+from specdec.contract.types import RunLimit, SessionPosition, Verification, VerifyRequest
 from specdec.core.packed import pack_supports
 from specdec.rpc.open_calls import WireStats
+from specdec.rpc.replica_stream import OpenRun
 
 #: Pause before a target that lacked KV blocks is called again, at most; the target may name a shorter one.
 MAX_KV_PAUSE_S = 1.0
@@ -49,6 +50,8 @@ class TargetAnswer(NamedTuple):
     is_same_replica: bool
     """True if this replica also answered this request's previous round. Otherwise its counts of other sessions'
     rounds since then mean nothing."""
+    is_step_of_run: bool = False
+    """True for every step of a run but the first, which may run a prompt."""
 
 
 class TargetCalls:
@@ -59,17 +62,44 @@ class TargetCalls:
         self._replicas = replicas
         self._calls = calls
         self._last_replica: TargetReplica | None = None
+        self._run: OpenRun | None = None
+        self._run_wire = WireStats()
+        self._until = 0
+        """Limit of the open run."""
+        self._heard_s = 0.0
+        """Time at which the last step of a run came, by `time.monotonic`."""
+        self._step_s = 0.0
+        """Seconds between the last two steps of a run."""
 
-    async def verify(self, round_id: int, draft: Draft, wire: WireStats) -> TargetAnswer:
+    @property
+    def is_in_run(self) -> bool:
+        """True while the target goes on by itself: the next verification is the run's next step."""
+        return self._run is not None
+
+    def renew(self, until: int, committed_len: int) -> None:
+        """Raise the limit of the open run, unless its replica drains; a limit that is not larger has no effect."""
+        if self._run is not None and until > self._until and self._last_replica and self._last_replica.takes_sessions:
+            self._until = until
+            self._run.renew(until, committed_len)
+
+    def close(self) -> None:
+        """Leave the open run, if there is one."""
+        if self._run is not None:
+            self._run.close()
+            self._run = None
+
+    async def verify(self, round_id: int, draft: Draft, wire: WireStats, until: int = 0) -> TargetAnswer:
         """Call the session's target replica, then others; wait if none can be reached or none has KV blocks.
 
         Args:
             round_id: id of the round.
             draft: what to verify, or to draft and verify.
             wire: counts the bytes of the calls.
+            until: limit of the run that begins if there is nothing to verify; see `RunLimit`.
 
         Raises: as `RoundRunner.run`.
         """
+        self._until = self._until if self.is_in_run else until
         began_s = time.monotonic()
         while True:
             try:
@@ -107,18 +137,27 @@ class TargetCalls:
         began = time.perf_counter()
         failed: list[TargetReplica] = []
         while True:
-            replica = self._replicas.choose_target(failed)
+            is_step_of_run = self.is_in_run and self._last_replica is not None
+            replica = (
+                self._last_replica if is_step_of_run and self._last_replica else self._replicas.choose_target(failed)
+            )
             try:
-                verification = await self._calls.call(replica, round_id, partial(self._send, replica, draft, wire))
+                if is_step_of_run:
+                    verification = await self._calls.next_step(partial(self._next_step, wire))
+                else:
+                    verification = await self._calls.call(replica, round_id, partial(self._send, replica, draft, wire))
                 self._check(verification, replica, draft)
             # Internal too: a device that failed once tends to fail again, and another replica may serve.
             except SpecdecError as failure:
+                self.close()
                 failed.append(replica)
                 self._note_failure(replica, failure, failed)
             else:
                 is_same_replica = replica is self._last_replica
                 self._last_replica = replica
-                return TargetAnswer(replica, verification, time.perf_counter() - began, is_same_replica)
+                # Steps that came while the generation was busy were not waited for, so their own times count.
+                wait_s = self._step_s if is_step_of_run else time.perf_counter() - began
+                return TargetAnswer(replica, verification, wait_s, is_same_replica, is_step_of_run)
 
     def _check(self, verification: Verification, replica: TargetReplica, draft: Draft) -> None:
         check_verification(
@@ -129,6 +168,25 @@ class TargetCalls:
             with_supports=not self._setting.answers_choices,
             key=self._calls.draw_key,
         )
+
+    async def _next_step(self, wire: WireStats) -> Verification:
+        """Return the next step of the open run."""
+        assert self._run is not None
+        try:
+            verification: Verification = await self._run.next()
+        finally:
+            wire.num_bytes += self._run_wire.num_bytes
+            wire.sent_s, wire.heard_s = self._run_wire.sent_s, self._run_wire.heard_s
+            self._run_wire.num_bytes = 0
+        self._heard_s, self._step_s = self._run.heard_s, self._run.heard_s - self._heard_s
+        if self._run.has_ended:
+            self._run = None
+        if verification.kv_len != self._calls.committed_len:
+            raise Internal(
+                f"a step of a run was answered at {verification.kv_len} tokens of the session, expected "
+                f"{self._calls.committed_len}"
+            )
+        return verification
 
     def _send(
         self, replica: TargetReplica, draft: Draft, wire: WireStats, position: SessionPosition
@@ -141,7 +199,12 @@ class TargetCalls:
             num_logprobs=self._setting.num_logprobs,
             local_draft=draft.local_for(replica),
         )
-        return replica.link.verify(request, wire, model=self._replicas.target_fingerprint)
+        if not draft.run_portion or replica.info is None or replica.info.max_run < 2:
+            return replica.link.verify(request, wire, model=self._replicas.target_fingerprint)
+        request.run = RunLimit(max(self._until, position.committed_len + 1), self._setting.end_token_ids)
+        self._run_wire = WireStats()
+        self._run = replica.link.open_run(request, self._run_wire, model=self._replicas.target_fingerprint)
+        return self._next_step(wire)
 
     def _note_failure(self, replica: TargetReplica, failure: SpecdecError, failed: list[TargetReplica]) -> None:
         """Return if another replica may serve; raise the round's error if none can."""

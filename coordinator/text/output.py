@@ -42,7 +42,7 @@ class OutputWriter:
             before: tokens of the text that the output continues; empty if the output begins a text.
         """
         self._detokenizer = IncrementalDetokenizer(tokenizer, sampling.stop, before)
-        self._end_token_ids = frozenset(sampling.stop_token_ids) | (
+        self.end_token_ids = frozenset(sampling.stop_token_ids) | (
             frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
         )
         self._max_new_tokens = sampling.max_new_tokens
@@ -56,7 +56,7 @@ class OutputWriter:
     def write(self, token_ids: Sequence[int]) -> OutputStep:
         """Take tokens up to the one that ends the output, and discard those after it."""
         texts: list[str] = []
-        detokenizer, end_token_ids = self._detokenizer, self._end_token_ids
+        detokenizer, end_token_ids = self._detokenizer, self.end_token_ids
         finish_reason: FinishReason | None = None
         for token_id in token_ids:
             self._num_tokens += 1

@@ -8,6 +8,7 @@ and `specdec.rpc` and `specdec.service` serve any implementation without an engi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -17,6 +18,7 @@ from specdec.contract.types import (
     ProposeRequest,
     Score,
     ScoreRequest,
+    SessionPosition,
     Verification,
     VerifyRequest,
 )
@@ -137,6 +139,24 @@ class DraftEngine(Engine, Protocol):
 class TargetEngine(Engine, Protocol):
     """The engine of a target service. The guarantees are those of `DraftEngine`."""
 
-    async def verify(self, request: VerifyRequest) -> Verification:
-        """Run the draft tokens through the model in one pass and return p. Idempotent; raises as `propose` does."""
+    async def verify(
+        self, request: VerifyRequest, on_step: Callable[[Verification], None] | None = None
+    ) -> Verification:
+        """Run the draft tokens through the model in one pass and return p. Idempotent; raises as `propose` does.
+
+        Args:
+            request: what to verify, or a run.
+            on_step: called in the caller's event loop with each step of a run but the last, which is returned. None: a
+                run ends after its first step.
+        """
+        ...
+
+    def renew(self, position: SessionPosition, until: int, committed_len: int) -> None:
+        """Raise the limit of a run; no effect on one that has ended, or that a newer call has ended.
+
+        Args:
+            position: position of the run's request.
+            until: see `RunLimit.until`; a smaller one than before has no effect.
+            committed_len: number of tokens of the session that are committed now.
+        """
         ...

@@ -250,6 +250,16 @@ class Score:
     scored token. The rounds follow one another, each up to its first 0. (): one entry a token, valid in any round."""
 
 
+@dataclass(frozen=True, slots=True)
+class RunLimit:
+    """The end of a run, in which the target goes on by itself (docs/protocol.md section 10)."""
+
+    until: int
+    """Largest number of tokens that the session may hold; above its committed length. A renewal raises it."""
+    end_token_ids: frozenset[int]
+    """Tokens that end the run."""
+
+
 @dataclass(slots=True)
 class VerifyRequest:
     position: SessionPosition
@@ -259,6 +269,8 @@ class VerifyRequest:
     num_logprobs: int | None = None
     local_draft: LocalDraft | None = None
     """Draft source of the target, in place of draft tokens; the answer then contains the draft."""
+    run: RunLimit | None = None
+    """Set in place of draft tokens: the target goes on by itself after the first step."""
 
 
 @dataclass(slots=True)
@@ -309,6 +321,11 @@ class Verification:
     stages: Stages | None = None
     """None if the request did not ask for them, or the engine does not know them."""
 
+    @property
+    def decided_token_id(self) -> int:
+        """Token that a target-only step decides: the target's choice, or the tail token of its distribution."""
+        return int(self.choice_token_ids[0]) if len(self.choice_token_ids) else self.rows[0].tail_token_id
+
 
 #: Fields of `EngineInfo` that have another name in the proto and in the registry.
 WIRE_NAMES = MappingProxyType({"unix_socket": "lane", "device_thread_socket": "device_lane"})
@@ -356,3 +373,5 @@ class EngineInfo:
     unsupported_fields: tuple[str, ...] = ()
     """Request fields, such as sampling.logit_bias, that the backend cannot serve exactly unless they have their
     defaults."""
+    max_run: int = 0
+    """Largest number of tokens that a target's run may be ahead of the committed ones; 0: it makes no runs."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -39,7 +39,7 @@ from specdec.rpc.credentials import describe_refused_connection
 from specdec.rpc.framing import MAX_FRAME_ITEMS, split_items
 from specdec.rpc.handshake import Metadata, check_answering
 from specdec.rpc.open_calls import CallTimeout, WireStats
-from specdec.rpc.replica_stream import ReplicaStream
+from specdec.rpc.replica_stream import OpenRun, ReplicaStream, Replies, Step
 from specdec.rpc.rounds import tenant_on_wire
 from specdec.rpc.transport_selector import Transport, TransportSelector
 from specdec.v1 import common_pb2, draft_pb2, target_pb2
@@ -97,8 +97,8 @@ class _Link(Generic[RequestT, ReplyT]):
         self.heard_at = 0.0
         """Time of the replica's latest streamed answer, also of a late one, by the event loop's clock; 0: none yet."""
 
-    def _read_frame(self, frame: bytes) -> Iterable[Any]:
-        """Return the replies of a frame as protobuf's own parser reads them."""
+    def _read_frame(self, frame: bytes) -> Replies:
+        """Return the contents of a frame as protobuf's own parser reads them. Raises DecodeError."""
         raise NotImplementedError
 
     def _encode(self, request: RequestT, call_id: int) -> Message:
@@ -115,11 +115,7 @@ class _Link(Generic[RequestT, ReplyT]):
         while True:
             stream = self._choose_stream(model)
             call_id = stream.next_call_id()
-            item = self._encode(request, call_id).SerializeToString()
-            if len(item) + _FRAME_OVERHEAD_BYTES > self._max_message_bytes:
-                raise InvalidRequest(
-                    f"{self.address}: a request of {len(item)} bytes; the limit is {self._max_message_bytes}"
-                )
+            item = self._encode_item(request, call_id)
             try:
                 reply: ReplyT = await stream.call(call_id, request, item, wire, call_timeout)
             except Unavailable as error:
@@ -130,6 +126,14 @@ class _Link(Generic[RequestT, ReplyT]):
                 _log.info("Unix socket not usable, using another transport: %s", error.message)
             else:
                 return reply
+
+    def _encode_item(self, request: RequestT, call_id: int) -> bytes:
+        item = self._encode(request, call_id).SerializeToString()
+        if len(item) + _FRAME_OVERHEAD_BYTES > self._max_message_bytes:
+            raise InvalidRequest(
+                f"{self.address}: a request of {len(item)} bytes; the limit is {self._max_message_bytes}"
+            )
+        return item
 
     def _choose_stream(self, model: str) -> ReplicaStream:
         route = self.transports.choose(is_alone=self.oldest_pending is None)
@@ -156,23 +160,32 @@ class _Link(Generic[RequestT, ReplyT]):
     def _check_handshake(self, model: str, metadata: Any) -> None:
         self.on_handshake(check_answering(metadata, model))
 
-    def _read_replies(self, frame: bytes) -> Sequence[tuple[Any, int]]:
-        """Return the replies of a frame and their sizes in bytes. Raises DecodeError."""
+    def _read_replies(self, frame: bytes) -> Replies:
+        """Return the contents of a frame. Raises DecodeError."""
         self.heard_at = asyncio.get_running_loop().time()
         check_num_fields(frame, self._frame_type)
         items = split_items(frame)
         if items is None:  # the frame has fields of a later version, or is broken
-            messages = list(self._read_frame(frame))
-            _check_num_items(len(messages))
-            return [(message, message.ByteSize()) for message in messages]
+            replies = self._read_frame(frame)
+            _check_num_items(len(replies.items) + len(replies.steps))
+            return replies
         _check_num_items(len(items))
-        return [(self._reply_type.FromString(item), len(item)) for item in items]
+        return self._sort([(self._reply_type.FromString(item), len(item)) for item in items])
+
+    def _sort(self, items: list[tuple[Any, int]]) -> Replies:
+        """Return reply items, with their sizes in bytes, apart from steps of runs."""
+        return Replies(items)
 
     @property
     def oldest_pending(self) -> object:
-        """The streamed call that has waited longest, to be compared by identity; None if none waits."""
+        """The streamed call or step that has waited longest, to be compared by identity; None if none waits."""
         waiting = [call for stream in self._streams.values() if (call := stream.oldest_pending) is not None]
-        return min(waiting, key=lambda call: call.started_at, default=None)
+        return min(waiting, key=lambda call: call.started_at).waits_for if waiting else None
+
+    @property
+    def has_only_runs(self) -> bool:
+        """True if no streamed call but runs waits for an answer."""
+        return all(stream.has_only_runs for stream in self._streams.values())
 
     def break_off(self, reason: str) -> None:
         """Fail every pending streamed call with Unavailable, at once; the next call opens another stream."""
@@ -303,8 +316,8 @@ class DraftLink(_Link[ProposeRequest, Proposal]):
         """
         return await self._call(request, wire, model=model, call_timeout=call_timeout)
 
-    def _read_frame(self, frame: bytes) -> Iterable[draft_pb2.Proposal]:
-        return draft_pb2.ProposalFrame.FromString(frame).proposals
+    def _read_frame(self, frame: bytes) -> Replies:
+        return Replies([(item, item.ByteSize()) for item in draft_pb2.ProposalFrame.FromString(frame).proposals])
 
     def _encode(self, request: ProposeRequest, call_id: int) -> draft_pb2.ProposeRequest:
         return codec.encode_propose_request(request, call_id)
@@ -329,8 +342,36 @@ class TargetLink(_Link[VerifyRequest, Verification]):
         """
         return await self._call(request, wire, model=model)
 
-    def _read_frame(self, frame: bytes) -> Iterable[target_pb2.Verification]:
-        return target_pb2.VerificationFrame.FromString(frame).verifications
+    def open_run(self, request: VerifyRequest, wire: WireStats, *, model: str = "") -> OpenRun:
+        """Begin a run; model pinning and byte accounting are as in `DraftLink.propose`.
+
+        Raises:
+            InvalidRequest: the request is larger than the replica's limit.
+        """
+        stream = self._choose_stream(model)
+        call_id = stream.next_call_id()
+        return stream.open_run(call_id, request, self._encode_item(request, call_id), wire)
+
+    def _read_frame(self, frame: bytes) -> Replies:
+        message = target_pb2.VerificationFrame.FromString(frame)
+        replies = self._sort([(item, item.ByteSize()) for item in message.verifications])
+        steps = [*replies.steps]
+        for run_step in message.steps:
+            share = run_step.ByteSize() // max(1, len(run_step.call_ids))
+            for call_id, token_id, position, probability in verifications.read_steps(run_step):
+                read = partial(_step_of, token_id, position, probability, run_step)
+                steps.append(Step(call_id, share, read))
+        return Replies(replies.items, steps)
+
+    def _sort(self, items: list[tuple[Any, int]]) -> Replies:
+        if not any(item.goes_on for item, _ in items):
+            return Replies(items)
+        steps = [Step(item.call_id, size, partial(self._read_step, item)) for item, size in items if item.goes_on]
+        return Replies([(item, size) for item, size in items if not item.goes_on], steps)
+
+    def _read_step(self, item: target_pb2.Verification, request: VerifyRequest) -> Verification | Internal:
+        (answer,) = self._decode([item], [request])
+        return answer
 
     def _encode(self, request: VerifyRequest, call_id: int) -> target_pb2.VerifyRequest:
         return codec.encode_verify_request(request, call_id)
@@ -339,6 +380,12 @@ class TargetLink(_Link[VerifyRequest, Verification]):
         self, messages: list[target_pb2.Verification], requests: list[VerifyRequest]
     ) -> Sequence[Verification | Internal]:
         return verifications.decode_verifications(messages, requests)
+
+
+def _step_of(
+    token_id: int, position: int, probability: float, message: target_pb2.RunStep, request: VerifyRequest
+) -> Verification:
+    return verifications.verification_of_step(request, token_id, position, probability, message)
 
 
 def open_link(role: str, address: str, *, metadata: Metadata = (), tls: Tls | None = None) -> DraftLink | TargetLink:

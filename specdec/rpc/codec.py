@@ -23,6 +23,7 @@ from specdec.contract.types import (
     EngineInfo,
     LocalDraft,
     ProposeRequest,
+    RunLimit,
     Score,
     ScoreRequest,
     TokenIds,
@@ -112,6 +113,9 @@ def encode_verify_request(request: VerifyRequest, call_id: int) -> target_pb2.Ve
         message.supports.CopyFrom(received or encode_supports(request.support_ids))
     if request.local_draft is not None:
         message.local_draft.pool, message.local_draft.gamma = request.local_draft.pool, request.local_draft.gamma
+    if request.run is not None:
+        message.run.until = request.run.until
+        message.run.end_token_ids.extend(sorted(request.run.end_token_ids))
     return message
 
 
@@ -144,7 +148,28 @@ def decode_verify_request(message: target_pb2.VerifyRequest, limits: EngineInfo)
     num_logprobs = message.num_logprobs if message.HasField("num_logprobs") else None
     most = min(_MAX_LOGPROBS, limits.vocabulary_size)
     require((num_logprobs or 0) <= most, "num_logprobs", f"must be at most {most}, not {num_logprobs}")
-    return VerifyRequest(round_, draft_token_ids, tuple(support_ids), num_logprobs, _decode_local(message))
+    return VerifyRequest(
+        round_,
+        draft_token_ids,
+        tuple(support_ids),
+        num_logprobs,
+        _decode_local(message),
+        _decode_run(message, round_.committed_len),
+    )
+
+
+def _decode_run(message: target_pb2.VerifyRequest, committed_len: int) -> RunLimit | None:
+    """Return the run that a request asks for. The engine cuts an `until` above the replica's limits."""
+    if not message.HasField("run"):
+        return None
+    until = message.run.until
+    require(until > committed_len, "run.until", f"must be above the committed length {committed_len}, not {until}")
+    require(
+        not message.draft_token_ids and not message.HasField("local_draft"),
+        "run",
+        "cannot be combined with draft_token_ids or local_draft",
+    )
+    return RunLimit(until, frozenset(message.run.end_token_ids))
 
 
 def _decode_local(message: target_pb2.VerifyRequest) -> LocalDraft | None:

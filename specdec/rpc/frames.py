@@ -11,16 +11,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from specdec.contract.errors import InvalidRequest, SpecdecError, Unavailable
 from specdec.observability.logging import X_REQUEST_ID, bind, clean_request_id
 from specdec.rpc import status_mapping
-from specdec.rpc.framing import FRAME_BYTES, MAX_FRAME_ITEMS
+from specdec.rpc.framing import MAX_FRAME_ITEMS
 from specdec.rpc.interceptors import internal_error, new_request_id
-from specdec.rpc.stages import note_sent
+from specdec.rpc.outgoing import FrameParts, Outgoing
 
 #: Limit of a stream's items in work or with an unwritten reply. At the limit the peer is not read until one has left.
 MAX_OPEN_ITEMS = 4096
@@ -38,22 +37,25 @@ class FrameServer:
         self,
         *,
         items_of: Callable[[Any], Sequence[Any]],
-        answer: Callable[[Any, float], Awaitable[Any]],
+        answer: Callable[[Any, float, Outgoing], Awaitable[Any]],
         reply_type: Callable[..., Any],
-        frame_of: Callable[[list[Any]], Any],
+        frame_of: Callable[[FrameParts], Any],
+        renewals_of: Callable[[Any], Sequence[Any]] = lambda frame: (),
     ) -> None:
         """
         Args:
             items_of: returns the request items of a frame.
-            answer: turns a request item and the time at which its frame had been read (`time.monotonic`) into a reply
-                item; raises SpecdecError for the item alone.
+            answer: turns a request item, the time at which its frame had been read (`time.monotonic`) and the stream's
+                outgoing part into a reply item; raises SpecdecError for the item alone.
             reply_type: builds a reply item from `call_id` and `status`, for an item that failed.
-            frame_of: packs reply items into a frame.
+            frame_of: packs replies and steps of runs into a frame.
+            renewals_of: returns the renewals of runs in a frame.
         """
         self._items_of = items_of
         self._answer = answer
         self._reply_type = reply_type
         self._frame_of = frame_of
+        self._renewals_of = renewals_of
         self._drain_watchers: set[Callable[[], None]] = set()
         self.draining = False
 
@@ -86,8 +88,8 @@ class FrameServer:
         for wake in list(self._drain_watchers):
             wake()
 
-    async def reply_to(self, item: Any, received_s: float) -> Any:
-        """Answer one item; an error becomes the status of its reply."""
+    async def reply_to(self, item: Any, received_s: float, outgoing: Outgoing) -> Any:
+        """Answer one item; an error becomes the status of its reply. A run puts its steps into `outgoing`."""
         ids = {"session_id": item.round.session_id, "epoch": item.round.epoch, "round_id": item.round.round_id}
         if item.round.x_request_id:
             ids[X_REQUEST_ID] = clean_request_id(item.round.x_request_id)
@@ -96,7 +98,7 @@ class FrameServer:
             try:
                 if self.draining:
                     raise Unavailable("the replica is draining", reason="DRAINING")
-                return await self._answer(item, received_s)
+                return await self._answer(item, received_s, outgoing)
             except SpecdecError as error:
                 failure = error.with_traceback(None)  # it holds this frame, which holds the error
             except Exception as error:
@@ -106,8 +108,15 @@ class FrameServer:
     def items_of(self, frame: Any) -> Sequence[Any]:
         return self._items_of(frame)
 
-    def frame_of(self, replies: list[Any]) -> Any:
-        return self._frame_of(replies)
+    def renew(self, frame: Any, outgoing: Outgoing) -> None:
+        """Apply the renewals of a frame to the runs of its stream; while the service drains, its runs end."""
+        if self.draining:
+            return
+        for renewal in self._renewals_of(frame):
+            outgoing.renew(renewal.call_id, renewal.until, renewal.committed_len)
+
+    def frame_of(self, parts: FrameParts) -> Any:
+        return self._frame_of(parts)
 
 
 class _ServedStream:
@@ -120,11 +129,10 @@ class _ServedStream:
         self._frames = frames
         self._write = write
         self._in_flight: set[asyncio.Task[None]] = set()
-        self._replies: deque[tuple[Any, float]] = deque()
-        """Reply items, each with the time at which the frame of its request had been read."""
         self._room = asyncio.Semaphore(MAX_OPEN_ITEMS)
         self._half_closed = False
         self.wake = asyncio.Event()
+        self._outgoing = Outgoing(self.wake.set)
 
     async def run(self) -> None:
         reader = asyncio.create_task(self._read())
@@ -132,10 +140,10 @@ class _ServedStream:
             while not self._finished():
                 await self.wake.wait()
                 self.wake.clear()
-                while self._replies:
-                    replies = take_replies(self._replies)
-                    await self._write(self._server.frame_of(replies))
-                    for _ in replies:
+                while self._outgoing:
+                    parts = self._outgoing.take()
+                    await self._write(self._server.frame_of(parts))
+                    for _ in parts.replies:
                         self._room.release()
                 if reader.done() and reader.exception() is not None:
                     await reader
@@ -147,7 +155,7 @@ class _ServedStream:
             del reader, tasks  # their exceptions hold this frame, which holds them: a cycle
 
     def _finished(self) -> bool:
-        return (self._half_closed or self._server.draining) and not self._in_flight and not self._replies
+        return (self._half_closed or self._server.draining) and not self._in_flight and not self._outgoing
 
     async def _read(self) -> None:
         try:
@@ -163,30 +171,15 @@ class _ServedStream:
                     task = asyncio.create_task(self._reply(item, received_s))
                     self._in_flight.add(task)
                     task.add_done_callback(self._settle)
+                self._server.renew(frame, self._outgoing)
         finally:
             self._half_closed = True
             self.wake.set()
 
     async def _reply(self, item: Any, received_s: float) -> None:
-        self._replies.append((await self._server.reply_to(item, received_s), received_s))
+        self._outgoing.put_reply(await self._server.reply_to(item, received_s, self._outgoing), received_s)
         self.wake.set()
 
     def _settle(self, task: asyncio.Task[None]) -> None:
         self._in_flight.discard(task)
         self.wake.set()
-
-
-def take_replies(waiting: deque[tuple[Any, float]]) -> list[Any]:
-    """Take the replies of the next frame from the waiting ones, which stand beside the time their request was read."""
-    now_s = time.monotonic()
-    replies: list[Any] = []
-    size = 0
-    while waiting and len(replies) < MAX_FRAME_ITEMS:
-        reply, received_s = waiting[0]
-        size += reply.ByteSize()
-        if replies and size > FRAME_BYTES:
-            break
-        waiting.popleft()
-        note_sent(reply, now_s - received_s)
-        replies.append(reply)
-    return replies

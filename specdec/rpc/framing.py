@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+from specdec.v1 import target_pb2
+
 #: Limit of items in a frame. Further items wait for the next frame; a longer frame is refused before its items are
 #: read.
 MAX_FRAME_ITEMS = 1024
@@ -34,6 +36,12 @@ def _header(length: int) -> bytes:
         length >>= 7
     header.append(length)
     return bytes(header)
+
+
+def encode_renewal(call_id: int, until: int, committed_len: int) -> bytes:
+    """Return a renewal of a run as a part of a frame."""
+    renewal = target_pb2.Renewal(call_id=call_id, until=until, committed_len=committed_len)
+    return target_pb2.VerifyFrame(renewals=[renewal]).SerializeToString()
 
 
 def split_items(frame: bytes) -> list[bytes] | None:

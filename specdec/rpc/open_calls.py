@@ -6,7 +6,8 @@ Each `specdec.rpc.replica_stream.ReplicaStream` holds one `OpenCalls`.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.contract.errors import Unavailable
@@ -56,6 +57,12 @@ class PendingCall:
     """Set once the timeout was extended because the event loop stalled while the call waited."""
     is_sent: bool = False
     is_answered: bool = False
+    on_step: Callable[[Any], None] | None = None
+    """Takes the answers of a run's steps before the last one; None for other calls."""
+    num_steps: int = 0
+    """Number of steps that a run has been answered."""
+    waits_for: object = field(default_factory=object)
+    """Stands for the answer that comes next; another object after each step of a run."""
 
 
 class UnexpectedReply(Exception):
@@ -80,6 +87,11 @@ class OpenCalls:
     def oldest(self) -> PendingCall | None:
         """The call that has waited longest, or None."""
         return next(iter(self._pending.values()), None)
+
+    @property
+    def are_all_runs(self) -> bool:
+        """Return whether no call waits for an answer but runs, whose steps do not end."""
+        return all(call.on_step is not None for call in self._pending.values())
 
     def next_id(self) -> int:
         """Return an id for which no answer can still arrive."""
@@ -111,6 +123,23 @@ class OpenCalls:
             return None
         call.is_answered = True
         return None if call.answer.done() else call
+
+    def stepping(self, call_id: int, now: float) -> PendingCall | None:
+        """Note a step of a run at `now`, by the event loop's clock; return the run, or None if it was cancelled.
+
+        Raises:
+            UnexpectedReply: the run does not exist, or has ended.
+        """
+        call = self._pending.get(call_id)
+        if call is not None and call.on_step is not None and not call.is_answered:
+            call.num_steps += 1
+            call.waits_for = object()
+            call.started_at = now
+            self._pending[call_id] = self._pending.pop(call_id)  # in order of the wait
+            return None if call.answer.done() else call
+        if call_id not in self._owed:
+            raise UnexpectedReply(f"answered a step of call {call_id}, which is not a run")
+        return None
 
     def fail_all(self, reason: str) -> None:
         """End every call with Unavailable."""

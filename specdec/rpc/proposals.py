@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from specdec.contract.errors import Internal
-from specdec.contract.types import MAX_SUPPORT, Proposal, ProposeRequest, SessionPosition, Support
+from specdec.contract.types import MAX_SUPPORT, Proposal, ProposeRequest, Support
 from specdec.core.packed import PackedSupports, locate_drawn
 from specdec.rpc.arrays import cut, decode_supports, encode_supports, gather, split, to_bytes, token_ids
 from specdec.rpc.stages import decode_stages
@@ -69,7 +69,7 @@ def read_proposals(messages: Sequence[draft_pb2.Proposal], requests: Sequence[Pr
             raise ValueError("lost_mass does not hold one number per draft token")
         if not all(0.0 <= lost <= _MOST_LOST for lost in message.lost_mass):
             raise ValueError("a lost_mass outside 0..1")
-        check_progress(message, request.position)
+        check_progress(message, request.position.committed_len)
     return [
         Proposal(
             draft_token_ids=token_ids(token_ids_),
@@ -121,18 +121,18 @@ def _read_supports(messages: Sequence[draft_pb2.Proposal], drawn: Sequence[list[
     return [PackedSupports(*column) if len(column[0]) else () for column in columns]
 
 
-def check_progress(message: Any, position: SessionPosition) -> None:
+def check_progress(message: Any, committed_len: int) -> None:
     """Refuse a reply whose counts or times no step can have.
 
     Args:
         message: a Proposal or a Verification.
-        position: the session in its request.
+        committed_len: number of committed tokens of the session.
 
     Raises:
         ValueError: `num_cached_tokens` or `forward_s` is out of range.
     """
-    if message.num_cached_tokens > position.committed_len:
-        raise ValueError(f"num_cached_tokens is {message.num_cached_tokens} of {position.committed_len} tokens")
+    if message.num_cached_tokens > committed_len:
+        raise ValueError(f"num_cached_tokens is {message.num_cached_tokens} of {committed_len} tokens")
     if not 0.0 <= message.forward_s < inf:  # NaN fails every comparison
         raise ValueError(f"forward_s is {message.forward_s}; it must be finite and at least 0")
 

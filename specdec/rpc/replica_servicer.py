@@ -26,6 +26,7 @@ from specdec.rpc.device_thread_socket import DeviceThreadEngine, DeviceThreadSoc
 from specdec.rpc.frames import FrameServer
 from specdec.rpc.handshake import shake_hands_with_caller
 from specdec.rpc.open_turns import OpenTurns
+from specdec.rpc.outgoing import FrameParts, Outgoing
 from specdec.rpc.rounds import tenant_of
 from specdec.rpc.stages import encode_stages
 from specdec.rpc.unix_socket_server import UnixSocketHost, UnixSocketServer
@@ -49,6 +50,8 @@ class Answered:
     """Time at which the engine had answered."""
     stages: Stages | None
     """The engine's times by the same clock; None if the request did not ask for them."""
+    began_s: float = 0.0
+    """Time at which the last step of a run became possible, when the step before it was answered; 0: at the arrival."""
 
 
 class ReplicaServicer:
@@ -62,7 +65,8 @@ class ReplicaServicer:
         items_of: Callable[[Any], Sequence[Any]],
         request_type: type[Message],
         reply_type: Callable[..., Any],
-        frame_of: Callable[[list[Any]], Any],
+        frame_of: Callable[[FrameParts], Any],
+        renewals_of: Callable[[Any], Sequence[Any]] = lambda frame: (),
     ) -> None:
         """
         Args:
@@ -72,13 +76,18 @@ class ReplicaServicer:
             request_type: message type of a frame of requests.
             reply_type: see above.
             frame_of: see above.
+            renewals_of: see above.
         """
         self._served = engine
         self._metrics = metrics
         self._limits = engine.info()
         self._incarnation = secrets.token_hex(8)
         self._frames = FrameServer(
-            items_of=items_of, answer=self._count_answer, reply_type=reply_type, frame_of=frame_of
+            items_of=items_of,
+            answer=self._count_answer,
+            reply_type=reply_type,
+            frame_of=frame_of,
+            renewals_of=renewals_of,
         )
         self._request_type = request_type
         self._is_leaving = False
@@ -166,20 +175,23 @@ class ReplicaServicer:
             raise Unavailable("the device of this replica hangs")
         return codec.encode_engine_info(self.info())
 
-    async def answer(self, item: Any) -> Answered:
-        """Let the engine answer a request item. Raises SpecdecError for this item alone."""
+    async def answer(self, item: Any, outgoing: Outgoing) -> Answered:
+        """Let the engine answer a request item; a run puts its steps into `outgoing`.
+
+        Raises SpecdecError for this item alone.
+        """
         raise NotImplementedError
 
-    async def _count_answer(self, item: Any, received_s: float) -> Any:
+    async def _count_answer(self, item: Any, received_s: float, outgoing: Outgoing) -> Any:
         arrived_s = time.monotonic()
         try:
-            answered = await self.answer(item)
+            answered = await self.answer(item, outgoing)
         except Exception as error:
             self._metrics.observe_failure(error)
             raise
         ended_s = time.monotonic()
         self._metrics.observe_call(
-            duration_s=ended_s - arrived_s,
+            duration_s=ended_s - (answered.began_s or arrived_s),
             num_committed_tokens=answered.num_committed_tokens,
             num_cached_tokens=answered.num_cached_tokens,
             num_draft_tokens=answered.num_draft_tokens,

@@ -12,18 +12,100 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from specdec.contract.errors import Internal, Unavailable
 from specdec.rpc import status_mapping
 from specdec.rpc.frame_transport import FrameTransport
-from specdec.rpc.framing import FRAME_BYTES, MAX_FRAME_ITEMS, join_items
+from specdec.rpc.framing import FRAME_BYTES, MAX_FRAME_ITEMS, encode_renewal, join_items
 from specdec.rpc.open_calls import CallTimeout, OpenCalls, PendingCall, UnexpectedReply, WireStats
 
 #: A timer that fires this much too late shows that this event loop stalled, not that the replica did.
 OWN_STALL_S = 0.02
+
+
+class Step(NamedTuple):
+    """The answer of one step of a run in a frame."""
+
+    call_id: int
+    num_bytes: int
+    read: Callable[[Any], Any]
+    """Returns the answer to a run's request, or Internal if it is malformed."""
+
+
+class Replies(NamedTuple):
+    """The contents of a frame; its steps are older than its items."""
+
+    items: Sequence[tuple[Any, int]]
+    """Reply items with their sizes in bytes."""
+    steps: Sequence[Step] = ()
+
+
+class OpenRun:
+    """A run, in which the replica answers step after step. Use from one event loop."""
+
+    def __init__(self, stream: ReplicaStream, call_id: int, pending: PendingCall) -> None:
+        self._stream = stream
+        self._call_id = call_id
+        self._pending = pending
+        pending.on_step = self._take
+        pending.answer.add_done_callback(self._note_end)
+        self._steps: deque[tuple[Any, float]] = deque()
+        """Answers that were not taken yet, each with the time at which its frame had been read."""
+        self._wake: asyncio.Future[None] | None = None
+        self.heard_s = 0.0
+        """Time at which the frame of the answer that `next` returned last had been read, by `time.monotonic`."""
+        self._has_ended = False
+        """True once the last answer was taken."""
+
+    @property
+    def has_ended(self) -> bool:
+        """True once `next` has returned the last answer, or raised."""
+        return self._has_ended
+
+    async def next(self) -> Any:
+        """Return the answer of the next step, also if it came before.
+
+        Raises:
+            SpecdecError: the replica's error, or the stream's; the run has ended.
+        """
+        if not self._steps and not self._pending.answer.done():
+            self._wake = self._stream.event_loop.create_future()
+            await self._wake
+        if self._steps:
+            answer, self.heard_s = self._steps.popleft()
+            return answer
+        self.close()
+        self.heard_s = self._pending.wire.heard_s
+        return self._pending.answer.result()
+
+    def renew(self, until: int, committed_len: int) -> None:
+        """Raise the limit of the run; no effect once its last answer has arrived."""
+        if not (self._pending.answer.done() or self._stream.closed):
+            renewal = encode_renewal(self._call_id, until, committed_len)
+            self._pending.wire.num_bytes += len(renewal)
+            self._stream.renew(renewal)
+
+    def close(self) -> None:
+        """Stop waiting for the run; its further steps are dropped. Idempotent."""
+        self._has_ended = True
+        self._stream.forget(self._call_id)
+
+    def _take(self, answer: Any) -> None:
+        self._steps.append((answer, self._pending.wire.heard_s))
+        self._notify()
+
+    def _note_end(self, answer: asyncio.Future[Any]) -> None:
+        if not answer.cancelled():
+            answer.exception()  # an error of a run that was left is not one that nobody noticed
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+        self._wake = None
 
 
 class ReplicaStream:
@@ -34,7 +116,7 @@ class ReplicaStream:
         transport: FrameTransport,
         address: str,
         *,
-        read_replies: Callable[[bytes], Sequence[tuple[Any, int]]],
+        read_replies: Callable[[bytes], Replies],
         decode: Callable[[list[Any], list[Any]], Sequence[Any]],
         check_handshake: Callable[[Any], None],
     ) -> None:
@@ -42,7 +124,7 @@ class ReplicaStream:
         Args:
             transport: not connected yet.
             address: HOST:PORT of the replica, for messages.
-            read_replies: returns the reply items of a frame with their sizes in bytes; raises DecodeError.
+            read_replies: returns the reply items and the steps of a frame; raises DecodeError.
             decode: returns the answers that the reply items of one frame give to their requests.
             check_handshake: called with the replica's metadata before its first reply; raises Unavailable to refuse it.
         """
@@ -51,9 +133,10 @@ class ReplicaStream:
         self._read_replies = read_replies
         self._decode = decode
         self._check_handshake = check_handshake
-        self._loop = asyncio.get_running_loop()
+        self._loop = self.event_loop = asyncio.get_running_loop()
         self._calls = OpenCalls()
         self._outbox: deque[PendingCall] = deque()
+        self._renewals: list[bytes] = []
         self._heard_at = 0.0
         """Time of the latest frame, by the event loop's clock."""
         self._has_shaken_hands = False
@@ -70,6 +153,11 @@ class ReplicaStream:
     def oldest_pending(self) -> PendingCall | None:
         """The call that has waited longest, or None."""
         return self._calls.oldest
+
+    @property
+    def has_only_runs(self) -> bool:
+        """True if no call but runs waits for an answer."""
+        return self._calls.are_all_runs
 
     def next_call_id(self) -> int:
         return self._calls.next_id()
@@ -95,9 +183,27 @@ class ReplicaStream:
         finally:
             if pending.timer is not None:
                 pending.timer.cancel()
-            self._calls.forget(call_id)
-            if self._calls.owes_too_many:
-                self._end(f"{self._address}: the replica leaves calls unanswered")
+            self.forget(call_id)
+
+    def open_run(self, call_id: int, request: Any, item: bytes, wire: WireStats) -> OpenRun:
+        """Send the call of a run and return it."""
+        pending = PendingCall(request, item, wire, self._loop.create_future(), self._loop.time())
+        run = OpenRun(self, call_id, pending)
+        self._calls.add(call_id, pending)
+        self._outbox.append(pending)
+        self._transport.notify()
+        return run
+
+    def renew(self, renewal: bytes) -> None:
+        """Send an encoded renewal of a run."""
+        self._renewals.append(renewal)
+        self._transport.notify()
+
+    def forget(self, call_id: int) -> None:
+        """Note that nobody waits for a call any more. Idempotent."""
+        self._calls.forget(call_id)
+        if self._calls.owes_too_many:
+            self._end(f"{self._address}: the replica leaves calls unanswered")
 
     def _start_timer(self, pending: PendingCall, timeout: CallTimeout, started_at: float, heard_at: float) -> None:
         """Check the call again when the replica has been silent for the permitted time since `heard_at`."""
@@ -156,6 +262,7 @@ class ReplicaStream:
         self._transport.abort()
         self._calls.fail_all(reason)
         self._outbox.clear()
+        self._renewals.clear()
 
     # Called by the transport (`FrameExchange`):
 
@@ -176,7 +283,10 @@ class ReplicaStream:
         waiting: list[PendingCall] = []
         unexpected: UnexpectedReply | None = None
         heard_s = time.monotonic()
-        for item, num_bytes in self._read_replies(frame):
+        replies = self._read_replies(frame)
+        for step in replies.steps:
+            unexpected = self._take_step(step, heard_s) or unexpected
+        for item, num_bytes in replies.items:
             try:
                 pending = self._calls.take(item.call_id)
             except UnexpectedReply as error:
@@ -200,6 +310,23 @@ class ReplicaStream:
         if unexpected is not None:
             raise unexpected
 
+    def _take_step(self, step: Step, heard_s: float) -> UnexpectedReply | None:
+        """Give a run its step; return the error of a step that belongs to no run."""
+        try:
+            pending = self._calls.stepping(step.call_id, self._heard_at)
+        except UnexpectedReply as error:
+            return error
+        if pending is not None:
+            pending.wire.num_bytes += step.num_bytes
+            pending.wire.heard_s = heard_s
+            answer = step.read(pending.request)
+            if isinstance(answer, Internal):
+                pending.answer.set_exception(Internal(f"{self._address}: {answer.message}"))
+            else:
+                assert pending.on_step is not None
+                pending.on_step(answer)
+        return None
+
     def next_frame(self) -> bytes | None:
         """Return a frame of calls that wait to be sent and have not been cancelled; None if there are none."""
         items: list[bytes] = []
@@ -217,4 +344,5 @@ class ReplicaStream:
                 size += len(pending.item)
                 pending.wire.num_bytes += len(pending.item)
                 pending.wire.sent_s = now_s
-        return join_items(items) if items else None
+        renewals, self._renewals = self._renewals, []
+        return join_items(items) + b"".join(renewals) if items or renewals else None

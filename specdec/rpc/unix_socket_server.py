@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +18,11 @@ from google.protobuf.message import DecodeError, Message
 from specdec.contract.errors import InvalidRequest, Unavailable
 from specdec.contract.types import EngineInfo
 from specdec.rpc.bounds import check_num_fields
-from specdec.rpc.frames import MAX_OPEN_ITEMS, FrameServer, take_replies
+from specdec.rpc.frames import MAX_OPEN_ITEMS, FrameServer
 from specdec.rpc.framing import MAX_FRAME_ITEMS
 from specdec.rpc.handshake import require_meant
 from specdec.rpc.interceptors import LOG_INTERVAL_S
+from specdec.rpc.outgoing import Outgoing
 from specdec.rpc.unix_sockets import (
     MAX_HANDSHAKE_BYTES,
     FrameReader,
@@ -111,7 +111,7 @@ class UnixSocketConnection(asyncio.Protocol):
         self._reader = FrameReader(MAX_HANDSHAKE_BYTES)
         self._has_shaken_hands = False
         self._in_flight: set[asyncio.Task[None]] = set()
-        self._replies: deque[tuple[Any, float]] = deque()
+        self._outgoing = Outgoing(self._kick)
         self._is_flushing = False
         self._is_full = False
         """Set while the peer does not read what is sent to it."""
@@ -178,13 +178,15 @@ class UnixSocketConnection(asyncio.Protocol):
             self._shake_hands(received_handshake(frame))
             return
         check_num_fields(frame, self._host.frame_type)
-        items = self._host.frames.items_of(self._host.frame_type.FromString(frame))
+        received = self._host.frame_type.FromString(frame)
+        items = self._host.frames.items_of(received)
         if len(items) > MAX_FRAME_ITEMS:
             raise InvalidRequest(f"a frame of {len(items)} items; the limit is {MAX_FRAME_ITEMS}")
         for item in items:
             task = self._loop.create_task(self._reply(item, received_s))
             self._in_flight.add(task)
             task.add_done_callback(self._settle)
+        self._host.frames.renew(received, self._outgoing)
         self._control_reading()
 
     def _shake_hands(self, lines: list[str]) -> None:
@@ -196,7 +198,7 @@ class UnixSocketConnection(asyncio.Protocol):
         self._reader.max_frame_bytes = self._host.max_frame_bytes
 
     async def _reply(self, item: Any, received_s: float) -> None:
-        self._replies.append((await self._host.frames.reply_to(item, received_s), received_s))
+        self._outgoing.put_reply(await self._host.frames.reply_to(item, received_s, self._outgoing), received_s)
         if len(self._in_flight) == 1:  # no other reply can share the frame
             self._flush()
         else:
@@ -212,7 +214,7 @@ class UnixSocketConnection(asyncio.Protocol):
         """Stop reading from a peer that sends without limit or does not read, so that its own buffers fill up."""
         if self._transport is None or self._transport.is_closing():
             return
-        if self._is_full or len(self._in_flight) + len(self._replies) >= MAX_OPEN_ITEMS:
+        if self._is_full or len(self._in_flight) + self._outgoing.num_replies >= MAX_OPEN_ITEMS:
             self._transport.pause_reading()
         else:
             self._transport.resume_reading()
@@ -225,8 +227,8 @@ class UnixSocketConnection(asyncio.Protocol):
     def _flush(self) -> None:
         self._is_flushing = False
         assert self._transport is not None
-        while self._replies and not self._is_full and not self._transport.is_closing():
-            replies = take_replies(self._replies)
-            self._transport.write(prefixed(self._host.frames.frame_of(replies).SerializeToString()))
-        if self._host.frames.draining and not self._in_flight and not self._replies:
+        while self._outgoing and not self._is_full and not self._transport.is_closing():
+            parts = self._outgoing.take()
+            self._transport.write(prefixed(self._host.frames.frame_of(parts).SerializeToString()))
+        if self._host.frames.draining and not self._in_flight and not self._outgoing:
             self._transport.close()

@@ -14,10 +14,19 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from specdec.contract.errors import Internal
-from specdec.contract.types import WEIGHT_TOTAL, LogitRow, Proposal, ProposeRequest, Verification, VerifyRequest
+from specdec.contract.types import (
+    WEIGHT_TOTAL,
+    DistributionRow,
+    LogitRow,
+    Proposal,
+    ProposeRequest,
+    Verification,
+    VerifyRequest,
+)
 from specdec.core.packed import NO_IDS, PackedIds, PackedRows, pack_supports
 from specdec.rpc.arrays import cut, encode_supports, from_bytes, gather, split, to_bytes, token_ids
 from specdec.rpc.proposals import check_progress, each_alone, read_proposals
@@ -29,6 +38,7 @@ _LOGIT_SLACK = 0.01
 
 _NO_PROBABILITIES = np.zeros(0)
 _NO_PROBABILITIES.setflags(write=False)
+_NO_WEIGHTS = np.zeros(0, dtype=np.uint32)
 
 
 def encode_verification(verification: Verification, call_id: int) -> target_pb2.Verification:
@@ -58,6 +68,59 @@ def encode_verification(verification: Verification, call_id: int) -> target_pb2.
         tails = with_tail if rows else range(len(verification.logit_rows))
         message.logits.CopyFrom(_encode_logits(verification.logit_rows, tails))
     return message
+
+
+def encode_steps(steps: Sequence[tuple[int, Verification]]) -> target_pb2.RunStep:
+    """Return the steps of runs, each with its call's id, in columns, without logprobs and times of stages."""
+    newest = steps[-1][1]
+    message = target_pb2.RunStep(forward_s=newest.forward_s, step_tokens=newest.step_tokens)
+    probabilities = []
+    for call_id, verification in steps:
+        message.call_ids.append(call_id)
+        message.token_ids.append(verification.decided_token_id)
+        message.positions.append(verification.kv_len)
+        rows = verification.rows
+        probabilities.append(rows[0].tail_probability if rows else float(verification.choice_probabilities[0]))
+    if any(probability != 1.0 for probability in probabilities):
+        message.probabilities.extend(probabilities)
+    return message
+
+
+def read_steps(message: target_pb2.RunStep) -> list[tuple[int, int, int, float]]:
+    """Return call id, token id, position and probability of each step.
+
+    Raises:
+        DecodeError: the columns differ in length, or a probability or a time is out of range.
+    """
+    num_steps = len(message.call_ids)
+    probabilities = message.probabilities or [1.0] * num_steps
+    if not (num_steps == len(message.token_ids) == len(message.positions) == len(probabilities)):
+        raise DecodeError("the columns of a run step differ in length")
+    if not all(0.0 <= probability <= 1.0 for probability in probabilities) or not 0.0 <= message.forward_s < math.inf:
+        raise DecodeError("a probability outside 0..1, or a time that is not finite, in a run step")
+    return list(zip(message.call_ids, message.token_ids, message.positions, probabilities, strict=True))
+
+
+def verification_of_step(
+    request: VerifyRequest, token_id: int, position: int, probability: float, message: target_pb2.RunStep
+) -> Verification:
+    """Return the verification of one step of a run, as a call for that step alone would have been answered."""
+    choices, probabilities = NO_IDS, _NO_PROBABILITIES
+    rows: Sequence[DistributionRow] = ()
+    if request.position.carries_distributions:
+        rows = PackedRows(_NO_WEIGHTS, (), (token_id,), (probability,))
+    else:
+        choices, probabilities = np.array([token_id], dtype=np.uint32), np.array([probability])
+    return Verification(
+        choice_token_ids=choices,
+        choice_probabilities=probabilities,
+        rows=rows,
+        logit_rows=(),
+        kv_len=position,
+        num_cached_tokens=position - 1,
+        forward_s=message.forward_s,
+        step_tokens=message.step_tokens,
+    )
 
 
 def _encode_drafted(drafted: Proposal) -> target_pb2.Drafted:
@@ -136,7 +199,8 @@ def _row_sizes(request: VerifyRequest) -> list[int]:
 def _read_verification(
     message: target_pb2.Verification, request: VerifyRequest, rows: PackedRows | None, drafted: Proposal | None
 ) -> Verification:
-    check_progress(message, request.position)
+    # The caller checks how far a run has come; its request only says where it began.
+    check_progress(message, request.position.committed_len if request.run is None else message.kv_len)
     num_positions = len(request.draft_token_ids) + 1
     choices, probabilities = NO_IDS, _NO_PROBABILITIES
     if rows is not None:

@@ -91,7 +91,8 @@ class ReplicaKind(Generic[SettingsT]):
     num_decode_rows: Callable[[SettingsT], int]
     """Largest number of tokens of a session in a step without prefill; steps up to that size are compiled or
     recorded as CUDA graphs."""
-    simulated_engine: type[SimulatedDraft] | type[SimulatedTarget]
+    simulated_engine: Callable[..., SimulatedDraft | SimulatedTarget]
+    """Makes the engine of a simulated model from its pair, the settings and the options of `SimulatedReplica`."""
     build_engine: Callable[[Worker, ReplicaOptions, SettingsT, EngineMetrics], Engine]
     """Returns the engine of a worker, which then belongs to the engine. Called after torch is loaded; may import it."""
     build_servicer: Callable[[Any, EngineMetrics], Servicer]
@@ -206,6 +207,7 @@ def _load_engine(
             raise InvalidRequest("a simulated replica has no local drafts; remove --local-draft", field="local_draft")
         return kind.simulated_engine(
             simulated_pair(settings.model),
+            settings,
             replica_id=replica_id,
             model=settings.model,
             pool=settings.pool,

@@ -47,6 +47,10 @@ class TargetSettings(EngineServerSettings):
     pool that requests select by its kind, or by NAME in NAME=early-exit:3; repeatable. Works in one process, without
     torch.compile."""
 
+    max_run: int = Field(default=64, ge=1, le=1024)
+    """Most tokens that this replica may make ahead of the committed ones while no draft is wanted. Coordinators mostly
+    ask for fewer. 1: it waits for a call after every token."""
+
     max_waiting: int = Field(default=64, ge=0)
     """Number of new requests that may wait for KV blocks; a further one is refused with KV_EXHAUSTED before its first
     token. Requests that have output are never refused. 0: a request that does not get its blocks at once is refused."""

@@ -159,6 +159,7 @@ class RedisSessionStore:
             commit.stats_json,
             write_finish_reason(commit.finish_reason),
             commit.chain_hash.hex(),
+            commit.num_rounds,
         ]
 
     async def load(self, session_id: str) -> SessionRecord | None:

@@ -98,18 +98,21 @@ class SessionRecord:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The outcome of one round. Idempotent: the same (round_id, tokens) succeed again, other tokens are LEASE_LOST."""
+    """The outcome of one round, or of consecutive ones. Idempotent: the same (round_id, tokens) succeed again, other
+    tokens are LEASE_LOST."""
 
     round_id: int
+    """Id of the first round."""
     base_len: int
-    """Length of the token log at the round's start."""
+    """Length of the token log at its start."""
     token_ids: TokenIds
     """uint32 [n], n >= 0; n = 0 ends a request without a token."""
     stats_json: str
     finish_reason: FinishReason | None
     """Set in the request's last commit."""
     chain_hash: bytes
-    """Chain hash (`specdec.core.chain`) of the log with this round."""
+    """Chain hash (`specdec.core.chain`) of the log with these rounds."""
+    num_rounds: int = 1
 
 
 class SessionStore(Protocol):

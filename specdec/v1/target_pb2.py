@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specdec.v1 import common_pb2 as specdec_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specdec/v1/target.proto\x12\nspecdec.v1\x1a\x17specdec/v1/common.proto\":\n\x0bVerifyFrame\x12+\n\x08requests\x18\x01 \x03(\x0b\x32\x19.specdec.v1.VerifyRequest\"D\n\x11VerificationFrame\x12/\n\rverifications\x18\x01 \x03(\x0b\x32\x18.specdec.v1.Verification\"\xdc\x01\n\rVerifyRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\r\x12 \n\x05round\x18\x02 \x01(\x0b\x32\x11.specdec.v1.Round\x12\x17\n\x0f\x64raft_token_ids\x18\x03 \x03(\r\x12&\n\x08supports\x18\x04 \x01(\x0b\x32\x14.specdec.v1.Supports\x12\x19\n\x0cnum_logprobs\x18\x05 \x01(\rH\x00\x88\x01\x01\x12+\n\x0blocal_draft\x18\x06 \x01(\x0b\x32\x16.specdec.v1.LocalDraftB\x0f\n\r_num_logprobs\")\n\nLocalDraft\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\r\n\x05gamma\x18\x02 \x01(\r\"\x81\x01\n\x07\x44rafted\x12\x17\n\x0f\x64raft_token_ids\x18\x01 \x03(\r\x12&\n\x08supports\x18\x02 \x01(\x0b\x32\x14.specdec.v1.Supports\x12\x0f\n\x07weights\x18\x03 \x01(\x0c\x12\x11\n\tlost_mass\x18\x04 \x03(\x02\x12\x11\n\tforward_s\x18\x05 \x01(\x02\"\x93\x03\n\x0cVerification\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\r\x12&\n\x06status\x18\x02 \x01(\x0b\x32\x16.specdec.v1.ItemStatus\x12\x18\n\x10\x63hoice_token_ids\x18\x03 \x03(\r\x12\x0f\n\x07weights\x18\x04 \x01(\x0c\x12\x16\n\x0etail_token_ids\x18\x05 \x03(\r\x12\x1a\n\x12tail_probabilities\x18\x06 \x03(\x02\x12\"\n\x06logits\x18\x07 \x01(\x0b\x32\x12.specdec.v1.Logits\x12\x0e\n\x06kv_len\x18\x08 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\t \x01(\r\x12\x11\n\tforward_s\x18\n \x01(\x02\x12\x13\n\x0bstep_tokens\x18\x0b \x01(\r\x12\x12\n\nnum_others\x18\x0c \x01(\r\x12\x16\n\x0enum_other_rows\x18\r \x01(\r\x12$\n\x07\x64rafted\x18\x0e \x01(\x0b\x32\x13.specdec.v1.Drafted\x12\"\n\x06stages\x18\x0f \x01(\x0b\x32\x12.specdec.v1.Stages\"t\n\x06Logits\x12\x16\n\x0esupport_logits\x18\x01 \x01(\x0c\x12\x13\n\x0btail_logits\x18\x02 \x01(\x0c\x12\x12\n\nlogsumexps\x18\x03 \x01(\x0c\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x12\n\ntop_logits\x18\x05 \x01(\x0c\x32\xa2\x02\n\rTargetService\x12\x44\n\x06Verify\x12\x17.specdec.v1.VerifyFrame\x1a\x1d.specdec.v1.VerificationFrame(\x01\x30\x01\x12<\n\x05Score\x12\x18.specdec.v1.ScoreRequest\x1a\x19.specdec.v1.ScoreResponse\x12\x42\n\x07Release\x12\x1a.specdec.v1.ReleaseRequest\x1a\x1b.specdec.v1.ReleaseResponse\x12I\n\rGetEngineInfo\x12 .specdec.v1.GetEngineInfoRequest\x1a\x16.specdec.v1.EngineInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specdec/v1/target.proto\x12\nspecdec.v1\x1a\x17specdec/v1/common.proto\"a\n\x0bVerifyFrame\x12+\n\x08requests\x18\x01 \x03(\x0b\x32\x19.specdec.v1.VerifyRequest\x12%\n\x08renewals\x18\x02 \x03(\x0b\x32\x13.specdec.v1.Renewal\"h\n\x11VerificationFrame\x12/\n\rverifications\x18\x01 \x03(\x0b\x32\x18.specdec.v1.Verification\x12\"\n\x05steps\x18\x02 \x03(\x0b\x32\x13.specdec.v1.RunStep\"\xfa\x01\n\rVerifyRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\r\x12 \n\x05round\x18\x02 \x01(\x0b\x32\x11.specdec.v1.Round\x12\x17\n\x0f\x64raft_token_ids\x18\x03 \x03(\r\x12&\n\x08supports\x18\x04 \x01(\x0b\x32\x14.specdec.v1.Supports\x12\x19\n\x0cnum_logprobs\x18\x05 \x01(\rH\x00\x88\x01\x01\x12+\n\x0blocal_draft\x18\x06 \x01(\x0b\x32\x16.specdec.v1.LocalDraft\x12\x1c\n\x03run\x18\x07 \x01(\x0b\x32\x0f.specdec.v1.RunB\x0f\n\r_num_logprobs\"+\n\x03Run\x12\r\n\x05until\x18\x01 \x01(\r\x12\x15\n\rend_token_ids\x18\x02 \x03(\r\"@\n\x07Renewal\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\r\x12\r\n\x05until\x18\x02 \x01(\r\x12\x15\n\rcommitted_len\x18\x03 \x01(\r\"\x80\x01\n\x07RunStep\x12\x10\n\x08\x63\x61ll_ids\x18\x01 \x03(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x11\n\tpositions\x18\x03 \x03(\r\x12\x15\n\rprobabilities\x18\x04 \x03(\x02\x12\x11\n\tforward_s\x18\x05 \x01(\x02\x12\x13\n\x0bstep_tokens\x18\x06 \x01(\r\")\n\nLocalDraft\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\r\n\x05gamma\x18\x02 \x01(\r\"\x81\x01\n\x07\x44rafted\x12\x17\n\x0f\x64raft_token_ids\x18\x01 \x03(\r\x12&\n\x08supports\x18\x02 \x01(\x0b\x32\x14.specdec.v1.Supports\x12\x0f\n\x07weights\x18\x03 \x01(\x0c\x12\x11\n\tlost_mass\x18\x04 \x03(\x02\x12\x11\n\tforward_s\x18\x05 \x01(\x02\"\xa4\x03\n\x0cVerification\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\r\x12&\n\x06status\x18\x02 \x01(\x0b\x32\x16.specdec.v1.ItemStatus\x12\x18\n\x10\x63hoice_token_ids\x18\x03 \x03(\r\x12\x0f\n\x07weights\x18\x04 \x01(\x0c\x12\x16\n\x0etail_token_ids\x18\x05 \x03(\r\x12\x1a\n\x12tail_probabilities\x18\x06 \x03(\x02\x12\"\n\x06logits\x18\x07 \x01(\x0b\x32\x12.specdec.v1.Logits\x12\x0e\n\x06kv_len\x18\x08 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\t \x01(\r\x12\x11\n\tforward_s\x18\n \x01(\x02\x12\x13\n\x0bstep_tokens\x18\x0b \x01(\r\x12\x12\n\nnum_others\x18\x0c \x01(\r\x12\x16\n\x0enum_other_rows\x18\r \x01(\r\x12$\n\x07\x64rafted\x18\x0e \x01(\x0b\x32\x13.specdec.v1.Drafted\x12\"\n\x06stages\x18\x0f \x01(\x0b\x32\x12.specdec.v1.Stages\x12\x0f\n\x07goes_on\x18\x10 \x01(\x08\"t\n\x06Logits\x12\x16\n\x0esupport_logits\x18\x01 \x01(\x0c\x12\x13\n\x0btail_logits\x18\x02 \x01(\x0c\x12\x12\n\nlogsumexps\x18\x03 \x01(\x0c\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x12\n\ntop_logits\x18\x05 \x01(\x0c\x32\xa2\x02\n\rTargetService\x12\x44\n\x06Verify\x12\x17.specdec.v1.VerifyFrame\x1a\x1d.specdec.v1.VerificationFrame(\x01\x30\x01\x12<\n\x05Score\x12\x18.specdec.v1.ScoreRequest\x1a\x19.specdec.v1.ScoreResponse\x12\x42\n\x07Release\x12\x1a.specdec.v1.ReleaseRequest\x1a\x1b.specdec.v1.ReleaseResponse\x12I\n\rGetEngineInfo\x12 .specdec.v1.GetEngineInfoRequest\x1a\x16.specdec.v1.EngineInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,19 +33,25 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specdec.v1.target_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_VERIFYFRAME']._serialized_start=64
-  _globals['_VERIFYFRAME']._serialized_end=122
-  _globals['_VERIFICATIONFRAME']._serialized_start=124
-  _globals['_VERIFICATIONFRAME']._serialized_end=192
-  _globals['_VERIFYREQUEST']._serialized_start=195
-  _globals['_VERIFYREQUEST']._serialized_end=415
-  _globals['_LOCALDRAFT']._serialized_start=417
-  _globals['_LOCALDRAFT']._serialized_end=458
-  _globals['_DRAFTED']._serialized_start=461
-  _globals['_DRAFTED']._serialized_end=590
-  _globals['_VERIFICATION']._serialized_start=593
-  _globals['_VERIFICATION']._serialized_end=996
-  _globals['_LOGITS']._serialized_start=998
-  _globals['_LOGITS']._serialized_end=1114
-  _globals['_TARGETSERVICE']._serialized_start=1117
-  _globals['_TARGETSERVICE']._serialized_end=1407
+  _globals['_VERIFYFRAME']._serialized_end=161
+  _globals['_VERIFICATIONFRAME']._serialized_start=163
+  _globals['_VERIFICATIONFRAME']._serialized_end=267
+  _globals['_VERIFYREQUEST']._serialized_start=270
+  _globals['_VERIFYREQUEST']._serialized_end=520
+  _globals['_RUN']._serialized_start=522
+  _globals['_RUN']._serialized_end=565
+  _globals['_RENEWAL']._serialized_start=567
+  _globals['_RENEWAL']._serialized_end=631
+  _globals['_RUNSTEP']._serialized_start=634
+  _globals['_RUNSTEP']._serialized_end=762
+  _globals['_LOCALDRAFT']._serialized_start=764
+  _globals['_LOCALDRAFT']._serialized_end=805
+  _globals['_DRAFTED']._serialized_start=808
+  _globals['_DRAFTED']._serialized_end=937
+  _globals['_VERIFICATION']._serialized_start=940
+  _globals['_VERIFICATION']._serialized_end=1360
+  _globals['_LOGITS']._serialized_start=1362
+  _globals['_LOGITS']._serialized_end=1478
+  _globals['_TARGETSERVICE']._serialized_start=1481
+  _globals['_TARGETSERVICE']._serialized_end=1771
 # @@protoc_insertion_point(module_scope)

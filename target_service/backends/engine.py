@@ -21,6 +21,7 @@ from specdec.contract.types import (
     LogitRow,
     Score,
     ScoreRequest,
+    SessionPosition,
     TokenIds,
     Verification,
     VerifyRequest,
@@ -99,7 +100,9 @@ class BackendTarget(RemoteReplica[Verification]):
         self._observer = observer
         self._answers = ConcurrentRounds()
 
-    async def verify(self, request: VerifyRequest) -> Verification:
+    async def verify(
+        self, request: VerifyRequest, on_step: Callable[[Verification], None] | None = None
+    ) -> Verification:
         """Return p at every draft position and one beyond; see `TargetEngine.verify`."""
         num_draft_tokens = len(request.draft_token_ids)
         call = Call(
@@ -110,6 +113,9 @@ class BackendTarget(RemoteReplica[Verification]):
             max_kv_len=request.position.committed_len + num_draft_tokens,
         )
         return cast(Verification, await self._gate.call(call))
+
+    def renew(self, position: SessionPosition, until: int, committed_len: int) -> None:
+        """Do nothing: a backend answers a run with its first step."""
 
     async def score(self, request: ScoreRequest) -> Score:
         """Raise Unsupported: the backend has no draft."""

@@ -114,10 +114,10 @@ def test_a_long_text_leaves_in_mid_stream_the_pool_that_it_began_with_and_is_bad
             prompt_token_ids=[5, 6, 7], max_new_tokens=400, temperature=0.0, ignore_eos=True, seed=8, mode="off",
         )  # fmt: skip
     assert result.token_ids == alone.token_ids
-    pools = [detail.draft_pool for detail in result.details if detail.draft_pool]
+    pools = [detail.draft_pool for detail in result.details]
     first = pools.index("b-even")
     assert 0 < first < 150
-    assert set(pools[first:]) == {"b-even"}
+    assert set(pools[first:]) <= {"b-even", ""}
 
 
 def test_promote_prints_its_state_and_refuses_an_unknown_pool(routed: str) -> None:

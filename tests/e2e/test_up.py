@@ -196,7 +196,7 @@ def test_a_target_alone_is_served_without_speculation_over_unix_sockets_and_a_no
 def test_drafts_found_in_text_need_no_draft_model(model: Path) -> None:
     with running("--target", str(model), "--draft", "suffix", "--draft", "ngram") as (_, endpoint):
         with Client(endpoint) as client:
-            greedy = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
+            greedy = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True, "gamma": 4}
             first, again = (client.generate(prompt_token_ids=[5, 6, 7, 5, 6], **greedy) for _ in range(2))
             assert first.token_ids == again.token_ids
             assert again.stats.num_accepted_tokens > 0

@@ -10,6 +10,7 @@ import asyncio
 import re
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -32,17 +33,24 @@ def hold_verify(coordinator: Coordinator, error: SpecdecError | None = None) -> 
     """
     held_up, go = asyncio.Event(), asyncio.Event()
     (target,) = coordinator.pools.targets()
-    verify = target.link.verify
+    open_run = target.link.open_run
 
-    async def held(*args: object, **options: object) -> object:
-        if not go.is_set():
-            held_up.set()
-            await go.wait()
-            if error is not None:
-                raise error
-        return await verify(*args, **options)
+    class HeldRun:
+        def __init__(self, run: Any) -> None:
+            self._run = run
 
-    target.link.verify = held
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._run, name)
+
+        async def next(self) -> Any:
+            if not go.is_set():
+                held_up.set()
+                await go.wait()
+                if error is not None:
+                    raise error
+            return await self._run.next()
+
+    target.link.open_run = lambda *args, **options: HeldRun(open_run(*args, **options))
     return held_up, go
 
 

@@ -100,8 +100,8 @@ class Lying:
     async def propose(self, asked: ProposeRequest) -> Proposal:
         return self._changed(await self._engine.propose(asked), asked)
 
-    async def verify(self, asked: VerifyRequest) -> Verification:
-        verification: Verification = await self._engine.verify(asked)
+    async def verify(self, asked: VerifyRequest, on_step: Any = None) -> Verification:
+        verification: Verification = await self._engine.verify(asked, on_step)
         if verification.drafted is None:
             return verification
         return replace(verification, drafted=self._changed(verification.drafted, asked))

@@ -257,10 +257,10 @@ class Deaf:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def verify(self, request: VerifyRequest) -> Verification:
+    async def verify(self, request: VerifyRequest, on_step: Any = None) -> Verification:
         self.num_asked += 1
         await self.hears.wait()
-        verification: Verification = await self._engine.verify(request)
+        verification: Verification = await self._engine.verify(request, on_step)
         return verification
 
 

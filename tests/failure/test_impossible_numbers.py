@@ -34,8 +34,8 @@ def answering(change: Change) -> Change:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._engine, name)
 
-        async def verify(self, asked: VerifyRequest) -> Verification:
-            return change(await self._engine.verify(asked))
+        async def verify(self, asked: VerifyRequest, on_step: Any = None) -> Verification:
+            return change(await self._engine.verify(asked, on_step and (lambda step: on_step(change(step)))))
 
         async def propose(self, asked: ProposeRequest) -> Proposal:
             return change(await self._engine.propose(asked))

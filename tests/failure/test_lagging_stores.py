@@ -158,7 +158,7 @@ async def test_an_epoch_that_no_clock_gives_ends_the_request_and_leaves_the_sess
         def __getattr__(self, name: str) -> Any:
             return getattr(self._engine, name)
 
-        async def verify(self, asked: VerifyRequest) -> Any:
+        async def verify(self, asked: VerifyRequest, on_step: Any = None) -> Any:
             raise StaleEpoch("a newer one has been seen", epoch=epoch)
 
     async with Rig(store_url=redis_url, targets=0, drafts=0) as rig:

@@ -39,8 +39,10 @@ class OutsideTheVocabulary:
             ),
         )
 
-    async def verify(self, request: VerifyRequest) -> Verification:
-        verification = await self._engine.verify(request)
+    async def verify(self, request: VerifyRequest, on_step: Any = None) -> Verification:
+        return self._beyond(await self._engine.verify(request, on_step and (lambda step: on_step(self._beyond(step)))))
+
+    def _beyond(self, verification: Verification) -> Verification:
         return replace(
             verification,
             choice_token_ids=verification.choice_token_ids + np.uint32(VOCABULARY),
@@ -61,7 +63,7 @@ def refusing(error: SpecdecError) -> Callable[[Any], Any]:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._engine, name)
 
-        async def verify(self, request: VerifyRequest) -> Verification:
+        async def verify(self, request: VerifyRequest, on_step: Any = None) -> Verification:
             raise error
 
     return Refusing

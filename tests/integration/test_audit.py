@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ def is_audit(request: VerifyRequest) -> bool:
 
 
 def targets_with(answer: Callable[[VerifyRequest, Any], Any]) -> Callable[[Any], Any]:
-    """Return a change of engines whose `verify` is `answer(request, verify)`."""
+    """Return a change of engines whose `verify` is `answer(request, verify)`; `verify` takes what receives steps."""
 
     class Changed:
         def __init__(self, engine: Any) -> None:
@@ -54,8 +55,8 @@ def targets_with(answer: Callable[[VerifyRequest, Any], Any]) -> Callable[[Any],
         def __getattr__(self, name: str) -> Any:
             return getattr(self._engine, name)
 
-        async def verify(self, request: VerifyRequest) -> Verification:
-            verification: Verification = await answer(request, self._engine.verify)
+        async def verify(self, request: VerifyRequest, on_step: Any = None) -> Verification:
+            verification: Verification = await answer(request, partial(self._engine.verify, on_step=on_step))
             return verification
 
     return Changed
@@ -65,9 +66,15 @@ def injured_once(change: Change) -> Callable[[Any], Any]:
     """Return a change of engines whose third answer to live rounds is wrong."""
     live_rounds = iter(range(1_000_000))
 
+    def changed(verification: Verification) -> Verification:
+        return change(verification) if next(live_rounds) == 2 else verification
+
     async def answer(request: VerifyRequest, verify: Any) -> Verification:
-        verification: Verification = await verify(request)
-        return change(verification) if not is_audit(request) and next(live_rounds) == 2 else verification
+        if is_audit(request):
+            verification: Verification = await verify(request)
+            return verification
+        on_step = verify.keywords["on_step"]
+        return changed(await verify(request, on_step=on_step and (lambda step: on_step(changed(step)))))
 
     return targets_with(answer)
 
@@ -169,8 +176,11 @@ async def test_one_wrong_decision_of_a_target_is_found_and_logged(
         with caplog.at_level(logging.ERROR):
             await ask(coordinator, asked_mode, options, session_id="s", request_id="r")
 
-        assert counted(coordinator, "mismatch", mode) == counted(coordinator, "mismatch") == 1
-        (line,) = [record for record in caplog.records if record.message == "audit mismatch"]
+        lines = [record for record in caplog.records if record.message == "audit mismatch"]
+        assert counted(coordinator, "mismatch", mode) == counted(coordinator, "mismatch") == len(lines)
+        line = lines[0]
+        if "without drafts" not in case:  # a run goes on from the token that the target itself drew
+            assert len(lines) == 1
         logged = {name: getattr(line, name) for name in ("session_id", "request_id", "difference", "mode")}
         assert logged == {"session_id": "s", "request_id": "r", "difference": difference, "mode": mode}
         assert line.position >= 4  # the prompt's length

@@ -79,9 +79,9 @@ async def test_a_round_with_a_local_draft_is_one_call() -> None:
         def counted(engine: Any) -> Any:
             verify = engine.verify
 
-            async def note(asked: VerifyRequest) -> Verification:
+            async def note(asked: VerifyRequest, on_step: Any = None) -> Verification:
                 calls.append(asked)
-                return await verify(asked)
+                return await verify(asked, on_step)
 
             engine.verify = note
             return engine
@@ -123,10 +123,10 @@ async def test_no_more_draft_tokens_are_asked_for_than_a_target_says_that_it_dra
         def noted(engine: Any) -> Any:
             verify = engine.verify
 
-            async def note(asked: VerifyRequest) -> Verification:
+            async def note(asked: VerifyRequest, on_step: Any = None) -> Verification:
                 if asked.local_draft is not None:
                     asked_for.append(asked.local_draft.gamma)
-                return await verify(asked)
+                return await verify(asked, on_step)
 
             engine.verify = note
             return engine

@@ -22,9 +22,9 @@ LOOKUP = ("suffix", "ngram")
 async def test_an_earlier_output_drafts_the_same_greedy_output_in_a_few_rounds(mode: int) -> None:
     async with Rig(drafts=0) as rig:
         coordinator = await rig.coordinator(lookup=LOOKUP)
-        first = await coordinator.generate(request(mode=mode, gamma=None, max_new_tokens=40))
+        first = await coordinator.generate(request(mode=mode, gamma=8, max_new_tokens=40))
         await coordinator.history_settled()
-        second = await coordinator.generate(request(mode=mode, gamma=None, max_new_tokens=40, provenance=True))
+        second = await coordinator.generate(request(mode=mode, gamma=8, max_new_tokens=40, provenance=True))
         assert first.token_ids == second.token_ids == rig.target.worker.greedy_continuation(PROMPT, 40)
         stats = second.finished.stats
         assert first.finished.stats.num_accepted_tokens == 0
@@ -36,7 +36,7 @@ async def test_an_earlier_output_drafts_the_same_greedy_output_in_a_few_rounds(m
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 async def test_coupled_text_of_a_seed_is_the_same_with_found_drafts(seed: int) -> None:
-    sampled = {"mode": pb.SPECULATION_MODE_COUPLED, "gamma": None, "temperature": 1.0, "seed": seed}
+    sampled = {"mode": pb.SPECULATION_MODE_COUPLED, "gamma": 8, "temperature": 1.0, "seed": seed}
     async with Rig(drafts=0) as rig:
         coordinator = await rig.coordinator(lookup=LOOKUP)
         alone = await coordinator.generate(request(**{**sampled, "mode": pb.SPECULATION_MODE_OFF}, max_new_tokens=40))
@@ -90,7 +90,7 @@ async def test_pools_without_replicas_are_listed_with_their_statistics() -> None
     async with Rig(drafts=0) as rig:
         coordinator = await rig.coordinator(lookup=LOOKUP)
         for _ in range(2):
-            await coordinator.generate(request(gamma=None, max_new_tokens=40))
+            await coordinator.generate(request(gamma=8, max_new_tokens=40))
             await coordinator.history_settled()
         pools = {pool.name: pool for pool in (await coordinator.stub.GetInfo(pb.GetInfoRequest())).pools}
         assert pools["suffix"].role == pools["ngram"].role == "draft"

@@ -36,8 +36,8 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def verify(self, request: Any) -> Any:
-        return await self._note(request, self._engine.verify(request))
+    async def verify(self, request: Any, on_step: Any = None) -> Any:
+        return await self._note(request, self._engine.verify(request, on_step))
 
     async def propose(self, request: Any) -> Any:
         return await self._note(request, self._engine.propose(request))

@@ -165,8 +165,8 @@ class RenormalisesAfterDrawing(CrossVocabularyProposer):
 class MisstatesLocalDrafts(Verifier):
     """State that each token drafted by the target was most unlikely, so that it is always accepted."""
 
-    async def verify(self, request: VerifyRequest) -> Verification:
-        verification = await super().verify(request)
+    async def verify(self, request: VerifyRequest, on_step: Any = None) -> Verification:
+        verification = await super().verify(request, on_step)
         drafted = verification.drafted
         if drafted is None:
             return verification

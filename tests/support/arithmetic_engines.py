@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 
@@ -178,7 +179,7 @@ class ArithmeticTarget(_Engine):
     def __init__(self) -> None:
         super().__init__("target")
 
-    async def verify(self, request: VerifyRequest) -> Verification:
+    async def verify(self, request: VerifyRequest, on_step: Any = None) -> Verification:
         await self._behave(request.position.session_id)
         num_positions = len(request.draft_token_ids) + 1
         rows: tuple[DistributionRow, ...] = ()

@@ -19,7 +19,7 @@ from coordinator.round.draft_deadline import DraftDeadline
 from coordinator.round.draft_sources import ReplicaDraftSource
 from coordinator.round.gamma import DraftPoolStats, GammaChooser, RoundTimes
 from coordinator.round.outcome import RoundOutcome
-from coordinator.round.runner import RoundRunner
+from coordinator.round.runner import MAX_AHEAD, RoundRunner
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.session_tokens import SessionTokens
 from coordinator.round.setting import RoundSetting
@@ -58,9 +58,9 @@ class NotedEngine:
         self.answered.append(proposal)
         return proposal
 
-    async def verify(self, request: VerifyRequest) -> Verification:
+    async def verify(self, request: VerifyRequest, on_step: Any = None) -> Verification:
         await self._note(request)
-        verification: Verification = await self._engine.verify(request)
+        verification: Verification = await self._engine.verify(request, on_step)
         self.answered.append(verification)
         return verification
 
@@ -159,6 +159,11 @@ class Rounds:
         self._num_run += 1
         self.tokens.extend(outcome.token_ids)
         return outcome
+
+    async def run_beyond_a_run(self) -> None:
+        """Run as many rounds as a run may have answered before the last of them was taken."""
+        for _ in range(MAX_AHEAD):
+            await self.run()
 
 
 class RoundRig:

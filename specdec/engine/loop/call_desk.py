@@ -22,6 +22,7 @@ from specdec.engine.loop.preemptible_calls import PreemptibleCalls
 from specdec.engine.schedule.awaited_sessions import AwaitedSessions
 from specdec.engine.schedule.scheduler import Scheduler, is_short
 from specdec.engine.sessions.calls import Call, Calls
+from specdec.engine.sessions.reservations import is_within_reservation
 from specdec.engine.sessions.sequence import Sequence
 
 
@@ -96,6 +97,12 @@ class CallDesk:
             self.observer.observe_queue(job.queue_s)
         self.awaited.note_answered(job.sequence.session_id, self.clock())
         self.idle_drafting.note_answered(job)
+
+    def end_youngest_run(self) -> None:
+        """Let the youngest run that holds blocks beyond its reservation end with the next step: other calls wait."""
+        beyond = [job for job in self.calls.running if job.call.run and not is_within_reservation(job.sequence)]
+        if beyond:
+            max(beyond, key=lambda job: job.sequence.turn_order).until = 0
 
     def end_turns(self, turns: tuple[EndedTurn, ...], waiter: Waiter) -> None:
         """End turns: abandon their calls and give back the blocks that are reserved for them."""

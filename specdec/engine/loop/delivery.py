@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,8 @@ _log = logging.getLogger(__name__)
 class Waiter:
     """A coroutine that awaits a call on an event loop; made there."""
 
+    on_step: Callable[[Any], None] | None = None
+    """Called on the event loop with the answer of each step of a run but the last."""
     event_loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     future: asyncio.Future[Any] = field(init=False)
 
@@ -31,7 +34,8 @@ class Outbox:
     def __init__(self, own: asyncio.AbstractEventLoop | None = None) -> None:
         """`own` is the event loop that runs on this thread, or None."""
         self._own = own
-        self._outcomes: list[tuple[Waiter, Any]] = []
+        self._outcomes: list[tuple[Waiter, Any, bool]] = []
+        """Waiters with their outcomes, and whether each is the last one."""
 
     @property
     def is_empty(self) -> bool:
@@ -40,13 +44,17 @@ class Outbox:
 
     def put(self, waiter: Waiter, outcome: Any) -> None:
         """Add an outcome: an answer, or an error to raise."""
-        self._outcomes.append((waiter, outcome))
+        self._outcomes.append((waiter, outcome, True))
+
+    def put_step(self, waiter: Waiter, answer: Any) -> None:
+        """Add the answer of a run's step, which is not its last."""
+        self._outcomes.append((waiter, answer, False))
 
     def deliver(self) -> None:
         """Deliver all outcomes, with one callback per event loop."""
         outcomes, self._outcomes = self._outcomes, []
-        for event_loop in {waiter.event_loop for waiter, _ in outcomes}:
-            own = [(waiter.future, outcome) for waiter, outcome in outcomes if waiter.event_loop is event_loop]
+        for event_loop in {waiter.event_loop for waiter, _, _ in outcomes}:
+            own = [each for each in outcomes if each[0].event_loop is event_loop]
             if event_loop is self._own:
                 _resolve(own)
                 continue
@@ -56,11 +64,15 @@ class Outbox:
                 _log.warning("event loop closed before its calls were answered: calls=%d", len(own))
 
 
-def _resolve(outcomes: list[tuple[asyncio.Future[Any], Any]]) -> None:
-    for future, outcome in outcomes:
+def _resolve(outcomes: list[tuple[Waiter, Any, bool]]) -> None:
+    for waiter, outcome, is_last in outcomes:
+        future = waiter.future
         if future.done():
             continue
-        if isinstance(outcome, BaseException):
+        if not is_last:
+            assert waiter.on_step is not None
+            waiter.on_step(outcome)
+        elif isinstance(outcome, BaseException):
             future.set_exception(outcome)
         else:
             future.set_result(outcome)

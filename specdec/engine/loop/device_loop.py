@@ -37,6 +37,7 @@ import torch
 
 from specdec.contract.engine_api import EndedTurn, EngineStats
 from specdec.contract.errors import Internal, SpecdecError, Unavailable
+from specdec.contract.types import SessionPosition
 from specdec.engine.base import StepObserver, Worker, WorkerLost
 from specdec.engine.cold_tier import ColdTier
 from specdec.engine.loop.call_desk import CallDesk
@@ -100,7 +101,7 @@ class EngineLoop:
         self._sessions = SessionTable(self._blocks, pin_ttl_s=pin_ttl_s, clock=clock)
         self._inbox = Inbox()
         self._outbox = Outbox(self._inbox.event_loop)
-        self._calls: Calls[Job, Waiter] = Calls(self._sessions, self._outbox.put, limits)
+        self._calls: Calls[Job, Waiter] = Calls(self._sessions, self._outbox.put, limits, self._outbox.put_step)
         self._scheduler = Scheduler(max_step_tokens, prefill_budget_s)
         self._awaited = AwaitedSessions()
         self._arrived: set[Waiter] = set()
@@ -146,8 +147,8 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="specdec-device", daemon=True)
         self._thread.start()
 
-    async def call(self, call: Call) -> Any:
-        """Run a call and return its answer.
+    async def call(self, call: Call, on_step: Callable[[Any], None] | None = None) -> Any:
+        """Run a call and return its answer; `on_step` takes the answers of a run's steps before the last one.
 
         A call with the same (session, epoch, round) and digest joins the running one or gets its stored answer.
         Cancelling abandons the call: nothing is answered, and the computed KV stays.
@@ -157,7 +158,7 @@ class EngineLoop:
                 the device is stalled is abandoned as if it were cancelled.
             Internal: the step crashed; the session's KV is gone.
         """
-        waiter = Waiter()
+        waiter = Waiter(on_step)
         if not self._inbox.is_closed:
             self._watchdog.require_moving()
         if not call.preemptible:
@@ -174,6 +175,10 @@ class EngineLoop:
         finally:
             if call.preemptible and not call.keeps_session:
                 self._inbox.post(functools.partial(self._calls.release, call.position.session_id), even_closed=True)
+
+    def renew(self, position: SessionPosition, until: int, committed_len: int) -> None:
+        """Raise the limit of a run; see `TargetEngine.renew`."""
+        self._inbox.post(functools.partial(self._renew, position, until, committed_len))
 
     async def release(self, session_ids: list[str]) -> None:
         """Forget sessions and free their KV; their running calls end with KvMiss. Return when it is done.
@@ -313,10 +318,15 @@ class EngineLoop:
                 begun = self._calls.start_waiting()
                 if self._tier_restorer is not None:
                     self._tier_restorer.turn([job for job in begun if not job.call.preemptible])
+                if self._calls.is_short_of_blocks:
+                    self._desk.end_youngest_run()
                 if self._calls.running:
                     for job in self._steps.run(self._awaited):
                         if job.answer is not None:
                             self._desk.finish(job)
+                        elif job.step_answer is not None:
+                            self._calls.tell_step(job, job.step_answer)
+                            job.step_answer = None
                 elif self._outbox.is_empty:  # answers leave first
                     self._steps.run_ahead(self._idle_drafting)
                 self._watchdog.note_turn()
@@ -356,3 +366,8 @@ class EngineLoop:
         self._arrived.discard(waiter)
         if not waiter.future.done():  # neither cancelled nor failed because the device is stalled
             self._desk.admit(call, waiter, arrival_s)
+
+    def _renew(self, position: SessionPosition, until: int, committed_len: int) -> None:
+        job = self._calls.jobs.get(position.session_id)
+        if job is not None and job.call.position is position:
+            job.renew(until, committed_len)

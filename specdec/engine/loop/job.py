@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from specdec.contract.errors import Unsupported
-from specdec.contract.types import SessionPosition, Stages, TokenIds
+from specdec.contract.types import BLOCK_TOKENS, SessionPosition, Stages, TokenIds
 from specdec.engine.base import MultiStepDrafts, SequenceSlice, StepPlan, Worker
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.sessions.block_manager import blocks_for
@@ -69,6 +69,12 @@ class Job:
         """State of the program between steps."""
         self.answer: Any = None
         """Set by `finish`."""
+        self.step_answer: Any = None
+        """Answer of the newest step of a run that goes on; the loop sends it and sets None."""
+        self.committed_len = call.position.committed_len
+        """Number of committed tokens; a renewal of a run raises it."""
+        self.until = 0 if call.run is None else call.run.until
+        """Largest number of tokens that the session may hold in a run."""
 
     @property
     def has_run(self) -> bool:
@@ -113,6 +119,11 @@ class Job:
         """uint32: all tokens of the sequence, with draft tokens; valid until the next `append`."""
         return self.sequence.token_ids
 
+    @property
+    def round_start(self) -> int:
+        """Number of tokens before the positions whose logits are needed next, which begin a round."""
+        return len(self.sequence) - self.num_logit_rows + 1
+
     def append(self, token_id: int) -> None:
         """Run `token_id` next; the program then gets its logits."""
         self.sequence.append(np.array([token_id], dtype=np.uint32))
@@ -139,6 +150,32 @@ class Job:
     def finish(self, answer: Any) -> None:
         """End the job; `answer` is stored under the idempotency key and sent to all waiters."""
         self.answer = answer
+
+    def conclude(self, answer: Any, token_id: int) -> None:
+        """Finish the job; a run goes on with the decided token instead, unless it ends with it.
+
+        Args:
+            answer: answer of the step.
+            token_id: token that the step decided, where the call is a run.
+        """
+        run = self.call.run
+        length = len(self.sequence) + 1
+        if (
+            run is None
+            or length >= self.until
+            or token_id in run.end_token_ids
+            or length > len(self.sequence.block_table) * BLOCK_TOKENS
+        ):
+            self.finish(answer)
+            return
+        self.step_answer = answer
+        self.num_cached_tokens = len(self.sequence)
+        self.append(token_id)
+
+    def renew(self, until: int, committed_len: int) -> None:
+        """Raise the limit of a run and its committed length; smaller values have no effect."""
+        self.until = max(self.until, until)
+        self.committed_len = max(self.committed_len, min(committed_len, len(self.sequence)))
 
 
 def slice_of(sequence: Sequence, num_tokens: int, num_logit_rows: int) -> SequenceSlice:

@@ -22,7 +22,7 @@ from specdec.engine.loop.device_loop import EngineLoop
 from specdec.engine.loop.idle_drafting import IdleDrafting
 from specdec.engine.loop.job import Program
 from specdec.engine.schedule.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S
-from specdec.engine.sessions.calls import DEFAULT_LIMITS
+from specdec.engine.sessions.calls import DEFAULT_LIMITS, DEFAULT_MAX_RUN
 from specdec.engine.sessions.kv_queue import WaitLimits
 
 # Braces: the store refuses such an id, so it is never a client's session.
@@ -47,6 +47,8 @@ class ReplicaOptions:
     """Name of the replica pool; only reported."""
     max_gamma: int = 16
     """Limit on the draft tokens of a round."""
+    max_run: int = DEFAULT_MAX_RUN
+    """Limit on the tokens of a target's run ahead of the committed ones."""
     max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS
     """Token budget of one step."""
     prefill_budget_s: float = DEFAULT_PREFILL_BUDGET_S
@@ -136,6 +138,7 @@ class ReplicaEngine:
             local_gammas=self._shape.local_gammas,
             num_steps=load.num_steps,
             step_limit_s=load.step_limit_s,
+            max_run=self._options.max_run if self.role == "target" else 0,
         )
 
     def stats(self) -> EngineStats:

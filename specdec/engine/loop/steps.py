@@ -98,6 +98,9 @@ class StepRunner:
             return drafting
         began_s = self._clock()
         running = [job for job in self._calls.running if not job.local_draft]
+        for job in running:
+            if job.call.run is not None:
+                self._calls.make_room(job)
         # A call that arrives while a preemptible call runs must wait for a short step only, so it counts as awaited.
         num_awaited = awaited.count(began_s) + any(job.call.preemptible for job in running[:1])
         chunks = self._scheduler.plan_chunks(running, num_awaited=num_awaited)
@@ -173,7 +176,7 @@ class StepRunner:
             raise RuntimeError("the program neither finished nor continued a job")
         # Last, and only for jobs whose logits were read: before that, the pass may have produced non-finite numbers.
         for job in ready:
-            self._publish(job.sequence, job.call.position.committed_len)
+            self._publish(job.sequence, job.committed_len)
         return 1 if run is None else run.num_steps
 
     def _multi_step_draft(

@@ -26,7 +26,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from specdec.contract.errors import KvMiss, ResourceExhausted, SpecdecError, StaleEpoch
-from specdec.contract.types import ProposeRequest, ScoreRequest, SessionPosition, TokenIds, VerifyRequest
+from specdec.contract.types import ProposeRequest, RunLimit, ScoreRequest, SessionPosition, TokenIds, VerifyRequest
 from specdec.engine.sessions.block_manager import blocks_for
 from specdec.engine.sessions.kv_queue import KvQueue, WaitLimits
 from specdec.engine.sessions.reservations import is_within_reservation
@@ -36,6 +36,9 @@ from specdec.engine.sessions.table import SessionTable
 DEFAULT_LIMITS = WaitLimits()
 
 _DIGEST_BYTES = 16
+
+#: Default limit on the tokens of a run ahead of the committed ones.
+DEFAULT_MAX_RUN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class Call:
     """Draft that the worker makes before the tokens run, one of `ModelShape.local_drafts`; "" for none."""
     reserved_len: int = 0
     """Number of tokens for which blocks stay reserved until the turn ends; 0: none."""
+    run: RunLimit | None = None
+    """Set for a run: the job goes on after its first step."""
     may_refuse: bool = False
     """True if the call is refused, instead of waiting longer than the limits, if KV blocks are reserved for others:
     its turn has no output yet, or gets along without the answer."""
@@ -111,12 +116,17 @@ class Calls(Generic[JobT, WaiterT]):
     """All calls in progress, at most one a session, with the waiters for their answers."""
 
     def __init__(
-        self, sessions: SessionTable, tell: Callable[[WaiterT, Any], None], limits: WaitLimits = DEFAULT_LIMITS
+        self,
+        sessions: SessionTable,
+        tell: Callable[[WaiterT, Any], None],
+        limits: WaitLimits = DEFAULT_LIMITS,
+        tell_step: Callable[[WaiterT, Any], None] = lambda waiter, answer: None,
     ) -> None:
         """
         Args:
             sessions: the sessions of the replica.
             tell: gives a waiter its outcome: an answer, or an error to raise.
+            tell_step: gives a waiter the answer of a run's step.
             limits: bounds on the calls that wait for KV blocks.
         """
         self.sessions = sessions
@@ -132,9 +142,12 @@ class Calls(Generic[JobT, WaiterT]):
 
         Infinite: try again when a restoring job goes on. None: no such wait.
         """
+        self.is_short_of_blocks = False
+        """True while calls wait for KV blocks."""
         self.num_exhausted = 0
         """Number of calls that ended because no KV block was left."""
         self._tell = tell
+        self._tell_step = tell_step
         self._waiters: dict[JobT, list[WaiterT]] = {}
         self._queue: KvQueue[JobT] = KvQueue(limits)
 
@@ -156,7 +169,7 @@ class Calls(Generic[JobT, WaiterT]):
         sequence = self.sessions.fence(position)
         job = self.jobs.get(sequence.session_id)
         if (position.epoch, position.round_id) == (sequence.epoch, sequence.newest_round):
-            if job is not None and job.call.identity == call.identity:
+            if job is not None and job.call.identity == call.identity and call.run is None:  # runs are never joined
                 self._waiters[job].append(waiter)
                 return None
             if job is None and sequence.answer is not None and sequence.answer.identity == call.identity:
@@ -181,6 +194,7 @@ class Calls(Generic[JobT, WaiterT]):
         self.pin_end_s = None
         begun: list[JobT] = []
         if not self._queue:
+            self.is_short_of_blocks = False
             return begun
         now_s = self.sessions.now_s
         blocker: JobT | None = None
@@ -207,11 +221,18 @@ class Calls(Generic[JobT, WaiterT]):
                 begun.append(job)
                 reserved[job.sequence.tenant] += blocks_for(job.sequence.reserved_len)
         waiting = blocker or leaver
+        self.is_short_of_blocks = waiting is not None
         if waiting is not None and not self.running:
             self.pin_end_s = self._next_change_s()
             if self.pin_end_s == float("inf") and not self.restoring:
                 self._refuse(waiting, ResourceExhausted("no KV block is left on this replica", reason="KV_EXHAUSTED"))
         return begun
+
+    def make_room(self, job: JobT) -> None:
+        """Take the block that the next token of a run needs, unless calls wait for blocks; the run ends without it."""
+        sequence = job.sequence
+        if not self.is_short_of_blocks:
+            self.sessions.blocks.grow(sequence.block_table, len(sequence) + 1)
 
     def _refuse(self, job: JobT, error: ResourceExhausted) -> None:
         self.num_exhausted += 1
@@ -234,9 +255,16 @@ class Calls(Generic[JobT, WaiterT]):
         job.num_cached_tokens = min(job.sequence.kv_len, job.call.position.committed_len)
 
     def finish(self, job: JobT, answer: Any) -> None:
-        """Store a job's answer under its idempotency key and send it to the waiters."""
-        self.sessions.store_answer(job.sequence, StoredAnswer(job.call.identity, answer))
+        """Store a job's answer under its idempotency key and send it to the waiters. That of a run is not stored: it
+        answers the run's last step alone."""
+        if job.call.run is None:
+            self.sessions.store_answer(job.sequence, StoredAnswer(job.call.identity, answer))
         self.end(job, answer)
+
+    def tell_step(self, job: JobT, answer: Any) -> None:
+        """Send the answer of a run's step to the waiters; the run goes on."""
+        for waiter in self._waiters[job]:
+            self._tell_step(waiter, answer)
 
     def fail(self, job: JobT, error: SpecdecError) -> None:
         """End a job with an error and invalidate its KV."""

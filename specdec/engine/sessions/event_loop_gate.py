@@ -44,7 +44,9 @@ class EventLoopGate(Generic[JobT]):
         """
         self.blocks = BlockManager(num_kv_blocks)
         self.sessions = SessionTable(self.blocks, clock=clock)
-        self.calls: Calls[JobT, asyncio.Future[Any]] = Calls(self.sessions, _resolve)
+        self.calls: Calls[JobT, asyncio.Future[Any]] = Calls(self.sessions, _resolve, tell_step=self._tell_step)
+        self._on_step: dict[asyncio.Future[Any], Callable[[Any], None]] = {}
+        """Takers of the steps of runs, by the future of the last answer."""
         self.is_closing = False
         self._make_job = make_job
         self._begin = begin
@@ -55,13 +57,15 @@ class EventLoopGate(Generic[JobT]):
         self._idle = asyncio.Event()  # set once it is closing and has no jobs
         self._closed = asyncio.Event()
 
-    async def call(self, call: Call) -> Any:
+    async def call(self, call: Call, on_step: Callable[[Any], None] | None = None) -> Any:
         """Run a call and return its answer, as `specdec.engine.loop.device_loop.EngineLoop.call` does."""
         if self.is_closing:
             raise Unavailable("this replica is draining", reason="DRAINING")
         arrival_s = time.monotonic()
         waiter = asyncio.get_running_loop().create_future()
         session_id = call.position.session_id
+        if on_step is not None:
+            self._on_step[waiter] = on_step
         before = self.calls.jobs.get(session_id)
         try:
             sequence = self.calls.admit(call, waiter)
@@ -80,10 +84,16 @@ class EventLoopGate(Generic[JobT]):
                 self._drop_if_ended(job)
                 self._start_waiting(time.monotonic())
             raise
+        finally:
+            self._on_step.pop(waiter, None)
 
     def is_current(self, job: JobT) -> bool:
         """Return whether a job still waits for its answer: it may have been superseded, released or abandoned."""
         return self.calls.jobs.get(job.sequence.session_id) is job
+
+    def tell_step(self, job: JobT, answer: Any) -> None:
+        """Send the answer of a current run's step to the caller."""
+        self.calls.tell_step(job, answer)
 
     def finish(self, job: JobT, answer: Any) -> None:
         """Store the answer of a current job and send it to the callers."""
@@ -125,6 +135,10 @@ class EventLoopGate(Generic[JobT]):
     async def wait_ended(self) -> None:
         """Return once `end` was called."""
         await self._closed.wait()
+
+    def _tell_step(self, waiter: asyncio.Future[Any], answer: Any) -> None:
+        if not waiter.done():
+            self._on_step[waiter](answer)
 
     def _drop_if_ended(self, job: JobT | None) -> None:
         if job is not None and not self.is_current(job):

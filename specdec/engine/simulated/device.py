@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from specdec.engine.base import StepObserver
 from specdec.engine.schedule.awaited_sessions import AwaitedSessions
@@ -123,6 +124,8 @@ class Work:
     """True if the session's newest token was guessed; the steps of its branches then count as first steps."""
     branches: Branches | None = None
     """Branches to draft at low priority once this is done."""
+    job: Any = None
+    """Job of a run, for `SimulatedDevice.on_steps`; None for other calls."""
     num_done: int = 0
     kv_len: int = 0
     num_logit_rows: int = 1
@@ -146,6 +149,8 @@ class SimulatedDevice:
     timeline: Timeline
     scheduler: Scheduler
     observer: StepObserver | None = None
+    on_steps: Callable[[list[Work], float], None] = lambda works, now_s: None
+    """Called on the timeline's thread with the runs that go on after a step, and the time at which it ended."""
     _waiting: list[Work] = field(default_factory=list)
     _running: list[Work] = field(default_factory=list)
     _branches: dict[str, Branches] = field(default_factory=dict)
@@ -155,6 +160,17 @@ class SimulatedDevice:
     def submit(self, work: Work, arrival_s: float) -> None:
         """Let work arrive at a time. May be called from any thread."""
         self.timeline.at(arrival_s, lambda now_s: self._arrive(work, now_s))
+
+    def set_end(self, work: Work, num_steps: int, at_s: float) -> None:
+        """Let a run go on until it has done `num_steps` steps, or end with its next one. May be called from any thread.
+
+        The order arrives at `at_s`.
+        """
+
+        def set_num_steps(_: float) -> None:
+            work.num_steps = max(num_steps, work.num_done + 1)
+
+        self.timeline.at(at_s, set_num_steps)
 
     def forget(self, session_id: str) -> None:
         """Drop a session's branches and stop expecting its next call. May be called from any thread."""
@@ -203,6 +219,7 @@ class SimulatedDevice:
     def _end_call_step(self, plan: list[tuple[Work, int]], step_s: float, now_s: float) -> None:
         self.scheduler.observe_step(step_s)
         step_tokens = sum(num_tokens for _, num_tokens in plan)
+        going_on: list[Work] = []
         for work, num_tokens in plan:
             work.step_s, work.step_tokens = step_s, step_tokens
             work.kv_len += num_tokens
@@ -211,6 +228,10 @@ class SimulatedDevice:
                 work.num_done += 1
                 work.num_pending = work.num_logit_rows = 1
                 self._finish_if_done(work, now_s)
+                if work.job is not None and work.num_done < work.num_steps:
+                    going_on.append(work)
+        if going_on:
+            self.on_steps(going_on, now_s)
 
     def _begin_branch_step(self, now_s: float) -> None:
         all_branches = self._next_branches()

@@ -13,6 +13,8 @@ Filters, logprobs and the prompt's text are ignored, so these engines cannot pro
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -32,7 +34,7 @@ from specdec.contract.types import (
 )
 from specdec.core.random import DrawKey
 from specdec.core.sparse import probability
-from specdec.engine.sessions.calls import Call, identity_of
+from specdec.engine.sessions.calls import DEFAULT_MAX_RUN, Call, identity_of
 from specdec.engine.sessions.concurrent_rounds import ConcurrentRounds
 from specdec.engine.simulated.device import Branches, ModelledTime
 from specdec.engine.simulated.simulated_pair import SimulatedPair
@@ -112,16 +114,19 @@ class SimulatedTarget(SimulatedReplica):
 
     role = "target"
 
-    def __init__(self, pair: SimulatedPair, **options: Any) -> None:
+    def __init__(self, pair: SimulatedPair, *, max_run: int = DEFAULT_MAX_RUN, **options: Any) -> None:
         """See `SimulatedReplica`."""
-        super().__init__(pair, **options)
+        super().__init__(pair, max_run=max_run, **options)
+        self._max_run = max_run
         self._answers = ConcurrentRounds()
 
     @property
     def _forward(self) -> ModelledTime:
         return self._pair.target
 
-    async def verify(self, request: VerifyRequest) -> Verification:
+    async def verify(
+        self, request: VerifyRequest, on_step: Callable[[Verification], None] | None = None
+    ) -> Verification:
         """See `TargetEngine.verify`.
 
         Raises:
@@ -137,9 +142,19 @@ class SimulatedTarget(SimulatedReplica):
                 request.draft_token_ids,
                 num_logit_rows=num_draft_tokens + 1,
                 max_kv_len=position.committed_len + num_draft_tokens,
-            )
+                run=None if on_step is None else request.run,
+            ),
+            on_step,
         )
         return verification
+
+    def renew(self, position: SessionPosition, until: int, committed_len: int) -> None:
+        """See `TargetEngine.renew`."""
+        job = self._gate.calls.jobs.get(position.session_id)
+        if job is not None and job.work is not None and job.call.position is position:
+            num_steps = min(until, committed_len + self._max_run, MAX_CONTEXT_TOKENS) - position.committed_len
+            if num_steps > job.work.num_steps:
+                self._device.set_end(job.work, num_steps, time.monotonic() + self._pair.link_delay_s)
 
     async def score(self, request: ScoreRequest) -> Score:
         """Raise Unsupported: a simulated target has no local drafts."""
@@ -148,9 +163,32 @@ class SimulatedTarget(SimulatedReplica):
     def _begin(self, job: SimulatedJob, now_s: float) -> None:
         request, num_rows = cast(VerifyRequest, job.call.request), job.call.num_logit_rows
         text = SimulatedText(self._pair.text, request.position)
-        job.answer = _verification(text, request, num_cached_tokens=job.num_cached_tokens)
         num_tokens = max(num_rows, job.sequence.num_pending)
-        self._submit(job, now_s, num_pending=num_tokens, num_logit_rows=num_rows, num_steps=1)
+        num_steps = 1
+        if job.call.run is not None:
+            num_steps = min(job.call.run.until - request.position.committed_len, self._max_run)
+        else:
+            job.answer = _verification(text, request, num_cached_tokens=job.num_cached_tokens)
+        self._submit(job, now_s, num_pending=num_tokens, num_logit_rows=num_rows, num_steps=num_steps)
+
+    def _complete_step(self, job: SimulatedJob, step_s: float, step_tokens: int) -> None:
+        answer = replace(self._answer_of_step(job), kv_len=len(job.sequence), forward_s=step_s, step_tokens=step_tokens)
+        job.sequence.kv_len = len(job.sequence)
+        self._gate.sessions.publish(job.sequence, job.call.position.committed_len)
+        job.num_cached_tokens = len(job.sequence)
+        job.sequence.append(np.array([answer.decided_token_id], dtype=np.uint32))
+        self._gate.calls.make_room(job)
+        self._gate.tell_step(job, answer)
+
+    def _answer_of_step(self, job: SimulatedJob) -> Verification:
+        request = cast(VerifyRequest, job.call.request)
+        text = SimulatedText(self._pair.text, request.position)
+        return _verification(text, request, num_cached_tokens=job.num_cached_tokens, committed_len=len(job.sequence))
+
+    def _complete(self, job: SimulatedJob) -> None:
+        if job.call.run is not None and self._gate.is_current(job):
+            job.answer = self._answer_of_step(job)
+        super()._complete(job)
 
     def _times(self, job: SimulatedJob) -> dict[str, Any]:
         if job.work is None:
@@ -181,13 +219,17 @@ def _proposal(text: SimulatedText, position: SessionPosition, gamma: int, *, num
     )
 
 
-def _verification(text: SimulatedText, request: VerifyRequest, *, num_cached_tokens: int) -> Verification:
+def _verification(
+    text: SimulatedText, request: VerifyRequest, *, num_cached_tokens: int, committed_len: int = 0
+) -> Verification:
+    """Return the answer to a request; `committed_len` is that of a step of a run."""
     position, num_rows = request.position, len(request.draft_token_ids) + 1
+    committed_len = committed_len or position.committed_len
     choices, probabilities = NO_TOKENS, _NO_PROBABILITIES
     rows: tuple[DistributionRow, ...] = ()
-    positions = range(position.committed_len, position.committed_len + num_rows)
+    positions = range(committed_len, committed_len + num_rows)
     if position.carries_distributions:
-        uniforms = DrawKey(position.seed, position.turn, position.committed_len).tail_uniforms(num_rows - 1)
+        uniforms = DrawKey(position.seed, position.turn, committed_len).tail_uniforms(num_rows - 1)
         support_ids = (*request.support_ids, NO_TOKENS)
         rows = tuple(map(text.distribution_row, positions, support_ids, uniforms))
     else:

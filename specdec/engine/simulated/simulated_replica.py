@@ -68,6 +68,7 @@ class SimulatedReplica:
         model: str = "",
         pool: str = "default",
         max_gamma: int,
+        max_run: int = 0,
         num_kv_blocks: int = DEFAULT_NUM_KV_BLOCKS,
         scheduler: Scheduler | None = None,
         observer: StepObserver | None = None,
@@ -84,12 +85,16 @@ class SimulatedReplica:
             make_job=SimulatedJob,
             begin=self._begin,
             # A job that is on the device runs to its end even if its caller has gone.
-            may_abandon=lambda job: job.work is None,
+            may_abandon=lambda job: job.work is None or job.call.run is not None,
+            drop=self._stop,
             clock=clock,
         )
         self._observer = observer
         self._timeline = Timeline()
-        self._device = SimulatedDevice(self._forward, self._timeline, scheduler or Scheduler(), observer)
+        self._device = SimulatedDevice(
+            self._forward, self._timeline, scheduler or Scheduler(), observer, self._send_steps
+        )
+        self._event_loop: asyncio.AbstractEventLoop | None = None
         self._info = EngineInfo(
             version=__version__,
             role=self.role,
@@ -109,6 +114,7 @@ class SimulatedReplica:
             draining=False,
             dtype="none",
             device="simulated",
+            max_run=max_run,
         )
 
     @property
@@ -180,7 +186,7 @@ class SimulatedReplica:
 
         `after` is called on the device's thread once the answer is on its way.
         """
-        event_loop = asyncio.get_running_loop()
+        event_loop = self._event_loop = asyncio.get_running_loop()
 
         def finish(now_s: float) -> None:
             answered = partial(event_loop.call_soon_threadsafe, self._complete, job)
@@ -194,9 +200,33 @@ class SimulatedReplica:
             context_tokens=position.committed_len,
             finish=finish,
             kv_len=job.sequence.kv_len,
+            job=None if job.call.run is None else job,
             **work,
         )
         self._device.submit(job.work, now_s + self._pair.link_delay_s)
+
+    def _send_steps(self, works: list[Work], now_s: float) -> None:
+        """Send the answers of runs that go on; called on the device's thread."""
+        event_loop = self._event_loop
+        assert event_loop is not None
+        steps = [(work.job, work.step_s, work.step_tokens) for work in works]
+        self._timeline.at(
+            now_s + self._pair.link_delay_s, lambda _: event_loop.call_soon_threadsafe(self._complete_steps, steps)
+        )
+
+    def _complete_steps(self, steps: list[tuple[SimulatedJob, float, int]]) -> None:
+        for job, step_s, step_tokens in steps:
+            if self._gate.is_current(job):
+                self._complete_step(job, step_s, step_tokens)
+
+    def _complete_step(self, job: SimulatedJob, step_s: float, step_tokens: int) -> None:
+        """Answer a step of a current run that goes on."""
+        raise NotImplementedError
+
+    def _stop(self, job: SimulatedJob) -> None:
+        """Let the run of an ended job end on the device too."""
+        if job.call.run is not None and job.work is not None:
+            self._device.set_end(job.work, 0, time.monotonic())
 
     def _complete(self, job: SimulatedJob) -> None:
         sequence = job.sequence

@@ -29,9 +29,9 @@ class Counting(ArithmeticTarget):
         super().__init__()
         self.num_run = 0
 
-    async def verify(self, request: VerifyRequest) -> Verification:
+    async def verify(self, request: VerifyRequest, on_step: Any = None) -> Verification:
         self.num_run += 1
-        return await super().verify(request)
+        return await super().verify(request, on_step)
 
 
 class Silent(TargetServicer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import numpy as np
@@ -260,7 +261,7 @@ async def test_a_peer_that_does_not_read_its_answers_is_read_up_to_a_limit() -> 
             num_asked += 1
             yield draft_pb2.ProposeFrame(requests=[draft_pb2.ProposeRequest(call_id=num_asked)])
 
-    async def answer(item: draft_pb2.ProposeRequest, received_s: float) -> draft_pb2.Proposal:
+    async def answer(item: draft_pb2.ProposeRequest, received_s: float, outgoing: Any) -> draft_pb2.Proposal:
         return draft_pb2.Proposal(call_id=item.call_id)
 
     is_read = asyncio.Event()
@@ -274,7 +275,7 @@ async def test_a_peer_that_does_not_read_its_answers_is_read_up_to_a_limit() -> 
         items_of=lambda frame: frame.requests,
         answer=answer,
         reply_type=draft_pb2.Proposal,
-        frame_of=lambda replies: draft_pb2.ProposalFrame(proposals=replies),
+        frame_of=lambda parts: draft_pb2.ProposalFrame(proposals=parts.replies),
     )
     serving = asyncio.create_task(server.serve(ask_without_end(), write))
     for _ in range(100):
