@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 from specdec.contract.tenant import DEFAULT_TENANT, SessionKey
@@ -191,6 +192,12 @@ class OutputChunk(NamedTuple):
             return self
         provenance = self.provenance and self.provenance.since(count)
         return OutputChunk(index, self.token_ids[count:], self.texts[count:], provenance)
+
+    @classmethod
+    def joined(cls, chunks: Sequence[OutputChunk]) -> OutputChunk:
+        """Return consecutive chunks as one, without provenance."""
+        token_ids = tuple(chain.from_iterable(chunk.token_ids for chunk in chunks))
+        return cls(chunks[0].start, token_ids, tuple(chain.from_iterable(chunk.texts for chunk in chunks)), None)
 
     def pieces(self, num_tokens: int) -> Iterator[OutputChunk]:
         """Yield the chunk in parts of at most `num_tokens` tokens."""

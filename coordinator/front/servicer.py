@@ -122,7 +122,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         with_details = request.return_provenance or num_logprobs is not None
         token_bytes = self._tokenizer.token_bytes
         with subscription.reading():
-            async with aclosing(subscription.events()) as events:
+            async with aclosing(subscription.events(joins_chunks=not with_details)) as events:
                 async for event in events:
                     message = encode_event(event, with_details=with_details, token_bytes=token_bytes)
                     began_s = subscription.sending_since_s = time.monotonic()

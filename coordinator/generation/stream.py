@@ -109,10 +109,9 @@ class OutputStream:
             position = replayed.end
         while True:
             while reader.chunk_index < self._num_dropped + len(self._chunks):
-                chunk = self._chunks[max(0, reader.chunk_index - self._num_dropped)]
+                chunk = self._next_chunk(reader)
                 if chunk.start > position:
                     raise _behind()
-                reader.chunk_index += 1
                 if chunk.end > position:
                     for piece in chunk.since(position).pieces(MAX_PIECE_TOKENS):
                         yield piece
@@ -123,6 +122,15 @@ class OutputStream:
                 yield self._finished
                 return
             await self._next_change()
+
+    def _next_chunk(self, reader: Subscription) -> OutputChunk:
+        """Take what a reader has not read: one chunk, or all as one if the reader joins them."""
+        first = max(0, reader.chunk_index - self._num_dropped)
+        end = len(self._chunks) if reader.joins_chunks else first + 1
+        reader.chunk_index = self._num_dropped + end
+        if end == first + 1:
+            return self._chunks[first]
+        return OutputChunk.joined([self._chunks[index] for index in range(first, end)])
 
     def attach(self, reader: Subscription) -> None:
         """Cut the reader off, from now on, when a chunk that it has not read is dropped."""
@@ -179,6 +187,8 @@ class Subscription:
         self.replayed = replayed
         self.chunk_index = 0
         """Index of the next chunk to read, counted with the dropped ones."""
+        self.joins_chunks = False
+        """True for a reader to which the origin of the tokens means nothing: chunks that are ready come as one."""
         self.behind: SpecdecError | None = None
         """Error for a reader that was cut off; None for any other."""
         self.sending_since_s: float | None = None
@@ -195,13 +205,15 @@ class Subscription:
     def identity(self) -> GenerationIdentity:
         return self._stream.identity
 
-    def events(self) -> AsyncGenerator[Event, None]:
+    def events(self, *, joins_chunks: bool = False) -> AsyncGenerator[Event, None]:
         """Yield Started, then chunks, then Finished. Raises as `OutputStream.read`.
+
+        With `joins_chunks`, chunks that are ready at the same time come as one, without provenance.
 
         Call it in the task that sends the events on. That task may block in sending to a peer that does not read: when
         the reader is cut off, the task is cancelled, and `behind` holds the cause.
         """
-        self._task = asyncio.current_task()
+        self._task, self.joins_chunks = asyncio.current_task(), joins_chunks
         self._watch = asyncio.get_running_loop().call_later(MAX_SENDING_S, self._cut_if_stuck)
         return self._stream.read(self, self._start)
 
