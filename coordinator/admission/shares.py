@@ -126,6 +126,8 @@ class TenantShares:
     @property
     def shared_limit(self) -> int | None:
         """The limit while a tenant that does not wait uses less than its share; None if no tenant does."""
+        if len(self.running) + len(self._waiting) + len(self._left_at_s) < 2:
+            return None
         limit, tenants = self._limit.value, self._present_tenants()
         share = limit // max(1, len(tenants))
         if len(tenants) > 1 and any(tenant not in self._waiting and self.running[tenant] < share for tenant in tenants):
