@@ -190,8 +190,12 @@ class RunningLimit:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether the limit no longer rises, so that waits can be predicted."""
-        return self._is_settled or (self._fixed is not None and self._speeds.has_seen_end)
+        """Return whether the limit no longer rises, so that waits can be predicted.
+
+        Speeds that were measured while it rose say little, and a length that was never seen is a guess.
+        """
+        known = (self._fixed is not None, self._is_settled, self._speeds.has_seen_end)
+        return known.count(True) > 1
 
     @property
     def shared_value(self) -> int:
@@ -232,18 +236,18 @@ class RunningLimit:
         base_s = self._speeds.measured_token_s(BASE_STREAMS)
         if base_s is None:
             return
-        step, is_more = self._per_target // 4, num_streams > BASE_STREAMS
+        is_more = num_streams > BASE_STREAMS
         # Streams that have begun run to their end, so a limit that was too high is felt for long. The gain of the next
         # limit is therefore predicted.
         gain = partial(stream_gain, base_s, token_s, num_streams)
         if is_more and gain(num_streams) < LOWER_GAIN:
             self._per_target = max(BASE_STREAMS, self._per_target - max(1, self._per_target // 8))
-        elif (
-            self._is_wanted
-            and num_streams >= self._per_target - step
-            and (not is_more or gain(self._per_target + step) >= RAISE_GAIN)
-        ):
-            self._per_target += step
+        elif self._is_wanted and num_streams >= self._per_target * 3 // 4:
+            # A batch that comes at once is to run soon. Nothing is known of more streams than were tried so far.
+            quarter = self._per_target // 4
+            steps = (self._per_target, quarter) if is_more else (quarter,)
+            worthwhile = (step for step in steps if not is_more or gain(self._per_target + step) >= RAISE_GAIN)
+            self._per_target += next(worthwhile, 0)
 
     @property
     def _targets(self) -> int:
