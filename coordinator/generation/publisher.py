@@ -32,14 +32,12 @@ from specdec.state.store import Commit, Lease, SessionStore
 #: attempt alone takes longer than a lease, no other is made: another coordinator may reach the store.
 _RETRY_PAUSES_S = (0.05, 0.2, 0.5, 1.0)
 
-#: Number of decided rounds beyond which a generation waits for the store.
-MAX_WAITING_ROUNDS = 8
-
 #: Shortest interval between two blocks of one generation, for each generation of the coordinator. To commit and show a
 #: block takes about 0.1 ms of processor time, so blocks take a tenth of a core however many streams run.
 BLOCK_INTERVAL_S = 0.001
 
-#: Number of rounds that make a block at once. Runs are at most `MAX_AHEAD` tokens ahead, so they do not wait for it.
+#: Number of rounds that make a block at once, and for which a generation waits for the store. With as many in the block
+#: before, a run is as far ahead as it may be.
 MAX_BLOCK_ROUNDS = 4
 
 _log = logging.getLogger(__name__)
@@ -165,8 +163,8 @@ class Publisher:
         Raises:
             SpecdecError: an earlier round could not be committed (see `SessionStore.commit`). Neither is shown.
         """
-        if len(self._waiting) >= MAX_WAITING_ROUNDS:
-            await self._wait_while(lambda: len(self._waiting) >= MAX_WAITING_ROUNDS)
+        if len(self._waiting) >= MAX_BLOCK_ROUNDS:
+            await self._wait_while(lambda: len(self._waiting) >= MAX_BLOCK_ROUNDS)
         if self._task is None:
             self._task = asyncio.create_task(self._run())
             self._commits.num_publishers += 1

@@ -1,4 +1,4 @@
-"""What a replica has to write on one stream: the replies of calls, and the steps of runs between two replies.
+"""Collect what a replica writes on one stream: replies of calls, and steps of runs between two replies.
 
 `specdec.rpc.frames` and `specdec.rpc.unix_socket_server` own one each; the `servicer` of the target adds the steps.
 """

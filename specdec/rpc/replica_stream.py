@@ -99,7 +99,7 @@ class OpenRun:
 
     def _note_end(self, answer: asyncio.Future[Any]) -> None:
         if not answer.cancelled():
-            answer.exception()  # an error of a run that was left is not one that nobody noticed
+            answer.exception()  # asyncio complains of an error that was never read
         self._notify()
 
     def _notify(self) -> None:
@@ -200,7 +200,7 @@ class ReplicaStream:
         self._transport.notify()
 
     def forget(self, call_id: int) -> None:
-        """Note that nobody waits for a call any more. Idempotent."""
+        """Note that the caller no longer waits for a call. Idempotent."""
         self._calls.forget(call_id)
         if self._calls.owes_too_many:
             self._end(f"{self._address}: the replica leaves calls unanswered")

@@ -83,7 +83,8 @@ async def test_records_of_all_services_about_a_request_have_its_id(
     coordinator = await rig.coordinator()
     async with running_gateway(coordinator.server.address) as running:
         assert (await send(running, method, path, body, "another")).status_code == 200
-        assert (await send(running, method, path, body)).status_code == 200
+        drafted = body | {"speculation": {"gamma": 2}}
+        assert (await send(running, method, path, drafted)).status_code == 200
         await coordinator.stop()
     found = of_request(stream)
     num_outputs = body.get("n", 1)

@@ -37,7 +37,7 @@ FILTERS = {
 
 
 class _Step(NamedTuple):
-    """What one step decided."""
+    """Return what one step decided."""
 
     token_id: int
     probability: float

@@ -193,7 +193,7 @@ async def test_drafts_are_found_in_the_outputs_of_the_own_tenant_only() -> None:
         coordinator = await rig.coordinator(tenant_header=True, lookup=["suffix"])
         accepted = []
         for tenant in ("acme", "acme", "other"):
-            output = await turn(coordinator, tenant, "", PROMPT, gamma=None, max_new_tokens=40)
+            output = await turn(coordinator, tenant, "", PROMPT, gamma=4, max_new_tokens=40)
             await coordinator.history_settled()
             accepted.append(output.finished.stats.num_accepted_tokens)
         first, again, other = accepted
