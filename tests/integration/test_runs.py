@@ -37,7 +37,7 @@ FILTERS = {
 
 
 class _Step(NamedTuple):
-    """Return what one step decided."""
+    """The token of one step and its probability."""
 
     token_id: int
     probability: float
