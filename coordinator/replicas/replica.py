@@ -286,7 +286,6 @@ class Replica(Generic[LinkT]):
         self._is_refusing = self._is_refusing and info.draining and info.incarnation == self.incarnation
         self.info = info
         self.link.transports.unix_socket = info.unix_socket
-        self.link.transports.device_thread_socket = info.device_thread_socket
         self.is_alive = True
         self._is_refused = False
         self._new_sessions = 0

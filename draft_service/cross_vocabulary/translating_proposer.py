@@ -9,7 +9,6 @@ use draft-vocabulary tokens alone. Pre-drafting is refused with this engine.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from dataclasses import replace
 from itertools import count
@@ -169,10 +168,6 @@ class CrossVocabularyProposer(ReplicaEngine):
         )
         score: Score = await self._engine_loop.call(call)
         return score
-
-    def share_event_loop(self) -> asyncio.AbstractEventLoop | None:
-        """Return None: the sessions' draft-vocabulary tokens belong to the service's event loop."""
-        return None
 
     async def release(self, session_ids: list[str]) -> None:
         """Forget sessions and free their KV. Idempotent; unknown ids are ignored."""

@@ -328,7 +328,7 @@ class Verification:
 
 
 #: Fields of `EngineInfo` that have another name in the proto and in the registry.
-WIRE_NAMES = MappingProxyType({"unix_socket": "lane", "device_thread_socket": "device_lane"})
+WIRE_NAMES = MappingProxyType({"unix_socket": "lane"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,8 +366,6 @@ class EngineInfo:
     """Longest predicted time, in seconds, for which a call waits now for a running step to end; 0: not known."""
     unix_socket: str = ""
     """Name of an abstract Unix socket on the replica's machine that takes the same frames as gRPC; "": none."""
-    device_thread_socket: str = ""
-    """Name of the abstract Unix socket that the device thread itself reads between two steps; "": none."""
     backend: str = ""
     """Backend of a target whose model runs in another engine, as --backend names it; "": our own engine."""
     unsupported_fields: tuple[str, ...] = ()

@@ -7,7 +7,6 @@ servicers count calls, the engine reports its steps, and `engine_state` reads th
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -97,7 +96,7 @@ _FAILURES = ("DRAINING", "INTERNAL", "INVALID_REQUEST", "KV_EXHAUSTED", "REPLICA
 
 
 class EngineMetrics:
-    """Metrics of one replica. Calls may be counted from any thread; steps and queue times each from one."""
+    """Metrics of one replica. Calls, steps and queue times are each counted from one thread."""
 
     def __init__(self, model_name: str, *, role: str, pool: str = "default") -> None:
         """`role` is draft or target; `pool` is the name of the replica's pool."""
@@ -106,8 +105,6 @@ class EngineMetrics:
         self.registry = series.registry
         self._load_clock = LoadClock(series)
         self._state = EngineState(series)
-        self._call_lock = threading.Lock()
-        """One lock for all series of an answered call: several threads may answer calls."""
         self._call_s = series.histogram("call_latency_seconds", "Arrival of a call to its answer.", LATENCY_S)
         self._cached_tokens = series.counter(
             "committed_tokens_cached", "Committed tokens of answered calls that needed no forward pass."
@@ -157,7 +154,7 @@ class EngineMetrics:
         self.registry.register(KvTierCollector(tier, self._labels))
 
     def observe_failure(self, error: Exception) -> None:
-        """Count a call that ended with an error, by its reason. From any thread."""
+        """Count a call that ended with an error, by its reason. From one thread."""
         reason = getattr(error, "reason", "INTERNAL")
         counter = self._repeats if reason in _REPEATED else self._failures
         counter.labels(**self._labels, reason=reason).inc()
@@ -165,12 +162,11 @@ class EngineMetrics:
     def observe_call(
         self, *, duration_s: float, num_committed_tokens: int, num_cached_tokens: int, num_draft_tokens: int
     ) -> None:
-        """Record an answered call. From any thread."""
-        with self._call_lock:
-            self._call_s.observe(duration_s)
-            self._committed_tokens.inc(num_committed_tokens)
-            self._cached_tokens.inc(num_cached_tokens)
-            self._draft_tokens.inc(num_draft_tokens)
+        """Record an answered call. From one thread."""
+        self._call_s.observe(duration_s)
+        self._committed_tokens.inc(num_committed_tokens)
+        self._cached_tokens.inc(num_cached_tokens)
+        self._draft_tokens.inc(num_draft_tokens)
 
     def observe_queue(self, seconds: float) -> None:
         """Record how long an answered call waited for its first step. From one thread."""

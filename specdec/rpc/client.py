@@ -3,11 +3,11 @@
 A round's call comes from `coordinator/round/session_calls` and goes, as an item of a frame, to the replica, where
 `specdec.rpc.frames` takes it out; its answer comes back the same way.
 
-A link keeps one stream open per model (`replica_stream`), and a second one over the device-thread socket for calls
-that come one at a time; it multiplexes any number of calls on a stream. It connects at the first use and opens another
-stream after a break. It does not retry calls, because only the round loop knows whether a late answer is still of use.
-A stream belongs to one model (`handshake`), so a call that is meant for a model is never answered by another, even if
-another process listens at the address by then. Choosing replicas and deadlines is the coordinator's task.
+A link keeps one stream open per model (`replica_stream`) and multiplexes any number of calls on it. It connects at the
+first use and opens another stream after a break. It does not retry calls, because only the round loop knows whether a
+late answer is still of use. A stream belongs to one model (`handshake`), so a call that is meant for a model is never
+answered by another, even if another process listens at the address by then. Choosing replicas and deadlines is the
+coordinator's task.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from specdec.rpc.handshake import Metadata, check_answering
 from specdec.rpc.open_calls import CallTimeout, WireStats
 from specdec.rpc.replica_stream import OpenRun, ReplicaStream, Replies, Step
 from specdec.rpc.rounds import tenant_on_wire
-from specdec.rpc.transport_selector import Transport, TransportSelector
+from specdec.rpc.transport_selector import TransportSelector
 from specdec.v1 import common_pb2, draft_pb2, target_pb2
 
 RequestT = TypeVar("RequestT")
@@ -90,8 +90,8 @@ class _Link(Generic[RequestT, ReplyT]):
         self.address = address
         self.transports = TransportSelector(address, self._stream_method, metadata, tls)
         self._max_message_bytes = max_message_bytes
-        self._streams: dict[tuple[str, bool], ReplicaStream] = {}
-        """Open streams by the model's fingerprint and whether the stream uses the device-thread socket."""
+        self._streams: dict[str, ReplicaStream] = {}
+        """Open streams by the model's fingerprint."""
         self.on_handshake: Callable[[str], None] = lambda incarnation: None
         """Called once per stream with the incarnation of the process that answers it."""
         self.heard_at = 0.0
@@ -136,20 +136,18 @@ class _Link(Generic[RequestT, ReplyT]):
         return item
 
     def _choose_stream(self, model: str) -> ReplicaStream:
-        route = self.transports.choose(is_alone=self.oldest_pending is None)
-        key = (model, route is Transport.DEVICE_THREAD_SOCKET)
-        stream = self._streams.get(key)
+        stream = self._streams.get(model)
         if (
             stream is not None
-            and route is Transport.UNIX_SOCKET
+            and self.transports.has_unix_socket
             and not stream.is_unix_socket
             and stream.oldest_pending is None
         ):
             stream.break_off(f"{self.address}: moving to the replica's Unix socket")
         if stream is None or stream.closed:
             self._streams = {kept: open_ for kept, open_ in self._streams.items() if not open_.closed}
-            stream = self._streams[key] = ReplicaStream(
-                self.transports.open(route, model),
+            stream = self._streams[model] = ReplicaStream(
+                self.transports.open(model),
                 self.address,
                 read_replies=self._read_replies,
                 decode=self._decode,

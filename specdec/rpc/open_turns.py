@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
@@ -23,45 +22,39 @@ class _Turn(NamedTuple):
 
 
 class OpenTurns:
-    """Turns by the session's id on this replica. Any thread may use it."""
+    """Turns by the session's id on this replica. Use from one event loop."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._turns: dict[str, _Turn] = {}
 
     def note_call(self, session_id: str, epoch: int) -> None:
         """Note a call of a turn."""
-        with self._lock:
-            if session_id not in self._turns and len(self._turns) >= MAX_TURNS:
-                del self._turns[next(iter(self._turns))]
-            self._turns[session_id] = _Turn(epoch, time.monotonic())
+        if session_id not in self._turns and len(self._turns) >= MAX_TURNS:
+            del self._turns[next(iter(self._turns))]
+        self._turns[session_id] = _Turn(epoch, time.monotonic())
 
     def end(self, epochs: Mapping[str, int], resumable_ids: Collection[str]) -> None:
         """Note the ends of turns, by session and epoch; those of `resumable_ids` are interrupted and stay open."""
-        with self._lock:
-            for session_id, epoch in epochs.items():
-                turn = self._turns.get(session_id)
-                if turn is None or turn.epoch > epoch:
-                    continue
-                if session_id in resumable_ids:
-                    self._turns[session_id] = turn._replace(is_interrupted=True)
-                else:
-                    del self._turns[session_id]
+        for session_id, epoch in epochs.items():
+            turn = self._turns.get(session_id)
+            if turn is None or turn.epoch > epoch:
+                continue
+            if session_id in resumable_ids:
+                self._turns[session_id] = turn._replace(is_interrupted=True)
+            else:
+                del self._turns[session_id]
 
     def forget(self, session_ids: Collection[str]) -> None:
         """Forget the turns of sessions that are gone."""
-        with self._lock:
-            for session_id in session_ids:
-                self._turns.pop(session_id, None)
+        for session_id in session_ids:
+            self._turns.pop(session_id, None)
 
     def num_open(self, within_s: float) -> int:
         """Return the number of open turns with a call within the last `within_s` seconds."""
         since_s = time.monotonic() - within_s
-        with self._lock:
-            return sum(turn.called_s >= since_s for turn in self._turns.values())
+        return sum(turn.called_s >= since_s for turn in self._turns.values())
 
     def num_running(self, within_s: float) -> int:
         """Return the number of those that were not interrupted."""
         since_s = time.monotonic() - within_s
-        with self._lock:
-            return sum(turn.called_s >= since_s and not turn.is_interrupted for turn in self._turns.values())
+        return sum(turn.called_s >= since_s and not turn.is_interrupted for turn in self._turns.values())

@@ -6,12 +6,10 @@ A round's item comes here from a frame (`specdec.rpc.frames`), goes through the 
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from google.protobuf.message import Message
@@ -22,14 +20,13 @@ from specdec.contract.tenant import session_on_replica
 from specdec.contract.types import EngineInfo, Stages
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc import codec
-from specdec.rpc.device_thread_socket import DeviceThreadEngine, DeviceThreadSocket
 from specdec.rpc.frames import FrameServer
 from specdec.rpc.handshake import shake_hands_with_caller
 from specdec.rpc.open_turns import OpenTurns
 from specdec.rpc.outgoing import FrameParts, Outgoing
 from specdec.rpc.rounds import tenant_of
 from specdec.rpc.stages import encode_stages
-from specdec.rpc.unix_socket_server import UnixSocketHost, UnixSocketServer
+from specdec.rpc.unix_socket_server import UnixSocketServer
 from specdec.v1 import common_pb2
 
 #: Limit of sessions in one Release call.
@@ -94,7 +91,6 @@ class ReplicaServicer:
         self.open_turns = OpenTurns()
         """Turns whose calls were answered here, where the service notes them."""
         self._unix_socket: UnixSocketServer | None = None
-        self._device_thread_socket: DeviceThreadSocket | None = None
 
     def info(self) -> EngineInfo:
         """Return the replica's current description; it says draining after `drain`."""
@@ -105,7 +101,6 @@ class ReplicaServicer:
             draining=draining,
             incarnation=self._incarnation,
             unix_socket="" if self._unix_socket is None else self._unix_socket.name,
-            device_thread_socket="" if self._device_thread_socket is None else self._device_thread_socket.name,
         )
 
     def leave(self) -> None:
@@ -116,21 +111,15 @@ class ReplicaServicer:
         """Refuse new calls with DRAINING; streams end once their calls in flight are answered."""
         self._frames.drain()
 
-    async def open_unix_sockets(self, max_frame_bytes: int) -> None:
-        """Serve frames over Unix sockets as well; `info` names the sockets from now on."""
-        make_host = partial(UnixSocketHost, self._frames, self._request_type, self.info, max_frame_bytes)
-        self._unix_socket = UnixSocketServer(make_host())
+    async def open_unix_socket(self, max_frame_bytes: int) -> None:
+        """Serve frames over a Unix socket as well; `info` names it from now on."""
+        self._unix_socket = UnixSocketServer(self._frames, self._request_type, self.info, max_frame_bytes)
         await self._unix_socket.start()
-        engine = self._served
-        device_loop = engine.share_event_loop() if isinstance(engine, DeviceThreadEngine) else None
-        if device_loop is not None:
-            self._device_thread_socket = DeviceThreadSocket(engine, device_loop, make_host())
-            self._device_thread_socket.open()
 
-    async def close_unix_sockets(self, grace_s: float) -> None:
-        """Close both sockets; calls in flight have `grace_s` seconds to end. Idempotent."""
-        sockets = (self._unix_socket, self._device_thread_socket)
-        await asyncio.gather(*(opened.close(grace_s) for opened in sockets if opened is not None))
+    async def close_unix_socket(self, grace_s: float) -> None:
+        """Close the Unix socket, if there is one; calls in flight have `grace_s` seconds to end. Idempotent."""
+        if self._unix_socket is not None:
+            await self._unix_socket.close(grace_s)
 
     async def serve(self, frames: AsyncIterator[Any], context: Any) -> None:
         """Serve one gRPC stream of frames. Raises Unavailable if the stream is meant for another model."""

@@ -1,14 +1,12 @@
-"""The choice of the transport for a link's calls: gRPC, the replica's Unix socket or its device-thread socket.
+"""The choice of the transport for a link's calls: gRPC, or the replica's Unix socket.
 
 Over gRPC a message wakes a thread of gRPC's core and then the event loop; over a Unix socket it wakes the event loop
-alone, so a known socket is preferred. The device-thread socket serves calls that come one at a time, because the device
-thread reads nothing while a step runs. A socket's name does not say where its replica is: on another machine or in
+alone, so a known socket is preferred. A socket's name does not say where its replica is: on another machine or in
 another container the connection fails. A socket that failed once is not tried again. Used by `specdec.rpc.client`.
 """
 
 from __future__ import annotations
 
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -21,9 +19,6 @@ from specdec.rpc.frame_transport import FrameTransport, GrpcTransport
 from specdec.rpc.handshake import Metadata, meant_for
 from specdec.rpc.unix_socket_transport import UnixSocketTransport
 from specdec.rpc.unix_sockets import is_name
-
-#: Consecutive calls that started while no other was pending, after which calls are taken to come one at a time.
-LONE_CALLS = 8
 
 _CHANNEL_OPTIONS = (
     # A peer that vanished without a FIN is detected within 10 s; one that stalls for less than 5 s is not dropped.
@@ -41,16 +36,8 @@ _CHANNEL_OPTIONS = (
 )
 
 
-class Transport(Enum):
-    """The ways to a replica."""
-
-    GRPC = "gRPC"
-    UNIX_SOCKET = "Unix socket"
-    DEVICE_THREAD_SOCKET = "device-thread socket"
-
-
 class TransportSelector:
-    """Chooses routes for one link, opens transports and owns the gRPC channel. Use from one event loop."""
+    """Chooses and opens the transports of one link, and owns its gRPC channel. Use from one event loop."""
 
     def __init__(self, address: str, stream_method: str, metadata: Metadata = (), tls: Tls | None = None) -> None:
         """
@@ -62,8 +49,6 @@ class TransportSelector:
         """
         self.unix_socket = ""
         """The replica's Unix socket, as its `EngineInfo` states it; "": none."""
-        self.device_thread_socket = ""
-        """The replica's device-thread socket, likewise."""
         self._address = address
         self._stream_method = stream_method
         self.tls = tls
@@ -72,30 +57,26 @@ class TransportSelector:
         self._files: Signature = ()
         """Version of the certificate files that the channel was made with."""
         self._left_channels: list[grpc.aio.Channel] = []
-        self._lost_sockets: set[str] = set()
-        self._num_lone_calls = 0
+        self._lost_socket = ""
         self.is_closed = False
 
-    def choose(self, *, is_alone: bool) -> Transport:
-        """Return the preferred route for a call that starts now; `is_alone`: no other call of the link is pending."""
-        self._num_lone_calls = self._num_lone_calls + 1 if is_alone else 0
-        if self._num_lone_calls >= LONE_CALLS and self._is_usable(self.device_thread_socket):
-            return Transport.DEVICE_THREAD_SOCKET
-        return Transport.UNIX_SOCKET if self._is_usable(self.unix_socket) else Transport.GRPC
+    @property
+    def has_unix_socket(self) -> bool:
+        """True while the replica has a Unix socket that has not failed."""
+        return not self.is_closed and self.unix_socket != self._lost_socket and is_name(self.unix_socket)
 
-    def open(self, route: Transport, model: str) -> FrameTransport:
+    def open(self, model: str) -> FrameTransport:
         """Return a transport that has not connected yet; only the model with this fingerprint may answer, "": any.
 
         Raises:
             Unavailable: the link is closed.
         """
-        if route is Transport.GRPC:
-            # Without serializers: frames are bytes here.
-            call: Any = self.channel().stream_stream(self._stream_method)(metadata=(*self.metadata, *meant_for(model)))
-            return GrpcTransport(call, self._address)
-        is_lone = route is Transport.DEVICE_THREAD_SOCKET
-        name = self.device_thread_socket if is_lone else self.unix_socket
-        return UnixSocketTransport(name, model, self._address, partial(self._note_lost, name), sends_at_once=is_lone)
+        if self.has_unix_socket:
+            name = self.unix_socket
+            return UnixSocketTransport(name, model, self._address, partial(self._note_lost, name))
+        # Without serializers: frames are bytes here.
+        call: Any = self.channel().stream_stream(self._stream_method)(metadata=(*self.metadata, *meant_for(model)))
+        return GrpcTransport(call, self._address)
 
     def channel(self) -> grpc.aio.Channel:
         """Return the gRPC channel to the replica, dialling it at the first use.
@@ -133,8 +114,6 @@ class TransportSelector:
             if channel is not None:
                 await channel.close()
 
-    def _is_usable(self, name: str) -> bool:
-        return not self.is_closed and name not in self._lost_sockets and is_name(name)
-
     def _note_lost(self, name: str) -> None:
-        self._lost_sockets = {name, *self._lost_sockets} & {self.unix_socket, self.device_thread_socket}
+        if name == self.unix_socket:  # not an earlier one
+            self._lost_socket = name

@@ -7,7 +7,6 @@ Started and stopped by `specdec.service.lifecycle` through the servicer.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -40,8 +39,8 @@ MAX_CONNECTIONS = 256
 _log = logging.getLogger(__name__)
 
 
-class UnixSocketHost:
-    """State that the connections of one event loop share."""
+class UnixSocketServer:
+    """Accepts connections on a Unix socket and serves them in the same event loop."""
 
     def __init__(
         self, frames: FrameServer, frame_type: type[Message], info: Callable[[], EngineInfo], max_frame_bytes: int
@@ -57,25 +56,11 @@ class UnixSocketHost:
         self.frame_type = frame_type
         self.info = info
         self.max_frame_bytes = max_frame_bytes
-        self.connections: set[UnixSocketConnection] = set()
-        self._logged_s = float("-inf")
-
-    def log_bad_peer(self, error: Exception) -> None:
-        """Log that a peer sent something else than frames, at most once a second: all peers run as this user."""
-        now_s = time.monotonic()
-        if now_s - self._logged_s >= LOG_INTERVAL_S:
-            self._logged_s = now_s
-            _log.warning("closed a Unix-socket connection: %s", error)
-
-
-class UnixSocketServer:
-    """Accepts connections on a Unix socket and serves them in the same event loop."""
-
-    def __init__(self, host: UnixSocketHost) -> None:
-        self._host = host
         self.name = ""
         """The socket's name; "" while none is open."""
+        self.connections: set[UnixSocketConnection] = set()
         self._server: asyncio.Server | None = None
+        self._logged_s = float("-inf")
 
     async def start(self) -> None:
         """Open the socket. If the system does not permit one, the service runs without it."""
@@ -84,7 +69,7 @@ class UnixSocketServer:
             return
         try:
             self._server = await asyncio.get_running_loop().create_unix_server(
-                lambda: UnixSocketConnection(self._host), socket_path(name)
+                lambda: UnixSocketConnection(self), socket_path(name)
             )
         except OSError as error:
             _log.warning("cannot open a Unix socket, serving over gRPC alone: %s", error)
@@ -95,17 +80,24 @@ class UnixSocketServer:
         """Accept no more connections, give open ones of a draining service `grace_s`, abort the others. Idempotent."""
         if self._server is not None:
             self._server.close()
-        if self._host.connections and grace_s > 0.0:
-            await asyncio.wait([connection.over for connection in self._host.connections], timeout=grace_s)
-        for connection in list(self._host.connections):
+        if self.connections and grace_s > 0.0:
+            await asyncio.wait([connection.over for connection in self.connections], timeout=grace_s)
+        for connection in list(self.connections):
             connection.abort()
+
+    def log_bad_peer(self, error: Exception) -> None:
+        """Log that a peer sent something else than frames, at most once a second: all peers run as this user."""
+        now_s = time.monotonic()
+        if now_s - self._logged_s >= LOG_INTERVAL_S:
+            self._logged_s = now_s
+            _log.warning("closed a Unix-socket connection: %s", error)
 
 
 class UnixSocketConnection(asyncio.Protocol):
     """One connection of a coordinator."""
 
-    def __init__(self, host: UnixSocketHost) -> None:
-        self._host = host
+    def __init__(self, server: UnixSocketServer) -> None:
+        self._server = server
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._reader = FrameReader(MAX_HANDSHAKE_BYTES)
@@ -124,25 +116,20 @@ class UnixSocketConnection(asyncio.Protocol):
         if not is_of_this_user(transport.get_extra_info("socket")):
             self._refuse("this Unix socket belongs to another user")
             return
-        if len(self._host.connections) >= MAX_CONNECTIONS:
+        if len(self._server.connections) >= MAX_CONNECTIONS:
             self._refuse(f"{MAX_CONNECTIONS} connections are open, which is the limit")
             return
-        self._host.connections.add(self)
-        self._host.frames.watch_drain(self._note_drain)
-        if self._host.frames.draining:  # it began to drain before this connection was accepted, while a step ran
+        self._server.connections.add(self)
+        self._server.frames.watch_drain(self._kick)
+        if self._server.frames.draining:  # it began to drain while this connection was being accepted
             self._kick()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._host.connections.discard(self)
-        self._host.frames.forget_drain(self._note_drain)
+        self._server.connections.discard(self)
+        self._server.frames.forget_drain(self._kick)
         for task in self._in_flight:
             task.cancel()
         self.over.set_result(None)
-
-    def _note_drain(self) -> None:
-        """Note that the service drains; called from any thread."""
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
-            self._loop.call_soon_threadsafe(self._kick)
 
     def pause_writing(self) -> None:
         self._is_full = True
@@ -163,7 +150,7 @@ class UnixSocketConnection(asyncio.Protocol):
             for frame in self._reader.frames(data):
                 self._take_frame(frame, received_s)
         except (DecodeError, InvalidRequest) as error:
-            self._host.log_bad_peer(error)
+            self._server.log_bad_peer(error)
             self.abort()
         except Unavailable as error:
             self._refuse(error.message)
@@ -177,28 +164,28 @@ class UnixSocketConnection(asyncio.Protocol):
         if not self._has_shaken_hands:
             self._shake_hands(received_handshake(frame))
             return
-        check_num_fields(frame, self._host.frame_type)
-        received = self._host.frame_type.FromString(frame)
-        items = self._host.frames.items_of(received)
+        check_num_fields(frame, self._server.frame_type)
+        received = self._server.frame_type.FromString(frame)
+        items = self._server.frames.items_of(received)
         if len(items) > MAX_FRAME_ITEMS:
             raise InvalidRequest(f"a frame of {len(items)} items; the limit is {MAX_FRAME_ITEMS}")
         for item in items:
             task = self._loop.create_task(self._reply(item, received_s))
             self._in_flight.add(task)
             task.add_done_callback(self._settle)
-        self._host.frames.renew(received, self._outgoing)
+        self._server.frames.renew(received, self._outgoing)
         self._control_reading()
 
     def _shake_hands(self, lines: list[str]) -> None:
-        info = self._host.info()
+        info = self._server.info()
         require_meant(lines[0], info)
         assert self._transport is not None
         self._transport.write(handshake(info.model_fingerprint, info.incarnation))
         self._has_shaken_hands = True
-        self._reader.max_frame_bytes = self._host.max_frame_bytes
+        self._reader.max_frame_bytes = self._server.max_frame_bytes
 
     async def _reply(self, item: Any, received_s: float) -> None:
-        self._outgoing.put_reply(await self._host.frames.reply_to(item, received_s, self._outgoing), received_s)
+        self._outgoing.put_reply(await self._server.frames.reply_to(item, received_s, self._outgoing), received_s)
         if len(self._in_flight) == 1:  # no other reply can share the frame
             self._flush()
         else:
@@ -207,7 +194,7 @@ class UnixSocketConnection(asyncio.Protocol):
     def _settle(self, task: asyncio.Task[None]) -> None:
         self._in_flight.discard(task)
         self._control_reading()
-        if self._host.frames.draining:
+        if self._server.frames.draining:
             self._kick()
 
     def _control_reading(self) -> None:
@@ -229,6 +216,6 @@ class UnixSocketConnection(asyncio.Protocol):
         assert self._transport is not None
         while self._outgoing and not self._is_full and not self._transport.is_closing():
             parts = self._outgoing.take()
-            self._transport.write(prefixed(self._host.frames.frame_of(parts).SerializeToString()))
-        if self._host.frames.draining and not self._in_flight and not self._outgoing:
+            self._transport.write(prefixed(self._server.frames.frame_of(parts).SerializeToString()))
+        if self._server.frames.draining and not self._in_flight and not self._outgoing:
             self._transport.close()

@@ -1,8 +1,8 @@
 """The frame transport over a replica's Unix socket, from the coordinator's side.
 
-Calls that start in one turn of the event loop leave in one frame at the end of that turn; on a device-thread socket,
-which carries one call at a time, a call leaves at once. An answer is decoded in the turn that reads it. The replica's
-side is `specdec.rpc.unix_socket_server`, the handshake and the framing are in `specdec.rpc.unix_sockets`.
+Calls that start in one turn of the event loop leave in one frame at the end of that turn, and an answer is decoded in
+the turn that reads it. The replica's side is `specdec.rpc.unix_socket_server`, the handshake and the framing are in
+`specdec.rpc.unix_sockets`.
 """
 
 from __future__ import annotations
@@ -37,22 +37,18 @@ class UnixSocketTransport(asyncio.Protocol):
 
     is_unix_socket = True
 
-    def __init__(
-        self, name: str, model: str, address: str, on_lost: Callable[[], None], *, sends_at_once: bool
-    ) -> None:
+    def __init__(self, name: str, model: str, address: str, on_lost: Callable[[], None]) -> None:
         """
         Args:
             name: the socket's name.
             model: fingerprint of the only model that may answer; "": any.
             address: HOST:PORT of the replica, for messages.
             on_lost: called when the connection ends or fails, unless it was closed here.
-            sends_at_once: set if calls come one at a time, so that a call has no other to share a frame with.
         """
         self._name = name
         self._model = model
         self._address = address
         self._on_lost = on_lost
-        self._sends_at_once = sends_at_once
         self._exchange: FrameExchange
         self._transport: asyncio.Transport | None = None
         self._reader = FrameReader(MAX_HANDSHAKE_BYTES)
@@ -81,11 +77,7 @@ class UnixSocketTransport(asyncio.Protocol):
         return await self._end
 
     def notify(self) -> None:
-        if self._transport is None or self._is_flushing:
-            return
-        if self._sends_at_once:
-            self._flush()
-        else:
+        if self._transport is not None and not self._is_flushing:
             self._is_flushing = True
             self._loop.call_soon(self._flush)
 

@@ -58,9 +58,9 @@ class Servicer(Protocol):
 
     def drain(self) -> None: ...
 
-    async def open_unix_sockets(self, max_frame_bytes: int) -> None: ...
+    async def open_unix_socket(self, max_frame_bytes: int) -> None: ...
 
-    async def close_unix_sockets(self, grace_s: float) -> None: ...
+    async def close_unix_socket(self, grace_s: float) -> None: ...
 
 
 class Registration(Protocol):
@@ -148,8 +148,8 @@ async def run_replica(
         await engine.warm_up()
         stop = take_signals()
         if settings.unix_socket == "on":
-            await servicer.open_unix_sockets(settings.max_message_bytes)
-            ending.push_async_callback(servicer.close_unix_sockets, 0.0)
+            await servicer.open_unix_socket(settings.max_message_bytes)
+            ending.push_async_callback(servicer.close_unix_socket, 0.0)
         address = advertised_address(settings.advertise, settings.listen, server.port)
         await server.set_serving()
         registration = register(address=address) if register is not None else None
@@ -174,7 +174,7 @@ async def run_replica(
         _log.info("draining", extra={"grace_s": settings.drain_grace_s})
         servicer.drain()
         await _announce(registration)
-        await asyncio.gather(server.stop(settings.drain_grace_s), servicer.close_unix_sockets(settings.drain_grace_s))
+        await asyncio.gather(server.stop(settings.drain_grace_s), servicer.close_unix_socket(settings.drain_grace_s))
     _log.info("stopped")
 
 

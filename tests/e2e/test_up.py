@@ -22,7 +22,6 @@ from bench.systems.models import DEMO
 from specdec.client import Client, Completion
 from specdec.contract.errors import InvalidRequest
 from specdec.rpc.client import TargetLink
-from specdec.rpc.transport_selector import LONE_CALLS
 from tests.support.process_rig import greedy, ranks_of
 from tests.support.stack import free_port
 from tests.support.tiny_models import build_tiny_model
@@ -164,12 +163,11 @@ def test_up_says_what_it_checks_and_what_each_service_loads_and_at_the_end_that_
     assert complaints(recorded.stderr) == "[coordinator] recording traces\n"
 
 
-def test_a_target_alone_is_served_without_speculation_over_unix_sockets_and_a_note_says_so(model: Path) -> None:
-    async def unix_sockets_of(address: str) -> list[str]:
+def test_a_target_alone_is_served_without_speculation_over_a_unix_socket_and_a_note_says_so(model: Path) -> None:
+    async def unix_socket_of(address: str) -> str:
         link = TargetLink(address)
         try:
-            info = await link.info()
-            return [info.unix_socket, info.device_thread_socket]
+            return (await link.info()).unix_socket
         finally:
             await link.close()
 
@@ -178,15 +176,13 @@ def test_a_target_alone_is_served_without_speculation_over_unix_sockets_and_a_no
         target = child_running(up, "target_service")
         words, variables = (Path(f"/proc/{target}/{file}").read_text().split("\0") for file in ("cmdline", "environ"))
         assert "SPECDEC_TARGET__GPU_MEMORY_UTILIZATION=0.9" in variables
-        names = asyncio.run(unix_sockets_of(words[words.index("--listen") + 1]))
-        ask = {"prompt_token_ids": [5, 6, 7], "ignore_eos": True, "temperature": 0}
+        name = asyncio.run(unix_socket_of(words[words.index("--listen") + 1]))
         with Client(endpoint) as client:
-            completion = client.generate(max_new_tokens=8, **ask)
-            client.generate(mode="off", max_new_tokens=LONE_CALLS + 1, **ask)
+            completion = client.generate(prompt_token_ids=[5, 6, 7], max_new_tokens=8, ignore_eos=True, temperature=0)
         assert (len(completion.token_ids), completion.stats.num_draft_tokens) == (8, 0)
         # The kernel lists a name once for the listener and once for every accepted connection.
         ends = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
-        assert [(name[:14], ends.count(name)) for name in names] == [("@specdec-lane-", 2)] * 2
+        assert (name[:14], ends.count(name)) == ("@specdec-lane-", 2)
         up.send_signal(signal.SIGTERM)
         _, stderr = up.communicate()
     (note,) = complaints(stderr).splitlines()

@@ -50,8 +50,7 @@ _ERROR = re.compile(r'(?:"level": "error"|Traceback)(?:.*\n?){1,12}')
 
 PORTS = (
     "admin coordinator", "health coordinator", "grpc coordinator", "grpc draft", "grpc target", "http gateway",
-    "metrics coordinator", "metrics draft", "metrics target", "socket draft", "socket target", "socket draft device",
-    "socket target device",
+    "metrics coordinator", "metrics draft", "metrics target", "socket draft", "socket target",
 )  # fmt: skip
 
 
@@ -80,7 +79,6 @@ class System:
             with grpc.insecure_channel(self.stack.parts[role].address) as channel:
                 info: common_pb2.EngineInfo = stub(channel).GetEngineInfo(common_pb2.GetEngineInfoRequest())
             self.ports[f"socket {role}"] = info.lane
-            self.ports[f"socket {role} device"] = info.device_lane
 
         with Client(self.stack.endpoint) as client:
             output = client.generate(prompt_token_ids=[5, 6, 7], max_new_tokens=100, temperature=0.0, ignore_eos=True)

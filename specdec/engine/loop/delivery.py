@@ -31,9 +31,7 @@ class Waiter:
 class Outbox:
     """Answers and errors of one turn of a thread."""
 
-    def __init__(self, own: asyncio.AbstractEventLoop | None = None) -> None:
-        """`own` is the event loop that runs on this thread, or None."""
-        self._own = own
+    def __init__(self) -> None:
         self._outcomes: list[tuple[Waiter, Any, bool]] = []
         """Waiters with their outcomes, and whether each is the last one."""
 
@@ -55,9 +53,6 @@ class Outbox:
         outcomes, self._outcomes = self._outcomes, []
         for event_loop in {waiter.event_loop for waiter, _, _ in outcomes}:
             own = [each for each in outcomes if each[0].event_loop is event_loop]
-            if event_loop is self._own:
-                _resolve(own)
-                continue
             try:
                 event_loop.call_soon_threadsafe(_resolve, own)
             except RuntimeError:

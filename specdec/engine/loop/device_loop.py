@@ -100,7 +100,7 @@ class EngineLoop:
         self._blocks = BlockManager(worker.shape.num_kv_blocks)
         self._sessions = SessionTable(self._blocks, pin_ttl_s=pin_ttl_s, clock=clock)
         self._inbox = Inbox()
-        self._outbox = Outbox(self._inbox.event_loop)
+        self._outbox = Outbox()
         self._calls: Calls[Job, Waiter] = Calls(self._sessions, self._outbox.put, limits, self._outbox.put_step)
         self._scheduler = Scheduler(max_step_tokens, prefill_budget_s)
         self._awaited = AwaitedSessions()
@@ -199,15 +199,6 @@ class EngineLoop:
         waiter = Waiter()
         if self._inbox.post(functools.partial(self._desk.end_turns, tuple(turns), waiter)):
             await self._watchdog.answer_to(waiter)  # otherwise closing frees everything
-
-    def share_event_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the device thread's event loop, which runs between two steps from now on.
-
-        A call that is made in it wakes no other thread. The event loop does not run during a step, and is closed when
-        the thread ends.
-        """
-        self._inbox.is_shared = True
-        return self._inbox.event_loop
 
     async def close(self) -> None:
         """Refuse new calls, finish the running ones, free all KV and end the thread. Idempotent.
@@ -352,7 +343,6 @@ class EngineLoop:
         self._calls.end_all(outcome)
         self._outbox.deliver()
         self._sessions.release_all()
-        self._inbox.end()
 
     def _check(self, checked: concurrent.futures.Future[None]) -> None:
         try:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -149,10 +148,6 @@ class ReplicaEngine:
     def is_stalled(self) -> bool:
         """True while the device hangs; every call fails until its step ends."""
         return self._engine_loop.is_stalled
-
-    def share_event_loop(self) -> asyncio.AbstractEventLoop | None:
-        """Return the event loop of the device thread; see `EngineLoop.share_event_loop`."""
-        return self._engine_loop.share_event_loop()
 
     def check_integrity(self) -> None:
         """Check the KV block counts, while no call runs or after `close`.

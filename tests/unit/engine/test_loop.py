@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -312,6 +313,17 @@ async def test_an_engine_that_is_closed_ends_well(held):
     ended = asyncio.create_task(held.loop.wait_ended())
     await held.loop.close()
     await ended
+
+
+async def test_an_idle_device_thread_sleeps(held):
+    first = await held.start(_call(TOKENS[:20], num_tokens=2))
+    first.cancel()
+    held.let_go()
+    await asyncio.gather(*(held.loop.release([f"s{index}"]) for index in range(200)))
+    await asyncio.sleep(0.1)
+    began_s = time.process_time()
+    await asyncio.sleep(0.5)
+    assert time.process_time() - began_s < 0.25
 
 
 async def test_an_idle_engine_runs_no_steps(held):

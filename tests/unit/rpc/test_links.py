@@ -58,14 +58,14 @@ class DraftReplica:
     async def __aenter__(self) -> DraftReplica:
         await self.server.start()
         if self.has_unix_socket:
-            await self.servicer.open_unix_sockets(self.max_message_bytes)
+            await self.servicer.open_unix_socket(self.max_message_bytes)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop(0)
 
     async def stop(self, grace_s: float) -> None:
-        await asyncio.gather(self.server.stop(grace_s), self.servicer.close_unix_sockets(grace_s))
+        await asyncio.gather(self.server.stop(grace_s), self.servicer.close_unix_socket(grace_s))
 
     def link(self) -> DraftLink:
         """Return a link that knows the replica's Unix socket."""
@@ -299,6 +299,23 @@ async def test_draining_answers_calls_in_flight_refuses_new_ones_and_ends_the_st
         assert (await in_flight).kv_len == 5
         await stopping  # well before the grace period ends: the stream ended by itself
         assert replica.engine.seen == ["hold"]
+
+
+async def test_the_oldest_call_of_a_link_is_that_which_has_waited_longest_for_any_model() -> None:
+    async with DraftReplica() as replica, draft_link(replica) as link:
+        assert link.oldest_pending is None
+        calls, oldest = [], []
+        for model in ("model", ""):
+            calls.append(asyncio.create_task(link.propose(ask(f"hold {model}"), model=model)))
+            await replica.engine.asked[f"hold {model}"].wait()
+            oldest.append(link.oldest_pending)
+        assert oldest[0] is not None
+        assert oldest[1] is oldest[0]
+        calls[0].cancel()
+        await asyncio.wait(calls[:1])
+        assert link.oldest_pending not in (None, oldest[0])
+        replica.engine.release_held.set()
+        await calls[1]
 
 
 async def test_an_item_over_the_limit_is_refused_before_it_is_sent() -> None:

@@ -17,42 +17,47 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draft_service.proposer import Proposer
 from draft_service.servicer import DraftServicer
 from specdec.contract import errors
 from specdec.contract.types import ProposeRequest
+from specdec.engine.loop import watchdog
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc import codec, unix_socket_server, unix_sockets
 from specdec.rpc.client import DraftLink
 from specdec.rpc.frames import MAX_OPEN_ITEMS
 from specdec.rpc.framing import join_items
 from specdec.rpc.service_server import DRAFT_SERVICE, ServiceServer
-from specdec.rpc.transport_selector import LONE_CALLS
 from specdec.rpc.unix_sockets import FrameReader, handshake, is_name, new_name, prefixed, socket_path
 from specdec.v1 import draft_pb2
 from tests.support.arithmetic_engines import ArithmeticDraft, make_round
 from tests.support.coordinator_rig import PROMPT, Rig, eventually, request
+from tests.support.table_worker import TableWorker
+from tests.support.watched_worker import WatchedWorker
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets exist on Linux alone")
 
 MAX_FRAME_BYTES = 1 << 20
+PATIENCE_S = 30.0
+GRACE_S = 10 * PATIENCE_S
 
 
 class Replica:
-    """A draft service around the arithmetic engine, with a port and a Unix socket."""
+    """A draft service around the arithmetic engine or another one, with a port and a Unix socket."""
 
-    def __init__(self) -> None:
-        self.engine = ArithmeticDraft()
+    def __init__(self, engine: Any = None) -> None:
+        self.engine = ArithmeticDraft() if engine is None else engine
         self.servicer = DraftServicer(self.engine, EngineMetrics("arithmetic", role="draft"))
         self.server = ServiceServer("127.0.0.1:0", service_names=(DRAFT_SERVICE,))
         self.servicer.add_to(self.server.grpc_server)
 
     async def __aenter__(self) -> Replica:
         await self.server.start()
-        await self.servicer.open_unix_sockets(MAX_FRAME_BYTES)
+        await self.servicer.open_unix_socket(MAX_FRAME_BYTES)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.gather(self.server.stop(0), self.servicer.close_unix_sockets(0))
+        await asyncio.gather(self.server.stop(0), self.servicer.close_unix_socket(0))
 
     @property
     def num_connections(self) -> int:
@@ -123,17 +128,14 @@ async def test_a_link_never_connects_to_a_name_of_another_form(name: str, monkey
 async def test_a_socket_without_a_listener_fails_no_call() -> None:
     """This is the case of a replica on another machine or in another container."""
     async with Replica() as replica, linked(replica, new_name()) as link:
-        link.transports.device_thread_socket = new_name()
         calls = [link.propose(ask(f"s{index}")) for index in range(3)]
         assert [answer.kv_len for answer in await asyncio.gather(*calls)] == [5, 5, 5]
-        for index in range(2 * LONE_CALLS):
-            assert (await link.propose(ask(f"t{index}"))).kv_len == 5
 
 
 async def test_a_coordinator_on_another_machine_loses_no_request_and_no_draft() -> None:
     async with Rig(targets=1, drafts=1) as rig:
         for service in rig.services:
-            service.servicer._unix_socket = service.servicer._device_thread_socket = SimpleNamespace(name=new_name())
+            service.servicer._unix_socket = SimpleNamespace(name=new_name())
         coordinator = await rig.coordinator()
         for _ in range(3):
             output = await coordinator.generate(request())
@@ -154,7 +156,7 @@ async def test_a_broken_socket_fails_its_pending_calls_and_the_next_call_uses_gr
     async with Replica() as replica, linked(replica) as link:
         pending = [asyncio.create_task(link.propose(ask(f"hold {index}"))) for index in range(3)]
         await replica.engine.asked["hold 2"].wait()
-        await replica.servicer.close_unix_sockets(0)
+        await replica.servicer.close_unix_socket(0)
         for call in pending:
             with pytest.raises(errors.Unavailable, match="closed the Unix socket"):
                 await call
@@ -317,6 +319,58 @@ async def test_calls_cancelled_while_a_replica_does_not_read_are_never_sent() ->
             await asyncio.sleep(0.2)
         server.close()
     assert 0 < received < 2_000_000  # of 10 million
+
+
+@pytest.mark.parametrize("words", [b"", handshake("")], ids=["silent", "shakes hands"])
+async def test_a_draining_replica_answers_its_calls_and_does_not_wait_for_idle_connections(words: bytes) -> None:
+    async with Replica() as replica, linked(replica) as link:
+        reader, writer = await _speak(replica.unix_socket, words)
+        call = asyncio.create_task(link.propose(ask("hold")))
+        await replica.engine.asked["hold"].wait()
+        replica.servicer.drain()
+        ending = asyncio.create_task(replica.servicer.close_unix_socket(GRACE_S))
+        async with asyncio.timeout(PATIENCE_S):
+            await reader.read()  # the idle connection ends
+            assert not ending.done()
+            replica.engine.release_held.set()
+            assert (await call).kv_len == 5
+            await ending
+        writer.close()
+
+
+@pytest.mark.parametrize("num_turns", range(4))
+async def test_a_connection_that_is_being_accepted_when_the_drain_begins_is_closed(num_turns: int) -> None:
+    async with Replica() as replica:
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(socket_path(replica.unix_socket))
+            caller.setblocking(False)
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            replica.servicer.drain()
+            await asyncio.sleep(0.05)  # a replica announces that it drains before it closes its socket
+            async with asyncio.timeout(PATIENCE_S):
+                await replica.servicer.close_unix_socket(GRACE_S)
+                assert await asyncio.get_running_loop().sock_recv(caller, 1) == b""
+
+
+async def test_a_device_that_hangs_during_a_drain_does_not_delay_its_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "PATIENCE_S", 0.2)
+    worker = WatchedWorker(TableWorker())
+    engine = Proposer(worker)
+    await engine.warm_up()
+    async with Replica(engine) as replica, linked(replica) as link:
+        worker.allow(0)
+        call = asyncio.create_task(link.propose(ask()))
+        await worker.held()
+        replica.servicer.drain()
+        async with asyncio.timeout(PATIENCE_S):
+            ending = asyncio.create_task(replica.servicer.close_unix_socket(GRACE_S))
+            with pytest.raises(errors.Unavailable, match="hangs"):
+                await call
+            await ending
+    worker.let_go()
+    await eventually(lambda: not engine.is_stalled)
+    await engine.close()
 
 
 async def test_one_connection_above_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
