@@ -4,8 +4,9 @@ A step of a target takes all calls that wait when it begins. Calls arrive at ran
 per second is followed by one of cs calls, and by one of a single call if none has come, which has the probability
 exp(-cs): a step has cs + exp(-cs) calls on average. A call waits for the rest of a running step and takes part in the
 next one. A stream whose draft is faster than half a step comes back early in the step that followed its own, and waits
-for more than the half of it. The streams of one step of a target ask their drafts together. Requests arrive at random,
-so a request meets the mean number of others. `bench/suites/planning.py` compares these means with live processes.
+for more than the half of it. A stream without a draft is in every step, because its target goes on by itself. The
+streams of one step of a target ask their drafts together. Requests arrive at random, so a request meets the mean number
+of others. `bench/suites/planning.py` compares these means with live processes.
 """
 
 from __future__ import annotations
@@ -143,8 +144,10 @@ def steady_state(
         away_s = drafting.wait_s + requests.gamma * drafting.step_s + calls.draft_s
         first_away_s = drafting.wait_s + drafting.first_s + calls.draft_s
     step = partial(_target_step_s, requests, target, 1 + steps.num_others)
-    early_s = max(0.0, steps.step_s / 2 - calls.target_s - away_s)
-    round_s = away_s + steps.busy_share * (steps.rest_s + early_s) + step(steps.num_prompts) + calls.target_s
+    round_s = step(steps.num_prompts)
+    if requests.gamma:  # without a draft a run is in every step
+        early_s = max(0.0, steps.step_s / 2 - calls.target_s - away_s)
+        round_s += away_s + steps.busy_share * (steps.rest_s + early_s) + calls.target_s
     first_s = first_away_s + steps.busy_share * steps.rest_s + step(1 + steps.num_prompts) + calls.target_s
     ttft_s = calls.opening_s + first_s
     further_s = (requests.num_rounds - 1) * round_s

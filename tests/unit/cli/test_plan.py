@@ -57,8 +57,8 @@ def words_of(models: Path, **changes: str) -> list[str]:
 def test_a_plan_holds_its_limits_and_costs_less_than_the_target_alone(
     models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = plan(capsys, *words_of(models, gpu_price_per_hour="2"))
-    assert found["tpot_s"] <= found["at_peak"]["tpot_s"] <= 0.015
+    found = plan(capsys, *words_of(models, gpu_price_per_hour="2", tpot_ms="8"))
+    assert found["tpot_s"] <= found["at_peak"]["tpot_s"] <= 0.008
     assert found["ttft_s"] <= found["at_peak"]["ttft_s"] <= 1.0
     assert found["kv_bytes_per_target"] <= found["kv_bytes_free_per_target"]
     assert found["num_gpus"] == found["replicas"]["target"] + found["replicas"]["draft"]
@@ -104,7 +104,10 @@ def test_a_plan_without_a_draft_has_no_verdict(models: Path, capsys: pytest.Capt
 
 
 def test_the_calculated_steps_are_those_of_the_measured_card() -> None:
-    """docs/performance.md, "On a GPU": within the spread of the two machines that were measured, and the rounds."""
+    """docs/performance.md, "On a GPU": within the spread of the two machines that were measured, and the rounds.
+
+    Steps without a draft were measured before the target went on by itself, so they are not compared.
+    """
     card = card_of("h100")
     weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128_256 * 4096  # without the embedding
     target = PlacedModel("8B", weights, 32, 131_072, 2 * weights, card, 1)
@@ -113,9 +116,7 @@ def test_the_calculated_steps_are_those_of_the_measured_card() -> None:
     assert target.step_s(1, 1, 512) == pytest.approx(6.7e-3, rel=0.05)
     assert draft.step_s(1, 1, 512) == pytest.approx(1.33e-3, rel=0.15)
     load = ExpectedLoad(1, 48, 64, 1, 1)
-    alone = 1 / lone_stream(load, 0.0, target, None, 0).round_s
     speculating = 3.16 / lone_stream(load, 0.0, target, draft, 4).round_s
-    assert alone == pytest.approx(119, rel=0.05)
     assert speculating == pytest.approx(189, rel=0.1)
 
 

@@ -136,9 +136,10 @@ def simulate(requests: Requests, num_requests: int = 3_000) -> SteadyState:
                 first.setdefault(done, shown_s)
                 last[done] = shown_s
                 left[done] -= 1
-                if left[done]:
+                if left[done] and requests.gamma:
                     counter += 1
                     heapq.heappush(events, (shown_s, counter, "asks", done))
+            waiting += [] if requests.gamma else [done for done in running if left[done]]  # a run is in every step
             running = []
         if waiting and not running:
             running, waiting = waiting, []
