@@ -50,6 +50,7 @@ class OpenRun:
         self._stream = stream
         self._call_id = call_id
         self._pending = pending
+        self._until: int = pending.request.run.until
         pending.on_step = self._take
         pending.answer.add_done_callback(self._note_end)
         self._steps: deque[tuple[Any, float]] = deque()
@@ -83,6 +84,7 @@ class OpenRun:
 
     def renew(self, until: int, committed_len: int) -> None:
         """Raise the limit of the run; no effect once its last answer has arrived."""
+        self._until = max(self._until, until)
         if not (self._pending.answer.done() or self._stream.closed):
             renewal = encode_renewal(self._call_id, until, committed_len)
             self._pending.wire.num_bytes += len(renewal)
@@ -94,6 +96,10 @@ class OpenRun:
         self._stream.forget(self._call_id)
 
     def _take(self, answer: Any) -> None:
+        # A step decides one token more than the session had. The last one, at the limit, is no step but the answer.
+        if answer.kv_len + 1 >= self._until:
+            self._pending.answer.set_exception(Internal(f"a run went on beyond its limit of {self._until} tokens"))
+            return
         self._steps.append((answer, self._pending.wire.heard_s))
         self._notify()
 

@@ -173,9 +173,11 @@ class Job:
         self.append(token_id)
 
     def renew(self, until: int, committed_len: int) -> None:
-        """Raise the limit of a run and its committed length; smaller values have no effect."""
-        self.until = max(self.until, until)
-        self.committed_len = max(self.committed_len, min(committed_len, len(self.sequence)))
+        """Raise the limit of a run and its committed length. Smaller values have no effect, nor has a renewal that
+        states more committed tokens than there are."""
+        if committed_len <= len(self.sequence):
+            self.until = max(self.until, until)
+            self.committed_len = max(self.committed_len, committed_len)
 
 
 def slice_of(sequence: Sequence, num_tokens: int, num_logit_rows: int) -> SequenceSlice:

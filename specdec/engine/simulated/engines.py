@@ -151,7 +151,9 @@ class SimulatedTarget(SimulatedReplica):
     def renew(self, position: SessionPosition, until: int, committed_len: int) -> None:
         """See `TargetEngine.renew`."""
         job = self._gate.calls.jobs.get(position.session_id)
-        if job is not None and job.work is not None and job.call.position is position:
+        if job is None or job.work is None or job.call.position is not position:
+            return
+        if committed_len <= len(job.sequence):
             num_steps = min(until, committed_len + self._max_run, MAX_CONTEXT_TOKENS) - position.committed_len
             if num_steps > job.work.num_steps:
                 self._device.set_end(job.work, num_steps, time.monotonic() + self._pair.link_delay_s)
