@@ -56,7 +56,6 @@ class PendingCall:
     is_given_more: bool = False
     """Set once the timeout was extended because the event loop stalled while the call waited."""
     is_sent: bool = False
-    is_answered: bool = False
     on_step: Callable[[Any], None] | None = None
     """Takes the answers of a run's steps before the last one; None for other calls."""
     num_steps: int = 0
@@ -106,7 +105,7 @@ class OpenCalls:
     def forget(self, call_id: int) -> None:
         """Note that the caller no longer waits: an unsent call is never sent, a late answer is dropped. Idempotent."""
         call = self._pending.pop(call_id, None)
-        if call is not None and call.is_sent and not call.is_answered:
+        if call is not None and call.is_sent:
             self._owed.add(call_id)
 
     def take(self, call_id: int) -> PendingCall | None:
@@ -115,13 +114,13 @@ class OpenCalls:
         Raises:
             UnexpectedReply: the call does not exist, or it has been answered before.
         """
-        call = self._pending.get(call_id)
-        if call is None or call.is_answered:
+        # From now on nothing waits for the replica, also if the caller of a run takes its last answer much later.
+        call = self._pending.pop(call_id, None)
+        if call is None:
             if call_id not in self._owed:
                 raise UnexpectedReply(f"answered call {call_id}, which is not waiting for an answer")
             self._owed.discard(call_id)
             return None
-        call.is_answered = True
         return None if call.answer.done() else call
 
     def stepping(self, call_id: int, now: float) -> PendingCall | None:
@@ -131,7 +130,7 @@ class OpenCalls:
             UnexpectedReply: the run does not exist, or has ended.
         """
         call = self._pending.get(call_id)
-        if call is not None and call.on_step is not None and not call.is_answered:
+        if call is not None and call.on_step is not None:
             call.num_steps += 1
             call.waits_for = object()
             call.started_at = now
