@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from coordinator.replicas.replica import TARGET
-from coordinator.round.runner import MAX_AHEAD
 from specdec.contract.types import DrawRule, EngineInfo, RunLimit, SamplingFilters, Verification, VerifyRequest
 from specdec.engine.sessions.calls import DEFAULT_MAX_RUN
 from specdec.rpc import codec

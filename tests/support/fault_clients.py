@@ -38,22 +38,28 @@ class Work:
     seed: int
     turns: tuple[tuple[tuple[int, ...], int], ...]
     """Prompt tokens and number of output tokens of each turn."""
+    has_drafts: bool = True
+    """False: the target goes on by itself, in runs."""
 
     @property
     def has_one_text(self) -> bool:
         """True where prompt, parameters and seed decide the text."""
-        return self.mode in ("greedy", "coupled")
+        return not self.has_drafts or self.mode in ("greedy", "coupled")
 
     @property
     def sampling(self) -> dict[str, Any]:
+        options = {} if self.has_drafts else {"gamma": 0}
         if self.mode == "greedy":
-            return {"temperature": 0.0}
-        return {"temperature": 1.0, "seed": self.seed, "mode": self.mode}
+            return {"temperature": 0.0, **options}
+        return {"temperature": 1.0, "seed": self.seed, "mode": self.mode, **options}
 
 
-def make_works(number: int, seed: int, *, num_kinds: int, most_tokens: int, vocabulary: int) -> list[Work]:
+def make_works(
+    number: int, seed: int, *, num_kinds: int, most_tokens: int, vocabulary: int, has_drafts: bool = True
+) -> list[Work]:
     """Return `number` generations of `num_kinds` different ones, in a random order that the seed decides."""
     rng = random.Random(seed)
+    modes = _MODES if has_drafts else (*_MODES, "off")
     kinds = []
     for kind in range(num_kinds):
         num_turns = 2 if kind % 4 == 3 else 1
@@ -64,8 +70,8 @@ def make_works(number: int, seed: int, *, num_kinds: int, most_tokens: int, voca
             )
             for _ in range(num_turns)
         )
-        kinds.append((_MODES[(kind // 4) % 4], rng.randrange(1 << 30), turns))
-    return [Work(index, *kinds[rng.randrange(num_kinds)]) for index in range(number)]
+        kinds.append((modes[(kind // 4) % len(modes)], rng.randrange(1 << 30), turns))
+    return [Work(index, *kinds[rng.randrange(num_kinds)], has_drafts=has_drafts) for index in range(number)]
 
 
 class GrpcClient:
@@ -116,11 +122,13 @@ class HttpClient:
         for turn, (prompt, num_tokens) in enumerate(work.turns):
             start += len(prompt)
             request = f"{session}-{turn}"
-            speculation = {"mode": work.sampling.get("mode", "rejection")}
+            sampling = work.sampling
+            speculation = {"mode": "rejection"} | {
+                name: sampling.pop(name) for name in ("mode", "gamma") if name in sampling
+            }
             body = {
                 "prompt": list(prompt), "max_tokens": num_tokens, "ignore_eos": True, "stream": True,
-                "session_id": session, "request_id": request, "speculation": speculation,
-                **{name: value for name, value in work.sampling.items() if name != "mode"},
+                "session_id": session, "request_id": request, "speculation": speculation, **sampling,
             }  # fmt: skip
             reading = _Reading(session, request, start, note)
             deadline_s = time.monotonic() + PATIENCE_S

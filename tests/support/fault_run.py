@@ -1,9 +1,10 @@
-"""A fault run: generations on a whole system while its parts are killed and stopped and clocks are stepped.
+"""A fault run: generations on a whole system while its parts are killed, stopped and hung, and clocks are stepped.
 
-Two gateways, two coordinators, two drafts and two targets as processes, and a Redis that logs every write. The clocks
-of Redis and of each coordinator are stepped, apart from each other. The report says what clients could see. A seed
-decides the requests and the faults; times of day decide which token a fault meets, so a repetition is like the run, and
-not equal to it. `SPECDEC_FAULT_SEED` sets the seed of a test, `SPECDEC_FAULT_HISTORY` a folder that keeps histories.
+Two gateways, two coordinators, two targets and up to two drafts as processes, and a Redis that logs every write. The
+clocks of Redis and of each coordinator are stepped, apart from each other. The report says what clients could see. A
+seed decides the requests and the faults; times of day decide which token a fault meets, so a repetition is like the
+run, and not equal to it. `SPECDEC_FAULT_SEED` sets the seed of a test, `SPECDEC_FAULT_HISTORY` a folder that keeps
+histories.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from transformers import AutoTokenizer
 from tests.support.append_log import ARGUMENTS, note_time, read_append_log, step_clock
 from tests.support.fault_clients import PATIENCE_S, GrpcClient, HttpClient, Work, make_works
 from tests.support.history import Event, check_history, write_history
+from tests.support.injured_stack import Injured
 from tests.support.redis_fixture import RedisServer
 from tests.support.scraping import Endpoint
 from tests.support.stack import Stack
@@ -45,7 +47,7 @@ _LONGEST_STOP_S = 4.0
 #: Parts that may be away at one time. With more of them nothing serves for most of the run.
 _MOST_AWAY = 3
 _SETTLE_S = 120.0
-_KILL, _STOP, _STEP = "kill", "stop", "step the clock"
+_KILL, _STOP, _STEP, _HANG = "kill", "stop", "step the clock", "hang the device"
 #: Descriptors that a process may have more at the end than at its start: connections that stay open between calls.
 _SPARE_DESCRIPTORS = 40
 
@@ -64,6 +66,7 @@ class Report:
     num_ended: int = 0
     num_kills: int = 0
     num_stops: int = 0
+    num_hangs: int = 0
     num_clock_steps: int = 0
     problems: list[str] = field(default_factory=list)
 
@@ -71,9 +74,12 @@ class Report:
 class FaultSystem:
     """The processes of a run. Use as a context manager; it is ready once entered."""
 
-    def __init__(self, models: tuple[Path, Path], directory: Path) -> None:
-        """`directory`: an empty one, for the store."""
+    def __init__(
+        self, models: tuple[Path, Path], directory: Path, *, num_drafts: int = 2, slower_by_s: float = 0.0
+    ) -> None:
+        """`directory`: an empty one, for the store. `slower_by_s`: time by which a step of a target takes longer."""
         self._models = models
+        self.num_drafts = num_drafts
         self._directory = directory
         self._clock_lock = threading.Lock()
         if compiler() is None:
@@ -85,12 +91,17 @@ class FaultSystem:
         machine = self.clocks[REDIS].command if self.clocks else ()
         self.redis = RedisServer(directory, keeps_log=True, arguments=ARGUMENTS, machine=machine)
         self.stack = Stack(
-            *models, redis_url=self.redis.url, num_targets=2, num_drafts=2, num_coordinators=2, num_gateways=2,
+            *models, redis_url=self.redis.url, num_targets=2, num_drafts=num_drafts, num_coordinators=2, num_gateways=2,
             has_metrics=True, clocks=self.clocks,
             coordinator_arguments=["--lease-ttl-s", "2", "--target-wait-s", f"{PATIENCE_S:g}"],
             gateway_arguments=["--retry-s", f"{PATIENCE_S:g}", "--resume-s", f"{PATIENCE_S:g}"],
         )  # fmt: skip
         self.parts = [*self.stack.parts, REDIS]
+        self.targets = [name for name in self.stack.parts if name.startswith("target")]
+        (directory / "injuries").mkdir()
+        self._injured = Injured(self.stack, directory / "injuries", self.targets)
+        for name in self.targets if slower_by_s else ():
+            self._injured.injure(name, "slow", f"{slower_by_s:g}")
 
     def __enter__(self) -> Self:
         self.redis.start()
@@ -130,6 +141,12 @@ class FaultSystem:
         send(signal.SIGSTOP)
         time.sleep(seconds)
         send(signal.SIGCONT)
+
+    def hang_for(self, target: str, seconds: float) -> None:
+        """Let a target's device hang with the next step; the process lives."""
+        self._injured.injure(target, "hang")
+        time.sleep(seconds)
+        self._injured.heal(target, "hang")
 
     def step_clock(self, part: str, ahead_s: float) -> None:
         """Set the clock of a part ahead of the machine's, or behind it where `ahead_s` is negative."""
@@ -184,7 +201,10 @@ async def run_with_faults(
         most_tokens: output tokens of the longest.
         pause_s: shortest and longest time between two faults.
     """
-    works = make_works(num_generations, seed, num_kinds=num_kinds, most_tokens=most_tokens, vocabulary=100)
+    works = make_works(
+        num_generations, seed, num_kinds=num_kinds, most_tokens=most_tokens, vocabulary=100,
+        has_drafts=system.num_drafts > 0,
+    )  # fmt: skip
     report = Report()
     events: list[Event] = []
     expected = await _undisturbed(system, works)
@@ -265,13 +285,15 @@ async def _note_times(system: FaultSystem) -> None:
 
 
 async def _disturb(system: FaultSystem, rng: random.Random, pause_s: tuple[float, float], report: Report) -> None:
-    """Kill or stop a random part, or step its clock, again and again; leave all parts running when cancelled."""
+    """Kill, stop or hang a random part, or step its clock, again and again; leave all running when cancelled."""
     away: dict[str, asyncio.Task[None]] = {}
     try:
         while True:
             await asyncio.sleep(rng.uniform(*pause_s))
             part = rng.choice(system.parts)
-            fault = rng.choice([_KILL, _STOP, _STEP] if part in system.clocks else [_KILL, _STOP])
+            own = {_STEP: part in system.clocks, _HANG: part in system.targets}
+            possible = [_KILL, _STOP, *(name for name, is_possible in own.items() if is_possible)]
+            fault = rng.choice(possible)
             stop_s, ahead_s = rng.uniform(0.5, _LONGEST_STOP_S), rng.uniform(-_FURTHEST_CLOCK_S, _FURTHEST_CLOCK_S)
             for name in [name for name, task in away.items() if task.done()]:
                 away.pop(name).result()
@@ -283,6 +305,9 @@ async def _disturb(system: FaultSystem, rng: random.Random, pause_s: tuple[float
             elif fault == _STEP:
                 report.num_clock_steps += 1
                 away[part] = asyncio.create_task(asyncio.to_thread(system.step_clock, part, ahead_s))
+            elif fault == _HANG:
+                report.num_hangs += 1
+                away[part] = asyncio.create_task(asyncio.to_thread(system.hang_for, part, stop_s))
             else:
                 report.num_stops += 1
                 away[part] = asyncio.create_task(asyncio.to_thread(system.stop_for, part, stop_s))
