@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from specdec.contract.engine_api import TargetEngine
-from specdec.contract.types import Verification, VerifyRequest
+from specdec.contract.types import SessionPosition, Verification, VerifyRequest
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc import codec, verifications
 from specdec.rpc.outgoing import FrameParts, Outgoing
@@ -53,7 +53,7 @@ class TargetServicer(ReplicaServicer, target_pb2_grpc.TargetServiceServicer):
             verification = await self._engine.verify(request)
         else:
             run = _ServedRun(item.call_id, request, outgoing, self._metrics, decoded_s)
-            outgoing.runs[item.call_id] = partial(self._engine.renew, request.position)
+            outgoing.runs[item.call_id] = partial(self._renew, request.position)
             try:
                 verification = await self._engine.verify(request, run.note_step)
             finally:
@@ -69,6 +69,10 @@ class TargetServicer(ReplicaServicer, target_pb2_grpc.TargetServiceServicer):
             stages=verification.stages,
             began_s=run.answered_s if run else 0.0,
         )
+
+    def _renew(self, position: SessionPosition, until: int, committed_len: int) -> None:
+        self.open_turns.note_renewal(position.session_id, position.epoch)
+        self._engine.renew(position, until, committed_len)
 
 
 class _ServedRun:

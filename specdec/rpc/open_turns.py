@@ -16,7 +16,7 @@ MAX_TURNS = 65_536
 class _Turn(NamedTuple):
     epoch: int
     called_s: float
-    """Time of its last call, by `time.monotonic`."""
+    """Time of its last call or renewal of a run, by `time.monotonic`."""
     is_interrupted: bool = False
     """True once it has ended before its last token."""
 
@@ -32,6 +32,13 @@ class OpenTurns:
         if session_id not in self._turns and len(self._turns) >= MAX_TURNS:
             del self._turns[next(iter(self._turns))]
         self._turns[session_id] = _Turn(epoch, time.monotonic())
+
+    def note_renewal(self, session_id: str, epoch: int) -> None:
+        """Note that a run of a turn goes on, unless the turn has ended: a run lasts as long as its turn may."""
+        with self._lock:
+            turn = self._turns.get(session_id)
+            if turn is not None and turn.epoch == epoch:
+                self._turns[session_id] = turn._replace(called_s=time.monotonic())
 
     def end(self, epochs: Mapping[str, int], resumable_ids: Collection[str]) -> None:
         """Note the ends of turns, by session and epoch; those of `resumable_ids` are interrupted and stay open."""
@@ -50,7 +57,7 @@ class OpenTurns:
             self._turns.pop(session_id, None)
 
     def num_open(self, within_s: float) -> int:
-        """Return the number of open turns with a call within the last `within_s` seconds."""
+        """Return the number of open turns with a call or renewal within the last `within_s` seconds."""
         since_s = time.monotonic() - within_s
         return sum(turn.called_s >= since_s for turn in self._turns.values())
 
