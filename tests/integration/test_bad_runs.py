@@ -267,6 +267,24 @@ async def test_a_renewal_of_a_run_that_has_ended_runs_nothing() -> None:
         assert len(service.worker.steps) == num_steps + 1
 
 
+async def test_a_renewed_run_counts_as_running_however_long_ago_its_call_was() -> None:
+    """So a target that leaves waits for it."""
+    async with raw_run() as (service, run):
+        turns = service.servicer.open_turns
+        service.worker.gate.clear()
+        await run.begin(1, "s", END + 3)
+        await asyncio.to_thread(service.worker.entered.acquire)
+        turns._turns["s"] = turns._turns["s"]._replace(called_s=-1e9)
+        assert turns.num_running(600.0) == 0
+        await run.renew((1, END + 5, END))
+        assert turns.num_running(600.0) == 1
+        turns.end({"s": turns._turns["s"].epoch}, ())
+        await run.renew((1, END + 6, END))
+        assert turns.num_running(600.0) == 0
+        service.worker.gate.set()
+        assert await run.read_until_end(1) == 6
+
+
 @pytest.mark.parametrize("value", ["0", "10000"])
 def test_a_limit_of_runs_that_cannot_be_is_refused_in_one_line_with_the_range(
     value: str, capsys: pytest.CaptureFixture[str]

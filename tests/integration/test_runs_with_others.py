@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -84,15 +85,6 @@ async def test_a_target_that_leaves_with_its_model_serves_its_runs_to_their_end_
         await leaving
         assert turns.num_open(60.0) == 0
         await registry.close()
-
-
-async def test_a_renewal_opens_no_turn_that_has_ended() -> None:
-    async with Rig(targets=1, drafts=0) as rig:
-        turns = rig.target.servicer.open_turns
-        turns.note_call("s", 3)
-        turns.end({"s": 3}, ())
-        turns.note_renewal("s", 3)
-        assert turns.num_open(60.0) == 0
 
 
 class Plain:
@@ -198,6 +190,13 @@ async def shares(max_run: int) -> Counter[str]:
 
     async with asyncio.timeout(PATIENCE_S), Rig(targets=0, drafts=0, num_blocks=2048) as rig:
         rig.services.append(await start_service(TARGET, salt=0, num_blocks=2048, between=Limited))
+        execute = rig.target.worker.execute
+
+        def execute_slowly(plan: StepPlan) -> torch.Tensor:
+            time.sleep(0.002 * len(plan.slices))  # eight streams slow each other down, on any machine
+            return execute(plan)
+
+        rig.target.worker.execute = execute_slowly
         coordinator = await rig.coordinator(tenant_header=True, max_running=8)
 
         async def stream(tenant: str, number: int, num_tokens: int) -> None:
@@ -205,6 +204,7 @@ async def shares(max_run: int) -> Counter[str]:
             async for response in coordinator.stub.Generate(asked, metadata=((TENANT_KEY, tenant),)):
                 counts[tenant] += len(response.tokens.token_ids)
 
+        await stream("few", 1, 200)  # so that the speed of a stream alone is known
         many = [asyncio.create_task(stream("many", number, 480)) for number in range(8)]
         await eventually(lambda: counts["many"] >= 80)
         counts.clear()
@@ -220,7 +220,7 @@ async def test_a_tenant_that_comes_later_gets_its_share_of_runs_as_of_rounds() -
     with_runs, with_rounds = await shares(64), await shares(0)
     print(with_runs, with_rounds)
     assert with_runs["few"] == with_rounds["few"] == 100
-    assert with_runs["many"] <= 2 * max(100, with_rounds["many"])
+    assert max(with_runs["many"], with_rounds["many"]) < 400  # without shares it is 800 and more
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED, {"temperature": 0.7, "top_k": 5, "seed": 3}])
