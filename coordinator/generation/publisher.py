@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -151,7 +152,7 @@ class Publisher:
         """Set when the rounds that wait are to be committed."""
         self._timer: asyncio.TimerHandle | None = None
         """Sets `_wake` once the interval since the last block is over."""
-        self._block_s = 0.0
+        self._block_s = -math.inf
         """Time at which the last block began, by the event loop's clock."""
         self._task: asyncio.Task[None] | None = None
         self._is_idle = True
