@@ -25,7 +25,7 @@ from specdec.contract.errors import Internal, KvMiss, ResourceExhausted, Specdec
 from specdec.contract.types import RunLimit, SessionPosition, Verification, VerifyRequest
 from specdec.core.packed import pack_supports
 from specdec.rpc.open_calls import WireStats
-from specdec.rpc.replica_stream import OpenRun
+from specdec.rpc.open_run import OpenRun
 
 #: Pause before a target that lacked KV blocks is called again, at most; the target may name a shorter one.
 MAX_KV_PAUSE_S = 1.0

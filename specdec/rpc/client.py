@@ -39,7 +39,8 @@ from specdec.rpc.credentials import describe_refused_connection
 from specdec.rpc.framing import MAX_FRAME_ITEMS, split_items
 from specdec.rpc.handshake import Metadata, check_answering
 from specdec.rpc.open_calls import CallTimeout, WireStats
-from specdec.rpc.replica_stream import OpenRun, ReplicaStream, Replies, Step
+from specdec.rpc.open_run import OpenRun
+from specdec.rpc.replica_stream import ReplicaStream, Replies, RunCall, Step
 from specdec.rpc.rounds import tenant_on_wire
 from specdec.rpc.transport_selector import TransportSelector
 from specdec.v1 import common_pb2, draft_pb2, target_pb2
@@ -119,9 +120,7 @@ class _Link(Generic[RequestT, ReplyT]):
             try:
                 reply: ReplyT = await stream.call(call_id, request, item, wire, call_timeout)
             except Unavailable as error:
-                # Replicas on another machine name sockets that do not exist here. The selector does not choose the
-                # socket again, and a call may be repeated.
-                if not (stream.is_unix_socket and stream.never_connected):
+                if not stream.is_unreachable_socket:  # the selector does not choose it again; a call may be repeated
                     raise
                 _log.info("Unix socket not usable, using another transport: %s", error.message)
             else:
@@ -346,9 +345,12 @@ class TargetLink(_Link[VerifyRequest, Verification]):
         Raises:
             InvalidRequest: the request is larger than the replica's limit.
         """
+        return OpenRun(partial(self._begin_run, request, wire, model))
+
+    def _begin_run(self, request: VerifyRequest, wire: WireStats, model: str) -> RunCall:
         stream = self._choose_stream(model)
         call_id = stream.next_call_id()
-        return stream.open_run(call_id, request, self._encode_item(request, call_id), wire)
+        return stream.begin_run(call_id, request, self._encode_item(request, call_id), wire)
 
     def _read_frame(self, frame: bytes) -> Replies:
         message = target_pb2.VerificationFrame.FromString(frame)

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from specdec.contract.errors import Internal, Unavailable
 from specdec.rpc import status_mapping
 from specdec.rpc.frame_transport import FrameTransport
-from specdec.rpc.framing import FRAME_BYTES, MAX_FRAME_ITEMS, encode_renewal, join_items
+from specdec.rpc.framing import FRAME_BYTES, MAX_FRAME_ITEMS, join_items
 from specdec.rpc.open_calls import CallTimeout, OpenCalls, PendingCall, UnexpectedReply, WireStats
 
 #: A timer that fires this much too late shows that this event loop stalled, not that the replica did.
@@ -43,75 +43,12 @@ class Replies(NamedTuple):
     steps: Sequence[Step] = ()
 
 
-class OpenRun:
-    """A run, in which the replica answers step after step. Use from one event loop."""
+class RunCall(NamedTuple):
+    """The call of a run that was sent."""
 
-    def __init__(self, stream: ReplicaStream, call_id: int, pending: PendingCall) -> None:
-        self._stream = stream
-        self._call_id = call_id
-        self._pending = pending
-        self._until: int = pending.request.run.until
-        pending.on_step = self._take
-        pending.answer.add_done_callback(self._note_end)
-        self._steps: deque[tuple[Any, float]] = deque()
-        """Answers that were not taken yet, each with the time at which its frame had been read."""
-        self._wake: asyncio.Future[None] | None = None
-        self.heard_s = 0.0
-        """Time at which the frame of the answer that `next` returned last had been read, by `time.monotonic`."""
-        self._has_ended = False
-        """True once the last answer was taken."""
-
-    @property
-    def has_ended(self) -> bool:
-        """True once `next` has returned the last answer, or raised."""
-        return self._has_ended
-
-    async def next(self) -> Any:
-        """Return the answer of the next step, also if it came before.
-
-        Raises:
-            SpecdecError: the replica's error, or the stream's; the run has ended.
-        """
-        if not self._steps and not self._pending.answer.done():
-            self._wake = self._stream.event_loop.create_future()
-            await self._wake
-        if self._steps:
-            answer, self.heard_s = self._steps.popleft()
-            return answer
-        self.close()
-        self.heard_s = self._pending.wire.heard_s
-        return self._pending.answer.result()
-
-    def renew(self, until: int, committed_len: int) -> None:
-        """Raise the limit of the run; no effect once its last answer has arrived."""
-        self._until = max(self._until, until)
-        if not (self._pending.answer.done() or self._stream.closed):
-            renewal = encode_renewal(self._call_id, until, committed_len)
-            self._pending.wire.num_bytes += len(renewal)
-            self._stream.renew(renewal)
-
-    def close(self) -> None:
-        """Stop waiting for the run; its further steps are dropped. Idempotent."""
-        self._has_ended = True
-        self._stream.forget(self._call_id)
-
-    def _take(self, answer: Any) -> None:
-        # A step decides one token more than the session had. The last one, at the limit, is no step but the answer.
-        if answer.kv_len + 1 >= self._until:
-            self._pending.answer.set_exception(Internal(f"a run went on beyond its limit of {self._until} tokens"))
-            return
-        self._steps.append((answer, self._pending.wire.heard_s))
-        self._notify()
-
-    def _note_end(self, answer: asyncio.Future[Any]) -> None:
-        if not answer.cancelled():
-            answer.exception()  # asyncio complains of an error that was never read
-        self._notify()
-
-    def _notify(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
-        self._wake = None
+    stream: ReplicaStream
+    call_id: int
+    pending: PendingCall
 
 
 class ReplicaStream:
@@ -156,6 +93,11 @@ class ReplicaStream:
         return self._transport.is_unix_socket
 
     @property
+    def is_unreachable_socket(self) -> bool:
+        """True for a Unix socket to which no connection came about, as of a replica on another machine."""
+        return self.is_unix_socket and self.never_connected
+
+    @property
     def oldest_pending(self) -> PendingCall | None:
         """The call that has waited longest, or None."""
         return self._calls.oldest
@@ -191,14 +133,13 @@ class ReplicaStream:
                 pending.timer.cancel()
             self.forget(call_id)
 
-    def open_run(self, call_id: int, request: Any, item: bytes, wire: WireStats) -> OpenRun:
-        """Send the call of a run and return it."""
+    def begin_run(self, call_id: int, request: Any, item: bytes, wire: WireStats) -> RunCall:
+        """Send the call of a run."""
         pending = PendingCall(request, item, wire, self._loop.create_future(), self._loop.time())
-        run = OpenRun(self, call_id, pending)
         self._calls.add(call_id, pending)
         self._outbox.append(pending)
         self._transport.notify()
-        return run
+        return RunCall(self, call_id, pending)
 
     def renew(self, renewal: bytes) -> None:
         """Send an encoded renewal of a run."""

@@ -143,6 +143,17 @@ async def test_a_coordinator_on_another_machine_loses_no_request_and_no_draft() 
             assert output.finished.stats.num_target_only_steps <= 1
 
 
+async def test_a_run_that_begins_on_another_machine_is_sent_again_and_its_replica_stays_in_use() -> None:
+    async with Rig(targets=1, drafts=0) as rig:
+        (service,) = rig.services
+        service.servicer._unix_socket = SimpleNamespace(name=new_name())
+        coordinator = await rig.coordinator()
+        output = await coordinator.generate(request(gamma=0))
+        assert output.token_ids == rig.target.worker.greedy_continuation(PROMPT, 24)
+        (replica,) = coordinator.pools.targets()
+        assert replica.takes_sessions
+
+
 async def test_a_call_fails_when_its_socket_is_broken_off_while_connecting() -> None:
     async with Replica() as replica, linked(replica) as link:
         call = asyncio.create_task(link.propose(ask()))
