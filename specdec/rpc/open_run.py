@@ -29,6 +29,8 @@ class OpenRun:
         """Time at which the frame of the answer that `next` returned last had been read, by `time.monotonic`."""
         self._has_ended = False
         """True once the last answer was taken."""
+        self._until = 0
+        """Limit of the run; the answer has its last token."""
         self._send()
 
     @property
@@ -72,12 +74,12 @@ class OpenRun:
 
     def _send(self) -> None:
         self._stream, self._call_id, self._pending = self._begin()
-        self._until: int = self._pending.request.run.until
+        self._until = self._pending.request.run.until
         self._pending.on_step = self._take
         self._pending.answer.add_done_callback(self._note_end)
 
     def _take(self, answer: Any) -> None:
-        # A step decides one token more than the session had. The last one, at the limit, is no step but the answer.
+        # A step decides one token more than the session had. The last one, at the limit, has to be the answer.
         if answer.kv_len + 1 >= self._until:
             self._pending.answer.set_exception(Internal(f"a run went on beyond its limit of {self._until} tokens"))
             return

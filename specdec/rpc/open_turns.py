@@ -35,10 +35,9 @@ class OpenTurns:
 
     def note_renewal(self, session_id: str, epoch: int) -> None:
         """Note that a run of a turn goes on, unless the turn has ended: a run lasts as long as its turn may."""
-        with self._lock:
-            turn = self._turns.get(session_id)
-            if turn is not None and turn.epoch == epoch:
-                self._turns[session_id] = turn._replace(called_s=time.monotonic())
+        turn = self._turns.get(session_id)
+        if turn is not None and turn.epoch == epoch:
+            self._turns[session_id] = turn._replace(called_s=time.monotonic())
 
     def end(self, epochs: Mapping[str, int], resumable_ids: Collection[str]) -> None:
         """Note the ends of turns, by session and epoch; those of `resumable_ids` are interrupted and stay open."""

@@ -135,7 +135,7 @@ async def test_a_block_is_written_again_with_all_that_the_store_lost_before_it(
 async def test_a_store_that_stands_still_breaks_no_target_off(
     stop_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A run that has ended meanwhile, and whose answer nobody has taken, is no call that waits for the target."""
+    """A run that has ended meanwhile no longer waits for the target, although its answer was not taken."""
     if stop_s < device_loop.NO_STEP_PATIENCE_S:  # otherwise the replica's own limit is shorter than the stop
         monkeypatch.setattr(device_loop, "NO_STEP_PATIENCE_S", 0.2)
         monkeypatch.setattr(liveness, "LOOK_INTERVAL_S", 0.02)

@@ -1,4 +1,4 @@
-"""Runs with bad input: renewals that must change nothing, and targets that answer steps which nobody asked for.
+"""Runs with bad input: renewals that must change nothing, and targets that answer steps outside their runs.
 
 A target that answers a wrong step is at fault: the fault is counted, the stream goes on at another target, and nothing
 is lost or shown twice.
