@@ -12,8 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from specdec.core.forward_time import RunningMean
-
 #: Number of streams of one target that the limit starts from. Its speed is what the limit compares with, so the limit
 #: never falls below it.
 BASE_STREAMS = 16
@@ -67,14 +65,24 @@ class _Rate:
         return self.seconds / self.num_tokens
 
 
+class _Mean:
+    """An exponential mean; None before the first value."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+
+    def add(self, value: float) -> None:
+        self.value = value if self.value is None else _KEEP * self.value + (1.0 - _KEEP) * value
+
+
 class StreamSpeeds:
     """Speeds of the streams of one coordinator, by the number of streams of a target. Used from one event loop."""
 
     def __init__(self) -> None:
         self._rates: dict[int, _Rate] = {}
         """Rates by the power of two that the number of streams is rounded up to."""
-        self._first_token_s = RunningMean()
-        self._running_s = RunningMean()
+        self._first_token_s = _Mean()
+        self._running_s = _Mean()
         self._recent_lengths: deque[int] = deque(maxlen=_MAX_LENGTHS)
         self._sorted_lengths: list[int] = []
 
@@ -85,11 +93,11 @@ class StreamSpeeds:
 
     def note_first_token(self, seconds: float) -> None:
         """Note the time from the start of a request to its first token."""
-        self._first_token_s.observe(seconds, _KEEP)
+        self._first_token_s.add(seconds)
 
     def note_end(self, num_tokens: int | None, running_s: float) -> None:
         """Note a request that held its slot for `running_s`; `num_tokens`: its output, None if it is incomplete."""
-        self._running_s.observe(running_s, _KEEP)
+        self._running_s.add(running_s)
         if num_tokens is None:
             return
         if len(self._recent_lengths) == _MAX_LENGTHS:
@@ -112,7 +120,7 @@ class StreamSpeeds:
     @property
     def has_seen_end(self) -> bool:
         """Return whether any request has ended."""
-        return self._running_s.is_measured
+        return self._running_s.value is not None
 
     def generation_s(self, length: OutputLength, num_streams: int) -> float | None:
         """Return the time that a request will probably generate for, at most; None while no speed is known.
@@ -123,11 +131,11 @@ class StreamSpeeds:
         if token_s is None:
             return None
         num_tokens = max(length.least, min(length.most, self._usual_length()))
-        return self._first_token_s.value + num_tokens * token_s
+        return (self._first_token_s.value or 0.0) + num_tokens * token_s
 
     def running_s(self, length: OutputLength, num_streams: int) -> float:
         """Return the time for which a request will probably hold its slot; 0 while nothing is known."""
-        if not self._running_s.is_measured:
+        if self._running_s.value is None:
             return self.generation_s(length, num_streams) or 0.0
         return max(self._running_s.value, length.least * (self.token_s(num_streams) or 0.0))
 
