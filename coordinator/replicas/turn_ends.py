@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class TurnEndLink(Protocol):
-    """The part of a link that carries the ends of turns (`specdec.rpc.client`)."""
+    """The part of a link that carries the ends of turns (`specdec.rpc.link`)."""
 
     async def end_turns(self, epochs: dict[str, int], *, resumable_ids: list[str], tenant: str) -> None: ...
 

@@ -3,7 +3,7 @@
 Every item runs in its own task, so a slow session does not delay another; replies that are ready in the same turn of
 the event loop share a frame. An item that fails is answered with an `ItemStatus` and does not end the stream. From here
 an item goes to `specdec.rpc.replica_servicer`, and its reply returns in a frame to the coordinator's link
-(`specdec.rpc.client`).
+(`specdec.rpc.link`).
 """
 
 from __future__ import annotations

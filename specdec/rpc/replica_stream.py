@@ -2,7 +2,7 @@
 
 Calls that start in one turn of the event loop leave in one frame. Replies come back in any order; the replies of one
 frame are decoded together. The stream fails as a whole: if its process ends, or sends an unexpected reply or bytes that
-are not a frame, every waiting call fails, and the link (`specdec.rpc.client`) opens another stream. A transport
+are not a frame, every waiting call fails, and the link (`specdec.rpc.link`) opens another stream. A transport
 (`specdec.rpc.frame_transport`) carries the frames.
 """
 

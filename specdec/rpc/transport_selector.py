@@ -2,7 +2,7 @@
 
 Over gRPC a message wakes a thread of gRPC's core and then the event loop; over a Unix socket it wakes the event loop
 alone, so a known socket is preferred. A socket's name does not say where its replica is: on another machine or in
-another container the connection fails. A socket that failed once is not tried again. Used by `specdec.rpc.client`.
+another container the connection fails. A socket that failed once is not tried again. Used by `specdec.rpc.link`.
 """
 
 from __future__ import annotations
