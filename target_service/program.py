@@ -141,9 +141,16 @@ class TargetProgram(Program):
         for num_logprobs, group in with_logprobs.items():
             for batch in _batches_of(group, logits):
                 _add_logit_rows(batch, _logits_of(batch, logits), num_logprobs)
+        num_runs = sum(job.call.run is not None for job in jobs)
         for rows in all_rows:
-            others = self._answers.note(rows.job.sequence, rows.job.num_logit_rows)
-            rows.job.conclude(_verification(rows, others), rows.tail_ids[0])
+            rows.job.conclude(_verification(rows, self._others(rows.job, num_runs)), rows.tail_ids[0])
+
+    def _others(self, job: Job, num_runs: int) -> OtherAnswers:
+        """Count the answer of a job in a step with `num_runs` runs; return those to other sessions since its last."""
+        if job.call.run is None:
+            return self._answers.note(job.sequence, job.num_logit_rows, num_runs)
+        self._answers.pass_over(job.sequence)
+        return OtherAnswers()
 
 
 def _batches_of(group: Sequence[_Rows], logits: StepLogits) -> list[list[_Rows]]:

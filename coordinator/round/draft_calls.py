@@ -30,7 +30,7 @@ from specdec.rpc.open_calls import CallTimeout, WireStats
 MAX_ROUNDS_WITHOUT_DRAFT = 63
 
 #: Number of tokens without a draft after which gamma is chosen again.
-RUN_PORTION = 32
+RUN_PORTION = 16
 
 _NO_PROPOSAL = Proposal(
     draft_token_ids=np.empty(0, np.uint32), supports=(), lost_mass=(), kv_len=0, num_cached_tokens=0, forward_s=0.0

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.round.draft_calls import RUN_PORTION, Draft, DraftCalls
-from coordinator.round.gamma import GammaChooser, RoundTimes
+from coordinator.round.gamma import GammaChooser, RoundTimes, RunStepTimes
 from coordinator.round.request_router import RequestRouter
 from coordinator.round.target_calls import TargetAnswer
 from specdec.contract.types import LocalDraft
@@ -48,8 +48,8 @@ class DraftSource(Protocol):
         """Return whether `propose` would draft now, although it had no draft before."""
         ...
 
-    def observe_run_step(self, step_s: float) -> None:
-        """Learn from a step of a run, which came `step_s` seconds after the one before."""
+    def observe_run_step(self, times: RunStepTimes) -> None:
+        """Learn from a step of a run."""
         ...
 
 
@@ -84,9 +84,9 @@ class ReplicaDraftSource:
         """See `DraftSource.wants_draft`."""
         return self.chooser.choose(limit) > 0
 
-    def observe_run_step(self, step_s: float) -> None:
+    def observe_run_step(self, times: RunStepTimes) -> None:
         """See `DraftSource.observe_run_step`."""
-        self.chooser.observe_run_step(step_s)
+        self.chooser.observe_run_step(times)
 
 
 class InTargetDraftSource:
@@ -130,9 +130,9 @@ class InTargetDraftSource:
         """See `DraftSource.wants_draft`."""
         return self.chooser.choose(limit) > 0
 
-    def observe_run_step(self, step_s: float) -> None:
+    def observe_run_step(self, times: RunStepTimes) -> None:
         """See `DraftSource.observe_run_step`."""
-        self.chooser.observe_run_step(step_s)
+        self.chooser.observe_run_step(times)
 
 
 class RoutedDraftSource:
@@ -192,9 +192,9 @@ class RoutedDraftSource:
         """See `DraftSource.wants_draft`."""
         return self._source.wants_draft(limit)
 
-    def observe_run_step(self, step_s: float) -> None:
+    def observe_run_step(self, times: RunStepTimes) -> None:
         """See `DraftSource.observe_run_step`."""
-        self._source.observe_run_step(step_s)
+        self._source.observe_run_step(times)
 
     @property
     def _source(self) -> AdaptiveDraftSource:

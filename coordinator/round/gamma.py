@@ -27,6 +27,9 @@ PROBE_SHARE = 0.03
 LEAST_TOKENS_PER_PROBE = 50
 MOST_TOKENS_PER_PROBE = 100
 
+#: Largest number of streams that share the probes of one.
+MOST_PROBING_STREAMS = 64
+
 #: Largest number of consecutive rounds of a probe. A draft that has not seen the last tokens runs them first, so only
 #: the second round shows the time of drafting. More follow while they take less than half of the remembered time.
 ROUNDS_PER_PROBE = 6
@@ -80,6 +83,19 @@ class RoundTimes(NamedTuple):
         return self.num_draft_tokens + 1
 
 
+class RunStepTimes(NamedTuple):
+    """The times of a step of a run."""
+
+    step_s: float
+    """Time since the run's previous step."""
+    forward_s: float
+    """Part of it that the target reports for its step."""
+    step_tokens: int
+    """Number of tokens in the target's step as it reports them, other sessions' included."""
+    committed_len: int
+    """Number of tokens of the session before the step."""
+
+
 class DraftPoolStats:
     """The statistics of one draft pool over all sessions: acceptance, forward times, and rates of rounds."""
 
@@ -93,9 +109,11 @@ class DraftPoolStats:
         self.link_s = RunningMean()
         """Wait for the target beyond its step: the wire in both directions, and the previous step."""
         self.round_s = RunningMean()
-        self.round_tokens = RunningMean()
-        self.run_step_s = RunningMean()
-        """Time of a step in a run."""
+        self.run_link_s = RunningMean()
+        """Time between two steps of a run beyond the later one's forward pass."""
+        self._stream_tokens = RunningMean()
+        self._stream_s = RunningMean()
+        """Tokens and time of a round, or of a step of a run."""
         self.other_step_tokens = RunningMean()
         """Number of tokens of a step that belong to other sessions."""
         self.num_delayed = RunningMean()
@@ -155,20 +173,29 @@ class DraftPoolStats:
         keep = KEEP ** (1 / (1 + times.num_concurrent))
         self.link_s.observe(times.verify_s - forward_s, keep)
         self.round_s.observe(round_s, keep)
-        self.round_tokens.observe(times.num_accepted + 1, keep)
+        self._stream_tokens.observe(times.num_accepted + 1, keep)
+        self._stream_s.observe(round_s, keep)
         self.other_step_tokens.observe(step_tokens - times.num_rows, keep)
         self.num_delayed.observe(_num_delayed(times, step_tokens, forward_s / max(round_s, 1e-9)), keep)
 
-    def observe_run_step(self, step_s: float) -> None:
-        """Learn from a step of a run, which came `step_s` seconds after the one before."""
-        self.run_step_s.observe(max(0.0, step_s))
+    def observe_run_step(self, times: RunStepTimes) -> None:
+        """Learn from a step of a run."""
+        step_s = max(0.0, times.step_s)
+        forward_s = min(max(0.0, times.forward_s), step_s)
+        step_tokens = min(max(1, times.step_tokens), MOST_STEP_TOKENS)
+        keep = KEEP ** (1 / step_tokens)
+        self.verify_time.observe(step_tokens, times.committed_len, forward_s)
+        self.run_link_s.observe(step_s - forward_s, keep)
+        self.other_step_tokens.observe(step_tokens - 1, keep)
+        self._stream_tokens.observe(1.0, keep)
+        self._stream_s.observe(step_s, keep)
         self.tokens_since_draft += 1
 
     @property
     def row_price(self) -> float:
         """Tokens per second that other sessions lose by one more row, which delays some of their rounds."""
-        others_rate = self.num_delayed.value * self.round_tokens.value
-        return others_rate * self.verify_time.per_token_s / max(self.round_s.value, 1e-9) ** 2
+        others_rate = self.num_delayed.value * self._stream_tokens.value / max(self._stream_s.value, 1e-9)
+        return others_rate * self.verify_time.per_token_s / max(self.round_s.value, 1e-9)
 
 
 def _num_delayed(times: RoundTimes, step_tokens: int, step_share: float) -> float:
@@ -219,11 +246,11 @@ def best_gamma(
         if gamma:
             reach *= acceptance.at(gamma - 1, alpha)
             expected_tokens += reach
-        round_s = pool.link_s.value + pool.verify_time.predict(gamma + 1 + other_tokens, context)
+        round_s = pool.verify_time.predict(gamma + 1 + other_tokens, context)
         if gamma:
-            round_s += draft_s(gamma, context)
-        elif pool.run_step_s.value:
-            round_s = pool.run_step_s.value
+            round_s += pool.link_s.value + draft_s(gamma, context)
+        else:  # a run, unless none was measured
+            round_s += pool.run_link_s.value if pool.run_link_s.is_measured else pool.link_s.value
         rate = expected_tokens / max(round_s, 1e-9) - row_price * gamma
         if rate > best.rate:
             best = BestGamma(gamma, rate)
@@ -296,14 +323,14 @@ class GammaChooser:
             self._end_probe()
         self._pool.observe(times, is_probe=is_probe)
 
-    def observe_run_step(self, step_s: float) -> None:
-        """Learn from a step of a run: its time, by which a round without a draft is predicted."""
+    def observe_run_step(self, times: RunStepTimes) -> None:
+        """Learn from a step of a run."""
         self._choice = None
-        self._pool.observe_run_step(step_s)
+        self._pool.observe_run_step(times)
         if self._fixed is None:
             self._pool.count_choice(0)
         self._rounds_since_draft += 1
-        self._committed_len += 1
+        self._committed_len = times.committed_len + 1
 
     def _is_news(self, times: RoundTimes) -> bool:
         """Return whether another round of the probe would show something new."""
@@ -336,11 +363,15 @@ class GammaChooser:
         self._is_probing = False
 
     def _tokens_per_probe(self) -> float:
-        """Return the number of tokens between probes: a probe is mostly two rounds, a target-only round one token."""
+        """Return the number of tokens between probes: a probe is mostly two rounds, a target-only round one token.
+
+        It grows with the streams of a step, which learn from each other's probes.
+        """
         pool, context = self._pool, self._committed_len
-        round_s = pool.link_s.value + pool.verify_time.predict(1 + pool.other_step_tokens.value, context)
+        num_tokens = 1 + pool.other_step_tokens.value
+        round_s = pool.link_s.value + pool.verify_time.predict(num_tokens, context)
         tokens = 2 * pool.draft_wait.predict(1, context) / max(PROBE_SHARE * round_s, 1e-9)
-        return min(max(tokens, LEAST_TOKENS_PER_PROBE), MOST_TOKENS_PER_PROBE)
+        return min(max(tokens, LEAST_TOKENS_PER_PROBE), MOST_TOKENS_PER_PROBE) * min(num_tokens, MOST_PROBING_STREAMS)
 
     def _best(self, limit: int) -> BestGamma:
         return best_gamma(self._pool, self._acceptance, self._acceptance.overall(self._pool.alpha), self._committed_len,

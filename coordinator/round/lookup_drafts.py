@@ -14,7 +14,7 @@ import numpy as np
 from coordinator.lookup.lookup import MOST_READ_AT_ONCE, Lookup
 from coordinator.round.draft_calls import Draft
 from coordinator.round.draft_sources import AdaptiveDraftSource
-from coordinator.round.gamma import GammaChooser, RoundTimes
+from coordinator.round.gamma import GammaChooser, RoundTimes, RunStepTimes
 from coordinator.round.session_tokens import SessionTokens
 from coordinator.round.target_calls import TargetAnswer
 from specdec.contract.types import Proposal, Support
@@ -86,12 +86,12 @@ class LookupDraftSource:
         """See `DraftSource.wants_draft`."""
         return bool(self._find(limit)) or (self._otherwise is not None and self._otherwise.wants_draft(limit))
 
-    def observe_run_step(self, step_s: float) -> None:
+    def observe_run_step(self, times: RunStepTimes) -> None:
         """See `DraftSource.observe_run_step`."""
         if self._otherwise is None:
-            self._chooser.observe_run_step(step_s)
+            self._chooser.observe_run_step(times)
         else:
-            self._otherwise.observe_run_step(step_s)
+            self._otherwise.observe_run_step(times)
 
     def _find(self, limit: int) -> list[int]:
         """Return at most `limit` found tokens that are worth a round; none if nothing is found."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.round.draft_calls import Draft
 from coordinator.round.draft_sources import DraftSource
-from coordinator.round.gamma import RoundTimes
+from coordinator.round.gamma import RoundTimes, RunStepTimes
 from coordinator.round.outcome import RoundOutcome, trace_tokens
 from coordinator.round.session_tokens import SessionTokens
 from coordinator.round.setting import RoundSetting
@@ -102,7 +102,8 @@ class RoundRunner:
         verify_s = target.wait_s - draft.verification_share_s
         if target.is_step_of_run:
             self._replicas.learn(target.replica, target.verification.kv_len)
-            self._drafts.observe_run_step(target.wait_s)
+            step = target.verification
+            self._drafts.observe_run_step(RunStepTimes(target.wait_s, step.forward_s, step.step_tokens, committed_len))
         else:
             self._learn(draft, target, verify_s, committed_len, decision.num_accepted)
         if timeline is not None:

@@ -36,6 +36,10 @@ class RunningMean:
         self._weight = 0.0
         self.value = 0.0
 
+    @property
+    def is_measured(self) -> bool:
+        return self._weight > 0
+
     def observe(self, value: float, keep: float = KEEP) -> None:
         """Add an observation; `keep`: the weight that past observations keep."""
         self._weight = self._weight * keep + 1.0

@@ -302,9 +302,9 @@ async def test_a_thousand_steps_of_runs_leave_the_time_of_the_link_unchanged() -
         await coordinator.generate(request(gamma=3, max_new_tokens=60))
         asked.clear()
         (stats,) = coordinator.servicer._draft_sources._stats.values()
-        stats.link_s, stats.run_step_s = Counted(stats.link_s), Counted(stats.run_step_s)
+        stats.link_s, stats.run_link_s = Counted(stats.link_s), Counted(stats.run_link_s)
         for number in range(4):
             await coordinator.generate(request(session_id=f"s{number}", gamma=0, max_new_tokens=400))
-        print(f"{len(asked)} calls, {stats.link_s.count} times of the link, {stats.run_step_s.count} steps of runs")
-        assert stats.run_step_s.count == 4 * 400 - len(asked) >= 1000
+        print(f"{len(asked)} calls, {stats.link_s.count} times of the link, {stats.run_link_s.count} steps of runs")
+        assert stats.run_link_s.count == 4 * 400 - len(asked) >= 1000
         assert stats.link_s.count <= len(asked)

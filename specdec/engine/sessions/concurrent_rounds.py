@@ -26,12 +26,13 @@ class ConcurrentRounds:
         self._num_rounds = 0
         self._num_rows = 0
 
-    def note(self, sequence: Sequence, num_rows: int) -> OtherAnswers:
+    def note(self, sequence: Sequence, num_rows: int, num_other_runs: int = 0) -> OtherAnswers:
         """Count an answer.
 
         Args:
             sequence: sequence of the answered session.
             num_rows: number of positions in the answer.
+            num_other_runs: runs of other sessions in the same step; each counts as one answer, however long it lasts.
 
         Returns:
             Answers to other sessions since this session's previous answer; zeros for its first answer.
@@ -41,4 +42,9 @@ class ConcurrentRounds:
         before, sequence.answered_at = sequence.answered_at, (self._num_rounds, self._num_rows)
         if before is None:
             return OtherAnswers()
-        return OtherAnswers(self._num_rounds - before[0] - 1, self._num_rows - before[1] - num_rows)
+        num_rounds, num_other_rows = self._num_rounds - before[0] - 1, self._num_rows - before[1] - num_rows
+        return OtherAnswers(num_rounds + num_other_runs, num_other_rows + num_other_runs)
+
+    def pass_over(self, sequence: Sequence) -> None:
+        """Note a step of a run, which is not counted: what others were answered before it is over for its session."""
+        sequence.answered_at = (self._num_rounds, self._num_rows)

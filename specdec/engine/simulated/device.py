@@ -136,6 +136,8 @@ class Work:
     """Duration of its newest step."""
     step_tokens: int = 0
     """Number of tokens of its newest step, including those of other sessions."""
+    step_runs: int = 0
+    """Number of runs in its newest step."""
 
 
 @dataclass
@@ -219,9 +221,10 @@ class SimulatedDevice:
     def _end_call_step(self, plan: list[tuple[Work, int]], step_s: float, now_s: float) -> None:
         self.scheduler.observe_step(step_s)
         step_tokens = sum(num_tokens for _, num_tokens in plan)
+        num_runs = sum(work.job is not None for work, _ in plan)
         going_on: list[Work] = []
         for work, num_tokens in plan:
-            work.step_s, work.step_tokens = step_s, step_tokens
+            work.step_s, work.step_tokens, work.step_runs = step_s, step_tokens, num_runs
             work.kv_len += num_tokens
             work.num_pending -= num_tokens
             if not work.num_pending:

@@ -195,7 +195,10 @@ class SimulatedTarget(SimulatedReplica):
     def _times(self, job: SimulatedJob) -> dict[str, Any]:
         if job.work is None:
             return {}
-        others = self._answers.note(job.sequence, job.call.num_logit_rows)
+        if job.call.run is not None:
+            self._answers.pass_over(job.sequence)
+            return {"forward_s": job.work.step_s, "step_tokens": job.work.step_tokens}
+        others = self._answers.note(job.sequence, job.call.num_logit_rows, job.work.step_runs)
         return {
             "forward_s": job.work.step_s,
             "step_tokens": job.work.step_tokens,
