@@ -21,7 +21,7 @@ from bench.harness.rows import write_json
 #: The module of each suite, and about how many minutes it takes on two idle cores.
 SUITES = {
     "latency": ("bench.suites.latency.suite", 12),
-    "throughput": ("bench.suites.throughput", 10),
+    "crowd": ("bench.suites.crowd.suite", 25),
     "orchestration": ("bench.suites.orchestration.suite", 12),
     "wire": ("bench.suites.wire", 2),
     "drafts": ("bench.suites.drafts.suite", 60),

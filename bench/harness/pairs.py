@@ -143,6 +143,12 @@ def rate_rows(row: Callable[..., Row], rates: Mapping[str, Sequence[float]]) -> 
     ]
 
 
+def best_row(row: Callable[..., Row], rates: Mapping[str, Sequence[float]], auto: str, /, **fields: Any) -> Row:
+    """Return the tokens a second of the system `auto` over the best of the others, as `ratio_row` does."""
+    best = max((name for name in rates if name != auto), key=lambda name: float(np.median(rates[name])))
+    return ratio_row(row, rates, auto, best, ratio_to=f"best fixed ({best})", **fields)
+
+
 def median_s(act: Callable[[], object], num_runs: int) -> float:
     """Return the median seconds of a few runs, one after the other."""
     taken_s = []

@@ -38,16 +38,25 @@ def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
 def _plot(rows: Sequence[Row], path: Path, draw: Callable[[Any, Sequence[Row]], None], height: float) -> Path:
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, height), layout="constrained")
-    draw(axes, rows)
-    cases = {row.case for row in rows}
-    axes.set_title(cases.pop() if len(cases) == 1 else rows[0].suite)
+    panels = _panels(rows)
+    size = (max(8, 5 * len(panels)), height)
+    figure, axes = pyplot.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
+    for axis, (title, of_panel) in zip(axes[0], panels.items(), strict=True):
+        draw(axis, of_panel)
+        axis.set_title(title)
     notes = dict.fromkeys(row.note for row in rows if row.note)
     footer = "\n".join([*notes, f"{rows[0].origin.hardware}, {rows[0].origin.commit}"])
     figure.supxlabel(footer, x=1, ha="right", fontsize=6)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return path
+
+
+def _panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows by title: those of each case that was swept itself, or all in one panel."""
+    by_case = {case: [row for row in rows if row.case == case] for case in dict.fromkeys(row.case for row in rows)}
+    swept = {case: own for case, own in by_case.items() if len({row.x for row in own}) > 1}
+    return swept or (by_case if len(by_case) == 1 else {rows[0].suite: list(rows)})
 
 
 def _label(row: Row) -> str:

@@ -1,12 +1,12 @@
 """A process with all of its descendants: which they are, and the processor time and memory that they use.
 
-The figures come from `/proc`, so they exist on Linux alone. Called by the suite `peers`, `bench.systems.ray_nodes` and
-`bench.suites.elastic.recovery`.
+The figures come from `/proc`, so they exist on Linux alone. Called by the suites `crowd` and `peers`,
+`bench.systems.ray_nodes` and `bench.suites.elastic.recovery`.
 """
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -27,8 +27,19 @@ def descendants(pid: int) -> list[int]:
 
 def cpu_s(pid: int) -> float:
     """Return the processor seconds that a process and its descendants have used so far, ended ones included."""
+    return sum(cpu_s_of(pid, ()).values())
+
+
+def cpu_s_of(pid: int, programs: Sequence[str]) -> dict[str, float]:
+    """Return the same by program: the first of `programs` that a command line has in it, "" for those with none."""
     members = {pid, *descendants(pid)}
-    return sum(sum(map(int, fields[_TIMES])) for member, fields in _stats() if member in members) / _TICKS_PER_S
+    used_s = dict.fromkeys((*programs, ""), 0.0)
+    for member, fields in _stats():
+        if member in members:
+            command = _command(member) if programs else ""
+            name = next((program for program in programs if program in command), "")
+            used_s[name] += sum(map(int, fields[_TIMES])) / _TICKS_PER_S
+    return used_s
 
 
 def pss_bytes(pid: int) -> int:
@@ -39,6 +50,12 @@ def pss_bytes(pid: int) -> int:
             lines = (_PROC / str(member) / "smaps_rollup").read_text().splitlines()
             total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
     return total
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        return (_PROC / str(pid) / "cmdline").read_text()
+    return ""
 
 
 def _stats() -> Iterator[tuple[int, list[str]]]:

@@ -100,6 +100,7 @@ class VllmServer(HttpServer):
         target: Path,
         dtype: str,
         *,
+        max_streams: int = MAX_STREAMS,
         speculation: Mapping[str, object] | None = None,
         flags: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
@@ -111,6 +112,7 @@ class VllmServer(HttpServer):
             python: Interpreter of the environment in which vLLM is installed.
             target: A checkpoint directory.
             dtype: As vLLM's `--dtype` takes it.
+            max_streams: Number of streams in one step.
             speculation: As vLLM's `--speculative-config` takes it, without the number of draft tokens; None serves the
                 target alone.
             flags: Further flags.
@@ -118,7 +120,7 @@ class VllmServer(HttpServer):
         """
         command = [str(python), "-P", "-m", "vllm.entrypoints.openai.api_server", *self._listen_on(free_port())]
         command += ["--model", str(target), "--served-model-name", "target", "--dtype", dtype]
-        command += ["--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", str(MAX_STREAMS), *flags]
+        command += ["--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", str(max_streams), *flags]
         if speculation:
             command += ["--speculative-config", json.dumps({**speculation, "num_speculative_tokens": GAMMA})]
         own_environ = {
@@ -147,7 +149,9 @@ class LlamaServer(HttpServer):
 
     _path = "/completion"
 
-    def __init__(self, name: str, program: Path, target: Path, draft: Path | None, kv_type: str) -> None:
+    def __init__(
+        self, name: str, program: Path, target: Path, draft: Path | None, kv_type: str, max_streams: int = MAX_STREAMS
+    ) -> None:
         """Describe the server.
 
         Args:
@@ -156,9 +160,10 @@ class LlamaServer(HttpServer):
             target: A GGUF file.
             draft: Likewise; None serves the target alone.
             kv_type: Type of the KV cache, as `--cache-type-k` takes it.
+            max_streams: Number of streams in one step.
         """
         command = [str(program), *self._listen_on(free_port()), "--model", str(target)]
-        command += ["--parallel", str(MAX_STREAMS), "--ctx-size", str(MAX_STREAMS * CONTEXT_TOKENS)]
+        command += ["--parallel", str(max_streams), "--ctx-size", str(max_streams * CONTEXT_TOKENS)]
         command += ["--threads", str(NUM_THREADS), "--cache-type-k", kv_type, "--cache-type-v", kv_type]
         if draft:
             command += ["--spec-type", "draft-simple", "--spec-draft-model", str(draft)]

@@ -12,11 +12,15 @@ import signal
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.harness import process_tree
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs a coroutine to its end in the suite's event loop."""
 
 
 @dataclass(frozen=True)

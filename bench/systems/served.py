@@ -3,7 +3,7 @@
 specdec takes what a user would give it; vLLM and Transformers take a checkpoint of the same weights, llama.cpp a GGUF
 file of them.
 
-Called by `bench.suites.peers.suite` and `bench.suites.peers.pair_run`.
+Called by the suites `peers`, `crowd` and `real`.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from bench.harness.workload import prompt_texts
 from bench.systems.http_servers import LlamaServer, VllmServer
 from bench.systems.models import DEMO
 from bench.systems.process import PeerServer, ServerFailure
-from bench.systems.real_models import QWEN_DRAFT, QWEN_TARGET, PackagedModel
+from bench.systems.real_models import QWEN_DRAFT, QWEN_TARGET, SMOLLM2, PackagedModel
 from bench.systems.specdec_server import SpecdecServer
 from bench.systems.transformers_server import TransformersServer
 from specdec.checkpoints.locate import locate_checkpoint
@@ -68,18 +68,34 @@ def prompts_of(checkpoint: Path) -> list[list[int]]:
 
 def demo_pair(folder: Path) -> ServedPair:
     """Return the demo pair in float32, with GGUF files of it written into `folder`."""
+    return ServedPair(
+        "demo pair, float32", *(float32_files(DEMO / name, folder) for name in ("target", "draft")), "float32", "f32",
+        llama_rounds_alike=True, num_tokens=128, note="Demo pair: every server computes in float32.",
+    )  # fmt: skip
+
+
+def float32_files(checkpoint: Path, folder: Path) -> ModelFiles:
+    """Return a Llama checkpoint with a float32 GGUF file of it, written into `folder`."""
     from bench.systems.gguf_writing import write_gguf  # needs the gguf extra
 
-    def files(name: str) -> ModelFiles:
-        # The padding token takes the place of the end token: llama.cpp never chooses one that would end the text.
-        ends_on_padding = {"tokenizer.ggml.eos_token_id": 0}
-        gguf = write_gguf(DEMO / name, folder / f"{name}.gguf", "F32", metadata=ends_on_padding)
-        return ModelFiles(DEMO / name, DEMO / name, gguf)
+    # The padding token takes the place of the end token: llama.cpp never chooses one that would end the text.
+    ends_on_padding = {"tokenizer.ggml.eos_token_id": 0}
+    gguf = write_gguf(checkpoint, folder / f"{checkpoint.name}.gguf", "F32", metadata=ends_on_padding)
+    return ModelFiles(checkpoint, checkpoint, gguf)
 
-    return ServedPair(
-        "demo pair, float32", files("target"), files("draft"), "float32", "f32", llama_rounds_alike=True,
-        num_tokens=128, note="Demo pair: every server computes in float32.",
-    )  # fmt: skip
+
+def smollm2_bf16(folder: Path) -> ModelFiles:
+    """Return SmolLM2 in bfloat16, written into `folder`.
+
+    Raises:
+        FileNotFoundError: its package is not installed.
+    """
+    from bench.systems.gguf_writing import rewrite  # needs the gguf extra
+    from specdec.checkpoints.gguf_convert import convert
+
+    gguf, checkpoint = rewrite(SMOLLM2.path(), folder / "bf16.gguf", "BF16"), folder / "bf16"
+    convert(gguf, checkpoint, tokenizer_only=False)  # outside the user's cache, which would grow every run
+    return ModelFiles(checkpoint, checkpoint, gguf)
 
 
 def qwen_pair() -> ServedPair:

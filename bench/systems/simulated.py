@@ -65,9 +65,21 @@ def ideal_round_s(pair: SimulatedPair, gamma: int, round_trip_s: float) -> float
 
 def ideal_tokens_per_s(pair: SimulatedPair, gamma: int, round_trip_s: float = 0.0) -> float:
     """Tokens a second of one stream at the pair's first alpha."""
+    return _expected_tokens(pair, gamma) / ideal_round_s(pair, gamma, round_trip_s)
+
+
+def ideal_crowd_tokens_per_s(pair: SimulatedPair, num_streams: int, gamma: int = 0) -> float:
+    """Tokens a second of streams of which each is in every step, n / step_s(n) without drafts.
+
+    With drafts, all streams draft together and are then verified together, without pre-drafting.
+    """
+    round_s = gamma * pair.draft.step_s(num_streams) + pair.target.step_s(num_streams * (gamma + 1))
+    return num_streams * _expected_tokens(pair, gamma) / round_s
+
+
+def _expected_tokens(pair: SimulatedPair, gamma: int) -> float:
     alpha = pair.text.alphas[0]
-    expected = sum(alpha**num_accepted for num_accepted in range(gamma + 1))  # Leviathan et al. 2023, equation 1
-    return expected / ideal_round_s(pair, gamma, round_trip_s)
+    return sum(alpha**num_accepted for num_accepted in range(gamma + 1))  # Leviathan et al. 2023, equation 1
 
 
 def best_gamma(pair: SimulatedPair, max_gamma: int = 16) -> int:

@@ -12,11 +12,11 @@ import numpy as np
 
 from bench.harness.pairs import median_difference
 from bench.harness.rows import Row
-from bench.suites.engines.turns import Run, measure_turns, num_equal_texts, start_all, stop_all
+from bench.suites.engines.turns import measure_turns, num_equal_texts, start_all, stop_all
 from bench.suites.peers.figures import Batch, batch_rows, first_difference, ratio_row, server_rows
 from bench.systems.http_servers import LlamaServer, VllmServer
 from bench.systems.models import DEMO
-from bench.systems.process import PeerServer
+from bench.systems.process import PeerServer, Run
 from bench.systems.real_models import QWEN_DRAFT, QWEN_TARGET, SMOLLM2
 from bench.systems.served import LLAMA, VLLM, peer_program, prompts_of
 from bench.systems.specdec_server import SpecdecServer

@@ -14,11 +14,11 @@ from bench.harness.pairs import MIN_PAIRS
 from bench.harness.report import progress
 from bench.harness.rows import Row
 from bench.harness.scrape import total
-from bench.suites.engines.turns import Run, measure_turns, num_equal_texts, start_all, stop_all
+from bench.suites.engines.turns import measure_turns, num_equal_texts, start_all, stop_all
 from bench.suites.peers.figures import batch_rows, ratio_row
 from bench.systems.http_servers import VllmServer, free_port
 from bench.systems.models import DEMO
-from bench.systems.process import Answer, ServerProcess
+from bench.systems.process import Answer, Run, ServerProcess
 from bench.systems.served import VLLM, own_draft_model, peer_program, prompts_of
 from specdec.rpc.channels import dial
 

@@ -25,8 +25,8 @@ from bench.harness.report import waiting
 from bench.harness.rows import Origin, Row
 from bench.suites.engines.backends import front_rows, llama_rows
 from bench.suites.engines.draft_pool import pool_rows
-from bench.suites.engines.turns import Run, start_all, stop_all
-from bench.systems.process import PeerServer, ServerFailure
+from bench.suites.engines.turns import start_all, stop_all
+from bench.systems.process import PeerServer, Run, ServerFailure
 from bench.systems.real_models import QWEN_DRAFT, QWEN_TARGET, SMOLLM2
 from bench.systems.served import PEERS_FOLDER, prompts_of
 from bench.systems.specdec_server import SpecdecServer

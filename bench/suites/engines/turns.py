@@ -1,18 +1,14 @@
 """Servers that answer the same batches by turns. Called by the parts of the suite `engines`."""
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from bench.harness.pairs import MIN_PAIRS, take_turns
 from bench.harness.report import progress
 from bench.harness.workload import OwnPrompts
 from bench.suites.peers.figures import Batch
 from bench.suites.peers.pair_run import answer_batch
-from bench.systems.process import PeerServer
-
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
-"""Runs a coroutine to its end in the suite's event loop."""
+from bench.systems.process import PeerServer, Run
 
 NUM_QUICK_TOKENS = 16
 

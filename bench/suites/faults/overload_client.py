@@ -36,6 +36,7 @@ class Batch:
     deadline_s: float | None = None
     """Deadline of each call; None for none."""
     num_tokens: int = NUM_TOKENS
+    prompt_tokens: int = PROMPT_TOKENS
     first_prompt: int = 0
     """Number of the first prompt; each request has a prompt of its own."""
     patience_s: float = 60.0
@@ -122,7 +123,7 @@ class _Client:
         outcome = Outcome(time.monotonic() - began_s)
         try:
             async with self._client.generate(
-                prompt_token_ids=_prompt(number),
+                prompt_token_ids=_prompt(number, batch.prompt_tokens),
                 stream=True,
                 max_new_tokens=batch.num_tokens,
                 temperature=0.0,
@@ -140,9 +141,9 @@ class _Client:
         return outcome
 
 
-def _prompt(number: int) -> list[int]:
+def _prompt(number: int, num_tokens: int) -> list[int]:
     """Return a prompt that depends on the request's number alone."""
-    return random.Random(number).choices(range(5, _VOCABULARY), k=PROMPT_TOKENS)
+    return random.Random(number).choices(range(5, _VOCABULARY), k=num_tokens)
 
 
 async def _serve(endpoint: str, tenant: str) -> None:

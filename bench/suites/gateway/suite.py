@@ -23,15 +23,13 @@ from bench.harness.report import progress
 from bench.harness.rows import Origin, Row
 from bench.harness.workload import NUM_NEW_TOKENS, prompt_token_ids
 from bench.suites.gateway.peer_clients import GuideLlmClient, VllmClient, run_peer_client
-from bench.suites.gateway.streams import GrpcStreams, HttpStreams, StreamingClient, TextStream, tokens_per_s
 from bench.systems.http_servers import GatewayServer
 from bench.systems.models import DEMO, deep
 from bench.systems.ours import RunningSystem
 from bench.systems.served import PEERS_FOLDER
-from specdec.client import AsyncClient
+from bench.systems.text_streams import GRPC, HTTP, StreamingClient, TextStream, text_clients, tokens_per_s
 
 SUITE = "gateway"
-HTTP, GRPC = "http", "grpc"
 STREAM_COUNTS = (1, 16)
 PROMPT_TOKENS = 48
 NUM_RUNS = 2 * MIN_PAIRS
@@ -110,18 +108,12 @@ class _PairRun:
         total = 2 * len(STREAM_COUNTS) * (NUM_WARMUP + self._num_runs)
         with RunningSystem(self._target, DEMO / "draft") as system, progress(self._target.name, total) as advance:
             self._gateway = GatewayServer(system.endpoint)
-            self._runner.run(self._gateway.start())
-            client = self._runner.run(_connected(system.endpoint))
-            clients = {HTTP: HttpStreams(client, self._gateway.port), GRPC: GrpcStreams(client)}
-            try:
+            with text_clients(self._runner.run, system.endpoint, self._gateway) as clients:
                 for num_streams in STREAM_COUNTS:
                     systems = {name: partial(self._batch, each, num_streams) for name, each in clients.items()}
                     interleave(range(NUM_WARMUP), systems, advance)
                     batches = interleave(range(self._num_runs), systems, advance)
                     rows += batch_rows(partial(row, num_streams), batches, _MOST_TTFT_MS if num_streams == 1 else None)
-            finally:
-                self._runner.run(client.close())
-                self._runner.run(self._gateway.stop())
         return rows
 
     def _batch(self, client: StreamingClient, num_streams: int, index: int) -> Batch:
@@ -137,12 +129,6 @@ class _PairRun:
         self._num_prompts += 1
         prompt[1] = 300 + self._num_prompts % 1_500
         return prompt
-
-
-async def _connected(endpoint: str) -> AsyncClient:
-    client = AsyncClient(endpoint)
-    await client.info()
-    return client
 
 
 def batch_rows(row: Any, batches: dict[str, list[Batch]], most_ttft_ms: float | None) -> list[Row]:

@@ -1,10 +1,10 @@
 """Suite `orchestration`: the real processes around simulated engines against the ideal of the configured numbers.
 
-Rows 7 to 10 and 12, and what streams that share a target notice (`shared_target`). A redis-server holds the sessions of
-the agreed rows. Every figure is simulated: forward passes are waits of a stated length, acceptance is set, and delay is
-added at the engines' ends of both links (a quarter of the stated round-trip time on each of a round's four messages).
-Efficiency is the time per round of docs/protocol.md section 6 over the time measured at the client, without prefill and
-without rounds that the token limit cuts short.
+Rows 7 to 9 and 12, and what a long prompt does to running streams (`long_prompt`). A redis-server holds the sessions
+of the agreed rows. Every figure is simulated: forward passes are waits of a stated length, acceptance is set, and delay
+is added at the engines' ends of both links (a quarter of the stated round-trip time on each of a round's four
+messages). Efficiency is the time per round of docs/protocol.md section 6 over the time measured at the client, without
+prefill and without rounds that the token limit cuts short.
 """
 
 import argparse
@@ -16,12 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.harness.pairs import median_ratio, ratio_row, take_turns
-from bench.harness.report import progress
+from bench.harness.pairs import best_row, median_ratio, rate_rows, ratio_row, take_turns
 from bench.harness.rows import Origin, Row
-from bench.harness.streams import StreamProcess, StreamRequest, StreamRun, tokens_per_s
-from bench.suites.orchestration.shared_target import AUTO, auto_rows, measure_crowd, measure_long_prompt
-from bench.systems.bare_messages import CARRIERS, BareRounds, Echoes
+from bench.harness.streams import StreamProcess, StreamRequest, StreamRun
+from bench.suites.orchestration.long_prompt import measure_long_prompt
+from bench.systems.bare_messages import CARRIERS, Echoes
 from bench.systems.simulated import (
     ProcessSystem,
     best_gamma,
@@ -39,7 +38,7 @@ DELAYS_MS = (0, 1, 5, 14)
 #: Drifts over one output: three stretches of equal length.
 DRIFT = "alpha=0.9/0.4/0.9"
 FIXED_GAMMAS = (1, 2, 4, 6, 8)
-NUM_CLIENTS = 64
+AUTO = "gamma auto"
 NUM_RUNS, NUM_QUICK_RUNS = 9, 2
 NUM_TOKENS, NUM_QUICK_TOKENS = 384, 96
 PROMPT_TOKENS = 32
@@ -47,9 +46,8 @@ PROMPT_TOKENS = 32
 _MOST_BESIDE_BARE = 2.5
 _BARE_NAMES = {"grpc": "gRPC echoes", "socket": "socket echoes"}
 _IDLE_S = 0.02
-_NUM_BARE_ROUNDS = 40
 #: The agreed rows by their numbers, and rows that only inform.
-FIGURES = ["7", "8", "9", "10", "12", "long_prompt", "crowd"]
+FIGURES = ["7", "8", "9", "12", "long_prompt"]
 
 Measure = Callable[[int], StreamRun]
 
@@ -63,9 +61,8 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure and return the rows; prints nothing but progress."""
     with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
         suite = _Suite(write_tokenizer(Path(folder)), arguments.quick)
-        measures = [suite.sync, suite.predrafted, suite.predrafted_against_sync, suite.many_clients, suite.drifting]
-        shared = [partial(suite.shared, measure) for measure in (measure_long_prompt, measure_crowd)]
-        measure_of = dict(zip(FIGURES, [*measures, *shared], strict=True))
+        measures = [suite.sync, suite.predrafted, suite.predrafted_against_sync, suite.drifting, suite.long_prompt]
+        measure_of = dict(zip(FIGURES, measures, strict=True))
         return [row for name in arguments.rows for row in measure_of[name]()]
 
 
@@ -106,44 +103,6 @@ class _Suite:
         case = f"70B/1B, delay 0, gamma {gammas['predrafted']} against {gammas['sync']}"
         return [ratio_row(partial(self._row, case=case), rates, "predrafted", "sync", row=9, required=1.4)]
 
-    def many_clients(self) -> list[Row]:
-        """Row 10: admission, rounds, commits and streams of all clients, over the tokens they got."""
-        case = f"70B/1B, T = 1, alpha 0.9, Redis, {NUM_CLIENTS} clients, 2 drafts"
-        requests = [
-            stream_request(index, self._num_tokens, temperature=1.0, gamma=GAMMA) for index in range(NUM_CLIENTS)
-        ]
-        num_batches = 1 + self._num_runs // 2  # the first one warms up
-        token_us, round_us, rates = [], [], []
-        bare_us: dict[str, list[float]] = {carrier: [] for carrier in CARRIERS}
-        with (
-            redis_server() as redis_url,
-            ProcessSystem(self._tokenizer_dir, simulated_replicas(PAIR, num_drafts=2), redis_url=redis_url) as system,
-            StreamProcess(system.endpoint) as clients,
-            Echoes() as echoes,
-            BareRounds(echoes, redis_url) as bare,
-            progress("row 10", num_batches) as advance,
-        ):
-            for _ in range(num_batches):
-                before_s = system.coordinator_cpu_s
-                runs = clients.run(requests)
-                used_us = (system.coordinator_cpu_s - before_s) * 1e6
-                num_tokens = sum(run.num_tokens for run in runs)
-                token_us.append(used_us / num_tokens)
-                round_us.append(used_us / sum(run.stats["num_rounds"] for run in runs))
-                rates.append(tokens_per_s(runs))
-                for carrier, figures in bare_us.items():
-                    figures.append(bare.cpu_s(carrier, NUM_CLIENTS, _NUM_BARE_ROUNDS) * 1e6)
-                advance()
-        row = partial(self._row, case=case, system="coordinator")
-        return [
-            row(row=10, metric="cpu_us_per_token", value=float(np.median(token_us[1:])), unit="us", at_most=80.0),
-            row(metric="cpu_us_per_round", value=float(np.median(round_us[1:])), unit="us"),
-            *self._beside_bare(row, 10, "cpu_per_round_ratio", round_us[1:],
-                               {f"bare {_BARE_NAMES[carrier]} and one Redis call": figures[1:]
-                                for carrier, figures in bare_us.items()}),
-            row(metric="tokens_per_s", value=float(np.median(rates[1:])), unit="tokens/s"),
-        ]  # fmt: skip
-
     def drifting(self) -> list[Row]:
         """Row 12, with and without pre-drafting."""
         rows = []
@@ -155,12 +114,12 @@ class _Suite:
                 runs = self._interleave(f"row 12 {name}", systems)
             rates = {label: [1 / run.steady_token_s() for run in done] for label, done in runs.items()}
             row = partial(self._row, case=f"70B/1B, alpha 0.9, 0.4, 0.9, {name}")
-            rows += auto_rows(row, rates, row=12, required=0.95)
+            rows += [best_row(row, rates, AUTO, row=12, required=0.95), *rate_rows(row, rates)]
         return rows
 
-    def shared(self, measure: Callable[..., list[Row]]) -> list[Row]:
-        """Return the rows of a measurement of `shared_target`."""
-        return measure(self._tokenizer_dir, stream_request, self._num_runs, self._row)
+    def long_prompt(self) -> list[Row]:
+        """Return what a long prompt does to running streams."""
+        return measure_long_prompt(self._tokenizer_dir, stream_request, self._num_runs, self._row)
 
     def _efficiency(self, number: int, model: str, delay_ms: int, required: float) -> list[Row]:
         pair = simulated_pair(model)

@@ -25,6 +25,7 @@ from bench.systems.gguf_writing import rewrite
 from bench.systems.llama_cpp import LlamaProcess, is_installed
 from bench.systems.ours import RunningSystem, SystemRun
 from bench.systems.real_models import SMOLLM2
+from bench.systems.served import smollm2_bf16
 from bench.systems.transformers import PeerProcess, PeerRun
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.vocabulary import load_tokenizer
@@ -56,8 +57,6 @@ RATIOS: tuple[tuple[str, str, float | None], ...] = (
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure and return the rows; prints nothing but progress."""
-    from specdec.checkpoints.gguf_convert import convert  # needs the gguf extra
-
     quick = arguments.quick
     try:
         model = SMOLLM2.path()
@@ -65,14 +64,12 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         raise SystemExit(f"error: {error}") from None
     with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder, ExitStack() as stack:
         checkpoint = locate_checkpoint(model)
-        bf16 = rewrite(model, Path(folder) / "bf16.gguf", "BF16")
-        bf16_checkpoint = Path(folder) / "bf16"
-        convert(bf16, bf16_checkpoint, tokenizer_only=False)  # outside the user's cache, which would grow every run
+        bf16 = smollm2_bf16(Path(folder))
         ours = {
             name: stack.enter_context(RunningSystem(path, None, dtype=dtype))
             for name, path, dtype in (
-                (OURS, model, "auto"), (OURS_INT8, model, "int8"), (OURS_KEPT, bf16_checkpoint, "auto"),
-                (OURS_WIDENED, bf16_checkpoint, "float32"),
+                (OURS, model, "auto"), (OURS_INT8, model, "int8"), (OURS_KEPT, bf16.checkpoint, "auto"),
+                (OURS_WIDENED, bf16.checkpoint, "float32"),
             )
         }  # fmt: skip
         peer = stack.enter_context(PeerProcess(checkpoint, None, NUM_THREADS))
@@ -82,7 +79,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         for name in (PLAIN, LOOKUP):
             runs[name] = partial(peer.run, name.removeprefix("hf_"), max_new_tokens=num_tokens, gamma=LOOKUP_TOKENS)
         if is_installed():
-            files = {"Q4_1": model, "BF16": bf16}
+            files = {"Q4_1": model, "BF16": bf16.gguf}
             files |= {kind: rewrite(model, Path(folder) / f"{kind}.gguf", kind) for kind in ("Q8_0", "F16")}
             for kind, path in files.items():
                 llama = stack.enter_context(LlamaProcess(path, NUM_THREADS))
@@ -91,7 +88,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         prompts = _prompt_token_ids(checkpoint)
         return [
             *_one_stream(systems, prompts, quick),
-            *_steps(bf16_checkpoint, quick),
+            *_steps(bf16.checkpoint, quick),
             *_eight_streams(stack.enter_context(StreamProcess(ours[OURS].endpoint)), peer, prompts, quick),
         ]
 

@@ -1,8 +1,8 @@
 """The numbers that describe a simulated pair, and the model names that set them.
 
 `simulated:70b-1b` is a preset; options follow after commas: `simulated:70b-1b,alpha=0.9/0.4/0.9,stretch=128,
-odd_alpha=0.5,predraft=off,predict=0.8,fan_out=4,delay_ms=2.5`. Called by the services' entry points and by `bench`,
-which computes ideal times from these numbers.
+odd_alpha=0.5,predraft=off,predict=0.8,fan_out=4,delay_ms=2.5,step_ms=1`. Called by the services' entry points and by
+`bench`, which computes ideal times from these numbers.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ _OPTIONS: dict[str, Callable[[SimulatedPair, str], SimulatedPair]] = {
     "fan_out": lambda pair, value: replace(pair, fan_out=int(value)),
     "predraft": lambda pair, value: replace(pair, predrafts={"on": True, "off": False}[value]),
     "delay_ms": lambda pair, value: replace(pair, link_delay_s=float(value) / 1e3),
+    "step_ms": lambda pair, value: replace(pair, target=ModelledTime(float(value) / 1e3, 0.0)),
 }
 
 
@@ -102,6 +103,7 @@ def simulated_pair(model: str) -> SimulatedPair:
         and text.stretch_tokens >= 1
         and pair.fan_out >= 1
         and pair.link_delay_s >= 0.0
+        and pair.target.fixed_s > 0.0
     ):
         raise InvalidRequest(f"simulated pair: a value in {model!r} is out of range", field="model")
     return pair

@@ -9,8 +9,8 @@ import pytest
 from bench.harness.pairs import median_difference
 from bench.harness.rows import Origin, Row
 from bench.suites.gateway.peer_clients import acceptance_figures, client_rows, report_figures
-from bench.suites.gateway.streams import TextStream, tokens_per_s
-from bench.suites.gateway.suite import GRPC, HTTP, Batch, batch_rows
+from bench.suites.gateway.suite import Batch, batch_rows
+from bench.systems.text_streams import GRPC, HTTP, TextStream, tokens_per_s
 
 ORIGIN = Origin(hardware="2 cores, a processor", commit="abc123", date="2026-01-02T03:04:05Z")
 ROW = partial(Row, suite="gateway", row=None, origin=ORIGIN)

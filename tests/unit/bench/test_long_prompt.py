@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.harness.streams import StreamRun
-from bench.suites.orchestration.shared_target import gap_p99_s
+from bench.suites.orchestration.long_prompt import gap_p99_s
 
 
 def run(*chunk_s: float) -> StreamRun:

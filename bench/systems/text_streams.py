@@ -1,17 +1,25 @@
 """Streams of text as clients of the gateway and of the coordinator see them, over HTTP and over gRPC.
 
-Both sides run in the event loop of the suite `gateway`, which calls this, with as little code as possible between the
-connection and the times. Sessions are deleted after each batch, outside the measured time.
+Both sides run in the event loop of the suite, with as little code as possible between the connection and the times.
+Sessions are deleted after each batch, outside the measured time. Called by the suites `gateway` and `crowd`.
 """
 
 import asyncio
+import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from bench.harness.http_stream import stream_events
+from bench.systems.http_servers import GatewayServer
+from bench.systems.process import Run
 from specdec.client import AsyncClient
+
+HTTP, GRPC = "http", "grpc"
+
+Speculation = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -46,10 +54,16 @@ class StreamingClient(ABC):
         """
         self._client = client
 
-    async def run(self, prompts: Sequence[list[int]], num_tokens: int) -> list[TextStream]:
-        """Return the outputs in the order of their prompts; EOS ends none."""
+    async def run(self, prompts: Sequence[list[int]], num_tokens: int, **speculation: object) -> list[TextStream]:
+        """Return the outputs in the order of their prompts; EOS ends none.
+
+        Args:
+            prompts: token ids.
+            num_tokens: tokens of each output.
+            speculation: `mode` and `gamma`, if they are not the server's choice.
+        """
         began_s = time.perf_counter()
-        streams = await asyncio.gather(*(self._stream(prompt, num_tokens, began_s) for prompt in prompts))
+        streams = await asyncio.gather(*(self._stream(prompt, num_tokens, began_s, speculation) for prompt in prompts))
         await asyncio.gather(*(self._client.delete_session(stream.session_id) for stream in streams))
         short = [stream.num_tokens for stream in streams if stream.num_tokens != num_tokens]
         if short:
@@ -57,19 +71,20 @@ class StreamingClient(ABC):
         return list(streams)
 
     @abstractmethod
-    async def _stream(self, prompt: list[int], num_tokens: int, began_s: float) -> TextStream:
+    async def _stream(self, prompt: list[int], num_tokens: int, began_s: float, speculation: Speculation) -> TextStream:
         """Stream one output."""
 
 
 class GrpcStreams(StreamingClient):
     """Streams from the coordinator by the SDK."""
 
-    async def _stream(self, prompt: list[int], num_tokens: int, began_s: float) -> TextStream:
+    async def _stream(self, prompt: list[int], num_tokens: int, began_s: float, speculation: Speculation) -> TextStream:
         chunk_s: list[float] = []
         texts: list[str] = []
         stream = self._client.generate(
-            prompt_token_ids=prompt, stream=True, max_new_tokens=num_tokens, temperature=0.0, ignore_eos=True
-        )
+            prompt_token_ids=prompt, stream=True, max_new_tokens=num_tokens, temperature=0.0, ignore_eos=True,
+            **speculation,
+        )  # fmt: skip
         async with stream:
             async for chunk in stream:
                 if chunk.text:
@@ -88,11 +103,11 @@ class HttpStreams(StreamingClient):
         super().__init__(client)
         self._port = port
 
-    async def _stream(self, prompt: list[int], num_tokens: int, began_s: float) -> TextStream:
+    async def _stream(self, prompt: list[int], num_tokens: int, began_s: float, speculation: Speculation) -> TextStream:
         chunk_s: list[float] = []
         texts: list[str] = []
         session_id, num_generated, end_s = "", 0, 0.0
-        async for event in stream_events(self._port, "/v1/completions", _request(prompt, num_tokens)):
+        async for event in stream_events(self._port, "/v1/completions", _request(prompt, num_tokens, speculation)):
             for choice in event["choices"]:
                 session_id = event["session_id"]
                 end_s = time.perf_counter() - began_s
@@ -104,8 +119,21 @@ class HttpStreams(StreamingClient):
         return TextStream(session_id, chunk_s, end_s, num_generated, "".join(texts))
 
 
-def _request(prompt: list[int], num_tokens: int) -> dict[str, object]:
+def _request(prompt: list[int], num_tokens: int, speculation: Speculation) -> dict[str, object]:
     return {
         "prompt": prompt, "max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True}, "speculation": speculation or None,
     }  # fmt: skip
+
+
+@contextlib.contextmanager
+def text_clients(run: Run, endpoint: str, gateway: GatewayServer) -> Iterator[dict[str, StreamingClient]]:
+    """Start a gateway in front of the coordinator at `endpoint`; yield a client of each by the name of its protocol."""
+    run(gateway.start())
+    client = AsyncClient(endpoint)
+    try:
+        run(client.info())
+        yield {HTTP: HttpStreams(client, gateway.port), GRPC: GrpcStreams(client)}
+    finally:
+        run(client.close())
+        run(gateway.stop())

@@ -1,13 +1,9 @@
-"""Many streams that share one target: gamma auto next to fixed gammas, and what a long prompt does to running streams.
+"""Measure what a long prompt does to running streams that share its target.
 
-Real processes around simulated engines (70B/1B, pre-drafting off). Part of the suite `orchestration`, which calls this.
-
-- The gamma that is best for one stream overloads a target that many streams share, and sessions with the same past make
-  the same choice; `measure_crowd` shows both effects.
-- `measure_long_prompt` has the inter-token latency of running streams while a long prompt is prefilled, and without it,
-  with the target's default prefill budget and with practically none. A gap is the time between two chunks of one
-  stream, one round; those count that overlap the reading of the prompt, or, without a prompt, the same stretch of the
-  run.
+Real processes around simulated engines (70B/1B, pre-drafting off): the inter-token latency of running streams while a
+long prompt is prefilled, and without it, with the target's default prefill budget and with practically none. A gap is
+the time between two chunks of one stream, one round; those count that overlap the reading of the prompt, or, without a
+prompt, the same stretch of the run. Part of the suite `orchestration`, which calls this.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,18 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.harness.pairs import interleave, median_ratio, rate_rows, ratio_row
+from bench.harness.pairs import interleave, median_ratio
 from bench.harness.report import progress
 from bench.harness.rows import Row
-from bench.harness.streams import StreamProcess, StreamRequest, StreamRun, tokens_per_s
+from bench.harness.streams import StreamProcess, StreamRequest, StreamRun
 from bench.systems.simulated import ProcessSystem, simulated_replicas
 
 MODEL = "simulated:70b-1b,predraft=off"
-
-STREAM_COUNTS = (16, 64)
-FIXED_GAMMAS = (2, 4, 8)
-NUM_TOKENS = 96
-AUTO = "gamma auto"
 
 NUM_RUNNING = 8
 NUM_RUNNING_TOKENS = 256
@@ -40,43 +31,6 @@ MakeRequest = Callable[..., StreamRequest]
 """Makes the request of one stream from its index and number of tokens."""
 
 _Run = tuple[list[StreamRun], StreamRun | None]
-
-
-def measure_crowd(tokenizer_dir: Path, request: MakeRequest, num_runs: int, row: Callable[..., Row]) -> list[Row]:
-    """Return tokens a second of all streams: gamma auto over the best fixed gamma, and each of them.
-
-    Args:
-        tokenizer_dir: see `write_tokenizer`.
-        request: makes the request of one stream.
-        num_runs: interleaved runs of each.
-        row: makes a row of the suite.
-    """
-    gammas: dict[str, int | None] = {f"gamma {gamma}": gamma for gamma in FIXED_GAMMAS} | {AUTO: None}
-    rows = []
-    with (
-        ProcessSystem(tokenizer_dir, simulated_replicas(MODEL, num_drafts=2)) as system,
-        StreamProcess(system.endpoint) as clients,
-        progress("crowd", (num_runs + 1) * len(STREAM_COUNTS) * len(gammas)) as advance,
-    ):
-
-        def rate(index: int, num_streams: int, gamma: int | None) -> float:
-            first = index * num_streams
-            asked = [request(first + stream, NUM_TOKENS, gamma=gamma) for stream in range(num_streams)]
-            return tokens_per_s(clients.run(asked))
-
-        for num_streams in STREAM_COUNTS:
-            systems = {label: partial(rate, num_streams=num_streams, gamma=gamma) for label, gamma in gammas.items()}
-            # The first batch of each warms caches and lets gamma auto measure what rows cost.
-            interleave(range(1), systems, advance)
-            rates = interleave(range(1, num_runs + 1), systems, advance)
-            rows += auto_rows(partial(row, case=f"70B/1B, {num_streams} streams, greedy, sync"), rates)
-    return rows
-
-
-def auto_rows(row: Callable[..., Row], rates: dict[str, list[float]], /, **fields: object) -> list[Row]:
-    """Return gamma auto over the best fixed gamma, and each; `fields` are further ones of the first row."""
-    best = max((label for label in rates if label != AUTO), key=lambda label: float(np.median(rates[label])))
-    return [ratio_row(row, rates, AUTO, best, ratio_to=f"best fixed ({best})", **fields), *rate_rows(row, rates)]
 
 
 def measure_long_prompt(tokenizer_dir: Path, request: MakeRequest, num_runs: int, row: Callable[..., Row]) -> list[Row]:
