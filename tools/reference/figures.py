@@ -32,6 +32,16 @@ _PEER_NAMES = {"specdec_int8": "int8", "specdec": "float32", "vllm": "vLLM", "ll
 _FOOTPRINT = {"memory_mib": "memory, MiB (PSS)", "idle_cpu": "idle, % of a core", "second_start_s": "second start, s"}
 
 
+#: What the table of the suite `crowd` compares, and its words for both sides.
+_CROWD_PAIRS = {
+    ("specdec_auto", "specdec_alone"): ("draft model, gamma auto", "no draft"),
+    ("specdec_auto", "hf_padded_batch"): ("draft model, gamma auto", "Transformers, padded batch"),
+    ("specdec_alone", "ideal_alone"): ("no draft", "the ideal"),
+    ("specdec_alone", "vllm_alone"): ("no draft", "vLLM, no draft"),
+    ("specdec_alone", "llama.cpp_alone"): ("no draft", "llama.cpp, no draft"),
+}
+
+
 class Comparison(NamedTuple):
     """A ratio of one run: which record it is, and how the table names the two sides."""
 
@@ -44,6 +54,8 @@ class Comparison(NamedTuple):
     ours: str
     other: str
     metric: str = "tokens_per_s_ratio"
+    x: float | None = None
+    """Place in a sweep."""
 
 
 _DEEP = "deep(18, 0.02), 1 stream, greedy"
@@ -95,13 +107,6 @@ TABLES: dict[str, Sequence[Comparison]] = {
         Comparison(
             "latency", "demo pair, 1 stream, greedy", "int8", "float32", "demo pair, no draft", "int8", "float32"
         ),
-    ),
-    "throughput": tuple(
-        Comparison(
-            "throughput", f"deep(18, 0.02), {streams} streams", "specdec", "specdec_target_only",
-            "1 stream" if streams == 1 else f"{streams} streams", "draft model, gamma auto", "no draft",
-        )
-        for streams in (1, 2, 4, 8, 16, 32, 64)
     ),
     "drafts": (
         Comparison("drafts", _REPEATS, "suffix", "target_only", "text that repeats", "`suffix`", "no draft"),
@@ -183,7 +188,7 @@ def table(name: str) -> str:
     """
     if name == "footprint":
         return footprint()
-    rows = peer_rows() if name == "peers" else TABLES[name]
+    rows = _KEPT[name]() if name in _KEPT else TABLES[name]
     found = [(row, record(row)) for row in rows]
     lines = ["| Case | specdec with | compared with | times as fast (95 % interval) |", "|---|---|---|---|"]
     lines += [f"| {row.what} | {row.ours} | {row.other} | {_ratio(each)} |" for row, each in found]
@@ -211,7 +216,8 @@ def sources(shown: Sequence[Record]) -> str:
     for suite, each in newest.items():
         command = f"`python -m bench {suite}` ({str(each['date'])[:10]})"
         by_hardware.setdefault(each["hardware"], []).append(command)
-    return paragraph("; ".join(f"{hardware}: {', '.join(runs)}" for hardware, runs in by_hardware.items()))
+    runs = [f"{hardware}: {', '.join(commands)}" for hardware, commands in by_hardware.items()]
+    return paragraph("; ".join(runs) or "Not measured yet")
 
 
 def record(row: Comparison) -> Record:
@@ -221,6 +227,7 @@ def record(row: Comparison) -> Record:
         for each in records(row.suite)
         if (each["system"], each["ratio_to"], each["metric"]) == (row.system, row.ratio_to, row.metric)
         and each["case"].startswith(row.case)
+        and row.x in (None, each["x"])
     ]
     if not found:
         raise LookupError(f"bench/results/{row.suite}.json has no {row.metric} of {row.system} to {row.ratio_to}")
@@ -248,6 +255,24 @@ def peer_rows() -> list[Comparison]:
         for each in records(suite)
         if each["metric"] == "tokens_per_s_ratio" and each["ratio_to"]
     ]  # fmt: skip
+
+
+def crowd_rows() -> list[Comparison]:
+    """Return one row for each number of streams that the suite `crowd` kept; those of a short run are left out."""
+    return [
+        Comparison(
+            "crowd", each["case"], each["system"], each["ratio_to"],
+            f"{each['case']}, {each['x']:g} stream{'s' * (each['x'] > 1)}",
+            *_CROWD_PAIRS[each["system"], each["ratio_to"]], x=each["x"],
+        )
+        for each in records("crowd")
+        if (each["system"], each["ratio_to"]) in _CROWD_PAIRS
+        and each["x"] and each["metric"] == "tokens_per_s_ratio" and not each["quick"] and "steps" not in each["case"]
+    ]  # fmt: skip
+
+
+#: Tables with a row for each of many records.
+_KEPT = {"peers": peer_rows, "crowd": crowd_rows}
 
 
 def _peer_name(system: str, *, ours: bool = False) -> str:

@@ -73,7 +73,7 @@ REQUIRED: dict[tuple[str, str, str], dict[int, float]] = {
 #: Numbers of agreed rows, likewise.
 ROW_NUMBERS = {(DEEP, AUTO, PADDED): 5, (DEEP, AUTO, ALONE): 6}
 #: Most microseconds of processor time a token, and largest gap over the median one, of the simulated 8B model.
-MOST_CPU_US, MOST_GAP = {ALONE: 180.0, FIXED: 300.0}, 2.0
+MOST_CPU_US, MOST_GAP = {ALONE: 180.0, FIXED: 300.0}, {ALONE: 2.0}
 
 
 @dataclass(frozen=True)
@@ -216,10 +216,10 @@ class _Sweep:
         batches = take_turns(label, systems, range(num_pairs), [-1])
         rows = self._rate_rows(num_streams, {name: [each.rate for each in done] for name, done in batches.items()})
         if num_streams == self._target.costed or (self._quick and self._target.costed and num_streams > 1):
-            limits = (MOST_CPU_US, MOST_GAP) if self._target.case == SIM_8B else ({}, None)
-            for name in {ALONE, FIXED} & set(batches):
+            limits, most_gap = (MOST_CPU_US, MOST_GAP) if self._target.case == SIM_8B else ({}, {})
+            for name in filter(batches.__contains__, MOST_CPU_US):
                 row = partial(self._row, case=label, system=name)
-                rows += costs.batch_rows(row, batches[name], limits[0].get(name), limits[1])
+                rows += costs.batch_rows(row, batches[name], limits.get(name), most_gap.get(name))
         return rows
 
     def _ask(self, protocol: str, mode: str, num_streams: int, _: int) -> Batch:
