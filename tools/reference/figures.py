@@ -72,8 +72,8 @@ TABLES: dict[str, Sequence[Comparison]] = {
         Comparison("latency", _DEEP, "specdec", "specdec_target_only", _ONE_STREAM, "draft model", "specdec, no draft"),
         Comparison("drafts", _REPEATS, "suffix", "target_only", "text that repeats", "`suffix`", "specdec, no draft"),
         Comparison(
-            "throughput", "deep(18, 0.02), 16 streams", "specdec", "hf_padded_batch",
-            "16 streams", "draft model", "Transformers, padded batch",
+            "crowd", "deep(18, 0.02)", "specdec_auto", "hf_padded_batch",
+            "16 streams", "draft model", "Transformers, padded batch", x=16,
         ),
         Comparison("real", _SMOL, "specdec", "hf_plain", "SmolLM2 135M, one stream", "no draft", "Transformers"),
         Comparison("real", _SMOL, "specdec_bf16", "llama.cpp_bf16", "SmolLM2 135M, bf16", "no draft", "llama.cpp"),

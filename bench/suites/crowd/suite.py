@@ -117,7 +117,7 @@ def _smollm2(folder: Path) -> Target:
 
 SWEEPS: dict[str, Callable[[Path], Target]] = {
     "8b": lambda folder: _simulated(PAIR_8B, SIM_8B, 96, folder, costed=32),
-    "70b": lambda folder: _simulated(PAIR_70B, SIM_70B, 48, folder),
+    "70b": lambda folder: _simulated(PAIR_70B, SIM_70B, 64, folder),
     "1ms": lambda folder: _simulated(
         f"{PAIR_8B},step_ms=1", SIM_1MS, 192, folder, modes=(ALONE,), counts=(64,), costed=64
     ),
