@@ -196,7 +196,7 @@ class Publisher:
         """Wait until the commit that is under way, and those that wait, have ended. An error is logged only."""
         try:
             await self.wait()
-        except SpecdecError as failure:
+        except Exception as failure:  # whatever it is, the session is to be given back
             _log.debug("the last commit failed: %s", failure)
         if self._task is not None:
             self._task.cancel()

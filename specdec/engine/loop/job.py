@@ -156,7 +156,7 @@ class Job:
 
         Args:
             answer: answer of the step.
-            token_id: token that the step decided, where the call is a run.
+            token_id: token that the step decided, if the call is a run.
         """
         run = self.call.run
         length = len(self.sequence) + 1
