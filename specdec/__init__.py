@@ -11,12 +11,13 @@ from specdec.contract.version import __version__
 
 if TYPE_CHECKING:
     from specdec.client import AsyncClient, Client, Tls
+    from specdec.contract.constraint import Constraint
 
-__all__ = ["AsyncClient", "Client", "Tls", "__version__"]
+__all__ = ["AsyncClient", "Client", "Constraint", "Tls", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("AsyncClient", "Client", "Tls"):
+    if name not in ("AsyncClient", "Client", "Constraint", "Tls"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from specdec import client
 

@@ -15,6 +15,7 @@ if __name__ == "__main__":  # loading what follows takes a second, and a model l
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from specdec.contract.engine_api import Engine
@@ -29,8 +30,9 @@ from specdec.settings.target import TargetSettings
 from target_service.servicer import TargetServicer
 
 if TYPE_CHECKING:
-    from specdec.engine.base import Worker
+    from specdec.engine.base import ModelShape, Worker
     from specdec.engine.loop.replica_engine import ReplicaOptions
+    from specdec.structured.known_constraints import KnownConstraints
     from target_service.verifier import Verifier
 
 
@@ -46,7 +48,18 @@ def _build_verifier(
     from target_service.verifier import Verifier
 
     limits = WaitLimits(settings.max_waiting, settings.max_wait_s)
-    return Verifier(worker, replace(options, wait_limits=limits, max_run=settings.max_run), observer=metrics)
+    return Verifier(
+        worker,
+        replace(options, wait_limits=limits, max_run=settings.max_run),
+        observer=metrics,
+        constraints=_known_constraints(settings, worker.shape) if find_spec("llguidance") else None,
+    )
+
+
+def _known_constraints(settings: TargetSettings, shape: ModelShape) -> KnownConstraints:
+    from specdec.structured.known_constraints import KnownConstraints
+
+    return KnownConstraints(settings.model, shape.eos_token_ids, shape.vocabulary_size)
 
 
 async def _open_backend(settings: TargetSettings, replica_id: str, metrics: EngineMetrics) -> Engine | None:

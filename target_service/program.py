@@ -74,7 +74,7 @@ class _Rows:
         position, start = self.request.position, self.job.round_start
         token_ids = self.job.token_ids
         return [
-            FilterContext(position.filters, token_ids[: start + index], position.output_start)
+            FilterContext(position.filters, token_ids[: start + index], position.output_start, self.job.mask_of(index))
             for index in range(self.job.num_logit_rows)
         ]
 

@@ -10,6 +10,7 @@ servicer.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,8 @@ from itertools import count
 
 import numpy as np
 
+from specdec.contract.constraint import Constraint
+from specdec.contract.errors import Unsupported
 from specdec.contract.types import (
     LocalDraft,
     RunLimit,
@@ -32,6 +35,7 @@ from specdec.engine.base import StepObserver, Worker
 from specdec.engine.drafting.drawing import Drawing
 from specdec.engine.loop.replica_engine import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
 from specdec.engine.sessions.calls import Call, identity_of
+from specdec.structured.known_constraints import KnownConstraints
 from target_service.program import TargetProgram
 from target_service.scoring import ScoredSpan, check_scorable
 
@@ -50,6 +54,7 @@ class Verifier(ReplicaEngine):
         *,
         observer: StepObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
+        constraints: KnownConstraints | None = None,
     ) -> None:
         """Start the device thread, which alone uses `worker` from now on.
 
@@ -58,9 +63,12 @@ class Verifier(ReplicaEngine):
             options: identity and limits.
             observer: receives every step.
             clock: clock of the steps, in seconds.
+            constraints: constraints on the model's vocabulary; None: calls with a constraint are refused.
         """
         drawing = Drawing(s_max=default_s_max(worker.shape.vocabulary_size), coverage=DEFAULT_COVERAGE)
-        super().__init__(worker, TargetProgram(drawing), options, observer=observer, clock=clock)
+        super().__init__(
+            worker, TargetProgram(drawing), options, observer=observer, clock=clock, constraints=constraints
+        )
         self._score_ids = count()
 
     async def verify(
@@ -70,6 +78,7 @@ class Verifier(ReplicaEngine):
 
         A `local_draft` that this replica does not have, or for which its context is too short, gives an empty draft.
         """
+        constraint = await self._constraint_of(request.position)
         request = self._with_room(request)
         local = request.local_draft
         num_draft_tokens = len(request.draft_token_ids)
@@ -82,6 +91,7 @@ class Verifier(ReplicaEngine):
             local_draft="" if local is None else local.pool,
             run=None if on_step is None else request.run,
             reserved_len=self._reserved_len(request.position),
+            constraint=constraint,
             may_refuse=_is_first_of_turn(request.position),
         )
         verification: Verification = await self._engine_loop.call(call, on_step)
@@ -115,6 +125,15 @@ class Verifier(ReplicaEngine):
         for prompt in self._warm_up_prompts():
             await self.verify(VerifyRequest(prompt, _NO_TOKENS, ()))
         await self._release_warm_up()
+
+    async def _constraint_of(self, position: SessionPosition) -> Constraint | None:
+        """Return the constraint of a call; None if it has none. Raises as `KnownConstraints.learn`."""
+        if not position.filters.constraint_id:
+            return None
+        if self._constraints is None:
+            raise Unsupported("this target cannot follow constraints", field="constraint")
+        known = self._constraints.get(position)
+        return known or await asyncio.to_thread(self._constraints.learn, position)
 
     def _with_room(self, request: VerifyRequest) -> VerifyRequest:
         """Return the request with its local draft or its run limited to the room in the context."""

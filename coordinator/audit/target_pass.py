@@ -109,6 +109,7 @@ class TargetPass:
             output_start=setting.output_start,
             draw_rule=setting.draw_rule if draw_rule is None else draw_rule,
             tenant=setting.tenant,
+            constraint=setting.constraint,
         )
         self._num_calls += 1
         request = VerifyRequest(position, np.asarray(draft_token_ids, dtype=np.uint32), support_ids)

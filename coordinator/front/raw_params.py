@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from coordinator.requests import ChatTurn
+from specdec.contract.constraint import Constraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,5 +60,6 @@ class RawGenerationParams:
     resume_from: int | None = None
     expected_session_tokens: int | None = None
     priority: int = 0
+    constraint: Constraint | None = None
     former_digests: tuple[str, ...] = ()
     """Digests of this request in the forms that older versions stored (see `validation.request_digest`)."""

@@ -21,6 +21,7 @@ from coordinator.front.tenants import CallTenants
 from coordinator.front.validation import (
     ServingLimits,
     check_detokenized,
+    check_follows_constraints,
     check_share,
     validate_request,
     validate_session_id,
@@ -41,6 +42,7 @@ from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.target_models import TargetModels
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.routing.promotion import Canary
+from coordinator.text.constraints import ConstraintAdmission
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.contract.errors import Forbidden, InvalidRequest, SpecdecError, Unavailable, Unsupported
@@ -97,6 +99,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._target_models = target_models
         self._draft_sources = draft_sources
         self._tokenizer = tokenizer
+        self._constraints = ConstraintAdmission(tokenizer)
         self._default_mode = default_mode
         self._tenants = tenants
         recommended: dict[str, Any] = dict(default_sampling)
@@ -134,7 +137,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         """Return a reader of the generation that a call requests. Raises what `GenerationService.open` raises."""
         try:
             tenant = self._tenants.of(context)
-            checked = validate_request(decode_request(request), self._limits())
+            limits = self._limits()
+            checked = validate_request(decode_request(request), limits)
+            check_follows_constraints(checked, is_possible=self._pools.follows_constraints)
+            checked = await self._constraints.admit(checked, limits.eos_token_ids)
             reader = await self._generations.open(replace(checked, tenant=tenant, deadline_s=_deadline_s(context)))
         except SpecdecError as error:
             self._generations.count_refusal(error)

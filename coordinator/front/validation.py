@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,8 @@ def validate_request(raw: RawGenerationParams, limits: ServingLimits) -> Generat
     _check_input(raw)
     _check_not_negative("resume_from", raw.resume_from)
     _check_not_negative("expected_session_tokens", raw.expected_session_tokens)
-    sampling, is_seeded = _sampling(raw.sampling, limits), raw.sampling.seed is not None
+    sampling = replace(_sampling(raw.sampling, limits), constraint=raw.constraint)
+    is_seeded = raw.sampling.seed is not None
     _check_supported(sampling, is_seeded, limits)
     speculation = _speculation(raw.speculation, limits, must_repeat=is_seeded and not sampling.filters.is_greedy)
     check_template_arguments(raw.template_arguments_json)
@@ -202,7 +203,9 @@ def _check_supported(sampling: SamplingParams, is_seeded: bool, limits: ServingL
     """Refuse a field that the target's backend cannot serve exactly."""
     for name in limits.unsupported_fields:
         field = name.removeprefix("sampling.")
-        if field == "logprobs":
+        if field == "constraint":
+            is_set = sampling.constraint is not None
+        elif field == "logprobs":
             is_set = sampling.num_logprobs is not None
         elif field == "seed":
             is_set = is_seeded and not sampling.filters.is_greedy
@@ -214,6 +217,16 @@ def _check_supported(sampling: SamplingParams, is_seeded: bool, limits: ServingL
                 "or use a target with --backend own",
                 field=name,
             )
+
+
+def check_follows_constraints(request: GenerationRequest, *, is_possible: bool) -> None:
+    """Refuse a constraint that no connected target can follow. Raises Unsupported."""
+    if request.sampling.constraint is not None and not is_possible:
+        raise Unsupported(
+            "constraint cannot be followed by the connected targets: use targets with --backend own that have "
+            "llguidance (specdec-serving[structured])",
+            field="constraint",
+        )
 
 
 def _check_num_ids(field: str, ids: Collection[int], limits: ServingLimits) -> None:
@@ -303,6 +316,8 @@ def request_digest(raw: RawGenerationParams, prompt_token_ids: TokenIds | None) 
     """
     sent: dict[str, Any] = {"sampling": _sent_fields(raw.sampling), "speculation": _sent_fields(raw.speculation)}
     prompt = b""
+    if raw.constraint is not None:
+        sent["constraint"] = astuple(raw.constraint)
     if raw.prompt is not None:
         sent["input"] = "prompt"
         prompt = raw.prompt.encode("utf-8", "surrogatepass")

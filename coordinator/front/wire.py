@@ -28,6 +28,7 @@ from coordinator.requests import (
 from specdec.contract.types import TokenSource
 from specdec.observability.series import served_name
 from specdec.rpc.plain_fields import read_fields
+from specdec.rpc.rounds import decode_constraint
 from specdec.state.store import PromotionRecord, SessionRecord
 from specdec.v1 import coordinator_pb2
 
@@ -49,6 +50,7 @@ def decode_request(message: coordinator_pb2.GenerateRequest) -> RawGenerationPar
         template_arguments_json=message.messages.template_arguments_json,
         sampling=read_fields(RawSamplingParams, message.sampling),
         speculation=read_fields(RawSpeculationParams, message.speculation),
+        constraint=decode_constraint(message.constraint, "constraint") if message.HasField("constraint") else None,
         former_digests=(_digest_of_form_1(message),),
     )
 

@@ -200,5 +200,6 @@ class GenerationFactory:
             kv_wait_s=self._kv_wait_s,
             tenant=turn.lease.tenant,
             end_token_ids=turn.writer.end_token_ids,
+            constraint=sampling.constraint,
             is_timed=is_timed,
         )

@@ -22,6 +22,7 @@ from coordinator.requests import (
 from coordinator.round.session_tokens import SessionTokens
 from coordinator.text.output import OutputStep, OutputWriter
 from coordinator.text.tokenizer import ServedTokenizer
+from specdec.contract.constraint import Constraint, ConstraintKind
 from specdec.contract.errors import InvalidRequest, NotFound, SessionLost
 from specdec.contract.types import FinishReason, Mode, SamplingFilters, SamplingParams
 from specdec.core.limits import check_filters
@@ -231,6 +232,11 @@ def encode_parameters(parameters: RequestParameters) -> str:
     filters = asdict(replace(sampling.filters, logit_bias={}))
     filters["logit_bias"] = list(sampling.filters.logit_bias.items())
     flat = asdict(replace(sampling, filters=SamplingFilters(logit_bias={})))
+    del filters["constraint_id"], flat["filters"]["constraint_id"]
+    if sampling.constraint is None:  # older versions refuse the field, and with it the request
+        del flat["constraint"]
+    else:
+        flat["constraint"]["id"] = sampling.filters.constraint_id.hex()
     speculation = asdict(parameters.speculation)
     if not parameters.speculation.task:  # older versions refuse the field
         del speculation["task"]
@@ -292,6 +298,10 @@ def _read_parameters(text: str) -> RequestParameters:
         "logit_bias": {int(token_id): bias for token_id, bias in filters["logit_bias"]},
         "end_token_ids": tuple(filters["end_token_ids"]),
     }
+    if "constraint" in sampling:
+        stored = sampling["constraint"]
+        filters["constraint_id"] = bytes.fromhex(stored.pop("id"))
+        sampling["constraint"] = Constraint(**stored | {"kind": ConstraintKind(stored["kind"])})
     sampling |= {
         "filters": SamplingFilters(**filters),
         "stop": tuple(sampling["stop"]),

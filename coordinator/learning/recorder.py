@@ -45,4 +45,5 @@ class Recorder:
 
 def _is_individual(filters: SamplingFilters) -> bool:
     """Return whether the distribution depends on more than the model, the temperature and truncation."""
-    return filters.uses_history or bool(filters.logit_bias) or filters.min_new_tokens > 0
+    masks = filters.min_new_tokens > 0 or bool(filters.constraint_id)
+    return filters.uses_history or bool(filters.logit_bias) or masks

@@ -141,6 +141,10 @@ class SessionReplicas:
         open_replicas = [replica for replica in replicas if replica.takes_sessions]
         return self._rule.choose(usual, open_replicas, self._prefix_tokens)
 
+    def targets(self) -> list[TargetReplica]:
+        """Return all target replicas, of any model."""
+        return self._pools.targets()
+
     def has_target(self, excluded: Collection[TargetReplica]) -> bool:
         """Return whether `choose_target` would find a replica."""
         return any(replica.takes_turns and self._fits(replica, excluded) for replica in self._pools.targets())

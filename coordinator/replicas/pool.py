@@ -123,6 +123,11 @@ class ReplicaPools:
         return any(replica.is_alive for replica in self.targets())
 
     @property
+    def follows_constraints(self) -> bool:
+        """Return whether a target can follow the constraint of a request."""
+        return any(replica.follows_constraints for replica in self.targets())
+
+    @property
     def target_info(self) -> EngineInfo:
         """Description of the served model, from a target replica; while none lives, the last one that was received.
 

@@ -147,6 +147,11 @@ class Replica(Generic[LinkT]):
         return self.info.model_fingerprint if self.info else ""
 
     @property
+    def follows_constraints(self) -> bool:
+        """Return whether a target masks p by the constraint of a request."""
+        return self.info is not None and self.info.supports_constraints
+
+    @property
     def incarnation(self) -> str:
         """Name of the process that described itself; "" if it gave no valid one."""
         name = self.info.incarnation if self.info else ""

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.contract.errors import Internal, KvMiss, ResourceExhausted, SpecdecError, StaleEpoch, Unavailable
+from specdec.contract.errors import (
+    ConstraintMiss,
+    Internal,
+    KvMiss,
+    ResourceExhausted,
+    SpecdecError,
+    StaleEpoch,
+    Unavailable,
+)
 from specdec.contract.types import LocalDraft, Proposal, Verification
 from specdec.core.packed import pack_rows, pack_supports
 from specdec.core.random import DrawKey
@@ -84,6 +92,11 @@ def check_verification(
         )
 
 
+def ends_the_request(error: SpecdecError) -> bool:
+    """Return whether a target's error is about the request's constraint, so that every target would raise it."""
+    return error.reason in ("CONSTRAINT_INVALID", "NO_LEGAL_TOKEN")
+
+
 def target_fault(error: SpecdecError, address: str) -> SpecdecError:
     """Return what a target's error means for the round.
 
@@ -93,7 +106,9 @@ def target_fault(error: SpecdecError, address: str) -> SpecdecError:
     Returns:
         `error` itself if a round knows how to handle it, else an Internal that names the target at `address`.
     """
-    if isinstance(error, KvMiss | StaleEpoch | Unavailable | ResourceExhausted | Internal):
+    if isinstance(error, KvMiss | ConstraintMiss | StaleEpoch | Unavailable | ResourceExhausted | Internal):
+        return error
+    if ends_the_request(error):
         return error
     return Internal(f"target {address} refused a verification: {error.code} {error.message}")
 

@@ -14,7 +14,8 @@ from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.replica import Replica
 from coordinator.round.session_tokens import SessionTokens
 from coordinator.round.setting import RoundSetting
-from specdec.contract.errors import KvMiss, StaleEpoch
+from specdec.contract.constraint import Constraint
+from specdec.contract.errors import ConstraintMiss, KvMiss, StaleEpoch
 from specdec.contract.types import SessionPosition
 from specdec.core.random import DrawKey
 
@@ -56,7 +57,8 @@ class SessionCalls:
     async def call(
         self, replica: Replica[Any], round_id: int, send: Callable[[SessionPosition], Awaitable[AnswerT]]
     ) -> AnswerT:
-        """Make a call with the tokens that the replica lacks, and once more if it lacks more than was assumed.
+        """Make a call with what the replica lacks, and again if it lacks more tokens than was assumed, or the text of
+        the constraint.
 
         Args:
             replica: replica to call.
@@ -64,18 +66,26 @@ class SessionCalls:
             send: makes the call.
 
         Raises:
-            KvMiss: the replica lacked tokens twice.
+            KvMiss, ConstraintMiss: the replica lacks what was sent.
             SpecdecError, TimeoutError: as `send` raises.
         """
-        try:
+        constraint: Constraint | None = None
+        lacked_tokens = False
+        while True:
             try:
-                return await send(self._position(replica, round_id))
+                return await send(self._position(replica, round_id, constraint))
             except KvMiss as miss:
+                if lacked_tokens:
+                    raise
+                lacked_tokens = True
                 self._replicas.learn(replica, miss.have)
-                return await send(self._position(replica, round_id))
-        except StaleEpoch as stale:
-            self._note_stale(stale)
-            raise
+            except ConstraintMiss:
+                if constraint is self._setting.constraint:
+                    raise
+                constraint = self._setting.constraint
+            except StaleEpoch as stale:
+                self._note_stale(stale)
+                raise
 
     async def next_step(self, take: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
         """Return the next step of a run. Raises as `take` does."""
@@ -89,7 +99,7 @@ class SessionCalls:
         if stale.epoch < (time.time() + _MOST_CLOCK_AHEAD_S) * 1e6:
             self.seen_epoch = max(self.seen_epoch, stale.epoch)
 
-    def _position(self, replica: Replica[Any], round_id: int) -> SessionPosition:
+    def _position(self, replica: Replica[Any], round_id: int, constraint: Constraint | None) -> SessionPosition:
         setting, tokens = self._setting, self._tokens
         start = self._replicas.start_for(replica, len(tokens))
         return SessionPosition(
@@ -107,4 +117,5 @@ class SessionCalls:
             is_timed=setting.is_timed,
             tenant=setting.tenant,
             max_session_tokens=setting.max_session_tokens,
+            constraint=constraint,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from specdec.contract.constraint import Constraint
 from specdec.contract.tenant import DEFAULT_TENANT
 from specdec.contract.types import DrawRule, Mode, SamplingFilters, carries_distributions
 
@@ -31,6 +32,8 @@ class RoundSetting:
     tenant: str = DEFAULT_TENANT
     end_token_ids: frozenset[int] = frozenset()
     """Tokens that end the output."""
+    constraint: Constraint | None = None
+    """Form of the output; its identity is `filters.constraint_id`."""
     is_timed: bool = False
     """True if each round records a timeline."""
 

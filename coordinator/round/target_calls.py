@@ -17,11 +17,19 @@ from typing import NamedTuple
 
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.replica import TargetReplica
-from coordinator.round.answers import check_verification, target_fault
+from coordinator.round.answers import check_verification, ends_the_request, target_fault
 from coordinator.round.draft_calls import Draft
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
-from specdec.contract.errors import Internal, KvMiss, ResourceExhausted, SpecdecError, StaleEpoch, Unavailable
+from specdec.contract.errors import (
+    ConstraintMiss,
+    Internal,
+    KvMiss,
+    ResourceExhausted,
+    SpecdecError,
+    StaleEpoch,
+    Unavailable,
+)
 from specdec.contract.types import RunLimit, SessionPosition, Verification, VerifyRequest
 from specdec.core.packed import pack_supports
 from specdec.rpc.open_calls import WireStats
@@ -135,7 +143,7 @@ class TargetCalls:
 
     async def _verify(self, round_id: int, draft: Draft, wire: WireStats) -> TargetAnswer:
         began = time.perf_counter()
-        failed: list[TargetReplica] = []
+        failed = self._unfit_targets()
         while True:
             is_step_of_run = self.is_in_run and self._last_replica is not None
             replica = (
@@ -158,6 +166,12 @@ class TargetCalls:
                 # Steps that came while the generation was busy were not waited for, so their own times count.
                 wait_s = self._step_s if is_step_of_run else time.perf_counter() - began
                 return TargetAnswer(replica, verification, wait_s, is_same_replica, is_step_of_run)
+
+    def _unfit_targets(self) -> list[TargetReplica]:
+        """Return the targets that would ignore the request's constraint."""
+        if self._setting.constraint is None:
+            return []
+        return [replica for replica in self._replicas.targets() if not replica.follows_constraints]
 
     def _check(self, verification: Verification, replica: TargetReplica, draft: Draft) -> None:
         check_verification(
@@ -209,7 +223,7 @@ class TargetCalls:
     def _note_failure(self, replica: TargetReplica, failure: SpecdecError, failed: list[TargetReplica]) -> None:
         """Return if another replica may serve; raise the round's error if none can."""
         error = target_fault(failure, replica.address)
-        if isinstance(error, StaleEpoch):
+        if isinstance(error, StaleEpoch) or ends_the_request(error):
             raise failure
         _log.warning("target replica %s failed to verify: %s", replica.address, error)
         replica.note_failure(error)
@@ -220,7 +234,7 @@ class TargetCalls:
         self._replicas.learn(replica, 0)
         if self._replicas.has_target(failed):
             return
-        if isinstance(error, KvMiss):
+        if isinstance(error, KvMiss | ConstraintMiss):
             raise Unavailable(f"target replica {replica.address} lost the session twice") from error
         if error is failure:
             raise failure

@@ -1,4 +1,4 @@
-"""A process that renders chat templates and encodes long texts, and that can be killed at any time.
+"""A process for work that may have to be killed: chat templates, long texts, constraints.
 
 A template is a program that comes with a model, and its input comes with a request. Jinja's sandbox protects the
 machine, but a template may still loop forever or turn one line into gigabytes, and a thread cannot be stopped from
@@ -24,6 +24,8 @@ from typing import IO, Any
 #: Limit on CPU time for one conversation, including the compilation of the template before the first. Wall time would
 #: make templates fail on a busy machine.
 TEMPLATE_CPU_S = 5.0
+#: Limit on CPU time for the compilation of one constraint.
+CONSTRAINT_CPU_S = 2.0
 #: Limit on the memory that rendering may add to the process.
 TEMPLATE_MEMORY_BYTES = 512 << 20
 MAX_RENDERED_CHARACTERS = 16 << 20
@@ -105,6 +107,27 @@ def _tokenizer(model: str, continues: bool) -> Any:
     return continuing_tokenizer(tokenizer) if continues else tokenizer
 
 
+def compile_constraint(setting: Mapping[str, Any], constraint: Mapping[str, Any], eos_token_ids: Sequence[int]) -> None:
+    """Compile a constraint as the targets do. Raises InvalidRequest if that fails."""
+    from specdec.contract.constraint import Constraint, ConstraintKind
+    from specdec.structured.matcher import Matcher
+
+    table = _token_table(setting["model"], tuple(eos_token_ids))
+    table.library_table()
+    with _bounded(CONSTRAINT_CPU_S):
+        kind = ConstraintKind(constraint["kind"])
+        Matcher(table, Constraint(kind, constraint["text"], constraint["is_lenient"])).mask(eos_token_ids)
+
+
+@cache
+def _token_table(model: str, eos_token_ids: tuple[int, ...]) -> Any:
+    from specdec.checkpoints.vocabulary import load_tokenizer, vocabulary_size
+    from specdec.structured.token_table import TokenTable
+
+    tokenizer = load_tokenizer(model)
+    return TokenTable(tokenizer, eos_token_ids, vocabulary_size(tokenizer.get_vocab()))
+
+
 @contextmanager
 def _bounded(cpu_s: float) -> Iterator[None]:
     """Limit the block: too much CPU time ends the process, and too much memory raises MemoryError."""
@@ -132,13 +155,17 @@ def _answer(setting: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str,
     try:
         if "messages" in request:
             return {"text": render(setting, request["messages"], request["template_arguments"])}
+        if "constraint" in request:
+            compile_constraint(setting, **request)
+            return {}
         return {"token_ids": encode(setting, **request)}
     # Every error of the template or the tokenizer becomes an answer, including a panic of the tokenizer.
     except BaseException as error:
         if type(error).__name__ == "LeftOut":
             return {"left_out": error.index}  # type: ignore[attr-defined]
         reason = " ".join(str(error).split())
-        is_refusal = type(error).__name__ == "TemplateError"  # raised by a template's `raise_exception`
+        # Raised by a template's `raise_exception`, and for a constraint.
+        is_refusal = type(error).__name__ in ("TemplateError", "InvalidRequest")
         reason = reason if is_refusal and reason else f"{type(error).__name__}: {reason}".rstrip(": ")
         return {"error": reason.encode("ascii", "backslashreplace").decode()[:_MAX_REASON_CHARACTERS]}
 

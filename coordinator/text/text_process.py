@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from coordinator.text.text_child import TEMPLATE_CPU_S, read_message, write_message
+from coordinator.text.text_child import CONSTRAINT_CPU_S, TEMPLATE_CPU_S, read_message, write_message
 from specdec.contract.errors import InvalidRequest, Unavailable
 
 _CHILD = Path(__file__).with_name("text_child.py")
@@ -56,7 +56,9 @@ class TextProcess:
         self._finalizer: weakref.finalize[..., TextProcess] | None = None
 
     def ask(self, request: Mapping[str, Any], field: str, given_up: threading.Event) -> Any:
-        """Return the child's answer to a request with `messages` or a `text`. Blocks, so call it in a thread.
+        """Return the child's answer to a request with `messages`, a `text` or a `constraint`.
+
+        Blocks, so call it in a thread.
 
         Raises:
             InvalidRequest: the child cannot process the content of `field`.
@@ -69,6 +71,8 @@ class TextProcess:
             answer = self._exchange(request, given_up)
         finally:
             self._lock.release()
+        if "constraint" in request:
+            return _checked_compilation(answer, field)
         what = "the chat template" if "messages" in request else "the tokenizer"
         if answer is None:
             limit = f"took more than {TEMPLATE_CPU_S:g} s or " if "messages" in request else ""
@@ -137,6 +141,15 @@ class TextProcess:
         self._process = None
         if self._finalizer is not None:
             self._finalizer()  # once
+
+
+def _checked_compilation(answer: Any, field: str) -> Any:
+    """Return the answer for a compiled constraint. Raises InvalidRequest for one that could not be compiled."""
+    if answer is None:
+        answer = {"error": f"{field} took more than {CONSTRAINT_CPU_S:g} s or too much memory to compile; simplify it"}
+    if "error" in answer:
+        raise InvalidRequest(answer["error"], reason="CONSTRAINT_INVALID", field=field)
+    return answer
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -27,6 +27,7 @@ from specdec.checkpoints.vocabulary import (
     vocabulary_size,
 )
 from specdec.contract.errors import Internal, InvalidRequest
+from specdec.structured.token_table import TokenTable
 
 #: Number of tokens whose spelling is cached. A text uses few of a vocabulary's tokens, so nearly all are found here.
 _MAX_REMEMBERED_TOKENS = 1 << 13
@@ -77,7 +78,8 @@ class ServedTokenizer:
             InvalidRequest: the tokenizer cannot be loaded; the message names `model` and what is missing.
         """
         self._tokenizer = load_tokenizer(model)
-        self._model = str(model)
+        self.model = str(model)
+        """The model, as given."""
         vocabulary = self._tokenizer.get_vocab()
         self.vocabulary_size = vocabulary_size(vocabulary)
         """Number of rows of the id-to-token map."""
@@ -93,14 +95,25 @@ class ServedTokenizer:
         except BaseException as error:
             if not is_tokenizer_fault(error):
                 raise
-            raise InvalidRequest(f"model {self._model!r} has an unusable tokenizer: {error}", field="model") from error
-        setting = {"model": self._model, "template": self._template, "special_tokens": special_tokens}
+            raise InvalidRequest(f"model {self.model!r} has an unusable tokenizer: {error}", field="model") from error
+        setting = {"model": self.model, "template": self._template, "special_tokens": special_tokens}
         # Two processes, because a long text takes many seconds, for which conversations should not wait.
         self._templates, self._long_texts = TextProcess(setting), TextProcess(setting)
         self._token = lru_cache(maxsize=_MAX_REMEMBERED_TOKENS)(self._tokenizer.backend_tokenizer.id_to_token)
         token_bytes = partial(_token_bytes, self._tokenizer.backend_tokenizer, parts, self.rules.special_token_ids)
         self._token_bytes = lru_cache(maxsize=_MAX_REMEMBERED_TOKENS)(token_bytes)
+        self._token_tables: dict[tuple[int, ...], TokenTable] = {}
         self._set_variables = _TEMPLATE_VARIABLES | special_tokens.keys()
+
+    def token_table(self, eos_token_ids: Sequence[int]) -> TokenTable:
+        """Return the tokens as constraints see them. Takes a while at the first call, so call it in a thread.
+
+        Raises Unsupported if the tokenizer cannot follow constraints.
+        """
+        key = tuple(eos_token_ids)
+        if (table := self._token_tables.get(key)) is None:
+            table = self._token_tables[key] = TokenTable(self._tokenizer, key, self.vocabulary_size)
+        return table
 
     @property
     def has_chat_template(self) -> bool:
@@ -172,7 +185,7 @@ class ServedTokenizer:
         """
         if not self.has_chat_template:
             raise InvalidRequest(
-                f"messages cannot be used: the model {self._model!r} has no chat template",
+                f"messages cannot be used: the model {self.model!r} has no chat template",
                 reason="NO_CHAT_TEMPLATE",
                 field="messages",
             )

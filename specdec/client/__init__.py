@@ -29,6 +29,7 @@ from specdec.client.results import (
 from specdec.client.server_info import Pool, Promotion, Replica, Route, ServerInfo, TargetModel
 from specdec.client.sync_client import Client
 from specdec.client.sync_stream import Stream
+from specdec.contract.constraint import Constraint
 from specdec.contract.errors import (
     ClientClosed,
     DeadlineExceeded,
@@ -54,6 +55,7 @@ __all__ = [
     "Client",
     "ClientClosed",
     "Completion",
+    "Constraint",
     "DeadlineExceeded",
     "Forbidden",
     "GenerateOptions",

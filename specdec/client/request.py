@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 
 from specdec.client.fields import assign, assign_biases, assign_seed, extend
 from specdec.client.messages import ChatMessage, fill_messages
+from specdec.contract.constraint import Constraint
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import FILTER_RANGES, Mode
 from specdec.v1 import coordinator_pb2 as pb
@@ -65,6 +66,8 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int | None
     """Number n of top tokens whose log-probability is returned beside that of the emitted token. They are `logprob`
     and `top_logprobs` in `Chunk.details` and `Completion.details`, whose other fields are then filled as well."""
+    constraint: Constraint | None
+    """Form that the output must have, such as `Constraint.json_schema({...})`. None: any."""
     mode: Mode | str | None
     """Verification mode: off | rejection | block | coupled. None: coupled with a seed, else the server's default."""
     gamma: int | None
@@ -104,6 +107,14 @@ def build_request(prompt: Input, options: GenerateOptions) -> pb.GenerateRequest
     _set_input(request, prompt, options)
     _set_sampling(request.sampling, options)
     _set_speculation(request.speculation, options)
+    if (constraint := options.get("constraint")) is not None:
+        if not isinstance(constraint, Constraint):
+            raise InvalidRequest(
+                f"constraint must be a specdec.Constraint, got {type(constraint).__name__}", field="constraint"
+            )
+        assign(request.constraint, "kind", int(constraint.kind), "constraint.")
+        assign(request.constraint, "text", constraint.text, "constraint.")
+        request.constraint.is_lenient = constraint.is_lenient
     return request
 
 

@@ -1,12 +1,14 @@
 """The error tree. One interceptor maps errors to gRPC statuses with details; the client maps them back.
 
 SpecdecError
-├── InvalidRequest        INVALID_ARGUMENT     INVALID_REQUEST, CONTEXT_TOO_LONG, NO_CHAT_TEMPLATE
+├── InvalidRequest        INVALID_ARGUMENT     INVALID_REQUEST, CONTEXT_TOO_LONG, NO_CHAT_TEMPLATE, CONSTRAINT_INVALID,
+│                                              NO_LEGAL_TOKEN
 │   └── InvalidSetting    (at the start of a process, which ends with exit code 2)
 ├── NotFound              NOT_FOUND            SESSION_NOT_FOUND, POOL_NOT_FOUND, MODEL_NOT_FOUND
 ├── SessionBusy           FAILED_PRECONDITION  SESSION_BUSY
 ├── VocabularyMismatch    FAILED_PRECONDITION  VOCABULARY_MISMATCH
 ├── KvMiss                FAILED_PRECONDITION  KV_MISS            (draft and target links only)
+├── ConstraintMiss        FAILED_PRECONDITION  CONSTRAINT_MISS    (target links only)
 ├── SessionLost           DATA_LOSS            SESSION_LOST
 ├── StaleEpoch            ABORTED              STALE_EPOCH
 ├── LeaseLost             ABORTED              LEASE_LOST
@@ -128,6 +130,13 @@ class KvMiss(SpecdecError):
         self.have = have
 
 
+class ConstraintMiss(SpecdecError):
+    """The replica needs the text of the constraint (docs/protocol.md section 11)."""
+
+    code = "FAILED_PRECONDITION"
+    default_reason = "CONSTRAINT_MISS"
+
+
 class SessionLost(SpecdecError):
     """The token log is shorter than what the caller holds."""
 
@@ -217,6 +226,9 @@ _TYPES_BY_REASON: dict[str, type[SpecdecError]] = {
     "INVALID_REQUEST": InvalidRequest,
     "CONTEXT_TOO_LONG": InvalidRequest,
     "NO_CHAT_TEMPLATE": InvalidRequest,
+    "CONSTRAINT_INVALID": InvalidRequest,
+    "NO_LEGAL_TOKEN": InvalidRequest,
+    "CONSTRAINT_MISS": ConstraintMiss,
     "SESSION_NOT_FOUND": NotFound,
     "POOL_NOT_FOUND": NotFound,
     "MODEL_NOT_FOUND": NotFound,

@@ -15,6 +15,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from specdec.contract.constraint import Constraint
 from specdec.contract.number_range import ranged, ranges_of
 from specdec.contract.tenant import DEFAULT_TENANT
 
@@ -100,7 +101,9 @@ class SamplingFilters:
     min_new_tokens: int = 0
     """`end_token_ids` are masked while fewer output tokens than this precede the position."""
     end_token_ids: tuple[int, ...] = ()
-    """EOS and stop ids that `min_new_tokens` masks."""
+    """EOS and stop ids that `min_new_tokens` masks; with a constraint, all that end the output."""
+    constraint_id: bytes = b""
+    """Identity of the constraint that masks p, 16 bytes; b"": none."""
 
     @property
     def is_greedy(self) -> bool:
@@ -130,6 +133,8 @@ class SamplingParams:
     ignore_eos: bool = False
     num_logprobs: int | None = None
     """None: no logprobs; 0: those of the emitted tokens; n: also those of the top n tokens."""
+    constraint: Constraint | None = None
+    """Form of the output; its identity is `filters.constraint_id`."""
 
 
 @dataclass(slots=True)
@@ -156,6 +161,8 @@ class SessionPosition:
     """Set if the answer shall carry `Stages`."""
     max_session_tokens: int = 0
     """Largest number of tokens that the session can hold when its turn ends; 0: not known."""
+    constraint: Constraint | None = None
+    """Text of `filters.constraint_id`, for a replica that does not know it."""
 
     @property
     def committed_len(self) -> int:
@@ -373,3 +380,5 @@ class EngineInfo:
     defaults."""
     max_run: int = 0
     """Largest number of tokens that a target's run may be ahead of the committed ones; 0: it makes no runs."""
+    supports_constraints: bool = False
+    """True for a target that masks p by `SamplingFilters.constraint_id`. Older targets would ignore it."""

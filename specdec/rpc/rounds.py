@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from specdec.contract.constraint import CONSTRAINT_ID_BYTES, Constraint, ConstraintKind
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.tenant import DEFAULT_TENANT, check_tenant, session_on_replica
 from specdec.contract.types import DrawRule, EngineInfo, SamplingFilters, SessionPosition
@@ -44,6 +45,21 @@ def encode_round(round_: SessionPosition, message: common_pb2.Round) -> None:
     message.token_ids.extend(round_.token_ids.tolist())
     if round_.is_timed:
         message.timed = True
+    if round_.constraint is not None:
+        message.constraint.CopyFrom(encode_constraint(round_.constraint))
+
+
+def encode_constraint(constraint: Constraint) -> common_pb2.Constraint:
+    """Return the message of a constraint."""
+    kind: Any = int(constraint.kind)
+    return common_pb2.Constraint(kind=kind, text=constraint.text, is_lenient=constraint.is_lenient)
+
+
+def decode_constraint(message: common_pb2.Constraint, field: str) -> Constraint:
+    """Return the constraint of a message. Raises InvalidRequest for a kind that this version does not know."""
+    kinds = ", ".join(f"{kind.name} ({kind})" for kind in ConstraintKind)
+    require(int(message.kind) in tuple(ConstraintKind), f"{field}.kind", f"must be one of {kinds}, not {message.kind}")
+    return Constraint(ConstraintKind(message.kind), message.text, message.is_lenient)
 
 
 def _encode_request(round_: SessionPosition) -> bytes:
@@ -144,6 +160,9 @@ def decode_round(message: common_pb2.Round, limits: EngineInfo) -> SessionPositi
         tenant=tenant,
         is_timed=message.timed,
         max_session_tokens=message.max_session_tokens,
+        constraint=decode_constraint(message.constraint, "round.constraint")
+        if message.HasField("constraint")
+        else None,
     )
 
 
@@ -169,6 +188,11 @@ def _read_filters(message: common_pb2.LawParams, limits: EngineInfo) -> Sampling
     for name in _OFF_AT_1:
         values[name] = values[name] or 1.0
     values |= {"logit_bias": dict(message.logit_bias), "end_token_ids": tuple(message.end_token_ids)}
+    require(
+        len(message.constraint_id) in (0, CONSTRAINT_ID_BYTES),
+        "round.law.constraint_id",
+        f"must be {CONSTRAINT_ID_BYTES} bytes, not {len(message.constraint_id)}",
+    )
     filters = SamplingFilters(**values)
     check_filters(filters, limits.vocabulary_size)
     return filters

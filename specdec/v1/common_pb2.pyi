@@ -12,12 +12,27 @@ class DrawRule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DRAW_RULE_UNSPECIFIED: _ClassVar[DrawRule]
     DRAW_RULE_LAW: _ClassVar[DrawRule]
     DRAW_RULE_COUPLED: _ClassVar[DrawRule]
+
+class ConstraintKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CONSTRAINT_KIND_UNSPECIFIED: _ClassVar[ConstraintKind]
+    CONSTRAINT_KIND_JSON_SCHEMA: _ClassVar[ConstraintKind]
+    CONSTRAINT_KIND_JSON_OBJECT: _ClassVar[ConstraintKind]
+    CONSTRAINT_KIND_REGEX: _ClassVar[ConstraintKind]
+    CONSTRAINT_KIND_CHOICE: _ClassVar[ConstraintKind]
+    CONSTRAINT_KIND_GRAMMAR: _ClassVar[ConstraintKind]
 DRAW_RULE_UNSPECIFIED: DrawRule
 DRAW_RULE_LAW: DrawRule
 DRAW_RULE_COUPLED: DrawRule
+CONSTRAINT_KIND_UNSPECIFIED: ConstraintKind
+CONSTRAINT_KIND_JSON_SCHEMA: ConstraintKind
+CONSTRAINT_KIND_JSON_OBJECT: ConstraintKind
+CONSTRAINT_KIND_REGEX: ConstraintKind
+CONSTRAINT_KIND_CHOICE: ConstraintKind
+CONSTRAINT_KIND_GRAMMAR: ConstraintKind
 
 class LawParams(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_new_tokens", "end_token_ids")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_new_tokens", "end_token_ids", "constraint_id")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +50,7 @@ class LawParams(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     MIN_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_ID_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -45,10 +61,21 @@ class LawParams(_message.Message):
     logit_bias: _containers.ScalarMap[int, float]
     min_new_tokens: int
     end_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_new_tokens: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    constraint_id: bytes
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_new_tokens: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., constraint_id: _Optional[bytes] = ...) -> None: ...
+
+class Constraint(_message.Message):
+    __slots__ = ("kind", "text", "is_lenient")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    IS_LENIENT_FIELD_NUMBER: _ClassVar[int]
+    kind: ConstraintKind
+    text: str
+    is_lenient: bool
+    def __init__(self, kind: _Optional[_Union[ConstraintKind, str]] = ..., text: _Optional[str] = ..., is_lenient: bool = ...) -> None: ...
 
 class Round(_message.Message):
-    __slots__ = ("session_id", "epoch", "round_id", "start", "prefix_hash", "token_ids", "law", "seed", "turn", "output_start", "draw_rule", "tenant", "timed", "max_session_tokens", "x_request_id")
+    __slots__ = ("session_id", "epoch", "round_id", "start", "prefix_hash", "token_ids", "law", "seed", "turn", "output_start", "draw_rule", "tenant", "timed", "max_session_tokens", "x_request_id", "constraint")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +91,7 @@ class Round(_message.Message):
     TIMED_FIELD_NUMBER: _ClassVar[int]
     MAX_SESSION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     X_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     round_id: int
@@ -79,7 +107,8 @@ class Round(_message.Message):
     timed: bool
     max_session_tokens: int
     x_request_id: str
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round_id: _Optional[int] = ..., start: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., law: _Optional[_Union[LawParams, _Mapping]] = ..., seed: _Optional[int] = ..., turn: _Optional[int] = ..., output_start: _Optional[int] = ..., draw_rule: _Optional[_Union[DrawRule, str]] = ..., tenant: _Optional[str] = ..., timed: bool = ..., max_session_tokens: _Optional[int] = ..., x_request_id: _Optional[str] = ...) -> None: ...
+    constraint: Constraint
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round_id: _Optional[int] = ..., start: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., law: _Optional[_Union[LawParams, _Mapping]] = ..., seed: _Optional[int] = ..., turn: _Optional[int] = ..., output_start: _Optional[int] = ..., draw_rule: _Optional[_Union[DrawRule, str]] = ..., tenant: _Optional[str] = ..., timed: bool = ..., max_session_tokens: _Optional[int] = ..., x_request_id: _Optional[str] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ...) -> None: ...
 
 class Stages(_message.Message):
     __slots__ = ("decoded_us", "admitted_us", "step_began_us", "step_ended_us", "answered_us", "encoded_us", "sent_us")
@@ -144,7 +173,7 @@ class GetEngineInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("version", "role", "pool", "replica_id", "model", "model_fingerprint", "vocabulary_fingerprint", "vocabulary_size", "max_context_tokens", "eos_token_ids", "max_gamma", "num_kv_blocks", "kv_block_tokens", "kv_usage", "num_sessions", "draining", "dtype", "device", "incarnation", "num_running", "local_drafts", "shadow", "local_gammas", "num_steps", "step_limit_s", "lane", "backend", "unsupported_fields", "max_run")
+    __slots__ = ("version", "role", "pool", "replica_id", "model", "model_fingerprint", "vocabulary_fingerprint", "vocabulary_size", "max_context_tokens", "eos_token_ids", "max_gamma", "num_kv_blocks", "kv_block_tokens", "kv_usage", "num_sessions", "draining", "dtype", "device", "incarnation", "num_running", "local_drafts", "shadow", "local_gammas", "num_steps", "step_limit_s", "lane", "backend", "unsupported_fields", "max_run", "supports_constraints")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +203,7 @@ class EngineInfo(_message.Message):
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     UNSUPPORTED_FIELDS_FIELD_NUMBER: _ClassVar[int]
     MAX_RUN_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_CONSTRAINTS_FIELD_NUMBER: _ClassVar[int]
     version: str
     role: str
     pool: str
@@ -203,7 +233,8 @@ class EngineInfo(_message.Message):
     backend: str
     unsupported_fields: _containers.RepeatedScalarFieldContainer[str]
     max_run: int
-    def __init__(self, version: _Optional[str] = ..., role: _Optional[str] = ..., pool: _Optional[str] = ..., replica_id: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_gamma: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., kv_usage: _Optional[float] = ..., num_sessions: _Optional[int] = ..., draining: bool = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., incarnation: _Optional[str] = ..., num_running: _Optional[int] = ..., local_drafts: _Optional[_Iterable[str]] = ..., shadow: bool = ..., local_gammas: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ..., step_limit_s: _Optional[float] = ..., lane: _Optional[str] = ..., backend: _Optional[str] = ..., unsupported_fields: _Optional[_Iterable[str]] = ..., max_run: _Optional[int] = ...) -> None: ...
+    supports_constraints: bool
+    def __init__(self, version: _Optional[str] = ..., role: _Optional[str] = ..., pool: _Optional[str] = ..., replica_id: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_gamma: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., kv_usage: _Optional[float] = ..., num_sessions: _Optional[int] = ..., draining: bool = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., incarnation: _Optional[str] = ..., num_running: _Optional[int] = ..., local_drafts: _Optional[_Iterable[str]] = ..., shadow: bool = ..., local_gammas: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ..., step_limit_s: _Optional[float] = ..., lane: _Optional[str] = ..., backend: _Optional[str] = ..., unsupported_fields: _Optional[_Iterable[str]] = ..., max_run: _Optional[int] = ..., supports_constraints: bool = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
     __slots__ = ("round", "token_ids", "local_pool")

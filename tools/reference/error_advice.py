@@ -7,6 +7,10 @@ ADVICE = {
     "there. Stop that one with `specdec down`, or choose another address with the flag that the message names. "
     "Raised by `specdec up` only.",
     "CLIENT_CLOSED": "The program closed the client before the call ended. Raised by the Python client only.",
+    "CONSTRAINT_INVALID": "The constraint cannot be compiled, or takes too long. The message has the sentence of "
+    "llguidance, or the limit.",
+    "CONSTRAINT_MISS": "The replica lacks the text of a constraint, and the caller sends it. Internal to the target "
+    "link.",
     "CONTEXT_TOO_LONG": "Shorten the prompt or lower `max_new_tokens`. The message has the limit.",
     "COORDINATOR_UNAVAILABLE": "No coordinator answers at the endpoint. Start `specdec up`, or name another endpoint "
     "with `--endpoint` or `SPECDEC_ENDPOINT`. `specdec generate --verbose` prints the text of gRPC, too. Raised by "
@@ -28,6 +32,8 @@ ADVICE = {
     "NOT_FOUND": "Nothing is served at this path. `/openapi.json` lists the paths; the API's begin with `/v1`. "
     "Over HTTP only.",
     "NO_CHAT_TEMPLATE": "The tokenizer has no chat template. Send a prompt instead of messages.",
+    "NO_LEGAL_TOKEN": "At some position the model gives no probability to any token that the constraint allows. Loosen "
+    "the constraint.",
     "POOL_NOT_FOUND": "No draft pool has this name. `specdec pools` lists the names.",
     "QUEUE_FULL": "The request would wait too long or miss its deadline, the coordinator has `--max-queue` requests, "
     "or the reader of a stream fell 2,048 tokens behind and was cut off. Try again after the time of `RetryInfo`; "

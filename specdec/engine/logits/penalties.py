@@ -1,4 +1,4 @@
-"""Logit bias, penalties and end-token masks, before the filters of `specdec.engine.logits.filters`.
+"""Logit bias, penalties, constraint masks and end-token masks, before the filters of `specdec.engine.logits.filters`.
 
 `processed_logits` serves one step. `RunningHistory` serves several steps whose tokens the host has not read: the
 histories go to the device once, and each step's tokens are added there. Both apply the same float64 operations in the
@@ -28,6 +28,8 @@ class FilterContext:
     """All session tokens before the row's position, draft tokens included."""
     output_start: int
     """Position of this turn's first output token."""
+    mask: NDArray[np.uint8] | None = None
+    """Bits of the tokens that the constraint allows (`specdec.structured.matcher.Mask`); None: all."""
 
     def masks_end(self, num_more: int = 0) -> bool:
         """Return whether end tokens are masked `num_more` tokens after the history."""
@@ -36,8 +38,8 @@ class FilterContext:
 
     @property
     def changes_logits(self) -> bool:
-        """True if bias, penalties or the mask change this row."""
-        return bool(self.filters.logit_bias) or self.filters.uses_history or self.masks_end()
+        """True if bias, penalties or a mask change this row."""
+        return bool(self.filters.logit_bias) or self.filters.uses_history or self.mask is not None or self.masks_end()
 
 
 def processed_logits(logits: torch.Tensor, contexts: Sequence[FilterContext]) -> torch.Tensor:
@@ -48,7 +50,7 @@ def processed_logits(logits: torch.Tensor, contexts: Sequence[FilterContext]) ->
 
 
 def process_logits(scores: torch.Tensor, contexts: Sequence[FilterContext]) -> None:
-    """Add bias and apply penalties and the min_new_tokens mask, in place; `scores` is float64 [R, V]."""
+    """Add bias and apply penalties and masks, in place; `scores` is float64 [R, V]."""
     add_bias(scores, contexts)
     repeated = [
         (row, _distinct(c.history, scores.shape[-1]), c.filters.repetition_penalty)
@@ -71,6 +73,7 @@ def process_logits(scores: torch.Tensor, contexts: Sequence[FilterContext]) -> N
             scores,
             np.concatenate([filters.presence_penalty + filters.frequency_penalty * n for _, filters, _, n in counted]),
         )
+    mask_constrained(scores, contexts)
     mask_ends(scores, contexts)
 
 
@@ -80,6 +83,16 @@ def add_bias(scores: torch.Tensor, contexts: Sequence[FilterContext]) -> None:
     if biased:
         where = row_and_column(scores, [(row, list(bias)) for row, bias in biased])
         scores[where] += column(scores, [value for _, bias in biased for value in bias.values()])
+
+
+def mask_constrained(scores: torch.Tensor, contexts: Sequence[FilterContext]) -> None:
+    """Mask the tokens that constraints do not allow, in place; `scores` is float64 [R, V]."""
+    constrained = [(row, c.mask) for row, c in enumerate(contexts) if c.mask is not None]
+    if constrained:
+        packed = np.stack([mask for _, mask in constrained])
+        allowed = np.unpackbits(packed, axis=1, count=scores.shape[-1], bitorder="little").view(np.bool_)  # [N, V]
+        index = to_device([row for row, _ in constrained], scores.device, torch.int64)
+        scores[index] = scores[index].masked_fill(~to_device(allowed, scores.device, torch.bool), -torch.inf)
 
 
 def mask_ends(scores: torch.Tensor, contexts: Sequence[FilterContext], num_more: int = 0) -> None:

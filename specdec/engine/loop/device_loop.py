@@ -41,6 +41,7 @@ from specdec.contract.types import SessionPosition
 from specdec.engine.base import StepObserver, Worker, WorkerLost
 from specdec.engine.cold_tier import ColdTier
 from specdec.engine.loop.call_desk import CallDesk
+from specdec.engine.loop.constraint_masks import ConstraintMasks
 from specdec.engine.loop.delivery import Outbox, Waiter
 from specdec.engine.loop.device_health import DeviceLost
 from specdec.engine.loop.idle_drafting import IdleDrafting
@@ -80,6 +81,7 @@ class EngineLoop:
         observer: StepObserver | None = None,
         tier: ColdTier | None = None,
         limits: WaitLimits = DEFAULT_LIMITS,
+        masks: ConstraintMasks | None = None,
     ) -> None:
         """Start the thread.
 
@@ -94,11 +96,13 @@ class EngineLoop:
             observer: receives every step, also those of branches.
             tier: cold tier that receives runs of KV blocks and restores those that a call lacks; None for none.
             limits: bounds on the calls that wait for KV blocks.
+            masks: masks of constrained calls; None if there are none.
         """
         self._idle_drafting = ahead or IdleDrafting()
         self._clock = clock
         self._blocks = BlockManager(worker.shape.num_kv_blocks)
         self._sessions = SessionTable(self._blocks, pin_ttl_s=pin_ttl_s, clock=clock)
+        self._masks = masks or ConstraintMasks()
         self._inbox = Inbox()
         self._outbox = Outbox()
         self._calls: Calls[Job, Waiter] = Calls(self._sessions, self._outbox.put, limits, self._outbox.put_step)
@@ -121,6 +125,7 @@ class EngineLoop:
             self._calls,
             self._inbox,
             scheduler=self._scheduler,
+            masks=self._masks,
             observer=observer,
             clock=clock,
             publish=publish,
@@ -291,6 +296,7 @@ class EngineLoop:
                 raise
             finally:
                 self._watchdog.end()
+                self._masks.close()
                 self._end(outcome)
                 self._worker.close()
         except DeviceLost as lost:

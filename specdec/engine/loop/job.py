@@ -10,7 +10,9 @@ by the loop's modules and by the programs of both services.
 from __future__ import annotations
 
 import collections.abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Protocol
 
@@ -24,6 +26,7 @@ from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.sessions.block_manager import blocks_for
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.sequence import Sequence
+from specdec.structured.matcher import Mask
 
 
 class RowKind(Enum):
@@ -39,6 +42,16 @@ def row_kind(request: SessionPosition) -> RowKind:
     if request.filters.is_greedy:
         return RowKind.GREEDY
     return RowKind.DISTRIBUTION if request.carries_distributions else RowKind.COUPLED
+
+
+@dataclass(slots=True)
+class MasksInWork:
+    """The masks of a job's next logit rows."""
+
+    future: Future[list[Mask]]
+    """Fewer masks than rows if a draft token is illegal, or ends the output."""
+    began_s: float
+    """Time at which the computation was asked for, by `time.monotonic`."""
 
 
 class Job:
@@ -73,6 +86,10 @@ class Job:
         """Answer of the newest step of a run that goes on; the loop sends it and sets None."""
         self.committed_len = call.position.committed_len
         """Number of committed tokens; a renewal of a run raises it."""
+        self.masks: MasksInWork | None = None
+        """Masks of the next logit rows; None if the call has no constraint, or they are not begun."""
+        self.waits_for_masks = False
+        """True once masks were late: further steps run after their masks are ready."""
         self.until = 0 if call.run is None else call.run.until
         """Largest number of tokens that the session may hold in a run."""
 
@@ -128,6 +145,16 @@ class Job:
         """Run `token_id` next; the program then gets its logits."""
         self.sequence.append(np.array([token_id], dtype=np.uint32))
         self.num_logit_rows = 1
+        self.masks = None
+
+    def mask_of(self, index: int) -> Mask | None:
+        """Return the mask of the logit row `index`; None if all tokens are legal, or a draft token before it is not."""
+        masks = () if self.masks is None else self.masks.future.result()
+        return masks[index] if index < len(masks) else None
+
+    def miss_step(self) -> None:
+        """Run the tokens of the logit rows again: the step came before their masks."""
+        self.sequence.kv_len -= self.num_logit_rows
 
     def note_step(self, began_s: float, num_tokens: int) -> None:
         """Note a step that the job took part in: its begin, and its tokens with those of other sessions."""
@@ -220,17 +247,28 @@ def split_non_finite(jobs: list[Job], logits: torch.Tensor) -> tuple[list[Job], 
         return jobs, [], read
     kept: list[Job] = []
     non_finite: list[Job] = []
-    rows: list[int] = []
     first = 0
     for job in jobs:
         own = range(first, first + job.num_logit_rows)
         first = own.stop
-        if all(is_finite[row] for row in own):
-            kept.append(job)
-            rows += own
-        else:
-            non_finite.append(job)
-    return kept, non_finite, read.select(rows)
+        (kept if all(is_finite[row] for row in own) else non_finite).append(job)
+    return kept, non_finite, rows_of(jobs, kept, read)
+
+
+def rows_of(jobs: Iterable[Job], kept: collections.abc.Sequence[Job], logits: StepLogits) -> StepLogits:
+    """Return the rows of some jobs.
+
+    Args:
+        jobs: jobs whose rows are `logits`, `num_logit_rows` each.
+        kept: some of them, in the same order.
+        logits: the rows of job after job.
+    """
+    wanted, rows, first = set(kept), list[int](), 0
+    for job in jobs:
+        if job in wanted:
+            rows += range(first, first + job.num_logit_rows)
+        first += job.num_logit_rows
+    return logits.select(rows)
 
 
 class MultiStepDraft(Protocol):

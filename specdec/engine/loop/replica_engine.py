@@ -17,12 +17,14 @@ from specdec.contract.types import BLOCK_TOKENS, DrawRule, EngineInfo, SamplingF
 from specdec.contract.version import __version__
 from specdec.engine.base import StepObserver, Worker
 from specdec.engine.cold_tier import RUN_BLOCKS, ColdTier
+from specdec.engine.loop.constraint_masks import ConstraintMasks
 from specdec.engine.loop.device_loop import EngineLoop
 from specdec.engine.loop.idle_drafting import IdleDrafting
 from specdec.engine.loop.job import Program
 from specdec.engine.schedule.scheduler import DEFAULT_MAX_STEP_TOKENS, DEFAULT_PREFILL_BUDGET_S
 from specdec.engine.sessions.calls import DEFAULT_LIMITS, DEFAULT_MAX_RUN
 from specdec.engine.sessions.kv_queue import WaitLimits
+from specdec.structured.known_constraints import KnownConstraints
 
 # Braces: the store refuses such an id, so it is never a client's session.
 _WARM_UP_SESSION = "{warm-up}"
@@ -80,10 +82,15 @@ class ReplicaEngine:
         ahead: IdleDrafting | None = None,
         observer: StepObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
+        constraints: KnownConstraints | None = None,
     ) -> None:
-        """Start the device thread, which alone uses `worker` from now on; the other arguments as in `EngineLoop`."""
+        """Start the device thread, which alone uses `worker` from now on; the other arguments as in `EngineLoop`.
+
+        `constraints` are those that calls may have; None if they may have none.
+        """
         self._shape = worker.shape
         self._options = options
+        self._constraints = constraints
         self._engine_loop = EngineLoop(
             worker,
             program,
@@ -94,6 +101,7 @@ class ReplicaEngine:
             observer=observer,
             tier=options.kv_tier,
             limits=options.wait_limits,
+            masks=ConstraintMasks(constraints),
         )
 
     async def release(self, session_ids: list[str]) -> None:
@@ -138,6 +146,7 @@ class ReplicaEngine:
             num_steps=load.num_steps,
             step_limit_s=load.step_limit_s,
             max_run=self._options.max_run if self.role == "target" else 0,
+            supports_constraints=self._constraints is not None,
         )
 
     def stats(self) -> EngineStats:

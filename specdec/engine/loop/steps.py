@@ -17,12 +17,14 @@ from collections.abc import Sequence as Many
 
 from specdec.contract.errors import Internal
 from specdec.engine.base import MultiStepDrafts, StepObserver, StepPlan, Worker
+from specdec.engine.logits.step_logits import StepLogits
+from specdec.engine.loop.constraint_masks import ConstraintMasks, rows_without_token
 from specdec.engine.loop.delivery import Waiter
 from specdec.engine.loop.device_health import DeviceHealth
 from specdec.engine.loop.draft_steps import DraftSteps
 from specdec.engine.loop.idle_drafting import IdleDrafting
 from specdec.engine.loop.inbox import Inbox
-from specdec.engine.loop.job import Job, MultiStepDraft, Program, slice_of, split_non_finite
+from specdec.engine.loop.job import Job, MultiStepDraft, Program, rows_of, slice_of, split_non_finite
 from specdec.engine.loop.watchdog import Watchdog, load_of
 from specdec.engine.schedule.awaited_sessions import AwaitedSessions
 from specdec.engine.schedule.scheduler import Scheduler, StepChunk
@@ -47,6 +49,7 @@ class StepRunner:
         inbox: Inbox,
         *,
         scheduler: Scheduler,
+        masks: ConstraintMasks,
         observer: StepObserver | None,
         clock: Callable[[], float],
         publish: Callable[[Sequence, int], None],
@@ -58,6 +61,7 @@ class StepRunner:
             calls: the running calls.
             inbox: where the device thread sleeps between two steps.
             scheduler: plans the steps and learns their times.
+            masks: masks of constrained calls.
             observer: receives every step; None for none.
             clock: clock of the steps.
             publish: receives every sequence with new valid KV, with its committed length.
@@ -68,6 +72,7 @@ class StepRunner:
         self._calls = calls
         self._sessions = calls.sessions
         self._scheduler = scheduler
+        self._masks = masks
         self._observer = observer
         self._clock = clock
         self._publish = publish
@@ -97,7 +102,11 @@ class StepRunner:
             self._drafts.run(drafting)
             return drafting
         began_s = self._clock()
-        running = [job for job in self._calls.running if not job.local_draft]
+        undrafted = [job for job in self._calls.running if not job.local_draft]
+        running = self._masks.runnable(undrafted)
+        if not running:
+            self._masks.wait(undrafted)
+            return []
         for job in running:
             if job.call.run is not None:
                 self._calls.make_room(job)
@@ -157,6 +166,7 @@ class StepRunner:
         step_tokens = sum(chunk.num_tokens for chunk in chunks)
         for job in jobs:
             job.note_step(began_s, step_tokens)
+        self._masks.begin(job for job, chunk in zip(jobs, chunks, strict=True) if chunk.num_tokens == job.num_pending)
         self.watchdog.plan = plan = StepPlan(slices)
         run = self._multi_step_draft(jobs, chunks, plan, num_awaited)
         if run is not None and not run.run_on(self._worker, plan):
@@ -170,6 +180,7 @@ class StepRunner:
         elif logits is not None:
             ready, non_finite, read = split_non_finite(ready, logits)
             self._fail_non_finite(non_finite)
+            ready, read = self._with_masks(ready, read)
             if ready:
                 self._program.advance(ready, read)
         if any(job.answer is None and not job.num_pending for job in ready):
@@ -211,6 +222,21 @@ class StepRunner:
             self._fail_non_finite(non_finite)
             failed += non_finite
         return [job for job in jobs if job not in failed]
+
+    def _with_masks(self, jobs: list[Job], logits: StepLogits) -> tuple[list[Job], StepLogits]:
+        """Return the jobs whose masks are ready, with their rows. The others miss the step, or end."""
+        if all(job.masks is None for job in jobs):
+            return jobs, logits
+        ready, late, failed = self._masks.collect(jobs)
+        logits = rows_of(jobs, ready, logits)
+        without_token = rows_without_token(ready, logits)
+        for job in late:
+            job.miss_step()
+        for job, error in [*failed, *without_token]:
+            self._calls.end(job, error)
+        ended = {job for job, _ in without_token}
+        going = [job for job in ready if job not in ended]
+        return going, rows_of(ready, going, logits)
 
     def _fail_non_finite(self, jobs: Iterable[Job]) -> None:
         for job in jobs:

@@ -25,6 +25,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from specdec.contract.constraint import Constraint
 from specdec.contract.errors import KvMiss, ResourceExhausted, SpecdecError, StaleEpoch
 from specdec.contract.types import ProposeRequest, RunLimit, ScoreRequest, SessionPosition, TokenIds, VerifyRequest
 from specdec.engine.sessions.block_manager import blocks_for
@@ -65,6 +66,8 @@ class Call:
     """Number of tokens for which blocks stay reserved until the turn ends; 0: none."""
     run: RunLimit | None = None
     """Set for a run: the job goes on after its first step."""
+    constraint: Constraint | None = None
+    """Constraint that masks p; None for none."""
     may_refuse: bool = False
     """True if the call is refused, instead of waiting longer than the limits, if KV blocks are reserved for others:
     its turn has no output yet, or gets along without the answer."""

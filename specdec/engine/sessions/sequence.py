@@ -114,6 +114,8 @@ class Sequence:
         self.block_table = BlockTable()
         self.num_published = 0
         """Number of leading blocks that are published or adopted and are never written again."""
+        self.matcher: Any = None
+        """Matcher of the session's constraint (`specdec.engine.loop.constraint_masks`)."""
         self.forks: list[Sequence] = []
         """All live forks of a root, with their own forks."""
         self.root: Sequence | None = None

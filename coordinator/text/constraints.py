@@ -1,0 +1,73 @@
+"""Admission of constraints: each is compiled once before its request is queued, in a process that can be killed.
+
+A grammar is a program that comes with a request, and compiling it may take long or much memory. `front/servicer` calls
+this module after `front/validation`; the checked request carries the constraint's identity to the targets.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import replace
+from typing import Any
+
+from coordinator.requests import GenerationRequest
+from coordinator.text.text_process import TextProcess, in_thread
+from coordinator.text.tokenizer import ServedTokenizer
+from specdec.contract.constraint import Constraint
+from specdec.structured.grammar import check_text, field_of
+
+#: Number of constraints that are remembered as compiled.
+_MAX_REMEMBERED = 1024
+
+
+class ConstraintAdmission:
+    """Checks the constraints of requests. Used from one event loop."""
+
+    def __init__(self, tokenizer: ServedTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._process = TextProcess({"model": tokenizer.model})
+        self._compiled: OrderedDict[bytes, None] = OrderedDict()
+
+    async def admit(self, request: GenerationRequest, eos_token_ids: tuple[int, ...]) -> GenerationRequest:
+        """Return the request with the identity of its constraint, which has been compiled.
+
+        Args:
+            request: a checked request.
+            eos_token_ids: end tokens of the target model.
+
+        Raises:
+            InvalidRequest: the constraint cannot be compiled within the limits (CONSTRAINT_INVALID).
+            Unsupported: the model's tokenizer cannot follow constraints, or llguidance is not installed.
+            Unavailable: the process cannot be started.
+        """
+        sampling = request.sampling
+        if sampling.constraint is None:
+            return request
+        identity = await in_thread(self._checked_identity, sampling.constraint, eos_token_ids)
+        filters = replace(
+            sampling.filters,
+            constraint_id=identity,
+            end_token_ids=tuple(sorted({*eos_token_ids, *sampling.stop_token_ids})),
+        )
+        return replace(request, sampling=replace(sampling, filters=filters, ignore_eos=False))
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        self._process.close()
+
+    def _checked_identity(
+        self, constraint: Constraint, eos_token_ids: tuple[int, ...], *, given_up: threading.Event
+    ) -> bytes:
+        identity = self._tokenizer.token_table(eos_token_ids).identity_of(constraint)
+        if identity not in self._compiled:
+            check_text(constraint)
+            question: dict[str, Any] = {
+                "constraint": {"kind": constraint.kind, "text": constraint.text, "is_lenient": constraint.is_lenient},
+                "eos_token_ids": eos_token_ids,
+            }
+            self._process.ask(question, field_of(constraint), given_up)
+            self._compiled[identity] = None
+            while len(self._compiled) > _MAX_REMEMBERED:
+                self._compiled.popitem(last=False)
+        return identity

@@ -1,0 +1,9 @@
+"""Structured output: which tokens a constraint allows (docs/protocol.md section 11).
+
+    grammar          a constraint's text as a grammar of llguidance
+    token_table      the bytes of the vocabulary's tokens, as llguidance reads them
+    matcher          the state of one session: masks, draft tokens, rollback
+
+The state of a matcher depends only on the tokens of a turn, so nothing of it is stored or sent. Targets mask p with it,
+and coordinators compile each constraint before they admit its request.
+"""

@@ -1,0 +1,118 @@
+"""A constraint's text as a grammar of llguidance.
+
+Every option that changes which texts a schema allows is set here, because a schema may contain options of its own
+(`x-guidance`), one of which ignores keywords without a word.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from specdec.contract.constraint import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
+from specdec.contract.errors import InvalidRequest
+
+#: White space between two parts of a JSON text. Without a limit, a small model may write spaces to the end of its
+#: output.
+_WHITESPACE = r"[ \n\t]{0,8}"
+
+MAX_CHOICES = 1000
+
+_FIELDS = {
+    ConstraintKind.JSON_SCHEMA: "constraint.json_schema",
+    ConstraintKind.JSON_OBJECT: "constraint.json_object",
+    ConstraintKind.REGEX: "constraint.regex",
+    ConstraintKind.CHOICE: "constraint.choice",
+    ConstraintKind.GRAMMAR: "constraint.grammar",
+}
+
+
+def field_of(constraint: Constraint) -> str:
+    """Return the name of the request field that holds the constraint."""
+    return _FIELDS[constraint.kind]
+
+
+def invalid(constraint: Constraint, problem: str) -> InvalidRequest:
+    """Return the error for a constraint that cannot be used."""
+    field = field_of(constraint)
+    return InvalidRequest(f"{field} {problem}", reason="CONSTRAINT_INVALID", field=field)
+
+
+def check_text(constraint: Constraint) -> None:
+    """Check what takes no compilation: the length and the form of the text. Raises InvalidRequest."""
+    num_bytes = len(constraint.text.encode("utf-8", "surrogatepass"))
+    if num_bytes > MAX_CONSTRAINT_BYTES:
+        raise invalid(constraint, f"must be at most {MAX_CONSTRAINT_BYTES} bytes, got {num_bytes}")
+    if "\0" in constraint.text:
+        raise invalid(constraint, "must not contain NUL characters")
+    if constraint.kind is not ConstraintKind.JSON_OBJECT and not constraint.text:
+        raise invalid(constraint, "must not be empty")
+    grammar_of(constraint)
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """Return the grammar of a constraint, as `LLMatcher` takes it. Its rules are not checked here.
+
+    Raises:
+        InvalidRequest: the text is not of its kind (CONSTRAINT_INVALID).
+    """
+    from llguidance import LLMatcher
+
+    if constraint.kind is ConstraintKind.JSON_SCHEMA:
+        schema = _json(constraint)
+        if not isinstance(schema, dict | bool):
+            raise invalid(constraint, f"must be a JSON schema, which is an object, got {type(schema).__name__}")
+        return _json_grammar(schema if isinstance(schema, dict) else _schema_of(schema), constraint)
+    if constraint.kind is ConstraintKind.JSON_OBJECT:
+        return _json_grammar({"type": "object"}, constraint)
+    if constraint.kind is ConstraintKind.REGEX:
+        return LLMatcher.grammar_from_regex(constraint.text)
+    if constraint.kind is ConstraintKind.CHOICE:
+        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in _choices(constraint))
+        return LLMatcher.grammar_from_lark(f"start: {choices}")
+    return _grammar(constraint)
+
+
+def _json_grammar(schema: dict[str, Any], constraint: Constraint) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(schema),
+        overrides={
+            "item_separator": ",",
+            "key_separator": ":",
+            "whitespace_pattern": _WHITESPACE,
+            "whitespace_flexible": True,
+            "coerce_one_of": False,
+            "lenient": constraint.is_lenient,
+        },
+    )
+
+
+def _schema_of(allows_all: bool) -> dict[str, Any]:
+    return {} if allows_all else {"not": {}}
+
+
+def _json(constraint: Constraint) -> Any:
+    try:
+        return json.loads(constraint.text)
+    except (ValueError, RecursionError) as error:
+        raise invalid(constraint, f"must be JSON: {str(error)[:200]}") from error
+
+
+def _choices(constraint: Constraint) -> list[str]:
+    choices = _json(constraint)
+    if not isinstance(choices, list) or not all(isinstance(choice, str) and choice for choice in choices):
+        raise invalid(constraint, "must be a list of texts that are not empty")
+    if not 1 <= len(choices) <= MAX_CHOICES:
+        raise invalid(constraint, f"must hold 1 to {MAX_CHOICES} texts, got {len(choices)}")
+    return choices
+
+
+def _grammar(constraint: Constraint) -> str:
+    from llguidance import grammar_from
+
+    try:
+        return grammar_from("grammar", constraint.text)
+    except ValueError as error:
+        raise invalid(constraint, f"cannot be read: {str(error)[:200]}") from error
