@@ -29,13 +29,16 @@ from coordinator.replicas.placement import Placement, SessionReplicas
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.prefixes import Prefixes
 from coordinator.round.draft_source_factory import DraftSourceFactory
+from coordinator.round.grammar_drafts import ForcedTokens
 from coordinator.round.request_router import RequestRouter
 from coordinator.round.runner import RoundRunner
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
 from coordinator.round.target_calls import TargetCalls
+from coordinator.text.tokenizer import ServedTokenizer
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.state.store import SessionStore
+from specdec.structured.matcher import Matcher
 
 
 class GenerationFactory:
@@ -54,7 +57,7 @@ class GenerationFactory:
         draft_timeout_s: float | None,
         kv_wait_s: float,
         recovery_s: float,
-        vocabulary_size: int,
+        tokenizer: ServedTokenizer,
         recorder: Recorder | None = None,
         auditor: Auditor | None = None,
     ) -> None:
@@ -68,7 +71,7 @@ class GenerationFactory:
         self._interrupted = InterruptedTurns(store, metrics, recovery_s)
         self._draft_timeout_s = draft_timeout_s
         self._kv_wait_s = kv_wait_s
-        self._vocabulary_size = vocabulary_size
+        self._tokenizer = tokenizer
         self._recorder = recorder
         self._auditor = auditor
         self._commits = CommitQueue(store)
@@ -179,8 +182,21 @@ class GenerationFactory:
         may_run_ahead: Callable[[], bool],
     ) -> RoundRunner:
         choice, tokens = turn.identity.parameters.speculation, turn.tokens
-        drafts = self._draft_sources.source(choice, setting, tokens, replicas, calls, router)
+        drafts = self._draft_sources.source(choice, setting, tokens, replicas, calls, router, self._forced(turn))
         return RoundRunner(setting, tokens, replicas, drafts, TargetCalls(setting, replicas, calls), may_run_ahead)
+
+    def _forced(self, turn: Turn) -> ForcedTokens | None:
+        """Return what finds the tokens that a turn's constraint forces; None without a constraint."""
+        parameters = turn.identity.parameters
+        constraint = parameters.sampling.constraint
+        if constraint is None:
+            return None
+        eos_token_ids = self._pools.model_info(parameters.target_fingerprint).eos_token_ids
+
+        def open_matcher() -> Matcher:
+            return Matcher(self._tokenizer.token_table(eos_token_ids), constraint)
+
+        return ForcedTokens(open_matcher, turn.tokens, turn.identity.output_start)
 
     def _round_setting(self, turn: Turn, *, is_timed: bool) -> RoundSetting:
         identity, sampling = turn.identity, turn.identity.parameters.sampling
@@ -194,7 +210,7 @@ class GenerationFactory:
             mode=identity.parameters.speculation.mode,
             num_logprobs=sampling.num_logprobs,
             # No tokenizer knows ids beyond its own size, whatever size a target states.
-            vocabulary_size=min(self._vocabulary_size, self._pools.target_info.vocabulary_size),
+            vocabulary_size=min(self._tokenizer.vocabulary_size, self._pools.target_info.vocabulary_size),
             draft_timeout_s=self._draft_timeout_s,
             max_session_tokens=identity.output_start + sampling.max_new_tokens,
             kv_wait_s=self._kv_wait_s,

@@ -125,7 +125,7 @@ class GenerationService:
             draft_timeout_s=settings.draft_timeout_s,
             kv_wait_s=settings.admission.max_wait_s,
             recovery_s=settings.recovery_s,
-            vocabulary_size=tokenizer.vocabulary_size,
+            tokenizer=tokenizer,
             recorder=None if learning_log is None else Recorder(learning_log, pools),
             auditor=auditor,
         )

@@ -25,6 +25,7 @@ from coordinator.round.draft_sources import (
     RoutedDraftSource,
 )
 from coordinator.round.gamma import DraftPoolStats, GammaChooser
+from coordinator.round.grammar_drafts import ForcedTokens, GrammarDraftSource
 from coordinator.round.lookup_drafts import LookupDraftSource
 from coordinator.round.request_router import RequestRouter
 from coordinator.round.routing_table import RoutingTable
@@ -107,6 +108,7 @@ class DraftSourceFactory:
         replicas: SessionReplicas,
         calls: SessionCalls,
         router: RequestRouter | None = None,
+        forced: ForcedTokens | None = None,
     ) -> DraftSource:
         """Return the draft source of one request.
 
@@ -118,7 +120,24 @@ class DraftSourceFactory:
             replicas: replicas of the session; `draft_pool` is the pool whose model drafts, "" for none.
             calls: calls of the request's rounds.
             router: router of the request, if its model's pool may change.
+            forced: tokens that the request's constraint forces; None without one.
         """
+        source = self._source(wanted, setting, tokens, replicas, calls, router)
+        if forced is None or setting.mode is Mode.OFF:
+            return source
+        max_gamma = self._pools.target_info.max_gamma
+        return GrammarDraftSource(forced, source, max_gamma=max_gamma, with_supports=not setting.answers_choices)
+
+    def _source(
+        self,
+        wanted: SpeculationChoice,
+        setting: RoundSetting,
+        tokens: SessionTokens,
+        replicas: SessionReplicas,
+        calls: SessionCalls,
+        router: RequestRouter | None,
+    ) -> DraftSource:
+        """Return the source of drafts that are not forced."""
         source_of = partial(self._model_source, wanted, setting, replicas, calls)
         models: AdaptiveDraftSource = (
             source_of(replicas.draft_pool) if router is None else RoutedDraftSource(router, replicas, source_of)

@@ -62,7 +62,7 @@ class LookupDraftSource:
         """See `DraftSource.propose`."""
         token_ids = self._find(limit)
         if token_ids:
-            proposal = _point_masses(token_ids, self._with_supports)
+            proposal = point_masses(token_ids, self._with_supports)
             return Draft(proposal, num_requested=len(token_ids), pool=self._pool)
         if self._otherwise is not None:
             draft = await self._otherwise.propose(round_id, limit, committed_len)
@@ -126,7 +126,8 @@ class LookupDraftSource:
             self._lookup.read(self._tokens.tail(start)[:MOST_READ_AT_ONCE].tolist())
 
 
-def _point_masses(token_ids: Sequence[int], with_supports: bool) -> Proposal:
+def point_masses(token_ids: Sequence[int], with_supports: bool) -> Proposal:
+    """Return a draft that is certain of each of its tokens."""
     ids = np.array(token_ids, dtype=np.uint32)
     supports = tuple(Support(ids[index : index + 1], _WEIGHT) for index in range(len(ids))) if with_supports else ()
     return Proposal(

@@ -59,7 +59,8 @@ class ConstraintAdmission:
     def _checked_identity(
         self, constraint: Constraint, eos_token_ids: tuple[int, ...], *, given_up: threading.Event
     ) -> bytes:
-        identity = self._tokenizer.token_table(eos_token_ids).identity_of(constraint)
+        table = self._tokenizer.token_table(eos_token_ids)
+        identity = table.identity_of(constraint)
         if identity not in self._compiled:
             check_text(constraint)
             question: dict[str, Any] = {
@@ -67,6 +68,7 @@ class ConstraintAdmission:
                 "eos_token_ids": eos_token_ids,
             }
             self._process.ask(question, field_of(constraint), given_up)
+            table.library_table()  # so that the request's own rounds do not wait for it
             self._compiled[identity] = None
             while len(self._compiled) > _MAX_REMEMBERED:
                 self._compiled.popitem(last=False)

@@ -1,0 +1,113 @@
+"""Drafts that a constraint forces: the tokens that must come next, without a call to a model.
+
+If a constraint leaves one continuation, the target's distribution has one token at each of its positions, so the draft
+is accepted for certain (docs/protocol.md section 11). Such a draft counts for no pool's acceptance. The search for
+forced tokens runs in a thread, because a grammar may be slow; after a round that waited in vain, it is not repeated.
+The draft goes back to the `runner`, like those of `lookup_drafts`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from coordinator.round.draft_calls import Draft
+from coordinator.round.draft_sources import DraftSource
+from coordinator.round.gamma import RoundTimes, RunStepTimes
+from coordinator.round.lookup_drafts import point_masses
+from coordinator.round.session_tokens import SessionTokens
+from coordinator.round.target_calls import TargetAnswer
+from specdec.contract.errors import SpecdecError
+from specdec.contract.types import TokenIds
+from specdec.structured.matcher import Matcher
+
+#: Name under which forced tokens are counted and shown, like the name of a pool.
+GRAMMAR_POOL = "grammar"
+
+#: Longest time that a round waits to know which tokens are forced, which usually takes 0.1 ms. A round that did not
+#: wait would change the lengths of drafts, and with them the text of a seed in the modes rejection and block.
+_PATIENCE_S = 2.0
+
+#: Number of tokens without a draft after which forced tokens are looked for again. The target runs ahead by as many.
+_RUN_PORTION = 4
+
+_log = logging.getLogger(__name__)
+
+
+class ForcedTokens:
+    """The tokens that a constraint forces after those of a session. One request's; used from one event loop."""
+
+    def __init__(self, open_matcher: Callable[[], Matcher], tokens: SessionTokens, output_start: int) -> None:
+        """
+        Args:
+            open_matcher: compiles the constraint; called in a thread.
+            tokens: tokens of the session.
+            output_start: position of the turn's first output token.
+        """
+        self._open_matcher = open_matcher
+        self._tokens = tokens
+        self._output_start = output_start
+        self._matcher: Matcher | None = None
+        self._has_failed = False
+
+    async def find(self) -> list[int]:
+        """Return the forced tokens; [] if there is a choice, or if they are not known in time."""
+        if self._has_failed:
+            return []
+        output_ids = self._tokens.tail(self._output_start).copy()
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(self._search, output_ids), _PATIENCE_S)
+        except (SpecdecError, TimeoutError) as error:
+            # The target decides what is legal, and ends the request if its matcher fails, too.
+            _log.warning("forced tokens are not drafted: %s", error or "the search takes too long")
+            self._has_failed = True
+            return []
+
+    def _search(self, output_ids: TokenIds) -> list[int]:
+        if self._matcher is None:
+            self._matcher = self._open_matcher()
+        self._matcher.align(output_ids)
+        return self._matcher.forced_tokens()
+
+
+class GrammarDraftSource:
+    """Forced tokens before another source's drafts. Implements `DraftSource`."""
+
+    def __init__(self, forced: ForcedTokens, otherwise: DraftSource, *, max_gamma: int, with_supports: bool) -> None:
+        """
+        Args:
+            forced: finds the forced tokens.
+            otherwise: source to use if no token is forced.
+            max_gamma: limit of the targets on the tokens of a draft.
+            with_supports: whether the request's rounds carry distributions.
+        """
+        self._forced = forced
+        self._otherwise = otherwise
+        self._max_gamma = max_gamma
+        self._with_supports = with_supports
+
+    async def propose(self, round_id: int, limit: int, committed_len: int) -> Draft:
+        """See `DraftSource.propose`."""
+        token_ids = (await self._forced.find())[: min(limit, self._max_gamma)]
+        if token_ids:
+            return Draft(point_masses(token_ids, self._with_supports), num_requested=len(token_ids), pool=GRAMMAR_POOL)
+        draft = await self._otherwise.propose(round_id, limit, committed_len)
+        return draft._replace(run_portion=min(draft.run_portion, _RUN_PORTION))
+
+    def complete(self, draft: Draft, target: TargetAnswer) -> Draft:
+        """See `DraftSource.complete`; forced tokens are complete already."""
+        return draft if draft.pool == GRAMMAR_POOL else self._otherwise.complete(draft, target)
+
+    def observe(self, draft: Draft, times: RoundTimes) -> None:
+        """See `DraftSource.observe`; forced tokens say nothing about a draft."""
+        if draft.pool != GRAMMAR_POOL:
+            self._otherwise.observe(draft, times)
+
+    def wants_draft(self, limit: int) -> bool:
+        """See `DraftSource.wants_draft`; a run ends after its portion, so that forced tokens are looked for."""
+        return True
+
+    def observe_run_step(self, times: RunStepTimes) -> None:
+        """See `DraftSource.observe_run_step`."""
+        self._otherwise.observe_run_step(times)
