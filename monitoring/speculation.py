@@ -29,7 +29,7 @@ _ROUNDS = rate("spec_decode_num_drafts_total", POOL)
 def build() -> Dashboard:
     """Return the dashboard."""
     board = frame("speculation", "speculation", "What drafts are worth, and what rounds wait for.")
-    return _audit(_rounds(_acceptance(_overview(board))))
+    return _audit(_constraints(_rounds(_acceptance(_overview(board)))))
 
 
 def _overview(board: Dashboard) -> Dashboard:
@@ -61,6 +61,17 @@ def _acceptance(board: Dashboard) -> Dashboard:
                           (f"{rate('draft_gamma_sum', POOL, by='pool')} / {rate('draft_gamma_count', POOL, by='pool')}",
                            "{{pool}}, mean"),
                           (quantile(0.95, "draft_gamma", POOL, by="pool"), "{{pool}}, p95")))
+    )  # fmt: skip
+
+
+def _constraints(board: Dashboard) -> Dashboard:
+    return (
+        board.with_row(row("Structured output"))
+        .with_panel(lines("Constrained requests", "Requests with a constraint, by its kind.", PER_S,
+                          (rate("constrained_requests_total", by="kind"), "{{kind}}")))
+        .with_panel(lines("Time of constraints, p95", "Compilation at admission, and the masks of a step.", SECONDS,
+                          (quantile(0.95, "constraint_compile_seconds"), "compilation"),
+                          (quantile(0.95, "constraint_mask_seconds"), "masks")))
     )  # fmt: skip
 
 

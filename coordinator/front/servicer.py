@@ -99,7 +99,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._target_models = target_models
         self._draft_sources = draft_sources
         self._tokenizer = tokenizer
-        self._constraints = ConstraintAdmission(tokenizer)
+        self._constraints = ConstraintAdmission(tokenizer, generations.count_constrained)
         self._default_mode = default_mode
         self._tenants = tenants
         recommended: dict[str, Any] = dict(default_sampling)

@@ -190,6 +190,10 @@ class GenerationService:
         """Count a request that ended with an error before it was opened."""
         self._metrics.observe_refused(error.reason)
 
+    def count_constrained(self, kind: str, compile_s: float | None) -> None:
+        """Count a request with a constraint; see `CoordinatorMetrics.observe_constrained`."""
+        self._metrics.observe_constrained(kind, compile_s)
+
     def count_client_wait(self, seconds: float) -> None:
         """Count a wait until a client's stream took an event."""
         self._metrics.rounds.observe_client_wait(seconds)

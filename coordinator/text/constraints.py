@@ -7,7 +7,9 @@ this module after `front/validation`; the checked request carries the constraint
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +26,13 @@ _MAX_REMEMBERED = 1024
 class ConstraintAdmission:
     """Checks the constraints of requests. Used from one event loop."""
 
-    def __init__(self, tokenizer: ServedTokenizer) -> None:
+    def __init__(self, tokenizer: ServedTokenizer, count: Callable[[str, float | None], None]) -> None:
+        """
+        Args:
+            tokenizer: tokenizer of the target model.
+            count: counts a constraint by its kind, with the seconds of its compilation; None if it was known.
+        """
+        self._count = count
         self._tokenizer = tokenizer
         self._process = TextProcess({"model": tokenizer.model})
         self._compiled: OrderedDict[bytes, None] = OrderedDict()
@@ -61,7 +69,9 @@ class ConstraintAdmission:
     ) -> bytes:
         table = self._tokenizer.token_table(eos_token_ids)
         identity = table.identity_of(constraint)
+        compile_s: float | None = None
         if identity not in self._compiled:
+            began_s = time.monotonic()
             check_text(constraint)
             question: dict[str, Any] = {
                 "constraint": {"kind": constraint.kind, "text": constraint.text, "is_lenient": constraint.is_lenient},
@@ -69,7 +79,9 @@ class ConstraintAdmission:
             }
             self._process.ask(question, field_of(constraint), given_up)
             table.library_table()  # so that the request's own rounds do not wait for it
+            compile_s = time.monotonic() - began_s
             self._compiled[identity] = None
             while len(self._compiled) > _MAX_REMEMBERED:
                 self._compiled.popitem(last=False)
+        self._count(constraint.kind.name.lower(), compile_s)
         return identity

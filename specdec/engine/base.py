@@ -209,3 +209,7 @@ class StepObserver(Protocol):
     def observe_queue(self, seconds: float) -> None:
         """Record that an answered call waited `seconds` for its first step."""
         ...
+
+    def observe_masks(self, seconds: float) -> None:
+        """Record the time that the masks of one call in one step took. Called from any thread."""
+        ...

@@ -123,6 +123,7 @@ class CoordinatorMetrics:
         )  # fmt: skip
         self._refusals = counters("request_refusals", "Requests that did not start, by reason.", "reason",
                                   start=_REFUSED)  # fmt: skip
+        self._constrained = counters("constrained_requests", "Requests with a constraint, by its kind.", "kind")
         self._resumed = counter("resumed_turns", "Unfinished turns that were continued here.")
         self._leases_lost = counter("leases_lost", "Turns whose session another coordinator has taken.")
         self._turns = counters("turns", "Turns that began, by the target model's fingerprint.", "model_fingerprint")
@@ -156,6 +157,11 @@ class CoordinatorMetrics:
         self._request_output = histogram("request_generation_tokens", "Output tokens of a request.", NUM_TOKENS)
         self._commit_s = histogram("commit_seconds", "Commit of a round to the session store, retries included.",
                                    LATENCY_S)  # fmt: skip
+        self._compile_s = histogram(
+            "constraint_compile_seconds",
+            "Compilation of a constraint that was not known, with the wait for it.",
+            LATENCY_S,
+        )
         self._loop_lag_s = histogram("event_loop_lag_seconds", "Lateness of a timer in the event loop.", LATENCY_S)
 
     # ---- what is read at a scrape --------------------------------------------------------------------------------
@@ -191,6 +197,12 @@ class CoordinatorMetrics:
     def request_running(self, change: int) -> None:
         """Add `change`: +1 when a request starts, -1 when it ends in any way."""
         self._running.inc(change)
+
+    def observe_constrained(self, kind: str, compile_s: float | None) -> None:
+        """Count a request with a constraint; `compile_s` is the time of its compilation, if it was not known."""
+        self._constrained(kind).inc()
+        if compile_s is not None:
+            self._compile_s.observe(compile_s)
 
     def observe_refused(self, reason: str) -> None:
         """Count a request that did not start because of an error of this reason."""

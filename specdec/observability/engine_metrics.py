@@ -18,7 +18,7 @@ from specdec.contract.engine_api import EngineStats
 from specdec.contract.types import EngineInfo
 from specdec.core.restore_rule import RestoreRule
 from specdec.observability.engine_state import EngineState, LoadClock
-from specdec.observability.series import BATCH_SIZE, LATENCY_S, PREFIX, ServiceSeries
+from specdec.observability.series import BATCH_SIZE, LATENCY_S, MASK_S, PREFIX, ServiceSeries
 
 
 class _Tally(Protocol):
@@ -90,7 +90,7 @@ class KvTierCollector(Collector):
 
 #: Errors by which the coordinator and a replica find out what they share; the same round is then called again, or a
 #: newer call has replaced this one. They are no failures.
-_REPEATED = ("KV_MISS", "STALE_EPOCH")
+_REPEATED = ("KV_MISS", "CONSTRAINT_MISS", "STALE_EPOCH")
 #: Reasons of failures whose series exist from the start.
 _FAILURES = ("DRAINING", "INTERNAL", "INVALID_REQUEST", "KV_EXHAUSTED", "REPLICA_UNAVAILABLE")
 
@@ -114,11 +114,15 @@ class EngineMetrics:
         self._failures = self._by_reason("call_failures", "Calls that failed, by reason.", _FAILURES)
         self._repeats = self._by_reason(
             "call_repeats",
-            "Calls that the caller sends again with more tokens (KV_MISS) or has replaced (STALE_EPOCH).",
+            "Calls that the caller sends again with more tokens (KV_MISS) or the text of the constraint "
+            "(CONSTRAINT_MISS), or has replaced (STALE_EPOCH).",
             _REPEATED,
         )
         self._queue_s = series.histogram("queue_seconds", "Arrival of an answered call to its first step.", LATENCY_S)
         self._step_s = series.histogram("step_seconds", "Time of a step, logits processed.", LATENCY_S)
+        self._mask_s = series.histogram(
+            "constraint_mask_seconds", "Time of the masks of a constrained call in a step.", MASK_S
+        )
         self._step_sequences = series.histogram("step_num_sequences", "Sequences in a forward pass.", BATCH_SIZE)
         self._step_tokens = series.histogram("iteration_tokens_total", "Tokens in a forward pass.", BATCH_SIZE)
         self._busy_s = series.counter("busy_seconds", "Time in steps; the rest of the time the device was idle.")
@@ -171,6 +175,10 @@ class EngineMetrics:
     def observe_queue(self, seconds: float) -> None:
         """Record how long an answered call waited for its first step. From one thread."""
         self._queue_s.observe(seconds)
+
+    def observe_masks(self, seconds: float) -> None:
+        """See `StepObserver`."""
+        self._mask_s.observe(seconds)
 
     def observe_step(self, *, num_sequences: int, num_tokens: int, seconds: float) -> None:
         """Record a step that took `seconds`. From one thread."""

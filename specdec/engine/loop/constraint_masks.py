@@ -22,6 +22,7 @@ import numpy as np
 from specdec.contract.constraint import Constraint
 from specdec.contract.errors import Internal, SpecdecError
 from specdec.contract.types import TokenIds
+from specdec.engine.base import StepObserver
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.loop.job import Job, MasksInWork
 from specdec.structured.grammar import invalid
@@ -54,9 +55,14 @@ class SessionMatcher:
 class ConstraintMasks:
     """Computes the masks of one replica's calls."""
 
-    def __init__(self, known: KnownConstraints | None = None) -> None:
-        """`known` are the replica's constraints; None if its calls have none."""
+    def __init__(self, known: KnownConstraints | None = None, observer: StepObserver | None = None) -> None:
+        """
+        Args:
+            known: constraints of the replica; None if its calls have none.
+            observer: receives the time of masks.
+        """
         self._known = known
+        self._observer = observer
         self._pool: ThreadPoolExecutor | None = None
 
     def runnable(self, jobs: Iterable[Job]) -> list[Job]:
@@ -141,7 +147,10 @@ class ConstraintMasks:
                 began_s = time.thread_time()
                 session.matcher.align(output_ids)
                 masks = session.matcher.masks_along(draft_ids, end_token_ids)
-                if time.thread_time() - began_s > MAX_MASK_CPU_S:
+                mask_s = time.thread_time() - began_s
+                if self._observer is not None:
+                    self._observer.observe_masks(mask_s)
+                if mask_s > MAX_MASK_CPU_S:
                     raise _too_slow(constraint)
                 return masks
             except BaseException:

@@ -101,7 +101,7 @@ class ReplicaEngine:
             observer=observer,
             tier=options.kv_tier,
             limits=options.wait_limits,
-            masks=ConstraintMasks(constraints),
+            masks=ConstraintMasks(constraints, observer),
         )
 
     async def release(self, session_ids: list[str]) -> None:
