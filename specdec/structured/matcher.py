@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from specdec.contract.constraint import Constraint
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import TokenIds
-from specdec.structured.grammar import grammar_of, invalid
+from specdec.structured.grammar import field_of, grammar_of, invalid
 from specdec.structured.token_table import TokenTable
 
 if TYPE_CHECKING:
@@ -143,9 +143,12 @@ def is_legal(mask: Mask, token_id: int) -> bool:
 
 def no_legal_token(constraint: Constraint) -> InvalidRequest:
     """Return the error for a position at which no token is legal."""
-    error = invalid(constraint, "and the model together allow no next token; loosen the constraint")
-    error.reason = "NO_LEGAL_TOKEN"
-    return error
+    field = field_of(constraint)
+    return InvalidRequest(
+        f"{field} and the model together allow no next token; loosen the constraint",
+        reason="NO_LEGAL_TOKEN",
+        field=field,
+    )
 
 
 def _limits() -> LLParserLimits:

@@ -22,8 +22,8 @@ _OUTSIDE = (
     and without `ErrorInfo`. The Python client raises `InvalidRequest` with the size and the limit.""",
     """Bytes that are not a message, a message of more than 131,072 fields and a frame of more than 1,024 items are
     refused with `INVALID_REQUEST` before they are decoded.""",
-    """An error that a target replica returns to its coordinator reaches the client as `INTERNAL`. The log of the
-    coordinator names the replica.""",
+    """An error that a target replica returns to its coordinator reaches the client as `INTERNAL`, except for
+    `CONSTRAINT_INVALID` and `NO_LEGAL_TOKEN`. The log of the coordinator names the replica.""",
     """The Python client repeats a call that failed with `SESSION_BUSY`, `QUEUE_FULL`, `KV_EXHAUSTED`, `DRAINING`,
     `LEASE_LOST` or any `UNAVAILABLE` under the same request id, within its `Budgets` and the `timeout` of the call.""",
 )
