@@ -16,6 +16,7 @@ import logging
 import os
 from collections.abc import Sequence
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from draft_service.servicer import DraftServicer
@@ -32,8 +33,9 @@ from specdec.settings.engine_servers import OWN
 
 if TYPE_CHECKING:
     from specdec.checkpoints.cross_vocabulary.pair import TokenizerPair
-    from specdec.engine.base import Worker
+    from specdec.engine.base import ModelShape, Worker
     from specdec.engine.loop.replica_engine import ReplicaOptions
+    from specdec.structured.known_constraints import KnownConstraints
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +56,16 @@ def _build_proposer(
         from draft_service.cross_vocabulary.translating_proposer import CrossVocabularyProposer
 
         return CrossVocabularyProposer(worker, pair, options, drafting, observer=metrics)
-    return Proposer(worker, options, drafting, observer=metrics)
+    return Proposer(worker, options, drafting, observer=metrics, constraints=_known_constraints(settings, worker.shape))
+
+
+def _known_constraints(settings: DraftSettings, shape: ModelShape) -> KnownConstraints | None:
+    """Return what masks drafts; None without llguidance, which costs acceptance alone."""
+    if find_spec("llguidance") is None:
+        return None
+    from specdec.structured.known_constraints import KnownConstraints
+
+    return KnownConstraints(settings.model, shape.eos_token_ids, shape.vocabulary_size, is_authority=False)
 
 
 def _check(settings: DraftSettings) -> None:

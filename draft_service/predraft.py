@@ -160,6 +160,8 @@ class Predrafter(IdleDrafting):
         before = self._trees.pop(job.sequence.session_id, None)
         if before is not None:
             self._note_round(before, job.call.position, now_s)
+        if job.call.constraint is not None:
+            return  # a branch would need masks of its own
         draft: DrawnDraft = job.progress
         if len(draft.top_token_ids) != len(draft.token_ids):
             return  # drafted in a step with too many jobs to note top tokens

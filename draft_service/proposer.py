@@ -24,6 +24,7 @@ from specdec.engine.base import StepObserver, Worker
 from specdec.engine.loop.replica_engine import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
 from specdec.engine.sessions.calls import Call, identity_of
 from specdec.engine.sessions.kv_queue import WaitLimits
+from specdec.structured.known_constraints import KnownConstraints
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
@@ -60,6 +61,7 @@ class Proposer(ReplicaEngine):
         *,
         observer: ProposerObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
+        constraints: KnownConstraints | None = None,
     ) -> None:
         """Start the device thread, which alone uses `worker` from now on.
 
@@ -69,6 +71,7 @@ class Proposer(ReplicaEngine):
             drafting: supports and pre-drafting.
             observer: receives steps and pre-drafting statistics.
             clock: clock of steps and rounds, in seconds.
+            constraints: constraints by which q is masked; None: q ignores them.
         """
         s_max = drafting.max_support
         is_ahead = drafting.predraft is not Predraft.OFF
@@ -88,7 +91,7 @@ class Proposer(ReplicaEngine):
         )
         # A draft that waits is late; without it the round goes on.
         options = replace(options, wait_limits=WaitLimits(max_waiting=0))
-        super().__init__(worker, program, options, ahead if is_ahead else None, observer, clock)
+        super().__init__(worker, program, options, ahead if is_ahead else None, observer, clock, constraints)
         self._score_ids = count()
 
     async def propose(self, request: ProposeRequest) -> Proposal:
@@ -107,6 +110,7 @@ class Proposer(ReplicaEngine):
             num_logit_rows=1,
             max_kv_len=position.committed_len + gamma - 1,  # the last draft token does not run
             reserved_len=self._reserved_len(position),
+            constraint=await self._constraint_of(position),
             may_refuse=position.max_session_tokens > 0,  # a turn gets along without a draft
         )
         proposal: Proposal = await self._engine_loop.call(call)

@@ -10,7 +10,6 @@ servicer.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +17,6 @@ from itertools import count
 
 import numpy as np
 
-from specdec.contract.constraint import Constraint
 from specdec.contract.errors import Unsupported
 from specdec.contract.types import (
     LocalDraft,
@@ -78,6 +76,8 @@ class Verifier(ReplicaEngine):
 
         A `local_draft` that this replica does not have, or for which its context is too short, gives an empty draft.
         """
+        if request.position.filters.constraint_id and self._constraints is None:
+            raise Unsupported("this target cannot follow constraints", field="constraint")
         constraint = await self._constraint_of(request.position)
         request = self._with_room(request)
         local = request.local_draft
@@ -125,15 +125,6 @@ class Verifier(ReplicaEngine):
         for prompt in self._warm_up_prompts():
             await self.verify(VerifyRequest(prompt, _NO_TOKENS, ()))
         await self._release_warm_up()
-
-    async def _constraint_of(self, position: SessionPosition) -> Constraint | None:
-        """Return the constraint of a call; None if it has none. Raises as `KnownConstraints.learn`."""
-        if not position.filters.constraint_id:
-            return None
-        if self._constraints is None:
-            raise Unsupported("this target cannot follow constraints", field="constraint")
-        known = self._constraints.get(position)
-        return known or await asyncio.to_thread(self._constraints.learn, position)
 
     def _with_room(self, request: VerifyRequest) -> VerifyRequest:
         """Return the request with its local draft or its run limited to the room in the context."""

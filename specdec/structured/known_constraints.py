@@ -20,13 +20,18 @@ _MAX_KNOWN_BYTES = 64 << 20
 class KnownConstraints:
     """Constraints by identity. Safe to share between threads."""
 
-    def __init__(self, model: str, eos_token_ids: Sequence[int], vocabulary_size: int) -> None:
+    def __init__(
+        self, model: str, eos_token_ids: Sequence[int], vocabulary_size: int, *, is_authority: bool = True
+    ) -> None:
         """
         Args:
             model: checkpoint whose tokenizer is loaded at the first constraint.
             eos_token_ids: end tokens of the model.
             vocabulary_size: number of tokens of a row of logits.
+            is_authority: whether a text of another identity is refused. A draft's masks only raise acceptance, and its
+                model may have other end tokens than the target.
         """
+        self._is_authority = is_authority
         self._model = model
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocabulary_size = vocabulary_size
@@ -65,7 +70,7 @@ class KnownConstraints:
         assert constraint is not None  # `get` has checked it
         with self._loading:
             table = self.table
-        if table.identity_of(constraint) != identity:
+        if self._is_authority and table.identity_of(constraint) != identity:
             raise InvalidRequest(
                 "round.law.constraint_id is not the identity of round.constraint on this replica: coordinator and "
                 "target have different versions of llguidance, or different tokenizers",

@@ -251,7 +251,8 @@ def _note(jobs: Sequence[Job], top_token_ids: list[list[int]]) -> None:
 
 def context_of(job: Job) -> FilterContext:
     """Return everything besides the logits that a job's next distribution depends on."""
-    return FilterContext(job.call.position.filters, job.token_ids, job.call.position.output_start)
+    position = job.call.position
+    return FilterContext(position.filters, job.token_ids, position.output_start, job.mask_of(0))
 
 
 def draw_key_of(job: Job) -> DrawKey:

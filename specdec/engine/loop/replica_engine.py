@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from specdec.contract.constraint import Constraint
 from specdec.contract.engine_api import EndedTurn, EngineStats
 from specdec.contract.types import BLOCK_TOKENS, DrawRule, EngineInfo, SamplingFilters, SessionPosition
 from specdec.contract.version import __version__
@@ -111,6 +113,15 @@ class ReplicaEngine:
     async def end_turns(self, turns: list[EndedTurn]) -> None:
         """Abandon the calls of turns and give back the KV blocks reserved for them."""
         await self._engine_loop.end_turns(turns)
+
+    async def _constraint_of(self, position: SessionPosition) -> Constraint | None:
+        """Return the constraint of a call; None if it has none, or if this replica follows none.
+
+        Raises as `KnownConstraints.get` and `KnownConstraints.learn`.
+        """
+        if not position.filters.constraint_id or self._constraints is None:
+            return None
+        return self._constraints.get(position) or await asyncio.to_thread(self._constraints.learn, position)
 
     def _reserved_len(self, position: SessionPosition) -> int:
         """Return the number of tokens for which a turn reserves KV blocks; 0 if its greatest length is not known."""

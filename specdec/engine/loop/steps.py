@@ -198,7 +198,7 @@ class StepRunner:
         if kind is MultiStepDrafts.NONE or len(jobs) < len(self._calls.running) or len(jobs) < num_awaited:
             return None
         for job, chunk in zip(jobs, chunks, strict=True):
-            if chunk.num_tokens < job.num_pending or chunk.num_logit_rows != 1:
+            if chunk.num_tokens < job.num_pending or chunk.num_logit_rows != 1 or job.call.constraint is not None:
                 return None
         first = load_of(plan)
         if kind is MultiStepDrafts.GREEDY and first.num_prefill_tokens:
