@@ -29,6 +29,7 @@ SUITES = {
     "faults": ("bench.suites.faults.suite", 20),
     "gateway": ("bench.suites.gateway.suite", 6),
     "observability": ("bench.suites.observability.suite", 12),
+    "structured": ("bench.suites.structured", 3),
     "planning": ("bench.suites.planning", 6),
     "autoscaling": ("k8s.simulation.suite", 3),
     "gpu": ("bench.suites.gpu.suite", 10),

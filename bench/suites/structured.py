@@ -1,0 +1,188 @@
+"""Suite `structured`: what constraints cost, and what the tokens that they force gain.
+
+On SmolLM2-135M, which `make real` installs, or else on the demo target:
+
+- the processor time of the masks of one stream over the time of its steps;
+- a tool call in compact JSON: tokens a second with the forced tokens as drafts, over the target alone;
+- fifteen streams beside one with a slow constraint: their time between tokens, over the time without it;
+- acceptance of the demo pair's draft, which masks q.
+"""
+
+import argparse
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from bench.harness.pairs import MIN_PAIRS, median_ratio, take_turns
+from bench.harness.rows import Origin, Row
+from bench.harness.scrape import total
+from bench.systems.models import DEMO
+from bench.systems.real_models import SMOLLM2
+from bench.systems.up import UpSystem
+from specdec.cli.top import metrics_addresses_of
+from specdec.client import AsyncClient, Completion, Constraint
+
+SUITE = "structured"
+NUM_QUICK_PAIRS = 2
+MOST_MASK_SHARE, LEAST_FORCED_GAIN, MOST_GAP_RATIO = 0.02, 1.25, 1.1
+NUM_OTHERS, OTHER_TOKENS = 15, 48
+PROMPT = "The weather in Paris today, as JSON: "
+
+#: Arguments of a tool call. Only the values are free.
+TOOL_CALL = Constraint.json_schema(
+    {
+        "type": "object",
+        "properties": {
+            "name": {"const": "get_current_weather_forecast"},
+            "arguments": {
+                "type": "object",
+                "properties": {
+                    "location_city_name": {"type": "string", "maxLength": 12},
+                    "temperature_unit": {"enum": ["celsius", "fahrenheit"]},
+                    "number_of_forecast_days": {"type": "integer", "minimum": 1, "maximum": 14},
+                },
+                "required": ["location_city_name", "temperature_unit", "number_of_forecast_days"],
+                "additionalProperties": False,
+            },
+        },
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+)
+#: Texts of some length between forced names.
+_TEXT = {"type": "string", "maxLength": 40}
+TEXTS = Constraint.json_schema(
+    {
+        "type": "object",
+        "properties": {"function_name": _TEXT, "first_argument": _TEXT, "return_value": _TEXT},
+        "required": ["function_name", "first_argument", "return_value"],
+        "additionalProperties": False,
+    }
+)
+#: Its masks take a hundred times as long as those of JSON.
+SLOW = Constraint.regex("(.*a){24}.*")
+MakeRow = Callable[..., Row]
+
+
+def run(arguments: argparse.Namespace) -> list[Row]:
+    """Measure and return the rows; print nothing but progress."""
+    row = partial(Row, suite=SUITE, origin=Origin(), quick=arguments.quick)
+    num_pairs = NUM_QUICK_PAIRS if arguments.quick else MIN_PAIRS
+    model = _model()
+    with UpSystem(["--target", str(model), "--device", "cpu"]) as system:
+        rows = [*_forced_rows(system, partial(row, case=f"{model.stem}, one tool call"), num_pairs)]
+        rows += _mask_rows(system, partial(row, case=f"{model.stem}, one stream"), num_pairs)
+        rows += _slow_rows(system, partial(row, case=f"{model.stem}, {NUM_OTHERS} streams"), num_pairs)
+    with UpSystem(["--target", str(DEMO / "target"), "--draft", str(DEMO / "draft"), "--device", "cpu"]) as system:
+        rows += _acceptance_rows(system, partial(row, case="demo pair, one object"), num_pairs)
+    return rows
+
+
+def _model() -> Path:
+    try:
+        return SMOLLM2.path()
+    except FileNotFoundError:
+        return DEMO / "target"
+
+
+def _call(system: UpSystem, constraint: Constraint = TOOL_CALL, **options: object) -> Completion:
+    return system.client.generate(PROMPT, constraint=constraint, max_new_tokens=160, **options)
+
+
+def _forced_rows(system: UpSystem, row: MakeRow, num_pairs: int) -> list[Row]:
+    """Return the speed of a tool call with the forced tokens as drafts, over the target alone; greedy."""
+
+    def rate(mode: str, _: int) -> float:
+        began_s = time.perf_counter()
+        completion = _call(system, temperature=0.0, mode=mode, gamma=0)
+        return len(completion.token_ids) / (time.perf_counter() - began_s)
+
+    systems = {"specdec_alone": partial(rate, "off"), "specdec_forced": partial(rate, "coupled")}
+    rates = take_turns("tool call", systems, range(num_pairs), [-1])
+    ratio = median_ratio(rates["specdec_forced"], rates["specdec_alone"])
+    rows = [
+        row(system=name, metric="tokens_per_s", value=float(np.median(each)), unit="tokens/s")
+        for name, each in rates.items()
+    ]
+    return [
+        *rows,
+        row(
+            system="specdec_forced", metric="tokens_per_s_ratio", unit="x", ratio_to="specdec_alone",
+            required=LEAST_FORCED_GAIN, **ratio.fields,
+        ),
+    ]  # fmt: skip
+
+
+def _mask_rows(system: UpSystem, row: MakeRow, num_pairs: int) -> list[Row]:
+    """Return the time of the masks over that of the steps, without forced tokens."""
+
+    def sums(name: str) -> float:
+        addresses = metrics_addresses_of(system.endpoint)
+        return sum(total(address, f"specdec:{name}_seconds_sum", role="target") for address in addresses)
+
+    before = sums("constraint_mask"), sums("step")
+    for seed in range(num_pairs):
+        _call(system, temperature=1.0, mode="off", seed=seed)
+    masks_s, steps_s = sums("constraint_mask") - before[0], sums("step") - before[1]
+    return [
+        row(
+            system="target", metric="mask_time_share", value=masks_s / steps_s, unit="x", ratio_to="steps",
+            at_most=MOST_MASK_SHARE,
+        )
+    ]  # fmt: skip
+
+
+def _slow_rows(system: UpSystem, row: MakeRow, num_pairs: int) -> list[Row]:
+    """Return the time between tokens of streams beside one with a slow constraint, over the time without it."""
+
+    def gap_s(others: Constraint | None, index: int) -> float:
+        return asyncio.run(_gap_s(system.endpoint, others, index))
+
+    systems = {"beside JSON": partial(gap_s, TOOL_CALL), "beside a slow constraint": partial(gap_s, SLOW)}
+    gaps_s = take_turns("slow constraint", systems, range(num_pairs), [-1])
+    ratio = median_ratio(gaps_s["beside a slow constraint"], gaps_s["beside JSON"])
+    return [
+        row(
+            system="beside a slow constraint", metric="tpot_ratio", unit="x", ratio_to="beside JSON",
+            at_most=MOST_GAP_RATIO, **ratio.fields,
+        )
+    ]  # fmt: skip
+
+
+async def _gap_s(endpoint: str, other: Constraint, index: int) -> float:
+    """Return the mean time between tokens of the streams without a constraint."""
+    async with AsyncClient(endpoint) as client:
+
+        async def stream(number: int) -> float:
+            times_s: list[float] = []
+            prompt = f"{index} {number} {PROMPT}"
+            options = {"temperature": 0.0, "ignore_eos": True, "mode": "off", "max_new_tokens": OTHER_TOKENS}
+            async with client.generate(prompt, stream=True, **options) as chunks:
+                async for _ in chunks:
+                    times_s.append(time.perf_counter())
+            return (times_s[-1] - times_s[0]) / (OTHER_TOKENS - 1)
+
+        constrained = asyncio.ensure_future(
+            client.generate(PROMPT, constraint=other, max_new_tokens=4 * OTHER_TOKENS, mode="off")
+        )
+        gaps_s: Sequence[float] = await asyncio.gather(*map(stream, range(NUM_OTHERS)))
+        constrained.cancel()
+        await asyncio.gather(constrained, return_exceptions=True)
+        return float(np.mean(gaps_s))
+
+
+def _acceptance_rows(system: UpSystem, row: MakeRow, num_runs: int) -> list[Row]:
+    """Return the accepted share of the draft model's tokens, forced ones left out."""
+    num_drafted = num_accepted = 0
+    for seed in range(num_runs):
+        completion = _call(system, TEXTS, temperature=1.0, mode="rejection", seed=seed, gamma=4, provenance=True)
+        num_forced = sum(detail.draft_pool == "grammar" for detail in completion.details)
+        num_drafted += completion.stats.num_draft_tokens - num_forced
+        num_accepted += completion.stats.num_accepted_tokens - num_forced
+    return [
+        row(system="masked draft", metric="acceptance", value=num_accepted / max(1, num_drafted), unit="accepted share")
+    ]
