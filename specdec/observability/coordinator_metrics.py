@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client import Counter
 from prometheus_client.core import Metric
 
+from specdec.contract.constraint import ConstraintKind
 from specdec.observability.round_metrics import RoundMetrics
 from specdec.observability.series import LATENCY_S, NUM_TOKENS, PREFIX, REQUEST_LATENCY_S, ServiceSeries
 
@@ -123,7 +124,8 @@ class CoordinatorMetrics:
         )  # fmt: skip
         self._refusals = counters("request_refusals", "Requests that did not start, by reason.", "reason",
                                   start=_REFUSED)  # fmt: skip
-        self._constrained = counters("constrained_requests", "Requests with a constraint, by its kind.", "kind")
+        self._constrained = counters("constrained_requests", "Requests with a constraint, by its kind.", "kind",
+                                     start=(kind.name.lower() for kind in ConstraintKind))  # fmt: skip
         self._resumed = counter("resumed_turns", "Unfinished turns that were continued here.")
         self._leases_lost = counter("leases_lost", "Turns whose session another coordinator has taken.")
         self._turns = counters("turns", "Turns that began, by the target model's fingerprint.", "model_fingerprint")
