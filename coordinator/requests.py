@@ -85,6 +85,8 @@ class GenerationRequest:
     """Place in the queue: requests of lower values go first."""
     deadline_s: float | None = None
     """Time by which the caller wants the whole output, by `time.monotonic`; None: at any time."""
+    constraint_warnings: tuple[str, ...] = ()
+    """Demands of a lenient constraint that the output may not follow, in the library's words."""
 
     @property
     def key(self) -> SessionKey:
@@ -109,6 +111,8 @@ class RequestParameters:
     """True if the session's previous turn used another target model."""
     is_chat: bool = True
     """True if the input is a conversation, whose output begins a text. Any other output continues its prompt's text."""
+    constraint_warnings: tuple[str, ...] = ()
+    """Demands of a lenient constraint that the output may not follow, in the library's words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +171,7 @@ class Started:
     seed: int
     target_fingerprint: str
     target_changed: bool
+    constraint_warnings: tuple[str, ...] = ()
 
 
 class OutputChunk(NamedTuple):

@@ -94,6 +94,7 @@ def encode_event(
                 seed=event.seed,
                 target_fingerprint=event.target_fingerprint,
                 target_changed=event.target_changed,
+                constraint_warnings=event.constraint_warnings,
             )
         )
     return coordinator_pb2.GenerateResponse(finished=_encode_finished(event))

@@ -237,6 +237,7 @@ def encode_parameters(parameters: RequestParameters) -> str:
         del flat["constraint"]
     else:
         flat["constraint"]["id"] = sampling.filters.constraint_id.hex()
+        flat["constraint"]["warnings"] = parameters.constraint_warnings
     speculation = asdict(parameters.speculation)
     if not parameters.speculation.task:  # older versions refuse the field
         del speculation["task"]
@@ -285,7 +286,8 @@ def _check_parameters(parameters: RequestParameters) -> None:
     for name, (value, least, limit) in counts.items():
         if not isinstance(value, int) or not least <= value < limit:
             raise ValueError(f"{name} is {value!r}")
-    texts = (*sampling.stop, speculation.draft_pool, speculation.task, parameters.target_fingerprint)
+    choice = (speculation.draft_pool, speculation.task)
+    texts = (*sampling.stop, *choice, parameters.target_fingerprint, *parameters.constraint_warnings)
     ids = (*sampling.stop_token_ids, *filters.end_token_ids)
     if not (all(isinstance(text, str) for text in texts) and all(isinstance(token_id, int) for token_id in ids)):
         raise TypeError("a field has another type")
@@ -298,9 +300,11 @@ def _read_parameters(text: str) -> RequestParameters:
         "logit_bias": {int(token_id): bias for token_id, bias in filters["logit_bias"]},
         "end_token_ids": tuple(filters["end_token_ids"]),
     }
+    warnings: tuple[str, ...] = ()
     if "constraint" in sampling:
         stored = sampling["constraint"]
         filters["constraint_id"] = bytes.fromhex(stored.pop("id"))
+        warnings = tuple(stored.pop("warnings"))
         sampling["constraint"] = Constraint(**stored | {"kind": ConstraintKind(stored["kind"])})
     sampling |= {
         "filters": SamplingFilters(**filters),
@@ -315,6 +319,7 @@ def _read_parameters(text: str) -> RequestParameters:
         # Absent in requests that older versions stored; those that state no `is_chat` began a text with every output.
         fields.get("target_changed", False),
         fields.get("is_chat", True),
+        warnings,
     )
 
 

@@ -102,6 +102,7 @@ class OutputStream:
             parameters.sampling.seed,
             parameters.target_fingerprint,
             parameters.target_changed,
+            parameters.constraint_warnings,
         )
         if (replayed := reader.replayed) is not None and replayed.end > position:
             for piece in replayed.since(position).pieces(MAX_PIECE_TOKENS):

@@ -249,7 +249,12 @@ class TurnPreparer:
             turn=last.turn + 1 if last else 0,
             output_start=prompt.num_tokens,
             parameters=RequestParameters(
-                sampling, speculation, fingerprint, is_changed, is_chat=request.messages is not None
+                sampling,
+                speculation,
+                fingerprint,
+                is_changed,
+                is_chat=request.messages is not None,
+                constraint_warnings=request.constraint_warnings,
             ),
         )
 

@@ -35,7 +35,8 @@ class ConstraintAdmission:
         self._count = count
         self._tokenizer = tokenizer
         self._process = TextProcess({"model": tokenizer.model})
-        self._compiled: OrderedDict[bytes, None] = OrderedDict()
+        self._compiled: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
+        """Warnings of each compiled constraint, by its identity."""
 
     async def admit(self, request: GenerationRequest, eos_token_ids: tuple[int, ...]) -> GenerationRequest:
         """Return the request with the identity of its constraint, which has been compiled.
@@ -52,36 +53,39 @@ class ConstraintAdmission:
         sampling = request.sampling
         if sampling.constraint is None:
             return request
-        identity = await in_thread(self._checked_identity, sampling.constraint, eos_token_ids)
+        identity, warnings = await in_thread(self._compile, sampling.constraint, eos_token_ids)
         filters = replace(
             sampling.filters,
             constraint_id=identity,
             end_token_ids=tuple(sorted({*eos_token_ids, *sampling.stop_token_ids})),
         )
-        return replace(request, sampling=replace(sampling, filters=filters, ignore_eos=False))
+        sampling = replace(sampling, filters=filters, ignore_eos=False)
+        return replace(request, sampling=sampling, constraint_warnings=warnings)
 
     def close(self) -> None:
         """End the process. Idempotent."""
         self._process.close()
 
-    def _checked_identity(
+    def _compile(
         self, constraint: Constraint, eos_token_ids: tuple[int, ...], *, given_up: threading.Event
-    ) -> bytes:
+    ) -> tuple[bytes, tuple[str, ...]]:
+        """Return the identity of a constraint that compiles, and what it ignores."""
         table = self._tokenizer.token_table(eos_token_ids)
         identity = table.identity_of(constraint)
         compile_s: float | None = None
-        if identity not in self._compiled:
+        warnings = self._compiled.get(identity)
+        if warnings is None:
             began_s = time.monotonic()
             check_text(constraint)
             question: dict[str, Any] = {
                 "constraint": {"kind": constraint.kind, "text": constraint.text, "is_lenient": constraint.is_lenient},
                 "eos_token_ids": eos_token_ids,
             }
-            self._process.ask(question, field_of(constraint), given_up)
+            warnings = tuple(self._process.ask(question, field_of(constraint), given_up)["warnings"])
             table.library_table()  # so that the request's own rounds do not wait for it
             compile_s = time.monotonic() - began_s
-            self._compiled[identity] = None
+            self._compiled[identity] = warnings
             while len(self._compiled) > _MAX_REMEMBERED:
                 self._compiled.popitem(last=False)
         self._count(constraint.kind.name.lower(), compile_s)
-        return identity
+        return identity, warnings

@@ -33,6 +33,8 @@ MAX_RENDERED_CHARACTERS = 16 << 20
 _DEVELOPER = "developer"
 _SYSTEM = {"role": "system"}
 _MAX_REASON_CHARACTERS = 500
+#: Most warnings of a constraint that are told.
+_MAX_WARNINGS = 16
 _LENGTH = struct.Struct("<Q")
 
 
@@ -107,8 +109,10 @@ def _tokenizer(model: str, continues: bool) -> Any:
     return continuing_tokenizer(tokenizer) if continues else tokenizer
 
 
-def compile_constraint(setting: Mapping[str, Any], constraint: Mapping[str, Any], eos_token_ids: Sequence[int]) -> None:
-    """Compile a constraint as the targets do. Raises InvalidRequest if that fails."""
+def compile_constraint(
+    setting: Mapping[str, Any], constraint: Mapping[str, Any], eos_token_ids: Sequence[int]
+) -> list[str]:
+    """Compile a constraint as the targets do, and return what it ignores. Raises InvalidRequest if that fails."""
     from specdec.contract.constraint import Constraint, ConstraintKind
     from specdec.structured.matcher import Matcher
 
@@ -116,7 +120,9 @@ def compile_constraint(setting: Mapping[str, Any], constraint: Mapping[str, Any]
     table.library_table()
     with _bounded(CONSTRAINT_CPU_S):
         kind = ConstraintKind(constraint["kind"])
-        Matcher(table, Constraint(kind, constraint["text"], constraint["is_lenient"])).mask(eos_token_ids)
+        matcher = Matcher(table, Constraint(kind, constraint["text"], constraint["is_lenient"]))
+        matcher.mask(eos_token_ids)
+        return [warning[:_MAX_REASON_CHARACTERS] for warning in matcher.warnings[:_MAX_WARNINGS]]
 
 
 @cache
@@ -156,8 +162,7 @@ def _answer(setting: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str,
         if "messages" in request:
             return {"text": render(setting, request["messages"], request["template_arguments"])}
         if "constraint" in request:
-            compile_constraint(setting, **request)
-            return {}
+            return {"warnings": compile_constraint(setting, **request)}
         return {"token_ids": encode(setting, **request)}
     # Every error of the template or the tokenizer becomes an answer, including a panic of the tokenizer.
     except BaseException as error:

@@ -148,7 +148,9 @@ def _checked_compilation(answer: Any, field: str) -> Any:
     if answer is None:
         answer = {"error": f"{field} took more than {CONSTRAINT_CPU_S:g} s or too much memory to compile; simplify it"}
     if "error" in answer:
-        raise InvalidRequest(answer["error"], reason="CONSTRAINT_INVALID", field=field)
+        told = str(answer["error"])
+        told = told if told.startswith(field) else f"{field} cannot be compiled: {told}"
+        raise InvalidRequest(told, reason="CONSTRAINT_INVALID", field=field)
     return answer
 
 

@@ -131,12 +131,19 @@ class Completion:
     """Fingerprint of the target model that decided every token."""
     target_changed: bool = False
     """True if another target model decided the session's previous turn."""
+    constraint_warnings: tuple[str, ...] = ()
+    """Demands of a lenient constraint that the output may not follow, such as unknown keywords of a JSON schema."""
 
     def to_dict(self, *, with_details: bool = False) -> dict[str, Any]:
-        """Return the object that `specdec generate --json` prints: the proto's field names, without the target's."""
+        """Return the object that `specdec generate --json` prints: the proto's field names, without the target's.
+
+        Warnings are in it only if there are any.
+        """
         fields = asdict(self)
-        for name in ("details", "target_fingerprint", "target_changed"):
+        for name in ("details", "target_fingerprint", "target_changed", "constraint_warnings"):
             del fields[name]
+        if self.constraint_warnings:
+            fields["constraint_warnings"] = list(self.constraint_warnings)
         fields["token_ids"] = list(self.token_ids)
         fields["stats"]["accepted_per_position"] = list(self.stats.accepted_per_position)
         return fields | ({"details": [detail.to_dict() for detail in self.details]} if with_details else {})

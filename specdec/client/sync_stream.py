@@ -63,6 +63,11 @@ class Stream(Iterator[Chunk]):
         """True if another target model decided the session's previous turn; False before the first chunk."""
         return self._transcript.target_changed
 
+    @property
+    def constraint_warnings(self) -> tuple[str, ...]:
+        """Demands of a lenient constraint that the output may not follow; empty before the first chunk."""
+        return self._transcript.constraint_warnings
+
     def __next__(self) -> Chunk:
         """Return the next chunk.
 

@@ -40,6 +40,7 @@ class Transcript:
         self.target_fingerprint = ""
         """Fingerprint of the target model; "" until the server has begun."""
         self.target_changed = False
+        self.constraint_warnings: tuple[str, ...] = ()
         self._sizes = sizes
         self._first = request.resume_from
         self._token_ids: list[int] = []
@@ -97,6 +98,7 @@ class Transcript:
             self.num_prompt_tokens = response.started.num_prompt_tokens
             self.target_fingerprint = response.started.target_fingerprint
             self.target_changed = response.started.target_changed
+            self.constraint_warnings = tuple(response.started.constraint_warnings)
             self._sizes.begin(self.request.session_id, self.request_id)
         if event != "tokens":
             return None
@@ -129,4 +131,5 @@ class Transcript:
             details=tuple(self._details),
             target_fingerprint=self.target_fingerprint,
             target_changed=self.target_changed,
+            constraint_warnings=self.constraint_warnings,
         )

@@ -55,6 +55,11 @@ class Matcher:
         self._taken: TokenIds = np.empty(0, dtype=np.uint32)
         """Tokens of the output that the library's matcher has consumed."""
 
+    @property
+    def warnings(self) -> list[str]:
+        """Demands of a lenient constraint that are not followed, in the library's words, each once."""
+        return list(dict.fromkeys(self._matcher.get_grammar_warnings()))
+
     def align(self, token_ids: TokenIds) -> None:
         """Go to the state after these tokens of the output.
 

@@ -82,7 +82,9 @@ def _require_supported(tokenizer: PreTrainedTokenizerFast, eos_token_ids: Sequen
             field="constraint",
         )
     if not eos_token_ids:
-        raise Unsupported("constraint: the model has no end token, so a constrained output could not end")
+        raise Unsupported(
+            "constraint: the model has no end token, so a constrained output could not end", field="constraint"
+        )
 
 
 def _table_hash(tokenizer: PreTrainedTokenizerFast, eos_token_ids: Sequence[int]) -> bytes:

@@ -163,20 +163,22 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., tokens: _Optional[_Union[TokenChunk, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("session_id", "request_id", "num_prompt_tokens", "seed", "target_fingerprint", "target_changed")
+    __slots__ = ("session_id", "request_id", "num_prompt_tokens", "seed", "target_fingerprint", "target_changed", "constraint_warnings")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TARGET_CHANGED_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_WARNINGS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     request_id: str
     num_prompt_tokens: int
     seed: int
     target_fingerprint: str
     target_changed: bool
-    def __init__(self, session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., target_changed: bool = ...) -> None: ...
+    constraint_warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., target_changed: bool = ..., constraint_warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TokenChunk(_message.Message):
     __slots__ = ("index", "token_ids", "text", "details", "num_draft_tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
 
 from coordinator.generation.request_log import (
@@ -13,6 +14,7 @@ from coordinator.generation.request_log import (
     record_of,
 )
 from coordinator.requests import GenerationIdentity, RequestParameters, RequestStats, SpeculationChoice
+from specdec.contract.constraint import Constraint
 from specdec.contract.types import Mode, SamplingFilters, SamplingParams
 
 
@@ -45,6 +47,16 @@ def test_parameters_survive_the_store_bit_for_bit() -> None:
     stored = decode_parameters(encode_parameters(parameters()))
     assert dict(stored.sampling.filters.logit_bias) == dict(parameters().sampling.filters.logit_bias)
     assert stored == parameters()
+
+
+def test_a_constraint_survives_the_store_with_its_warnings() -> None:
+    plain = parameters()
+    constraint = Constraint.json_schema({"enum": ["é", None]}, is_lenient=True)
+    filters = replace(plain.sampling.filters, constraint_id=bytes(range(16)))
+    sampling = replace(plain.sampling, constraint=constraint, filters=filters)
+    for warnings in ((), ('Unimplemented keys: ["not"]', "Unknown format: é")):
+        kept = replace(plain, sampling=sampling, constraint_warnings=warnings)
+        assert decode_parameters(encode_parameters(kept)) == kept
 
 
 def test_statistics_survive_the_store_and_missing_counters_are_zero() -> None:
