@@ -165,6 +165,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
             tokenizer=tokenizer,
             default_mode=Mode[settings.default_mode.upper()],
             tenants=CallTenants(settings.tenant, reads_header=settings.tenant_header == "on"),
+            allows_grammars=settings.allow_grammars,
             default_sampling=recommended_sampling(settings.tokenizer),
             canary=canary,
             tracing=tracing,

@@ -75,6 +75,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         tokenizer: ServedTokenizer,
         default_mode: Mode,
         tenants: CallTenants,
+        allows_grammars: bool = False,
         default_sampling: Mapping[str, float | int] = MappingProxyType({}),
         canary: Canary | None = None,
         tracing: Tracing | None = None,
@@ -89,6 +90,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             tokenizer: tokenizer of the target model.
             default_mode: speculation mode of requests that name none.
             tenants: decides which tenant a call is served for.
+            allows_grammars: whether requests may hold grammars.
             default_sampling: sampling parameters that the model recommends, by field name; reported by `GetInfo`.
             canary: promotes draft pools; None if requests are not routed.
             tracing: records a span of each Generate call; None: none is recorded.
@@ -99,7 +101,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._target_models = target_models
         self._draft_sources = draft_sources
         self._tokenizer = tokenizer
-        self._constraints = ConstraintAdmission(tokenizer, generations.count_constrained)
+        self._constraints = ConstraintAdmission(
+            tokenizer, generations.count_constrained, allows_grammars=allows_grammars
+        )
         self._default_mode = default_mode
         self._tenants = tenants
         recommended: dict[str, Any] = dict(default_sampling)

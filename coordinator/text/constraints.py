@@ -16,7 +16,8 @@ from typing import Any
 from coordinator.requests import GenerationRequest
 from coordinator.text.text_process import TextProcess, in_thread
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.contract.constraint import Constraint
+from specdec.contract.constraint import Constraint, ConstraintKind
+from specdec.contract.errors import Unsupported
 from specdec.structured.grammar import check_text, field_of
 
 #: Number of constraints that are remembered as compiled.
@@ -26,14 +27,18 @@ _MAX_REMEMBERED = 1024
 class ConstraintAdmission:
     """Checks the constraints of requests. Used from one event loop."""
 
-    def __init__(self, tokenizer: ServedTokenizer, count: Callable[[str, float | None], None]) -> None:
+    def __init__(
+        self, tokenizer: ServedTokenizer, count: Callable[[str, float | None], None], *, allows_grammars: bool
+    ) -> None:
         """
         Args:
             tokenizer: tokenizer of the target model.
             count: counts a constraint by its kind, with the seconds of its compilation; None if it was known.
+            allows_grammars: whether clients may send grammars, whose masks can take much more time than others.
         """
         self._count = count
         self._tokenizer = tokenizer
+        self._allows_grammars = allows_grammars
         self._process = TextProcess({"model": tokenizer.model})
         self._compiled: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
         """Warnings of each compiled constraint, by its identity."""
@@ -47,12 +52,20 @@ class ConstraintAdmission:
 
         Raises:
             InvalidRequest: the constraint cannot be compiled within the limits (CONSTRAINT_INVALID).
-            Unsupported: the model's tokenizer cannot follow constraints, or llguidance is not installed.
+            Unsupported: the constraint is a grammar and those are off, the model's tokenizer cannot follow
+                constraints, or llguidance is not installed.
             Unavailable: the process cannot be started.
         """
         sampling = request.sampling
         if sampling.constraint is None:
             return request
+        if sampling.constraint.kind is ConstraintKind.GRAMMAR and not self._allows_grammars:
+            field = field_of(sampling.constraint)
+            raise Unsupported(
+                f"{field} is not accepted: grammars of clients are off; use a JSON schema, a regular expression or "
+                "choices, or start the coordinator with --allow-grammars",
+                field=field,
+            )
         identity, warnings = await in_thread(self._compile, sampling.constraint, eos_token_ids)
         filters = replace(
             sampling.filters,

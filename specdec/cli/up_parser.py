@@ -44,6 +44,7 @@ _SERVICE_FLAGS = (
     _ServiceFlag("route", ("coordinator",), default="none, and auto among the demo's drafts"),
     _ServiceFlag("tenant", ("coordinator",)),
     _ServiceFlag("learning_log", ("coordinator",)),
+    _ServiceFlag("allow_grammars", ("coordinator",)),
     _ServiceFlag("otlp_endpoint", ("coordinator", "gateway")),
     _ServiceFlag("trace_share", ("coordinator", "gateway")),
     _ServiceFlag("api_keys", ("coordinator", "gateway")),

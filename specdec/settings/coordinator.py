@@ -96,6 +96,10 @@ class CoordinatorSettings(AccessSettings, TracingSettings, DiallingSettings, Ser
     """Speculation mode of requests that name none. A sampled request with a seed is served in the mode coupled instead,
     unless this is off, which gives the same text: so one seed gives one text."""
 
+    allow_grammars: bool = False
+    """Accept grammars in requests (Lark or GBNF). A grammar can take seconds for each token, on a processor that other
+    sessions need. JSON schemas, regular expressions and choices are always accepted."""
+
     draft_timeout_s: float | None = Field(default=5.0, gt=0.0)
     """Limit on the seconds that a round waits for its draft before it continues without one. The usual wait is far
     shorter: a multiple of what the pool's drafts have taken. "none": wait until the draft answers or dies."""
