@@ -10,7 +10,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
+
+from specdec.contract.errors import InvalidRequest
 
 #: Length of a constraint's identity, in bytes.
 CONSTRAINT_ID_BYTES = 16
@@ -29,6 +31,19 @@ class ConstraintKind(IntEnum):
     GRAMMAR = 5
 
 
+@runtime_checkable
+class _Model(Protocol):
+    """A pydantic model, which this package does not import."""
+
+    def model_json_schema(self) -> dict[str, Any]:
+        """Return the JSON schema."""
+        ...
+
+
+Schema = Mapping[str, Any] | str | bool | _Model | type[_Model]
+"""A JSON schema: an object or true or false, its JSON text, or a pydantic model."""
+
+
 @dataclass(frozen=True, slots=True)
 class Constraint:
     """The form that an output must have."""
@@ -40,9 +55,24 @@ class Constraint:
     """True if keywords of a JSON schema that cannot be enforced are ignored instead of refused."""
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | str, *, is_lenient: bool = False) -> Constraint:
-        """Return a constraint to JSON of a schema, given as an object or as JSON text."""
-        text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+    def json_schema(cls, schema: Schema, *, is_lenient: bool = False) -> Constraint:
+        """Return a constraint to JSON of a schema.
+
+        Args:
+            schema: the schema as an object, as JSON text, or a pydantic model.
+            is_lenient: ignore keywords that cannot be enforced, which `Completion.constraint_warnings` names, instead
+                of refusing the schema.
+
+        Raises:
+            InvalidRequest: `schema` is something else, or an object that JSON cannot spell.
+        """
+        if isinstance(schema, _Model):
+            schema = schema.model_json_schema()
+        if not isinstance(schema, str | bool | Mapping):
+            raise _wrong(
+                "json_schema", f"must be an object, its JSON text or a pydantic model, got {type(schema).__name__}"
+            )
+        text = schema if isinstance(schema, str) else _json_of("json_schema", schema)
         return cls(ConstraintKind.JSON_SCHEMA, text, is_lenient)
 
     @classmethod
@@ -52,15 +82,35 @@ class Constraint:
 
     @classmethod
     def regex(cls, pattern: str) -> Constraint:
-        """Return a constraint to a regular expression, which the whole output matches."""
-        return cls(ConstraintKind.REGEX, pattern)
+        """Return a constraint to a regular expression, which the whole output matches. Raises InvalidRequest."""
+        return cls(ConstraintKind.REGEX, _text_of("regex", pattern))
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Constraint:
-        """Return a constraint to one of some texts."""
-        return cls(ConstraintKind.CHOICE, json.dumps(list(texts), ensure_ascii=False))
+        """Return a constraint to one of some texts. Raises InvalidRequest for a single text."""
+        if isinstance(texts, str) or not isinstance(texts, Sequence):
+            raise _wrong("choice", f"must be a list of texts, got {type(texts).__name__}")
+        return cls(ConstraintKind.CHOICE, _json_of("choice", [_text_of("choice", text) for text in texts]))
 
     @classmethod
     def grammar(cls, text: str) -> Constraint:
-        """Return a constraint to a Lark or GBNF grammar."""
-        return cls(ConstraintKind.GRAMMAR, text)
+        """Return a constraint to a Lark or GBNF grammar, if the server accepts those. Raises InvalidRequest."""
+        return cls(ConstraintKind.GRAMMAR, _text_of("grammar", text))
+
+
+def _json_of(kind: str, value: Any) -> str:
+    try:
+        return json.dumps(value if isinstance(value, bool | list) else dict(value), ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _wrong(kind, f"cannot be written as JSON: {error}") from None
+
+
+def _text_of(kind: str, text: Any) -> str:
+    if not isinstance(text, str):
+        raise _wrong(kind, f"must be text, got {type(text).__name__}")
+    return text
+
+
+def _wrong(kind: str, problem: str) -> InvalidRequest:
+    field = f"constraint.{kind}"
+    return InvalidRequest(f"{field} {problem}", field=field)
