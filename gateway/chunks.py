@@ -20,7 +20,7 @@ from gateway.logprobs import chat_logprobs, completion_logprobs
 from gateway.outputs import Event
 from gateway.schemas.common import StreamOptions
 from gateway.sse import DONE, encode_event
-from gateway.usage import FINISH_REASONS, metrics_object, usage_object, usage_of
+from gateway.usage import FINISH_REASONS, metrics_object, usage_object, usage_of, warnings_of
 from specdec.client import Chunk, Completion, TokenDetail
 from specdec.contract.errors import SpecdecError
 from specdec.contract.types import TokenSource
@@ -88,7 +88,7 @@ class ChunkEncoder(ABC):
                 output.completion = event.completion
                 reason = json.dumps(FINISH_REASONS.get(event.completion.finish_reason))
                 is_last = len(self._completions()) == self._options.num_outputs
-                extra = self._metrics() if self._options.has_metrics and is_last else ""
+                extra = self._summary() if is_last else ""
                 yield self._event(event, output, f'{self._delta("")},{_NO_LOGPROBS},"finish_reason":{reason}', extra)
         yield (self._usage_event() if self._options.stream_options.include_usage else b"") + DONE
 
@@ -148,8 +148,13 @@ class ChunkEncoder(ABC):
     def _provenance(self, chunk: Chunk) -> str:
         return f',"specdec":{_json(provenance_object(chunk))}' if self._options.has_provenance else ""
 
-    def _metrics(self) -> str:
-        return f',"metrics":{_json(metrics_object(self._completions()))}'
+    def _summary(self) -> str:
+        """Return the fields of the last choice's last chunk that are about the whole request."""
+        completions = self._completions()
+        fields = warnings_of(completions)
+        if self._options.has_metrics:
+            fields["metrics"] = metrics_object(completions)
+        return f",{_json(fields)[1:-1]}" if fields else ""
 
     def _usage_event(self) -> bytes:
         completions = self._completions()

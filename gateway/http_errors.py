@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from gateway.schemas.common import ForeignField
+from gateway.schemas.common import ForeignField, refuse
 from specdec.contract.errors import InvalidRequest, ResourceExhausted, SpecdecError, Unavailable
 
 _STATUS_BY_CODE = {
@@ -179,6 +179,8 @@ def read_validation_error(errors: Sequence[Mapping[str, Any]], content_type: str
         return InvalidRequest("the request body must be JSON: send the header content-type: application/json")
     if not field and kind == "missing":
         return InvalidRequest("the request body must be a JSON object, got none")
+    if kind == "extra_forbidden":
+        return refuse(field, "it is not known here, and could demand something of the output; leave it out")
     message = _VALUE_ERROR.sub("", message).replace("Input should", "must").replace("Field required", "is required")
     return InvalidRequest(f"{field or 'the request body'}: {message}", field=field)
 

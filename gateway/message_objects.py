@@ -11,7 +11,7 @@ from gateway.http_errors import anthropic_error_object, status_of
 from gateway.outputs import Event
 from gateway.schemas.messages import MessagesRequest
 from gateway.sse import encode_event
-from gateway.usage import metrics_object
+from gateway.usage import metrics_object, warnings_of
 from specdec.client import Completion
 from specdec.contract.errors import SpecdecError
 
@@ -35,7 +35,7 @@ def message_object(
         "content": [{"type": "text", "text": completion.text}],
         "usage": _usage(completion),
         "session_id": completion.session_id,
-    }
+    } | warnings_of([completion])
     return message | ({"metrics": metrics_object([completion])} if body.wants_metrics else {})
 
 
@@ -92,7 +92,9 @@ class MessageEvents:
         )
 
     def _end(self, completion: Completion, stop_sequence: str | None) -> bytes:
-        extra = {"metrics": metrics_object([completion])} if self._body.wants_metrics else {}
+        extra = warnings_of([completion])
+        if self._body.wants_metrics:
+            extra["metrics"] = metrics_object([completion])
         delta = _ending(completion, stop_sequence)
         return b"".join(
             (

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from gateway.metrics import GatewayMetrics
 from gateway.middleware import time_left_s, traceparent
+from gateway.schemas.constraints import StatedConstraint, in_their_words
 from gateway.upstream import Served
 from specdec.client import AsyncClient, AsyncStream, Chunk, Completion, GenerateOptions
 from specdec.contract.errors import InvalidRequest, NotFound, SessionLost, SpecdecError
@@ -206,10 +207,16 @@ async def _generated(
     options = cast(
         GenerateOptions, {**job.options, **(session or {}), "traceparent": traceparent(), "timeout": time_left_s()}
     )
-    async with client.generate(job.prompt, stream=True, **options) as stream:
-        async for chunk in stream:
-            yield Event(job.index, stream, chunk)
-        yield Event(job.index, stream, None, await stream.result())
+    constraint = options.get("constraint")
+    try:
+        async with client.generate(job.prompt, stream=True, **options) as stream:
+            async for chunk in stream:
+                yield Event(job.index, stream, chunk)
+            yield Event(job.index, stream, None, await stream.result())
+    except SpecdecError as error:
+        if isinstance(constraint, StatedConstraint):
+            raise in_their_words(error, constraint.field) from None
+        raise
 
 
 @contextlib.asynccontextmanager

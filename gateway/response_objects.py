@@ -13,7 +13,7 @@ from gateway.logprobs import chat_logprobs
 from gateway.outputs import Event
 from gateway.schemas.responses import ResponseRequest
 from gateway.sse import encode_event
-from gateway.usage import metrics_object
+from gateway.usage import metrics_object, warnings_of
 from specdec.client import Chunk, Completion
 from specdec.contract.errors import SpecdecError
 
@@ -59,7 +59,7 @@ class ResponseShape:
             "reasoning": {"effort": None, "summary": None},
             "store": body.store is not False,
             "temperature": body.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": body.text_format},
             "tool_choice": "none",
             "tools": [],
             "top_logprobs": body.top_logprobs or 0,
@@ -78,6 +78,7 @@ class ResponseShape:
             "session_id": completion.session_id,
             "system_fingerprint": completion.target_fingerprint[:FINGERPRINT_CHARS],
         }
+        answer |= warnings_of([completion])
         return answer | ({"metrics": metrics_object([completion])} if self.body.wants_metrics else {})
 
     def item(self, completion: Completion | None = None) -> dict[str, Any]:

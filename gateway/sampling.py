@@ -19,18 +19,16 @@ from gateway.schemas.common import (
     Int,
     Items,
     Number,
-    Object,
     Speculation,
     StreamOptions,
     StrictInt,
     Text,
     TokenIds,
-    is_plain,
     refuse,
     whole_number,
     without_nulls,
 )
-from specdec.client import GenerateOptions
+from specdec.client import Constraint, GenerateOptions
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import FILTER_RANGES, LEAST_SEED, NUM_SEEDS, RECOMMENDED_FILTERS
 
@@ -113,8 +111,6 @@ class SamplingFields(Body):
     """Not supported."""
     function_call: Any = None
     """Not supported."""
-    response_format: Object | None = None
-    """Only {"type": "text"} is supported."""
     best_of: Int | None = None
     """Only 1 is supported."""
     use_beam_search: Flag | None = None
@@ -137,6 +133,10 @@ class SamplingFields(Body):
         """Number of outputs for each prompt."""
         return self.n or 1
 
+    def constraint(self) -> Constraint | None:
+        """Return the form that the output must have; None for any. Raises InvalidRequest."""
+        return None
+
     @property
     def wants_metrics(self) -> bool:
         return bool(self.return_metrics or (self.stream_options and self.stream_options.include_metrics))
@@ -148,7 +148,6 @@ class SamplingFields(Body):
             ("tool_choice", self.tool_choice not in (None, "none"), GRAMMARS),
             ("functions", self.functions, GRAMMARS),
             ("function_call", self.function_call not in (None, "none"), GRAMMARS),
-            ("response_format", not is_plain(self.response_format), GRAMMARS),
             ("best_of", self.best_of not in (None, 1), "outputs are sampled, not searched; use n"),
             ("use_beam_search", self.use_beam_search, "outputs are sampled, not searched"),
             ("prompt_logprobs", self.prompt_logprobs is not None, "logprobs are those of output tokens"),
@@ -168,7 +167,7 @@ class SamplingFields(Body):
             recommended: sampling parameters that the model recommends.
 
         Raises:
-            InvalidRequest: a key of `logit_bias` is not a token id.
+            InvalidRequest: a key of `logit_bias` is not a token id, or the output's form cannot be demanded.
         """
         given: dict[str, Any] = {name: value for name, value in recommended.items() if name in RECOMMENDED_FILTERS}
         given |= {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
@@ -178,6 +177,8 @@ class SamplingFields(Body):
             given["top_k"] = 0
         if self.logit_bias:
             given["logit_bias"] = {_token_id(key): value for key, value in self.logit_bias.items()}
+        if (constraint := self.constraint()) is not None:
+            given["constraint"] = constraint
         given["provenance"] = bool(self.return_provenance)
         if self.speculation is not None:
             given |= self.speculation.model_dump(exclude_none=True)

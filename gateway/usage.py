@@ -62,6 +62,12 @@ def metrics_object(completions: Sequence[Completion]) -> dict[str, Any]:
     }
 
 
+def warnings_of(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return the field with what a lenient schema demands and the outputs may not follow; none without warnings."""
+    warnings = dict.fromkeys(warning for completion in completions for warning in completion.constraint_warnings)
+    return {"specdec": {"constraint_warnings": [*warnings]}} if warnings else {}
+
+
 def num_drafts_of(stats: GenerationStats) -> int:
     """Return the number of rounds that had a draft."""
     return stats.num_rounds - stats.num_target_only_steps

@@ -19,7 +19,7 @@ from gateway.outputs import Outputs, plan, room_of, session_options
 from gateway.schemas.chat import ChatRequest
 from gateway.schemas.common import StreamOptions
 from gateway.sse import while_connected
-from gateway.usage import FINISH_REASONS, metrics_object, usage_of
+from gateway.usage import FINISH_REASONS, metrics_object, usage_of, warnings_of
 from specdec.client import Completion
 
 
@@ -73,6 +73,7 @@ def _answer(answer_id: str, model: str, body: ChatRequest, completions: Sequence
         "choices": [_choice(index, body, completion) for index, completion in enumerate(completions)],
         "usage": usage_of(completions, body.num_outputs),
     }
+    answer |= warnings_of(completions)
     return answer | ({"metrics": metrics_object(completions)} if body.wants_metrics else {})
 
 

@@ -19,7 +19,7 @@ from gateway.outputs import Outputs, plan, session_options
 from gateway.schemas.common import StreamOptions
 from gateway.schemas.completions import CompletionRequest, Prompt
 from gateway.sse import while_connected
-from gateway.usage import FINISH_REASONS, metrics_object, usage_of
+from gateway.usage import FINISH_REASONS, metrics_object, usage_of, warnings_of
 from specdec.client import AsyncClient, Completion
 
 
@@ -86,6 +86,7 @@ def _answer(
         "choices": choices,
         "usage": usage_of(completions, body.num_outputs),
     }
+    answer |= warnings_of(completions)
     return answer | ({"metrics": metrics_object(completions)} if body.wants_metrics else {})
 
 

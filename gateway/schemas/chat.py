@@ -7,7 +7,6 @@ from typing import Annotated, Any, cast
 
 from pydantic import Field
 
-from gateway.sampling import SamplingFields
 from gateway.schemas.common import (
     WHOLE,
     Flag,
@@ -20,6 +19,7 @@ from gateway.schemas.common import (
     Text,
     refuse,
 )
+from gateway.schemas.constraints import CompletionFields
 from specdec.client import ChatMessage, GenerateOptions
 from specdec.contract.errors import InvalidRequest
 
@@ -50,7 +50,7 @@ class Message(Request):
         return cast(ChatMessage, {"content": None, **self.model_dump(exclude_none=True)})
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(CompletionFields):
     """A conversation, and how to continue it."""
 
     messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]

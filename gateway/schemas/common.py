@@ -9,7 +9,7 @@ elements would take a minute.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
@@ -22,6 +22,7 @@ _PLAIN = {"type": "text"}
 _API_DEPTH = 16
 
 GRAMMARS = "there are no grammars yet"
+_NO_TEXT = "this route generates no text"
 _FOREIGN = "it would change the text, and this route has no such field; leave it out, or use the route's own"
 
 
@@ -97,14 +98,31 @@ class Body(Request):
 
     generates: ClassVar[bool] = False
     """The route generates text."""
+    form_fields: ClassVar[str] = ""
+    """Fields of the route that demand a form of the output."""
+    carried: ClassVar[Mapping[str, Collection[str]]] = {}
+    """Known fields in the objects that are carriers of foreign fields elsewhere."""
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_foreign(cls, fields: Any) -> Any:
         """Refuse unknown fields that would change the output, which must not be ignored. Raises InvalidRequest."""
-        for name, reason in _foreign(fields, cls.model_fields, cls.generates) if isinstance(fields, dict) else ():
+        for name, reason in cls._foreign(fields, cls.model_fields) if isinstance(fields, dict) else ():
             raise ForeignField(f"{name} is not supported: {reason}", field=name, reason="UNSUPPORTED")
         return fields
+
+    @classmethod
+    def _foreign(cls, fields: Mapping[str, Any], known: Collection[str]) -> Iterator[tuple[str, str]]:
+        """Yield the fields that are set and not known, if they would change the output, each with the reason."""
+        for name, value in fields.items():
+            if name not in known and value is not None:
+                if constrains_output(name) and _demands(value):
+                    yield name[:64], f"use {cls.form_fields}" if cls.form_fields else _NO_TEXT
+                elif cls.generates and changes_text(name, value):
+                    yield name[:64], _FOREIGN
+            if is_carrier(name) and isinstance(value, dict):
+                inside = cls._foreign(value, cls.carried.get(name, ()))
+                yield from ((f"{name}.{inner}", reason) for inner, reason in inside)
 
 
 class ForeignField(InvalidRequest):
@@ -145,26 +163,9 @@ def unicode_text(text: str, field: str) -> str:
     return text
 
 
-def _foreign(fields: Mapping[str, Any], known: Mapping[str, Any], generates: bool) -> Iterator[tuple[str, str]]:
-    """Yield the fields that are set and that `known` lacks, if they would change the output, each with the reason."""
-    for name, value in fields.items():
-        if name not in known and value is not None:
-            if constrains_output(name) and _demands(value):
-                yield name[:64], GRAMMARS
-            elif generates and changes_text(name, value):
-                yield name[:64], _FOREIGN
-        if is_carrier(name) and isinstance(value, dict):
-            yield from ((f"{name}.{inner}", reason) for inner, reason in _foreign(value, {}, generates))
-
-
 def _demands(constraint: Any) -> bool:
     """Return whether a constraint is set. An empty schema demands JSON; an object of nulls alone is absent."""
-    return constraint == {} or not is_plain(without_nulls(constraint))
-
-
-def is_plain(output_format: Any) -> bool:
-    """Return whether a format of the output is absent or text, and nothing beside it could constrain the text."""
-    return not output_format or output_format == _PLAIN
+    return constraint == {} or without_nulls(constraint) not in (None, {}, _PLAIN)
 
 
 def refuse(field: str, reason: str) -> InvalidRequest:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from gateway.sampling import SamplingFields
 from gateway.schemas.common import WHOLE, Flag, Items, Positive, StrictInt, Text, TokenIds, refuse
+from gateway.schemas.constraints import CompletionFields
 from specdec.client import GenerateOptions
 from specdec.contract.errors import InvalidRequest
 
@@ -22,7 +22,7 @@ Prompt = str | Sequence[int]
 """A text, or token ids."""
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(CompletionFields):
     """Texts or token ids, and how to continue each."""
 
     prompt: Text | TokenIds | Items[Text] | Items[TokenIds]

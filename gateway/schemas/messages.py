@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -21,7 +21,8 @@ from gateway.schemas.common import (
     refuse,
     unicode_text,
 )
-from specdec.client import ChatMessage, GenerateOptions
+from gateway.schemas.constraints import JsonOutputFormat, OrNothing
+from specdec.client import ChatMessage, Constraint, GenerateOptions
 from specdec.contract.errors import InvalidRequest
 
 Content = Text | Items[Object]
@@ -36,8 +37,17 @@ class InputMessage(Request):
     """Text, or blocks of the type text."""
 
 
+class OutputConfig(Request):
+    """Form of the output."""
+
+    format: Annotated[JsonOutputFormat | None, OrNothing] = None
+    """JSON schema of the output."""
+
+
 class Conversation(Body):
     """A conversation with its system prompt."""
+
+    carried: ClassVar[Mapping[str, Collection[str]]] = {"output_config": ("format",)}
 
     model: Text | None = None
     """Name of the model; absent: the one that is served."""
@@ -53,8 +63,8 @@ class Conversation(Body):
     """Only {"type": "none"} is supported."""
     thinking: Object | None = None
     """Only {"type": "disabled"} is supported."""
-    output_config: Object | None = None
-    """A format is not supported."""
+    output_config: OutputConfig | None = None
+    """Form of the output."""
     mcp_servers: Items[Any] | None = None
     """Not supported."""
     container: Any = None
@@ -67,7 +77,6 @@ class Conversation(Body):
             ("tools", self.tools, GRAMMARS),
             ("tool_choice", choice not in (None, "none"), GRAMMARS),
             ("thinking", (self.thinking or {}).get("type", "disabled") != "disabled", "the output is text alone"),
-            ("output_config.format", (self.output_config or {}).get("format"), GRAMMARS),
             ("mcp_servers", self.mcp_servers, "the model has the conversation alone"),
             ("container", self.container, "the model has the conversation alone"),
         ):
@@ -94,6 +103,9 @@ class CountTokensRequest(Conversation):
 class MessagesRequest(SamplingFields, Conversation):
     """A conversation, and how to continue it."""
 
+    form_fields: ClassVar[str] = "output_config.format"
+    carried: ClassVar[Mapping[str, Collection[str]]] = Conversation.carried
+
     max_tokens: Positive
     """Most output tokens."""
     stop_sequences: Items[Text] | None = None
@@ -114,6 +126,10 @@ class MessagesRequest(SamplingFields, Conversation):
         SamplingFields.require_supported(self.model_copy(update={"tool_choice": None}))
         if self.num_outputs > 1:
             raise refuse("n", "a message has one output")
+
+    def constraint(self) -> Constraint | None:
+        output_format = self.output_config and self.output_config.format
+        return output_format.constraint("output_config.format") if output_format else None
 
     def options(self, recommended: Mapping[str, float | int]) -> GenerateOptions:
         given = super().options(recommended)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
 from gateway.sampling import SamplingFields
 from gateway.schemas.chat import MAX_MESSAGES, MAX_TOP_LOGPROBS
 from gateway.schemas.common import (
-    GRAMMARS,
     WHOLE,
     Flag,
     FreeObject,
@@ -20,12 +19,12 @@ from gateway.schemas.common import (
     Request,
     StrictInt,
     Text,
-    is_plain,
     refuse,
     unicode_text,
     without_nulls,
 )
-from specdec.client import ChatMessage, GenerateOptions
+from gateway.schemas.constraints import OrNothing, TextFormat
+from specdec.client import ChatMessage, Constraint, GenerateOptions
 from specdec.client.messages import TextPart
 from specdec.contract.errors import InvalidRequest
 
@@ -68,8 +67,18 @@ class InputItem(Request):
         return parts
 
 
+class ResponseText(Request):
+    """Form of the output."""
+
+    format: Annotated[TextFormat | None, OrNothing] = None
+    """Form of the output: text, a JSON object, or JSON of a schema."""
+
+
 class ResponseRequest(SamplingFields):
     """The next turn of a conversation."""
+
+    form_fields: ClassVar[str] = "text.format"
+    carried: ClassVar[Mapping[str, Collection[str]]] = {"text": ("format",)}
 
     input: Text | Annotated[Items[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     """A text of the user, or messages."""
@@ -90,8 +99,8 @@ class ResponseRequest(SamplingFields):
     chat_template_kwargs: FreeObject | None = None
     """Further variables of the chat template."""
 
-    text: Object | None = None
-    """Only the format {"type": "text"} is supported."""
+    text: ResponseText | None = None
+    """Form of the output."""
     background: Flag | None = None
     """Not supported."""
     conversation: Any = None
@@ -104,6 +113,12 @@ class ResponseRequest(SamplingFields):
     """Only "disabled" is supported."""
 
     @property
+    def text_format(self) -> Mapping[str, Any]:
+        """Form of the output, as the response repeats it."""
+        output_format = self.text and self.text.format
+        return output_format.model_dump(by_alias=True, exclude_none=True) if output_format else {"type": "text"}
+
+    @property
     def has_logprobs(self) -> bool:
         return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
 
@@ -112,7 +127,6 @@ class ResponseRequest(SamplingFields):
         super().require_supported()
         for name, value, reason in (
             ("n", self.num_outputs > 1, "a response has one output"),
-            ("text.format", not is_plain((self.text or {}).get("format")), GRAMMARS),
             ("background", self.background, "a response is generated while its client waits"),
             ("conversation", self.conversation, "use previous_response_id"),
             ("prompt", self.prompt, "the server stores no prompts; send input and instructions"),
@@ -131,6 +145,10 @@ class ResponseRequest(SamplingFields):
         if isinstance(self.input, str):
             return [{"role": "user", "content": unicode_text(self.input, "input")}]
         return [item.message(f"input[{index}]") for index, item in enumerate(self.input)]
+
+    def constraint(self) -> Constraint | None:
+        output_format = self.text and self.text.format
+        return output_format.constraint("text.format") if output_format else None
 
     def options(self, recommended: Mapping[str, float | int]) -> GenerateOptions:
         given = super().options(recommended)

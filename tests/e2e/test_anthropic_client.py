@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import pytest
 
-from tests.support.gateway_system import MESSAGES, MODEL
+from tests.support.gateway_system import MESSAGES, MODEL, System
+from tests.support.output_forms import ENOUGH_TOKENS, LENIENT_SCHEMA, Ticket, Verdict
 
 
 def send(claude: anthropic.Anthropic, **options: Any) -> Any:
@@ -109,3 +112,42 @@ def test_what_can_never_succeed_is_a_400_in_anthropic_s_form(
 def test_an_unknown_model_is_404(claude: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError):
         send(claude, model="claude-sonnet")
+
+
+# ---- structured output -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo_claude(demo: System) -> Iterator[anthropic.Anthropic]:
+    """A client of the demo pair, whose tokenizer is of bytes."""
+    with anthropic.Anthropic(base_url=f"http://{demo.http}", api_key="unused", timeout=240, max_retries=0) as client:
+        yield client
+
+
+def demanded(**options: Any) -> dict[str, Any]:
+    """Options of a message about a module."""
+    hello = [{"role": "user", "content": "import os"}]
+    return {"model": MODEL, "messages": hello, "max_tokens": ENOUGH_TOKENS, **options}
+
+
+def test_the_client_parses_a_message_as_the_pydantic_model_that_it_demands(demo_claude: anthropic.Anthropic) -> None:
+    seeded = {"seed": 7}
+    message = demo_claude.messages.parse(**demanded(output_format=Verdict, extra_body=seeded))
+    assert isinstance(message.parsed_output, Verdict)
+    assert message.stop_reason == "end_turn"
+    with demo_claude.messages.stream(**demanded(output_format=Verdict, extra_body=seeded)) as stream:
+        assert "".join(stream.text_stream) == message.content[0].text
+        assert stream.get_final_message().parsed_output == message.parsed_output
+
+
+def test_a_schema_is_enforced_as_a_whole_or_refused_by_its_field(demo_claude: anthropic.Anthropic) -> None:
+    form = {"format": {"type": "json_schema", "schema": Ticket.model_json_schema()}, "effort": "low"}
+    message = demo_claude.messages.create(**demanded(output_config=form))
+    assert Ticket.model_validate(json.loads(message.content[0].text))
+    counted = demo_claude.messages.count_tokens(model=MODEL, messages=MESSAGES, output_config=form)
+    assert counted.input_tokens > 0
+    form["format"]["schema"] = LENIENT_SCHEMA  # type: ignore[index]
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        demo_claude.messages.create(**demanded(output_config=form))
+    words = "output_config.format.schema cannot be followed: Unimplemented keys"
+    assert words in refused.value.message

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
 from specdec.client import Client
-from tests.support.gateway_system import MODEL, PROMPT, chat
+from tests.support.gateway_system import MODEL, PROMPT, System, chat
+from tests.support.output_forms import ENOUGH_TOKENS, LENIENT_SCHEMA, WARNINGS, Ticket
 
 
 def respond(client: openai.OpenAI, **options: Any) -> Any:
@@ -162,3 +165,54 @@ def test_what_can_never_succeed_is_a_400_that_names_its_field(
     with pytest.raises(openai.BadRequestError) as refused:
         respond(client, **options)
     assert refused.value.param == param
+
+
+# ---- structured output -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo_client(demo: System) -> Iterator[openai.OpenAI]:
+    """A client of the demo pair, whose tokenizer is of bytes."""
+    with openai.OpenAI(base_url=demo.base_url, api_key="unused", timeout=240, max_retries=0) as client:
+        yield client
+
+
+def demanded(**options: Any) -> dict[str, Any]:
+    """Options of a sampled response about a module."""
+    return {"model": MODEL, "input": "import os", "max_output_tokens": ENOUGH_TOKENS, "temperature": 1.0, **options}
+
+
+def test_the_client_parses_a_response_as_the_pydantic_model_that_it_demands(demo_client: openai.OpenAI) -> None:
+    seeded = {"seed": 7}
+    whole = demo_client.responses.parse(**demanded(text_format=Ticket, extra_body=seeded))
+    assert isinstance(whole.output_parsed, Ticket)
+    assert (whole.status, whole.text.format.type, whole.text.format.strict) == ("completed", "json_schema", True)
+    with demo_client.responses.stream(**demanded(text_format=Ticket, extra_body=seeded)) as stream:
+        kinds = [event.type for event in stream]
+        last = stream.get_final_response()
+    assert kinds[-1] == "response.completed"
+    assert (last.output_text, last.output_parsed) == (whole.output_text, whole.output_parsed)
+
+
+def test_a_turn_has_its_own_form(demo_client: openai.OpenAI) -> None:
+    first = demo_client.responses.parse(**demanded(text_format=Ticket))
+    form = {"format": {"type": "json_object"}}
+    second = demo_client.responses.create(**demanded(previous_response_id=first.id, text=form, max_output_tokens=20))
+    assert second.output_text.startswith("{")
+    third = demo_client.responses.create(**demanded(previous_response_id=first.id, max_output_tokens=2))
+    assert third.text.format.type == "text"
+
+
+def test_a_response_says_what_it_ignores_of_a_schema_that_is_not_strict(demo_client: openai.OpenAI) -> None:
+    form = {"format": {"type": "json_schema", "name": "verdict", "schema": LENIENT_SCHEMA}}
+    whole = demo_client.responses.create(**demanded(text=form))
+    assert json.loads(whole.output_text)["answer"] in ("yes", "no", None)
+    assert whole.specdec == {"constraint_warnings": WARNINGS}
+    assert whole.text.format.schema_ == LENIENT_SCHEMA
+    assert demo_client.responses.retrieve(whole.id).specdec == whole.specdec
+    last = list(demo_client.responses.create(**demanded(text=form, stream=True)))[-1]
+    assert (last.type, last.response.specdec) == ("response.completed", whole.specdec)
+    form["format"]["strict"] = True
+    with pytest.raises(openai.BadRequestError) as refused:
+        demo_client.responses.create(**demanded(text=form))
+    assert (refused.value.param, refused.value.code) == ("text.format.schema", "constraint_invalid")

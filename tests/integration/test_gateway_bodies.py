@@ -229,20 +229,34 @@ CONSTRAINTS = (
 )  # fmt: skip
 
 
+_OF_COMPLETIONS = (
+    ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+    "use response_format or structured_outputs",
+)
+#: Fields of the routes that demand a form of the output, and what another one is told.
+OWN_FORMS: dict[str, tuple[tuple[str, ...], str]] = {
+    "/v1/chat/completions": _OF_COMPLETIONS,
+    "/v1/completions": _OF_COMPLETIONS,
+    "/v1/responses": ((), "use text.format"),
+    "/v1/messages": ((), "use output_config.format"),
+}
+
+
 async def test_an_unknown_field_that_would_constrain_the_output_is_refused_by_name(
     running: RunningGateway, path: str
 ) -> None:
     """Its kind of value does not depend on the route."""
     values: tuple[Any, ...] = ({"type": "object"}, "x", ["x"], {})  # an empty schema demands JSON
-    carriers = ("extra_body", "text", "vllm_xargs", "generationConfig")
-    for name in CONSTRAINTS:
+    carriers = ("extra_body", "vllm_xargs", "generationConfig", *(() if path == "/v1/responses" else ("text",)))
+    own, reason = OWN_FORMS.get(path, ((), "this route generates no text"))
+    for name in {*CONSTRAINTS} - {*own}:
         for value in values if path == "/v1/chat/completions" else values[::3]:
             nested = [(f"{carrier}.{name}", {carrier: {name: value}}) for carrier in carriers]
             for told, fields in ((name, {name: value}), *nested):
-                refused = (400, f"{told} is not supported: there are no grammars yet")
+                refused = (400, f"{told} is not supported: {reason}")
                 assert await post(running, path, **fields) == refused
     for empty in (None, {"type": None}):
-        assert (await post(running, path, **dict.fromkeys(CONSTRAINTS, empty)))[0] == 200
+        assert (await post(running, path, **dict.fromkeys({*CONSTRAINTS} - {*own}, empty)))[0] == 200
 
 
 @pytest.mark.parametrize("path", GENERATING)
@@ -263,22 +277,40 @@ async def test_an_unknown_field_that_would_change_the_text_is_refused_by_name(
     assert (await post(running, path, **off, stop_strings=None, max_new_tokens=None))[0] == 200
 
 
+SCHEMA = {"type": "object"}
+#: Forms that each route can demand, and the field that the refusal of this vocabulary, of words, must name.
+FORMS: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "completions": [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": True}}},
+         "response_format.json_schema.schema"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
+        ({"guided_choice": ["a"]}, "guided_choice"),
+    ],
+    "/v1/responses": [
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}}, "text.format.schema"),
+    ],
+    "/v1/messages": [
+        ({"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "output_config.format.schema"),
+    ],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("path", GENERATING)
-async def test_every_form_of_response_format_but_text_is_refused(running: RunningGateway, path: str) -> None:
-    for kind in ("json_object", "json_schema", "grammar", "regex", "structural_tag", "new"):
-        status, words = await post(running, path, response_format={"type": kind, "schema": {"type": "object"}})
-        assert (status, words.partition(":")[0]) == (400, "response_format is not supported")
-    schema = {"schema": {"type": "object"}}
-    for untyped in ({"json_schema": schema}, {"type": None, **schema}, {"type": "text", "json_schema": schema}):
-        status, words = await post(running, path, response_format=untyped)
-        assert (status, words.partition(":")[0]) == (400, "response_format is not supported")
-    for chosen in ({"type": "text"}, {"type": None}, {"type": "text", "json_schema": None}, {}, None):
-        assert (await post(running, path, response_format=chosen))[0] == 200
-    nested_format = "text" if path == "/v1/responses" else "output_config"
-    for given in ({"type": "json_schema", "schema": {}}, schema, {"type": None, **schema}):
-        status, words = await post(running, path, **{nested_format: {"format": given}})
-        assert (status, words.partition(" ")[0]) == (400, f"{nested_format}.format")
-    assert (await post(running, path, **{nested_format: {"format": {"type": None}}}))[0] == 200
+async def test_a_form_that_the_model_cannot_follow_is_refused_by_the_field_that_demands_it(
+    running: RunningGateway, path: str
+) -> None:
+    for fields, field in FORMS["completions" if "completions" in path else path]:
+        for stream in (False, True):
+            answer = await running.http.post(path, json=BODIES[path] | fields | {"stream": stream})
+            error = answer.json()["error"]
+            assert answer.status_code == 400
+            assert error["message"].startswith(field), error
+            assert error.get("param", field) == field
+    for text in ({"response_format": {"type": "text"}}, {"text": {"format": {"type": "text"}}}):
+        if next(iter(text)) in str(FORMS["completions" if "completions" in path else path]):
+            assert (await post(running, path, **text))[0] == 200
 
 
 async def test_other_unknown_fields_are_ignored(running: RunningGateway, path: str) -> None:

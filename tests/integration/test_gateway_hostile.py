@@ -61,6 +61,18 @@ REFUSED = [
      "chat_template_kwargs"),
     (CHAT, f'"messages": [{{"role": "user", "content": "w5"}}], "chat_template_kwargs": {{"x": "{"y" * 70_000}"}}',
      "chat_template_kwargs"),
+    (COMPLETIONS, f'"prompt": "w5", "guided_regex": {SURROGATE}', "guided_regex"),
+    (COMPLETIONS, f'"prompt": "w5", "guided_choice": [{SURROGATE}]', "guided_choice"),
+    (COMPLETIONS, '"prompt": "w5", "guided_json": {"const": NaN}', "guided_json"),
+    (COMPLETIONS, '"prompt": "w5", "response_format": "json"', "response_format"),
+    (COMPLETIONS, '"prompt": "w5", "response_format": {"type": "json_schema", "json_schema": '
+     f'{{"schema": {NESTED}}}}}', "response_format.json_schema.schema"),
+    (CHAT, '"messages": [{"role": "user", "content": "w5"}], "response_format": {"type": "json_schema", "json_schema": '
+     f'{{"schema": {{"const": {SURROGATE}}}}}}}', "response_format.json_schema.schema"),
+    (CHAT, '"messages": [{"role": "user", "content": "w5"}], "structured_outputs": {"choice": [5]}',
+     "structured_outputs.choice"),
+    (RESPONSES, '"input": "w5", "text": {"format": {"type": "json_schema", "name": "x", "schema": {"const": NaN}}}',
+     "text.format.schema"),
     (RESPONSES, f'"input": {SURROGATE}', "input"),
     (RESPONSES, f'"input": "w5", "instructions": {SURROGATE}', "instructions"),
     (RESPONSES, f'"instructions": "w5", "input": [{{"role": "user", "content": {SURROGATE}}}]', "input[0].content"),
@@ -143,6 +155,8 @@ async def test_every_refusal_below_messages_has_anthropic_s_form_and_names_its_f
          "messages[0].role: "),
         ("POST", MESSAGES, f'{{"messages": [{{"role": "user", "content": {SURROGATE}}}], "system": "w5", '
          '"max_tokens": 3}', 400, "messages[0].content: "),
+        ("POST", MESSAGES, f'{{{hello}, "max_tokens": 3, "output_config": {{"format": {{"type": "json_schema", '
+         f'"schema": {{"const": {SURROGATE}}}}}}}}}', 400, "output_config.format.schema: "),
         ("POST", COUNT, f'{{{hello}, "tools": [{{"name": "f", "input_schema": {{}}}}]}}', 400, "tools "),
         ("POST", COUNT, f'{{{hello}, "thinking": {{"type": "enabled"}}}}', 400, "thinking "),
         ("POST", COUNT, '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', 400,

@@ -35,8 +35,8 @@ _BOUNDS = {
 #: Numbers from here on are written as powers of two where they are.
 _LARGE = 1 << 31
 #: Values that are tried on a field until one is refused as not supported.
-_PROBES = (True, False, 2, "x", ["x"], {"type": "x"}, {"format": {"type": "x"}})
-_ONLY = re.compile(r"Only (the format )?(?P<accepted>.+) is supported")
+_PROBES = (True, False, 2, "x", ["x"], {"type": "x"})
+_ONLY = re.compile(r"Only (?P<accepted>.+) is supported")
 _REASON = "is not supported: "
 _LIMITS = ServingLimits(1000, 2048, 16, (), Mode.REJECTION)
 

@@ -9,13 +9,14 @@ it with [OpenAI's clients](../how-to/openai-clients.md) and [beyond OpenAI's API
 BODIES = (
     """A body is a JSON object in UTF-8. Numbers and flags are strict: the text `"1"` is refused as a number. `2.0` is
     the integer 2, and `2.5` is refused as an integer. `null` means the same as leaving a field out, also in the objects
-    of a request; variables of a chat template and the arguments of tool calls may be `null`. Objects and lists are
-    nested at most {max_depth} levels deep, and an integer has at most {max_digits} digits.""",
+    of a request; variables of a chat template, JSON schemas and the arguments of tool calls may hold `null`. Objects
+    and lists are nested at most {max_depth} levels deep, and an integer has at most {max_digits} digits.""",
     """Fields that are not on this page are ignored, as OpenAI does, unless they would constrain the output, such as
-    `grammar`, `json_schema`, `regex`, `pattern`, `choice`, `structured_outputs` and all that begin with `guided_`, or,
-    on a route that generates, change its text in another way, such as `typical_p`, `no_repeat_ngram_size` and
-    `max_new_tokens`. These are refused with the code `unsupported`, also within {carriers}. Their names are compared
-    without case, dashes and underscores. A sampler's field with the value at which it is off is ignored.""",
+    `grammar`, `json_schema`, `regex`, `pattern`, `choice` and all others that begin with `guided_`, or, on a route that
+    generates, change its text in another way, such as `typical_p`, `no_repeat_ngram_size` and `max_new_tokens`. So is a
+    field that is not on this page within `response_format` and its like. They are refused with the code `unsupported`,
+    also within {carriers}. Their names are compared without case, dashes and underscores. A sampler's field with the
+    value at which it is off is ignored.""",
     """A body may be compressed with gzip (`Content-Encoding: gzip`); another encoding is refused with status 415. A
     larger body than `--max-body-bytes`, before or after it is unpacked, is refused, and so is a body that takes longer
     than `--body-timeout-s`.""",
@@ -56,7 +57,9 @@ RESPONSE_END = "The last event is `response.incomplete` if the output reached it
 SESSION = """Query parameters of a stream ([Resume a stream](#resume-a-stream)); the session's record has none:"""
 
 ANSWER = """An answer has the fields of the API whose route was called, and some of ours: `session_id`, in every answer
-and choice, and the following two on request. `system_fingerprint` is the fingerprint of the target model."""
+and choice, and the following two on request. `system_fingerprint` is the fingerprint of the target model. If keywords
+of a JSON schema are ignored, `specdec.constraint_warnings` of the answer names them, in a stream that of the last
+chunk (the event `message_delta` of a message)."""
 
 METRICS = """`return_metrics` (or `stream_options.include_metrics`) adds `metrics.speculative_decoding`, in a stream
 with the last chunk. The first seven fields have vLLM's names, summed over the outputs of the request."""
