@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from specdec.cli import INTERRUPTED
+from specdec.cli import INTERRUPTED, Usage
 from specdec.cli.answer import Interrupts, read_answer
 from specdec.cli.closing_line import add_verbose_flag, print_closing_line
 from specdec.cli.json_output import print_json
@@ -18,6 +20,7 @@ from specdec.cli.request_flags import PATIENT_BUDGETS, add_request_flags, connec
 from specdec.cli.terminal import TokenWriter, wants_colour
 from specdec.client import Chunk, Client, Completion, GenerateOptions
 from specdec.client.results import CANCELLED
+from specdec.contract.constraint import Constraint
 from specdec.contract.errors import InvalidRequest
 
 
@@ -31,6 +34,14 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
         "--logprobs", type=int, metavar="N",
         help="add each token's logprob and the N top ones to --json or --json-lines",
     )  # fmt: skip
+    constraints = parser.add_mutually_exclusive_group()
+    constraints.add_argument(
+        "--json-schema", metavar="FILE", help="write JSON of the schema in FILE, whose keywords are all enforced"
+    )
+    constraints.add_argument(
+        "--regex", metavar="PATTERN", help="write text that matches a regular expression as a whole"
+    )
+    constraints.add_argument("--choice", action="append", metavar="TEXT", help="write one of some texts; repeatable")
     shapes = parser.add_mutually_exclusive_group()
     shapes.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
     shapes.add_argument(
@@ -51,11 +62,35 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], interrupts: Interr
     if args.logprobs is not None and not is_json:
         args.refuse("--logprobs needs --json or --json-lines")
     options = request_options(args) | GenerateOptions(logprobs=args.logprobs, provenance=not is_json)
+    options["constraint"] = _constraint(args)
     with connect(args, PATIENT_BUDGETS) as client:
         write, finish = _output(args, environ, client, options)
         completion = read_answer(client, client.generate(prompt, stream=True, **options), interrupts, write)
         finish(completion)
     return INTERRUPTED if completion.finish_reason == CANCELLED else 0
+
+
+def _constraint(args: argparse.Namespace) -> Constraint | None:
+    """Return the constraint that the flags demand. Raises Usage if the file of `--json-schema` has no schema."""
+    if args.json_schema is not None:
+        return _schema_in(args.json_schema)
+    if args.regex is not None:
+        return Constraint.regex(args.regex)
+    return Constraint.choice(args.choice) if args.choice else None
+
+
+def _schema_in(path: str) -> Constraint:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        schema = json.loads(text)
+    except OSError as error:
+        raise Usage(f"--json-schema: cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise Usage(f"--json-schema: {path} is not JSON in UTF-8: {error}") from None
+    if not isinstance(schema, dict | bool):
+        kind = type(schema).__name__
+        raise Usage(f"--json-schema: {path} must hold a JSON schema, which is an object, got {kind}")
+    return Constraint.json_schema(text)
 
 
 def _prompt(args: argparse.Namespace) -> str:
