@@ -225,7 +225,7 @@ test-gpu: setup  ## what needs an NVIDIA GPU; skipped with the reason if there i
 # They need other versions than constraints.txt has (certifi, python-dateutil), 300 MB and LiteLLM's long import. So their
 # environment is a layer: packages that it lacks come from $(VENV).
 CLIENTS_VENV := .venv-clients
-CLIENTS := litellm==1.110.2 langchain-openai==1.7.4
+CLIENTS := litellm==1.110.2 langchain-openai==1.7.4 instructor==1.17.0
 SITE_PACKAGES = python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 $(CLIENTS_VENV)/.installed: $(STAMP)
@@ -235,10 +235,11 @@ $(CLIENTS_VENV)/.installed: $(STAMP)
 	@$(CLIENTS_VENV)/bin/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) $(CLIENTS)
 	@touch $@
 
-test-clients: $(CLIENTS_VENV)/.installed  ## LiteLLM and LangChain's ChatOpenAI against the gateway, and their documentation
+test-clients: $(CLIENTS_VENV)/.installed  ## LiteLLM, LangChain's ChatOpenAI and instructor against the gateway, and their documentation
 	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest --disable-warnings \
-		tests/e2e/test_langchain_client.py tests/e2e/test_litellm_client.py
-	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest tests/e2e/test_documented_code.py -k openai-clients.md
+		tests/e2e/test_langchain_client.py tests/e2e/test_litellm_client.py tests/e2e/test_instructor_client.py
+	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest tests/e2e/test_documented_code.py \
+		-k 'openai-clients.md or structured-output.md'
 
 # The long ones as well: 1,000 generations under faults, 2,000 runs of two owners. SPECDEC_FAULT_SEED=N repeats a run.
 test-failure: setup redis  ## what happens when parts die, the long tests included (under 45 minutes on two cores)

@@ -13,7 +13,8 @@ import pytest
 SHARING = {
     "system": ("test_anthropic_client", "test_langchain_client", "test_litellm_client", "test_openai_client",
                "test_openai_responses"),
-    "demo": ("test_documented_code", "test_examples", "test_playground", "test_talk", "test_tmux"),
+    "demo": ("test_documented_code", "test_examples", "test_instructor_client", "test_playground",
+             "test_structured_output", "test_talk", "test_tmux"),
 }  # fmt: skip
 _SYSTEMS = {f"tests/e2e/{name}.py": system for system, names in SHARING.items() for name in names}
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 
 from tests.support.gateway_system import MODEL, PROMPT, System, chat
 from tests.support.optional_clients import REASON
+from tests.support.output_forms import ENOUGH_TOKENS, LENIENT_SCHEMA, Ticket, Verdict, closing_bias
 
 langchain_openai = pytest.importorskip("langchain_openai", reason=REASON)
 
@@ -120,11 +122,49 @@ def test_errors_have_the_openai_client_s_classes(
         list(chat_model(system, **options).stream(PROMPT))
 
 
+@pytest.fixture(scope="module")
+def demo_model(demo: System) -> Any:
+    """Sampled tokens of the demo pair, whose tokenizer is of bytes."""
+    return chat_model(demo, max_tokens=ENOUGH_TOKENS, temperature=1.0, seed=3)
+
+
+@pytest.mark.parametrize("strict", [None, True])
+def test_structured_output_by_a_schema_is_the_pydantic_model(demo_model: Any, strict: bool | None) -> None:
+    structured = demo_model.with_structured_output(Ticket, method="json_schema", strict=strict)
+    whole = structured.invoke("import os")
+    assert isinstance(whole, Ticket)
+    assert list(structured.stream("import os"))[-1] == whole
+    raw = demo_model.with_structured_output(Ticket, method="json_schema", include_raw=True).invoke("import os")
+    assert (raw["parsing_error"], type(raw["parsed"])) == (None, Ticket)
+
+
+def test_structured_output_by_a_schema_of_json_and_over_responses_is_a_dictionary(demo: System) -> None:
+    schema = {**Verdict.model_json_schema(), "title": "verdict", "description": "A verdict."}
+    for options in ({}, {"use_responses_api": True}):
+        model = chat_model(demo, max_tokens=ENOUGH_TOKENS, temperature=1.0, **options)
+        found = model.with_structured_output(schema, method="json_schema").invoke("import os")
+        assert Verdict.model_validate(found)
+
+
+def test_structured_output_in_the_json_mode_is_an_object(demo: System, demo_model: Any) -> None:
+    biased = demo_model.bind(logit_bias=closing_bias(demo.http))
+    raw = biased.bind(response_format={"type": "json_object"}).invoke("import os")
+    assert isinstance(json.loads(raw.text), dict)
+
+
+def test_a_schema_that_is_not_strict_is_followed_and_a_strict_one_refused_in_words(demo_model: Any) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": LENIENT_SCHEMA, "strict": True}}
+    with pytest.raises(openai.BadRequestError, match="Unimplemented keys"):
+        demo_model.bind(response_format=form).invoke("import os")
+    form["json_schema"]["strict"] = False  # type: ignore[index]
+    assert json.loads(demo_model.bind(response_format=form).invoke("import os").text)["answer"] in ("yes", "no", None)
+
+
 def test_tools_structured_output_and_embeddings_are_refused_in_words(system: System, model: Any) -> None:
     schema = {"title": "answer", "type": "object", "properties": {"x": {"type": "string"}}}
     with pytest.raises(openai.BadRequestError, match="tools is not supported"):
         model.bind_tools([schema | {"description": "a tool"}]).invoke(PROMPT)
-    with pytest.raises(openai.BadRequestError, match="response_format is not supported"):
+    with pytest.raises(openai.BadRequestError, match=r"response_format\.json_schema\.schema: a tokenizer of the type"):
         model.with_structured_output(schema, method="json_schema").invoke(PROMPT)
     embeddings = langchain_openai.OpenAIEmbeddings(
         base_url=system.base_url, api_key="unused", model=MODEL, max_retries=0, check_embedding_ctx_length=False

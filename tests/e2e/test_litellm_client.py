@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.gateway_system import MESSAGES, MODEL, PROMPT, System, joined
 from tests.support.optional_clients import REASON
+from tests.support.output_forms import ENOUGH_TOKENS, Ticket
 
 litellm = pytest.importorskip("litellm", reason=REASON)
 
@@ -76,6 +77,14 @@ def test_stops_seeds_logprobs_and_our_fields_reach_the_server(options: dict[str,
     assert ask(options, stop=[last]).choices[0].message.content == greedy[: greedy.index(last)]
     content = ask(options, logprobs=True, top_logprobs=2).choices[0].logprobs.content
     assert "".join(entry.token for entry in content) == greedy
+
+
+def test_a_pydantic_model_as_the_form_gives_its_json(demo: System, options: dict[str, Any]) -> None:
+    hello = [{"role": "user", "content": "import os"}]
+    demanded = {"api_base": demo.base_url, "messages": hello, "max_tokens": ENOUGH_TOKENS, "response_format": Ticket}
+    text = ask(options, **demanded).choices[0].message.content
+    assert Ticket.model_validate_json(text)
+    assert joined(ask(options, **demanded, stream=True)) == text
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""LiteLLM and LangChain's client of OpenAI's API, which `make test-clients` installs.
+"""LiteLLM, LangChain's client of OpenAI's API and instructor, which `make test-clients` installs.
 
-Import this module before either of them: the variables below keep them from calling services of their makers.
+Import this module before any of them: the variables below keep them from calling services of their makers.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import importlib.util
 import os
 
 #: Packages of `make test-clients`, as they are imported.
-PACKAGES = ("langchain_openai", "litellm")
-REASON = "needs LiteLLM and langchain-openai: `make test-clients` runs this with them"
+PACKAGES = ("instructor", "langchain_openai", "litellm")
+REASON = "needs LiteLLM, langchain-openai and instructor: `make test-clients` runs this with them"
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise LiteLLM downloads a table of prices
 os.environ.setdefault("LANGSMITH_TRACING", "false")
