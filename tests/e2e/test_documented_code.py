@@ -42,6 +42,7 @@ EXCUSES = {
     r"specdec up .*(--device cuda|Qwen/|\.gguf)": "needs a GPU, the Hugging Face hub or a model of the reader's own",
     rf"specdec up( --http {re.escape(HTTP_ADDRESS)})?( &| --detach)?$": "is what the other commands run on here",
     r"specdec up --draft suffix --draft code=": "starts a system of its own; test_draft_pools has one",
+    r"specdec up --allow-grammars ": "starts a system of its own; test_structured_output has one",
     r"specdec (serve|plan|advise --target) (Qwen/|.*\.gguf)": "needs the Hugging Face hub or a model of one's own",
     r"python -m (target_service|draft_service|coordinator|gateway) .*redis://redis": "needs a GPU and other machines",
     r"specdec up --otlp-endpoint ": "sends traces to a collector of the reader's own; test_traces has one",
@@ -168,7 +169,8 @@ def test_a_python_block_runs(
     monkeypatch.setenv("SPECDEC_ENDPOINT", demo.grpc)
     monkeypatch.chdir(ROOT)
     # In this process, which has imported the libraries: a process of its own takes seconds to import them again.
-    exec(compile(at(demo, block.code), block.name, "exec"), {"__name__": "__main__"})
+    code = compile(at(demo, block.code), block.name, "exec", dont_inherit=True)
+    exec(code, {"__name__": "__main__"})
     assert capsys.readouterr().out.strip()
 
 

@@ -17,7 +17,9 @@ from tests.support.gateway_system import System
 from tests.support.up_rig import ENVIRON
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ("sdk", "async", "openai_client", "resume_after_a_crash", "own_draft_source")
+EXAMPLES = (
+    "sdk", "async", "openai_client", "structured_output", "structured_http", "resume_after_a_crash", "own_draft_source",
+)  # fmt: skip
 PAGES = "\n".join(path.read_text() for path in sorted((ROOT / "docs" / "how-to").glob("*.md")))
 
 
