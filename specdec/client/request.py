@@ -112,6 +112,7 @@ def build_request(prompt: Input, options: GenerateOptions) -> pb.GenerateRequest
             raise InvalidRequest(
                 f"constraint must be a specdec.Constraint, got {type(constraint).__name__}", field="constraint"
             )
+        constraint.check_size()
         assign(request.constraint, "kind", int(constraint.kind), "constraint.")
         assign(request.constraint, "text", constraint.text, "constraint.")
         request.constraint.is_lenient = constraint.is_lenient

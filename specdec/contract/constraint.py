@@ -97,6 +97,16 @@ class Constraint:
         """Return a constraint to a Lark or GBNF grammar, if the server accepts those. Raises InvalidRequest."""
         return cls(ConstraintKind.GRAMMAR, _text_of("grammar", text))
 
+    def check_size(self) -> None:
+        """Raise InvalidRequest (CONSTRAINT_INVALID) if the text is longer than the limit.
+
+        Clients check it before they send it, because gRPC refuses a large message without naming a field.
+        """
+        num_bytes = len(self.text.encode("utf-8", "surrogatepass"))
+        if num_bytes > MAX_CONSTRAINT_BYTES:
+            problem = f"must be at most {MAX_CONSTRAINT_BYTES} bytes, got {num_bytes}"
+            raise _wrong(self.kind.name.lower(), problem, reason="CONSTRAINT_INVALID")
+
 
 def _json_of(kind: str, value: Any) -> str:
     try:
@@ -111,6 +121,6 @@ def _text_of(kind: str, text: Any) -> str:
     return text
 
 
-def _wrong(kind: str, problem: str) -> InvalidRequest:
+def _wrong(kind: str, problem: str, *, reason: str = "") -> InvalidRequest:
     field = f"constraint.{kind}"
-    return InvalidRequest(f"{field} {problem}", field=field)
+    return InvalidRequest(f"{field} {problem}", reason=reason, field=field)

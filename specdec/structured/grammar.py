@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from specdec.contract.constraint import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
+from specdec.contract.constraint import Constraint, ConstraintKind
 from specdec.contract.errors import InvalidRequest
 
 #: White space between two parts of a JSON text. Without a limit, a small model may write spaces to the end of its
@@ -40,9 +40,7 @@ def invalid(constraint: Constraint, problem: str) -> InvalidRequest:
 
 def check_text(constraint: Constraint) -> None:
     """Check what takes no compilation: the length and the form of the text. Raises InvalidRequest."""
-    num_bytes = len(constraint.text.encode("utf-8", "surrogatepass"))
-    if num_bytes > MAX_CONSTRAINT_BYTES:
-        raise invalid(constraint, f"must be at most {MAX_CONSTRAINT_BYTES} bytes, got {num_bytes}")
+    constraint.check_size()
     if "\0" in constraint.text:
         raise invalid(constraint, "must not contain NUL characters")
     if constraint.kind is not ConstraintKind.JSON_OBJECT and not constraint.text:

@@ -11,7 +11,7 @@ import pytest
 
 from specdec import Constraint
 from specdec.client.request import GenerateOptions, build_request
-from specdec.contract.constraint import ConstraintKind
+from specdec.contract.constraint import MAX_CONSTRAINT_BYTES, ConstraintKind
 from specdec.contract.errors import InvalidRequest
 
 
@@ -64,3 +64,14 @@ def test_another_value_is_refused_by_name(make: Callable[[], Constraint], field:
 def test_an_option_that_is_no_constraint_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"constraint must be a specdec\.Constraint, got dict"):
         build_request("p", GenerateOptions(constraint={"type": "object"}))  # type: ignore[typeddict-item]
+
+
+def test_a_constraint_that_is_too_large_is_refused_before_it_is_sent() -> None:
+    for size, fits in ((MAX_CONSTRAINT_BYTES, True), (MAX_CONSTRAINT_BYTES + 2, False)):
+        constraint = Constraint.regex("é" * (size // 2))
+        if fits:
+            assert build_request("p", GenerateOptions(constraint=constraint)).constraint.text == constraint.text
+            continue
+        with pytest.raises(InvalidRequest, match=rf"at most {MAX_CONSTRAINT_BYTES} bytes, got {size}") as refused:
+            build_request("p", GenerateOptions(constraint=constraint))
+        assert (refused.value.field, refused.value.reason) == ("constraint.regex", "CONSTRAINT_INVALID")
