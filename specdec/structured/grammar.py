@@ -74,17 +74,20 @@ def grammar_of(constraint: Constraint) -> str:
 def _json_grammar(schema: dict[str, Any], constraint: Constraint) -> str:
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_json_schema(
-        json.dumps(schema),
-        overrides={
-            "item_separator": ",",
-            "key_separator": ":",
-            "whitespace_pattern": _WHITESPACE,
-            "whitespace_flexible": True,
-            "coerce_one_of": False,
-            "lenient": constraint.is_lenient,
-        },
-    )
+    try:
+        return LLMatcher.grammar_from_json_schema(
+            json.dumps(schema),
+            overrides={
+                "item_separator": ",",
+                "key_separator": ":",
+                "whitespace_pattern": _WHITESPACE,
+                "whitespace_flexible": True,
+                "coerce_one_of": False,
+                "lenient": constraint.is_lenient,
+            },
+        )
+    except (ValueError, RecursionError) as error:  # the schema is nested deeper than the library reads
+        raise invalid(constraint, f"cannot be read: {str(error)[:200]}") from error
 
 
 def _schema_of(allows_all: bool) -> dict[str, Any]:

@@ -166,5 +166,7 @@ def _limits() -> LLParserLimits:
 def _raise_error(matcher: LLMatcher, constraint: Constraint) -> None:
     """Raise InvalidRequest if the library has failed: after any error its masks allow only the end."""
     if matcher.is_error():
-        message = " ".join(matcher.get_error().split())[:_MAX_MESSAGE_CHARACTERS]
+        message = " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())[:_MAX_MESSAGE_CHARACTERS]
+        if message.startswith("NoExtensionBias"):  # the grammar has a position that no text leads on from
+            raise no_legal_token(constraint)
         raise invalid(constraint, f"cannot be followed: {message}")

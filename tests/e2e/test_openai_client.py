@@ -408,13 +408,16 @@ def test_grammars_are_off_unless_the_coordinator_allows_them(demo_client: openai
 
 HUGE = {"enum": ["x" * (600 << 10)]}
 #: Schemas that cannot be used, with a word of the refusal.
+DEEP = json.loads('{"properties": {"a": ' * 100 + "{}" + "}}" * 100)
 HOSTILE_SCHEMAS: dict[str, tuple[Any, str]] = {
     "no schema": ({"type": 5}, "type"),
     "an unknown type": ({"type": "word"}, "word"),
+    "too deep": (DEEP, "recursion limit exceeded"),
     "too large": (HUGE, "at most 524288 bytes, got"),
     "too large for a message": ({"enum": ["x" * (5 << 20)]}, "at most 524288 bytes, got"),
     "a reference to a URL": ({"$ref": "https://example.com/schema"}, "https://example.com/schema"),
     "a reference to nothing": ({"$ref": "#/$defs/nothing"}, "nothing"),
+    "endless recursion": ({"$ref": "#"}, ""),
     "a pattern that looks around": ({"type": "string", "pattern": "(?=a)"}, "look-around"),
     "nothing allowed": ({"type": "object", "minProperties": 2, "maxProperties": 1}, "Unsatisfiable"),
     "two that exclude each other": ({"allOf": [{"type": "string"}, {"type": "number"}]}, "incompatible types"),
@@ -437,6 +440,7 @@ HOSTILE_FORMS: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "(("}, "guided_regex"),
     ({"guided_regex": "(" * 2000 + "a" + ")" * 2000}, "guided_regex"),
     ({"guided_regex": ""}, "guided_regex"),
+    ({"guided_regex": "[^\\s\\S]"}, "guided_regex"),
     ({"guided_choice": []}, "guided_choice"),
     ({"guided_choice": [""]}, "guided_choice"),
     ({"guided_choice": [str(number) for number in range(10_000)]}, "guided_choice"),
