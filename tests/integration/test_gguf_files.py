@@ -203,7 +203,10 @@ def test_an_interrupted_conversion_leaves_nothing(
     demo_file: Path, cache: Path, tmp_path: Path, ended_by: signal.Signals
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(STUCK_CONVERSION)
-    program = f"from specdec.checkpoints.locate import locate_checkpoint; locate_checkpoint({str(demo_file)!r})"
+    program = (  # a job in the background ignores SIGINT, and with it what it starts
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"from specdec.checkpoints.locate import locate_checkpoint; locate_checkpoint({str(demo_file)!r})"
+    )
     environ = os.environ | {"PYTHONPATH": str(tmp_path)}
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL, env=environ)
     while process.poll() is None and not list(cache.glob("*/model.unfinished")):
