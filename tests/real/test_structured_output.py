@@ -53,7 +53,7 @@ def test_every_answer_is_valid_unless_it_was_cut(model: Any, temperature: float,
     num_whole = sum(text is not None for _, _, text in answers)
     print(f"{model.name}, temperature {temperature:g}: {num_whole} of {len(answers)} answers ended")
     assert not wrong
-    assert num_whole > NUM_SCHEMAS / 4, "nearly all answers were cut, so the test shows nothing"
+    assert num_whole > NUM_SCHEMAS / 10, "nearly all answers were cut, so the test shows nothing"
 
 
 async def _answers(endpoint: str, cases: list[dict[str, Any]], temperature: float) -> list[tuple[str, Any, str | None]]:
