@@ -29,6 +29,8 @@ class ConstraintKind(IntEnum):
     REGEX = 3
     CHOICE = 4
     GRAMMAR = 5
+    STRUCTURAL = 6
+    """A grammar that a coordinator made of a request's tools, reasoning and constraint. Clients cannot send it."""
 
 
 @runtime_checkable

@@ -81,6 +81,7 @@ class FinishReason(IntEnum):
     STOP = 1
     LENGTH = 2
     STOP_STRING = 3
+    TOOL_CALLS = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ _FIELDS = {
     ConstraintKind.REGEX: "constraint.regex",
     ConstraintKind.CHOICE: "constraint.choice",
     ConstraintKind.GRAMMAR: "constraint.grammar",
+    ConstraintKind.STRUCTURAL: "tools",
 }
 
 
@@ -66,9 +67,25 @@ def grammar_of(constraint: Constraint) -> str:
     if constraint.kind is ConstraintKind.REGEX:
         return LLMatcher.grammar_from_regex(constraint.text)
     if constraint.kind is ConstraintKind.CHOICE:
-        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in _choices(constraint))
-        return LLMatcher.grammar_from_lark(f"start: {choices}")
+        return LLMatcher.grammar_from_lark(f"start: {_alternatives(constraint)}")
+    if constraint.kind is ConstraintKind.STRUCTURAL:
+        return LLMatcher.grammar_from_lark(constraint.text)
     return _grammar(constraint)
+
+
+def answer_expression(constraint: Constraint) -> str:
+    """Return a constraint as an expression of Lark, for a grammar in which it is one part. Not for GRAMMAR.
+
+    Raises:
+        InvalidRequest: the text is not of its kind (CONSTRAINT_INVALID).
+    """
+    grammar = grammar_of(constraint)
+    if constraint.kind is ConstraintKind.CHOICE:
+        return f"({_alternatives(constraint)})"
+    (only,) = json.loads(grammar)["grammars"]
+    if constraint.kind is ConstraintKind.REGEX:
+        return str(only["lark_grammar"]).removeprefix("start: ")
+    return f"%json {json.dumps(only['json_schema'])}"
 
 
 def _json_grammar(schema: dict[str, Any], constraint: Constraint) -> str:
@@ -88,6 +105,10 @@ def _json_grammar(schema: dict[str, Any], constraint: Constraint) -> str:
         )
     except (ValueError, RecursionError) as error:  # the schema is nested deeper than the library reads
         raise invalid(constraint, f"cannot be read: {str(error)[:200]}") from error
+
+
+def _alternatives(constraint: Constraint) -> str:
+    return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in _choices(constraint))
 
 
 def _schema_of(allows_all: bool) -> dict[str, Any]:
