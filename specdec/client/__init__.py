@@ -29,6 +29,7 @@ from specdec.client.results import (
 from specdec.client.server_info import Pool, Promotion, Replica, Route, ServerInfo, TargetModel
 from specdec.client.sync_client import Client
 from specdec.client.sync_stream import Stream
+from specdec.client.tools import ToolCall
 from specdec.contract.constraint import Constraint
 from specdec.contract.errors import (
     ClientClosed,
@@ -45,8 +46,10 @@ from specdec.contract.errors import (
     Unavailable,
     Unsupported,
 )
+from specdec.contract.tools import AnswerText, ReasoningText, ToolCallDelta
 
 __all__ = [
+    "AnswerText",
     "AsyncClient",
     "AsyncStream",
     "Budgets",
@@ -65,6 +68,7 @@ __all__ = [
     "NotFound",
     "Pool",
     "Promotion",
+    "ReasoningText",
     "Replica",
     "ResourceExhausted",
     "Route",
@@ -78,6 +82,8 @@ __all__ = [
     "TextPart",
     "Tls",
     "TokenDetail",
+    "ToolCall",
+    "ToolCallDelta",
     "TopLogprob",
     "Unauthenticated",
     "Unavailable",

@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 
 from specdec.client.fields import assign, assign_biases, assign_seed, extend
 from specdec.client.messages import ChatMessage, fill_messages
+from specdec.client.tools import fill_tools
 from specdec.contract.constraint import Constraint
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import FILTER_RANGES, Mode
@@ -68,6 +69,12 @@ class GenerateOptions(TypedDict, total=False):
     and `top_logprobs` in `Chunk.details` and `Completion.details`, whose other fields are then filled as well."""
     constraint: Constraint | None
     """Form that the output must have, such as `Constraint.json_schema({...})`. None: any."""
+    tools: Sequence[Mapping[str, Any]] | None
+    """Tools that the output may call, in OpenAI's form or as its function objects alone; only with messages."""
+    tool_choice: str | Mapping[str, Any] | None
+    """auto | none | required, or OpenAI's object that names a tool. None: auto."""
+    parallel_tool_calls: bool | None
+    """False allows one call. None: True."""
     mode: Mode | str | None
     """Verification mode: off | rejection | block | coupled. None: coupled with a seed, else the server's default."""
     gamma: int | None
@@ -116,6 +123,7 @@ def build_request(prompt: Input, options: GenerateOptions) -> pb.GenerateRequest
         assign(request.constraint, "kind", int(constraint.kind), "constraint.")
         assign(request.constraint, "text", constraint.text, "constraint.")
         request.constraint.is_lenient = constraint.is_lenient
+    _set_tools(request, options)
     return request
 
 
@@ -211,6 +219,16 @@ def _set_speculation(speculation: pb.SpeculationParams, options: GenerateOptions
     if mode is not None:
         assign(speculation, "mode", int(mode), "speculation.")
     _assign_given(speculation, ("gamma", "draft_pool", "task"), options, "speculation.")
+
+
+def _set_tools(request: pb.GenerateRequest, options: GenerateOptions) -> None:
+    tools = options.get("tools")
+    if tools:
+        fill_tools(request.tools, tools, options.get("tool_choice"), options.get("parallel_tool_calls"))
+        return
+    for name in ("tool_choice", "parallel_tool_calls"):
+        if options.get(name) not in (None, "none", "auto"):
+            raise InvalidRequest(f"{name} needs tools", field=name)
 
 
 def _assign_given(message: Message, names: Sequence[str], options: Mapping[str, Any], prefix: str = "") -> None:

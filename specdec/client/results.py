@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Self
 
+from specdec.client.tools import ToolCall, read_parts
+from specdec.contract.tools import OutputPart
 from specdec.contract.types import FinishReason, TokenSource
 from specdec.rpc.plain_fields import read_fields
 from specdec.v1 import coordinator_pb2 as pb
@@ -76,6 +78,9 @@ class Chunk:
     """One entry per token if the request asked for provenance or logprobs, else empty."""
     num_draft_tokens: int | None = None
     """Number of draft tokens of the round; None without details, and for tokens that a resumption replays."""
+    parts: tuple[OutputPart, ...] = ()
+    """Parts that the tokens completed, of an output with tools or reasoning: `AnswerText`, which `text` holds too,
+    `ReasoningText` and `ToolCallDelta`. Empty for any other output."""
 
     def to_dict(self, *, with_details: bool = False) -> dict[str, Any]:
         """Return the object that `specdec generate --json-lines` prints, with the proto's field names."""
@@ -121,8 +126,8 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
-    """Reason for the end: stop | length | stop_string, or cancelled if the stream was closed before its end. Then text,
-    token ids and details are those received, usage counts them, and every field of `stats` is 0."""
+    """Reason for the end: stop | length | stop_string | tool_calls, or cancelled if the stream was closed before its
+    end. Then text, token ids and details are those received, usage counts them, and every field of `stats` is 0."""
     usage: Usage
     stats: GenerationStats
     details: tuple[TokenDetail, ...] = ()
@@ -133,6 +138,9 @@ class Completion:
     """True if another target model decided the session's previous turn."""
     constraint_warnings: tuple[str, ...] = ()
     """Demands of a lenient constraint that the output may not follow, such as unknown keywords of a JSON schema."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+    """Text that the model wrote before its answer, if the server knows how the model marks it."""
 
     def to_dict(self, *, with_details: bool = False) -> dict[str, Any]:
         """Return the object that `specdec generate --json` prints: the proto's field names, without the target's.
@@ -144,6 +152,10 @@ class Completion:
             del fields[name]
         if self.constraint_warnings:
             fields["constraint_warnings"] = list(self.constraint_warnings)
+        fields["tool_calls"] = [asdict(call) for call in self.tool_calls]
+        for name in ("tool_calls", "reasoning"):
+            if not fields[name]:
+                del fields[name]
         fields["token_ids"] = list(self.token_ids)
         fields["stats"]["accepted_per_position"] = list(self.stats.accepted_per_position)
         return fields | ({"details": [detail.to_dict() for detail in self.details]} if with_details else {})
@@ -170,6 +182,7 @@ def read_chunk(message: pb.TokenChunk) -> Chunk:
         text=message.text,
         details=tuple(_read_detail(detail) for detail in message.details),
         num_draft_tokens=message.num_draft_tokens if message.HasField("num_draft_tokens") else None,
+        parts=read_parts(message.parts),
     )
 
 

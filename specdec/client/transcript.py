@@ -18,7 +18,9 @@ from specdec.client.results import (
     read_usage,
 )
 from specdec.client.sessions import SessionSizes
+from specdec.client.tools import calls_of, reasoning_of
 from specdec.contract.errors import Internal, PartialOutput
+from specdec.contract.tools import OutputPart
 from specdec.v1 import coordinator_pb2 as pb
 
 
@@ -46,6 +48,7 @@ class Transcript:
         self._token_ids: list[int] = []
         self._texts: list[str] = []
         self._details: list[TokenDetail] = []
+        self._parts: list[OutputPart] = []
         self.num_prompt_tokens = 0
         """Number of tokens before the output, once the server has begun."""
         self._finished: pb.Finished | None = None
@@ -111,6 +114,7 @@ class Transcript:
         self._token_ids.extend(chunk.token_ids)
         self._texts.append(chunk.text)
         self._details.extend(chunk.details)
+        self._parts.extend(chunk.parts)
         return chunk
 
     def partial(self) -> PartialOutput:
@@ -132,4 +136,6 @@ class Transcript:
             target_fingerprint=self.target_fingerprint,
             target_changed=self.target_changed,
             constraint_warnings=self.constraint_warnings,
+            tool_calls=calls_of(self._parts),
+            reasoning=reasoning_of(self._parts),
         )
