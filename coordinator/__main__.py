@@ -47,6 +47,7 @@ from coordinator.replicas.target_models import TargetModels
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.routing.promotion import Canary
 from coordinator.routing.score_queue import ScoreQueue
+from coordinator.text.output_forms import ParserNames
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.checkpoints.generation_config import recommended_sampling
 from specdec.contract.types import EngineInfo, Mode
@@ -106,6 +107,8 @@ async def _serve(settings: CoordinatorSettings) -> None:
     health = Health((COORDINATOR_SERVICE,))
     if settings.health:
         health.open_port(settings.health)
+    parser_names = ParserNames(settings.tool_parser, settings.reasoning_parser)
+    parser_names.check()
     tokenizer = ServedTokenizer(settings.tokenizer)
     stop = stop_on_signals()  # until here SIGTERM ends the process at once
     metrics = CoordinatorMetrics(served_name(settings.tokenizer), max_tenants=settings.tenant_metrics)
@@ -169,6 +172,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
             default_sampling=recommended_sampling(settings.tokenizer),
             canary=canary,
             tracing=tracing,
+            parser_names=parser_names,
         )
         servicer.add_to(server.grpc_server)
         if settings.metrics:

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
+from specdec.contract.output_form import OutputForm
 from specdec.contract.tenant import DEFAULT_TENANT, SessionKey
+from specdec.contract.tools import OutputPart, Tools
 from specdec.contract.types import FinishReason, Mode, SamplingParams, TokenIds, TokenSource
 
 #: Output limit of a request that names none; a full context lowers it.
@@ -70,6 +72,9 @@ class GenerationRequest:
     messages: tuple[ChatTurn, ...] | None = None
     template_arguments_json: str = ""
     """JSON object with further variables of the chat template; "": none."""
+    tools: Tools | None = None
+    output_form: OutputForm | None = None
+    """Form of the output, which `text/output_forms` decides; None: all of it is the answer."""
     resume_from: int | None = None
     """Number of output tokens that the caller already holds."""
     expected_session_tokens: int | None = None
@@ -113,6 +118,8 @@ class RequestParameters:
     """True if the input is a conversation, whose output begins a text. Any other output continues its prompt's text."""
     constraint_warnings: tuple[str, ...] = ()
     """Demands of a lenient constraint that the output may not follow, in the library's words."""
+    output_form: OutputForm | None = None
+    """Form of the output; None: all of it is the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +191,8 @@ class OutputChunk(NamedTuple):
     """Text that each token completed. It depends only on the output up to and including the token."""
     provenance: Provenance | None
     """Origin of the tokens; may have entries for further tokens that the output left out. None in a replay."""
+    parts: tuple[tuple[OutputPart, ...], ...] = ()
+    """Parts that each token completed, of an output with a form; empty for any other."""
 
     @property
     def end(self) -> int:
@@ -196,19 +205,22 @@ class OutputChunk(NamedTuple):
         if count <= 0:
             return self
         provenance = self.provenance and self.provenance.since(count)
-        return OutputChunk(index, self.token_ids[count:], self.texts[count:], provenance)
+        return OutputChunk(index, self.token_ids[count:], self.texts[count:], provenance, self.parts[count:])
 
     @classmethod
     def joined(cls, chunks: Sequence[OutputChunk]) -> OutputChunk:
         """Return consecutive chunks as one, without provenance."""
         token_ids = tuple(chain.from_iterable(chunk.token_ids for chunk in chunks))
-        return cls(chunks[0].start, token_ids, tuple(chain.from_iterable(chunk.texts for chunk in chunks)), None)
+        texts = tuple(chain.from_iterable(chunk.texts for chunk in chunks))
+        parts = tuple(chain.from_iterable(chunk.parts for chunk in chunks))
+        return cls(chunks[0].start, token_ids, texts, None, parts)
 
     def pieces(self, num_tokens: int) -> Iterator[OutputChunk]:
         """Yield the chunk in parts of at most `num_tokens` tokens."""
         rest = self
         while len(rest.token_ids) > num_tokens:
-            yield OutputChunk(rest.start, rest.token_ids[:num_tokens], rest.texts[:num_tokens], rest.provenance)
+            token_ids, texts, parts = rest.token_ids[:num_tokens], rest.texts[:num_tokens], rest.parts[:num_tokens]
+            yield OutputChunk(rest.start, token_ids, texts, rest.provenance, parts)
             rest = rest.since(rest.start + num_tokens)
         yield rest
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from coordinator.requests import ChatTurn
 from specdec.contract.constraint import Constraint
+from specdec.contract.tools import ToolDefinition
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,16 @@ class RawSpeculationParams:
 
 
 @dataclass(frozen=True, slots=True)
+class RawTools:
+    """Fields of the proto's `Tools`."""
+
+    definitions: Sequence[ToolDefinition] = ()
+    choice: int = 0
+    name: str = ""
+    parallel: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RawGenerationParams:
     """Fields of the proto's `GenerateRequest`, without those that concern only the form of the answer."""
 
@@ -61,5 +72,6 @@ class RawGenerationParams:
     expected_session_tokens: int | None = None
     priority: int = 0
     constraint: Constraint | None = None
+    tools: RawTools | None = None
     former_digests: tuple[str, ...] = ()
     """Digests of this request in the forms that older versions stored (see `validation.request_digest`)."""

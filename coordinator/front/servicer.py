@@ -43,6 +43,7 @@ from coordinator.replicas.target_models import TargetModels
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.routing.promotion import Canary
 from coordinator.text.constraints import ConstraintAdmission
+from coordinator.text.output_forms import DEFAULT_PARSERS, OutputForms, ParserNames
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.contract.errors import Forbidden, InvalidRequest, SpecdecError, Unavailable, Unsupported
@@ -79,6 +80,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         default_sampling: Mapping[str, float | int] = MappingProxyType({}),
         canary: Canary | None = None,
         tracing: Tracing | None = None,
+        parser_names: ParserNames = DEFAULT_PARSERS,
     ) -> None:
         """
         Args:
@@ -94,6 +96,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             default_sampling: sampling parameters that the model recommends, by field name; reported by `GetInfo`.
             canary: promotes draft pools; None if requests are not routed.
             tracing: records a span of each Generate call; None: none is recorded.
+            parser_names: formats in which the model writes tool calls and reasoning.
         """
         self._generations = generations
         self._store = store
@@ -102,7 +105,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._draft_sources = draft_sources
         self._tokenizer = tokenizer
         self._constraints = ConstraintAdmission(
-            tokenizer, generations.count_constrained, allows_grammars=allows_grammars
+            tokenizer,
+            OutputForms(tokenizer, parser_names),
+            generations.count_constrained,
+            allows_grammars=allows_grammars,
         )
         self._default_mode = default_mode
         self._tenants = tenants
@@ -143,6 +149,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             tenant = self._tenants.of(context)
             limits = self._limits()
             checked = validate_request(decode_request(request), limits)
+            checked = await self._constraints.with_form(checked)
             check_follows_constraints(checked, is_possible=self._pools.follows_constraints)
             checked = await self._constraints.admit(checked, limits.eos_token_ids)
             reader = await self._generations.open(replace(checked, tenant=tenant, deadline_s=_deadline_s(context)))

@@ -19,7 +19,9 @@ import numpy as np
 
 from coordinator.front.chat_validation import check_template_arguments, validate_messages
 from coordinator.front.raw_params import RawGenerationParams, RawSamplingParams, RawSpeculationParams
+from coordinator.front.tool_validation import validate_tools
 from coordinator.requests import DEFAULT_MAX_NEW_TOKENS, ChatTurn, GenerationRequest, SpeculationChoice
+from specdec.contract.constraint import Constraint, ConstraintKind
 from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.contract.number_range import NumberRange
 from specdec.contract.types import FILTER_RANGES, Mode, SamplingFilters, SamplingParams, TokenIds
@@ -68,7 +70,7 @@ def validate_request(raw: RawGenerationParams, limits: ServingLimits) -> Generat
     _check_input(raw)
     _check_not_negative("resume_from", raw.resume_from)
     _check_not_negative("expected_session_tokens", raw.expected_session_tokens)
-    sampling = replace(_sampling(raw.sampling, limits), constraint=raw.constraint)
+    sampling = replace(_sampling(raw.sampling, limits), constraint=_constraint(raw.constraint))
     is_seeded = raw.sampling.seed is not None
     _check_supported(sampling, is_seeded, limits)
     speculation = _speculation(raw.speculation, limits, must_repeat=is_seeded and not sampling.filters.is_greedy)
@@ -84,6 +86,7 @@ def validate_request(raw: RawGenerationParams, limits: ServingLimits) -> Generat
         token_ids=token_ids,
         messages=None if raw.messages is None else validate_messages(raw.messages),
         template_arguments_json=raw.template_arguments_json,
+        tools=None if raw.tools is None else validate_tools(raw.tools, has_messages=raw.messages is not None),
         resume_from=raw.resume_from,
         expected_session_tokens=raw.expected_session_tokens,
         priority=raw.priority,
@@ -144,6 +147,12 @@ def _check_input(raw: RawGenerationParams) -> None:
     elif len(kinds) != 1:
         got = " and ".join(kinds) or "none"
         raise _invalid("input", f"must be one of prompt, prompt_token_ids and messages, got {got}")
+
+
+def _constraint(constraint: Constraint | None) -> Constraint | None:
+    if constraint is not None and constraint.kind is ConstraintKind.STRUCTURAL:
+        raise _invalid("constraint.kind", "must not be STRUCTURAL, which the server makes of tools; send GRAMMAR")
+    return constraint
 
 
 def _prompt(text: str) -> str:
@@ -318,6 +327,8 @@ def request_digest(raw: RawGenerationParams, prompt_token_ids: TokenIds | None) 
     prompt = b""
     if raw.constraint is not None:
         sent["constraint"] = astuple(raw.constraint)
+    if raw.tools is not None:
+        sent["tools"] = [[astuple(tool) for tool in raw.tools.definitions], *astuple(raw.tools)[1:]]
     if raw.prompt is not None:
         sent["input"] = "prompt"
         prompt = raw.prompt.encode("utf-8", "surrogatepass")

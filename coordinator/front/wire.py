@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any, cast
 
 from coordinator.front.chat_validation import check_num_messages
-from coordinator.front.raw_params import RawGenerationParams, RawSamplingParams, RawSpeculationParams
+from coordinator.front.raw_params import RawGenerationParams, RawSamplingParams, RawSpeculationParams, RawTools
+from coordinator.front.tool_validation import check_num_tools
 from coordinator.generation.request_log import decode_stats
 from coordinator.replicas.replica import DRAFT, Replica
 from coordinator.replicas.target_models import ServedModel
@@ -25,6 +27,7 @@ from coordinator.requests import (
     RouteStats,
     Started,
 )
+from specdec.contract.tools import AnswerText, OutputPart, ReasoningText, ToolDefinition, joined_parts
 from specdec.contract.types import TokenSource
 from specdec.observability.series import served_name
 from specdec.rpc.plain_fields import read_fields
@@ -51,6 +54,7 @@ def decode_request(message: coordinator_pb2.GenerateRequest) -> RawGenerationPar
         sampling=read_fields(RawSamplingParams, message.sampling),
         speculation=read_fields(RawSpeculationParams, message.speculation),
         constraint=decode_constraint(message.constraint, "constraint") if message.HasField("constraint") else None,
+        tools=_decode_tools(message.tools) if message.HasField("tools") else None,
         former_digests=(_digest_of_form_1(message),),
     )
 
@@ -62,6 +66,13 @@ def decode_messages(messages: coordinator_pb2.ChatMessages) -> tuple[ChatTurn, .
         ChatTurn(message.role, message.content, message.extra_json, tuple(message.content_parts))
         for message in messages.messages
     )
+
+
+def _decode_tools(tools: coordinator_pb2.Tools) -> RawTools:
+    """Decode tools. Raises InvalidRequest if they are none or too many."""
+    check_num_tools(len(tools.definitions))
+    definitions = [read_fields(ToolDefinition, definition) for definition in tools.definitions]
+    return read_fields(RawTools, tools, definitions=definitions)
 
 
 def _digest_of_form_1(message: coordinator_pb2.GenerateRequest) -> str:
@@ -107,11 +118,23 @@ def _encode_chunk(chunk: OutputChunk, token_bytes: Callable[[int], bytes] | None
     message.index = chunk.start
     message.token_ids.extend(chunk.token_ids)
     message.text = "".join(chunk.texts)
+    if chunk.parts:
+        _encode_parts(message, joined_parts([part for parts in chunk.parts for part in parts]))
     if token_bytes is not None:
         message.details.extend(_encode_detail(chunk, index, token_bytes) for index in range(len(chunk.token_ids)))
         if chunk.provenance is not None:
             message.num_draft_tokens = chunk.provenance.num_draft_tokens
     return response
+
+
+def _encode_parts(message: coordinator_pb2.TokenChunk, parts: Iterable[OutputPart]) -> None:
+    for part in parts:
+        if isinstance(part, AnswerText):
+            message.parts.add(text=part.text)
+        elif isinstance(part, ReasoningText):
+            message.parts.add(reasoning=part.text)
+        else:
+            message.parts.add(tool_call=coordinator_pb2.ToolCallDelta(**asdict(part)))
 
 
 def _encode_detail(chunk: OutputChunk, index: int, token_bytes: Callable[[int], bytes]) -> coordinator_pb2.TokenDetail:

@@ -264,7 +264,7 @@ class GenerationService:
         if num_held >= running.stream.num_dropped_tokens:
             return running.subscribe(num_held)
         output = (await self._turn_preparer.read_log(request.key, identity.request_id)).output
-        return running.subscribe(num_held, OutputChunk(0, output.token_ids, output.texts, None))
+        return running.subscribe(num_held, OutputChunk(0, output.token_ids, output.texts, None, output.parts))
 
     def _max_readers(self, key: SessionKey) -> int:
         """Return how many readers a running request may have, with one that joins it.

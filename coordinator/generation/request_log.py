@@ -21,9 +21,11 @@ from coordinator.requests import (
 )
 from coordinator.round.session_tokens import SessionTokens
 from coordinator.text.output import OutputStep, OutputWriter
+from coordinator.text.output_parts import parts_of
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.contract.constraint import Constraint, ConstraintKind
 from specdec.contract.errors import InvalidRequest, NotFound, SessionLost
+from specdec.contract.output_form import read_form
 from specdec.contract.types import FinishReason, Mode, SamplingFilters, SamplingParams
 from specdec.core.limits import check_filters
 from specdec.state.store import KvLocation, RequestRecord, SessionRecord, SessionStore
@@ -74,7 +76,8 @@ async def read_logged_request(
     eos_token_ids = eos_of(identity.parameters.target_fingerprint)
     prompt, output = token_ids[: stored.output_start], token_ids[stored.output_start :]
     before = () if identity.parameters.is_chat else prompt
-    writer = OutputWriter(tokenizer, identity.parameters.sampling, eos_token_ids, before)
+    parts = parts_of(identity, tokenizer)
+    writer = OutputWriter(tokenizer, identity.parameters.sampling, eos_token_ids, before, parts)
     return LoggedRequest(
         identity=identity,
         token_ids=token_ids,
@@ -238,6 +241,8 @@ def encode_parameters(parameters: RequestParameters) -> str:
     else:
         flat["constraint"]["id"] = sampling.filters.constraint_id.hex()
         flat["constraint"]["warnings"] = parameters.constraint_warnings
+    if parameters.output_form is not None:  # older versions refuse the field
+        flat["output_form"] = parameters.output_form.as_dict()
     speculation = asdict(parameters.speculation)
     if not parameters.speculation.task:  # older versions refuse the field
         del speculation["task"]
@@ -306,6 +311,7 @@ def _read_parameters(text: str) -> RequestParameters:
         filters["constraint_id"] = bytes.fromhex(stored.pop("id"))
         warnings = tuple(stored.pop("warnings"))
         sampling["constraint"] = Constraint(**stored | {"kind": ConstraintKind(stored["kind"])})
+    output_form = sampling.pop("output_form", None)
     sampling |= {
         "filters": SamplingFilters(**filters),
         "stop": tuple(sampling["stop"]),
@@ -320,6 +326,7 @@ def _read_parameters(text: str) -> RequestParameters:
         fields.get("target_changed", False),
         fields.get("is_chat", True),
         warnings,
+        None if output_form is None else read_form(output_form),
     )
 
 

@@ -62,7 +62,7 @@ class OutputStream:
     def publish(self, step: OutputStep, provenance: Provenance | None = None) -> None:
         """Add one chunk; `provenance` is None for tokens that come from the log."""
         if step.token_ids:
-            chunk = OutputChunk(self.num_tokens, step.token_ids, step.texts, provenance)
+            chunk = OutputChunk(self.num_tokens, step.token_ids, step.texts, provenance, step.parts)
             self._chunks.append(chunk)
             self.num_tokens = chunk.end
             if self.num_tokens - self._chunks[0].end > MAX_BUFFERED_TOKENS:

@@ -37,6 +37,7 @@ from coordinator.replicas.target_wait import wait_for_any_target
 from coordinator.requests import GenerationIdentity, GenerationRequest, RequestParameters, RequestStats
 from coordinator.round.session_tokens import SessionTokens
 from coordinator.text.output import OutputWriter
+from coordinator.text.output_parts import parts_of
 from coordinator.text.prompt import Prompt, encode_prompt, resolve_sampling
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
@@ -144,7 +145,8 @@ class TurnPreparer:
                 lease, record_of(identity), keep=prompt.keep, token_ids=prompt.new_token_ids
             )
             before = () if identity.parameters.is_chat else token_ids
-            writer = OutputWriter(self._tokenizer, sampling, model.eos_token_ids, before)
+            parts = parts_of(identity, self._tokenizer)
+            writer = OutputWriter(self._tokenizer, sampling, model.eos_token_ids, before, parts)
             return PreparedTurn(
                 Turn(identity, lease, tokens, writer, fresh.round_id),
                 stats=RequestStats(),
@@ -255,6 +257,7 @@ class TurnPreparer:
                 is_changed,
                 is_chat=request.messages is not None,
                 constraint_warnings=request.constraint_warnings,
+                output_form=request.output_form,
             ),
         )
 

@@ -14,10 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 from coordinator.requests import GenerationRequest
+from coordinator.text.output_forms import OutputForms
 from coordinator.text.text_process import TextProcess, in_thread
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.contract.constraint import Constraint, ConstraintKind
-from specdec.contract.errors import Unsupported
+from specdec.contract.errors import InvalidRequest, Unsupported
+from specdec.contract.tools import Tools
 from specdec.structured.grammar import check_text, field_of
 
 #: Number of constraints that are remembered as compiled.
@@ -28,20 +30,36 @@ class ConstraintAdmission:
     """Checks the constraints of requests. Used from one event loop."""
 
     def __init__(
-        self, tokenizer: ServedTokenizer, count: Callable[[str, float | None], None], *, allows_grammars: bool
+        self,
+        tokenizer: ServedTokenizer,
+        forms: OutputForms,
+        count: Callable[[str, float | None], None],
+        *,
+        allows_grammars: bool,
     ) -> None:
         """
         Args:
             tokenizer: tokenizer of the target model.
+            forms: forms of the model's outputs.
             count: counts a constraint by its kind, with the seconds of its compilation; None if it was known.
             allows_grammars: whether clients may send grammars, whose masks can take much more time than others.
         """
         self._count = count
         self._tokenizer = tokenizer
         self._allows_grammars = allows_grammars
+        self._forms = forms
         self._process = TextProcess({"model": tokenizer.model})
         self._compiled: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
         """Warnings of each compiled constraint, by its identity."""
+
+    async def with_form(self, request: GenerationRequest) -> GenerationRequest:
+        """Return a checked request with the form of its output, and with one constraint for all of it.
+
+        Raises as `OutputForms.with_form`.
+        """
+        if not self._forms.has_form(request):
+            return request
+        return await in_thread(self._forms.with_form, request)
 
     async def admit(self, request: GenerationRequest, eos_token_ids: tuple[int, ...]) -> GenerationRequest:
         """Return the request with the identity of its constraint, which has been compiled.
@@ -66,7 +84,12 @@ class ConstraintAdmission:
                 "choices, or start the coordinator with --allow-grammars",
                 field=field,
             )
-        identity, warnings = await in_thread(self._compile, sampling.constraint, eos_token_ids)
+        try:
+            identity, warnings = await in_thread(self._compile, sampling.constraint, eos_token_ids)
+        except InvalidRequest as error:
+            if request.tools is not None and error.reason == "CONSTRAINT_INVALID":
+                await in_thread(self._name_tool, request.tools, eos_token_ids)
+            raise
         filters = replace(
             sampling.filters,
             constraint_id=identity,
@@ -74,6 +97,17 @@ class ConstraintAdmission:
         )
         sampling = replace(sampling, filters=filters, ignore_eos=False)
         return replace(request, sampling=sampling, constraint_warnings=warnings)
+
+    def _name_tool(self, tools: Tools, eos_token_ids: tuple[int, ...], *, given_up: threading.Event) -> None:
+        """Raise the error of the tool at fault, if it can be told from the others."""
+        for index, tool in enumerate(tools.definitions):
+            parameters = Constraint.json_schema(tool.parameters, is_lenient=not tool.is_strict)
+            try:
+                self._compile(parameters, eos_token_ids, given_up=given_up)
+            except InvalidRequest as error:
+                field = f"tools.definitions[{index}].parameters_json"
+                problem = error.message.removeprefix(field_of(parameters)).strip()
+                raise InvalidRequest(f"{field} {problem}", reason="CONSTRAINT_INVALID", field=field) from error
 
     def close(self) -> None:
         """End the process. Idempotent."""

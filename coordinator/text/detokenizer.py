@@ -70,6 +70,15 @@ class IncrementalDetokenizer:
         self.has_ended = True
         return self._held + self._tail()
 
+    def flush(self) -> str:
+        """Return the text that was held back. It shares no character and no stop string with the text that follows."""
+        text = self._decoder.flush()
+        if self._clean_up is not None:
+            text = self._clean_up.flush(text)
+        text = text[_num_common(text, self._text_before) :]
+        text, self._held, self._text_before = self._held + text, "", ""
+        return text
+
     def _push_one(self, token_id: int) -> str:
         text = self._decoder.push(token_id)
         if self._clean_up is not None:
@@ -133,6 +142,10 @@ class _Decoder(Protocol):
         """Return the text that would follow if no further token came. Changes nothing."""
         ...
 
+    def flush(self) -> str:
+        """Return the text of `tail`, after which the text of the next token stands."""
+        ...
+
 
 class _ByteLevelDecoder:
     """Decodes tokens as bytes with an incremental UTF-8 decoder. Exact also if tokens end within a character."""
@@ -150,6 +163,11 @@ class _ByteLevelDecoder:
     def tail(self) -> str:
         unfinished, _ = self._utf8.getstate()
         return unfinished.decode("utf-8", "replace")
+
+    def flush(self) -> str:
+        text = self.tail()
+        self._utf8.reset()
+        return text
 
 
 class _WindowDecoder:
@@ -205,6 +223,11 @@ class _WindowDecoder:
             return ""
         return self._decode(self._window)[len(self._context_text) :]
 
+    def flush(self) -> str:
+        text = self.tail()
+        self._shrink(self._context_text + text)
+        return text
+
     def _is_byte(self, token: str | None) -> bool:
         return self._rules.has_byte_tokens and token is not None and BYTE_TOKEN.fullmatch(token) is not None
 
@@ -238,6 +261,10 @@ class _CleanUp:
 
     def tail(self, text: str) -> str:
         return self._run(text, is_last=True)[1]
+
+    def flush(self, text: str) -> str:
+        self._held, text = self._run(text, is_last=True)
+        return text
 
     def _run(self, text: str, *, is_last: bool) -> tuple[list[str], str]:
         still_held = []

@@ -63,6 +63,7 @@ def encode_prompt(
         encoded = tokenizer.encode_chat(
             turns,
             template_arguments_json=request.template_arguments_json,
+            tools=request.tools,
             max_tokens=max_tokens,
             given_up=given_up,
         )

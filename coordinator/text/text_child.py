@@ -54,7 +54,12 @@ def write_message(file: IO[bytes], message: Any) -> None:
     file.flush()
 
 
-def render(setting: Mapping[str, Any], messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+def render(
+    setting: Mapping[str, Any],
+    messages: list[dict[str, Any]],
+    arguments: Mapping[str, Any],
+    tools: list[dict[str, Any]] | None = None,
+) -> str:
     """Return the conversation as text, with the opening of the assistant's next turn.
 
     Args:
@@ -62,6 +67,7 @@ def render(setting: Mapping[str, Any], messages: list[dict[str, Any]], arguments
         messages: the conversation, as `message_forms` takes it. Messages of the role developer get the role system if
             the template does not know theirs.
         arguments: further variables of the template, none of them a special token.
+        tools: value of the template's variable `tools`.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -71,6 +77,7 @@ def render(setting: Mapping[str, Any], messages: list[dict[str, Any]], arguments
         # The declared return type is one text; the function returns a list of texts and the masks for training.
         (text,), _ = render_jinja_template(  # type: ignore[str-unpack]
             conversations=[[dict(message) for message in form]],
+            tools=tools,  # type: ignore[arg-type]
             chat_template=setting["template"],
             add_generation_prompt=True,
             **setting["special_tokens"],
@@ -160,7 +167,8 @@ def _held_bytes() -> int:
 def _answer(setting: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
     try:
         if "messages" in request:
-            return {"text": render(setting, request["messages"], request["template_arguments"])}
+            arguments, tools = request["template_arguments"], request.get("tools")
+            return {"text": render(setting, request["messages"], arguments, tools)}
         if "constraint" in request:
             return {"warnings": compile_constraint(setting, **request)}
         return {"token_ids": encode(setting, **request)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -27,6 +27,7 @@ from specdec.checkpoints.vocabulary import (
     vocabulary_size,
 )
 from specdec.contract.errors import Internal, InvalidRequest
+from specdec.contract.tools import Tools
 from specdec.structured.token_table import TokenTable
 
 #: Number of tokens whose spelling is cached. A text uses few of a vocabulary's tokens, so nearly all are found here.
@@ -103,6 +104,7 @@ class ServedTokenizer:
         token_bytes = partial(_token_bytes, self._tokenizer.backend_tokenizer, parts, self.rules.special_token_ids)
         self._token_bytes = lru_cache(maxsize=_MAX_REMEMBERED_TOKENS)(token_bytes)
         self._token_tables: dict[tuple[int, ...], TokenTable] = {}
+        self._marker_ids = _marker_ids(self._tokenizer)
         self._set_variables = _TEMPLATE_VARIABLES | special_tokens.keys()
 
     def token_table(self, eos_token_ids: Sequence[int]) -> TokenTable:
@@ -114,6 +116,24 @@ class ServedTokenizer:
         if (table := self._token_tables.get(key)) is None:
             table = self._token_tables[key] = TokenTable(self._tokenizer, key, self.vocabulary_size)
         return table
+
+    def marker_ids(self, markers: Iterable[str]) -> dict[str, int]:
+        """Return the ids of those markers that are single tokens, which constraints keep apart from text.
+
+        llguidance does so for special tokens, and for added tokens between angle brackets.
+        """
+        return {marker: self._marker_ids[marker] for marker in markers if marker in self._marker_ids}
+
+    @property
+    def chat_template(self) -> str:
+        """The chat template; "" if the model has none."""
+        return self._template or ""
+
+    @property
+    def response_template(self) -> Mapping[str, Any]:
+        """The checkpoint's own description of its outputs, as transformers reads it; empty if there is none."""
+        declared = getattr(self._tokenizer, "response_template", None)
+        return declared if isinstance(declared, Mapping) else {}
 
     @property
     def has_chat_template(self) -> bool:
@@ -166,6 +186,7 @@ class ServedTokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         template_arguments_json: str = "",
+        tools: Tools | None = None,
         max_tokens: int | None = None,
         given_up: threading.Event | None = None,
     ) -> list[int]:
@@ -174,6 +195,7 @@ class ServedTokenizer:
         Args:
             messages: messages with `role`, `content` and further fields.
             template_arguments_json: JSON object with further variables of the template; "": none.
+            tools: tools that the template tells the model of.
             max_tokens: as for `encode`.
             given_up: as for `encode`.
 
@@ -183,19 +205,32 @@ class ServedTokenizer:
                 as `encode`.
             GivenUp: `given_up` was set.
         """
+        given_up = given_up or threading.Event()
+        text = self.render_chat(messages, template_arguments_json, tools, given_up)
+        # The template writes the special tokens.
+        return self.encode(text, add_special_tokens=False, field="messages", max_tokens=max_tokens, given_up=given_up)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_arguments_json: str,
+        tools: Tools | None,
+        given_up: threading.Event,
+    ) -> str:
+        """Return the text of a conversation; arguments and errors as `encode_chat`."""
         if not self.has_chat_template:
             raise InvalidRequest(
                 f"messages cannot be used: the model {self.model!r} has no chat template",
                 reason="NO_CHAT_TEMPLATE",
                 field="messages",
             )
-        given_up = given_up or threading.Event()
         arguments = json.loads(template_arguments_json) if template_arguments_json else {}
         self._check_argument_names(arguments)
         request = {"messages": [dict(message) for message in messages], "template_arguments": arguments}
+        if tools is not None:
+            request["tools"] = [tool.for_template() for tool in tools.definitions]
         text: str = self._templates.ask(request, "messages", given_up)["text"]
-        # The template writes the special tokens.
-        return self.encode(text, add_special_tokens=False, field="messages", max_tokens=max_tokens, given_up=given_up)
+        return text
 
     def _check_argument_names(self, arguments: Collection[str]) -> None:
         """Refuse variables that the server sets. A template ignores any other name that it does not read."""
@@ -280,6 +315,15 @@ def _special_tokens(tokenizer: Any) -> dict[str, str | list[str]]:
     return {
         name: [str(one) for one in token] if isinstance(token, list | tuple) else str(token)
         for name, token in tokenizer.special_tokens_map.items()
+    }
+
+
+def _marker_ids(tokenizer: Any) -> dict[str, int]:
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    return {
+        token.content: token_id
+        for token_id, token in added.items()
+        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
     }
 
 

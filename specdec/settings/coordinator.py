@@ -43,6 +43,15 @@ class CoordinatorSettings(AccessSettings, TracingSettings, DiallingSettings, Ser
     tokenizer: str
     """Tokenizer of the target model: a directory, a GGUF file, or a hub id."""
 
+    tool_parser: str = "auto"
+    """Format in which the model writes tool calls: hermes, qwen_xml, llama3_json, mistral, mistral_tight,
+    mistral_named or gemma4. auto: read from the checkpoint and its chat template. none: requests with tools are
+    refused."""
+
+    reasoning_parser: str = "auto"
+    """Format in which the model marks its reasoning: think, mistral_think or gemma4_channel. auto: read from the
+    checkpoint and its chat template. none: reasoning is a part of the answer."""
+
     loopback: OptionalAddress = ""
     """HOST:PORT on loopback that serves the same as --listen in plaintext, for processes of this machine such as a
     gateway on this machine. Unset: no such port."""
