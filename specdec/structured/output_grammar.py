@@ -191,7 +191,7 @@ class _OutputGrammar:
         call = self._rules.named_rule("call", self._call(tools, format_))
         rest = self._rules.literal(format_.first_head[len(format_.opener) :])
         more = ""
-        if tools.is_parallel and not format_.has_one_call:
+        if tools.is_parallel and tools.choice is not ToolChoice.NAMED and not format_.has_one_call:
             more = f"({self._rules.literal(self._form.layout.between + format_.head)} {call})*"
         return f"{rest} {call} {more} {self._rules.literal(format_.list_close) if format_.list_close else ''}"
 

@@ -40,8 +40,8 @@ class OutputParser:
         """Symbols that may be the beginning of a marker, and are text otherwise."""
         self._held_kind: TextKind | None = None
         """Kind of the text that is searched for markers; None while no text is."""
-        self._starts: frozenset[str] = frozenset()
-        """First symbols of these markers."""
+        self._starts: frozenset[str] | None = None
+        """First symbols of these markers, which may stand anywhere in the text; None if a marker has one place."""
         self._unread: list[str] = []
         self.num_complete_calls = 0
         self._reader = self._read()
@@ -49,8 +49,8 @@ class OutputParser:
 
     def feed_text(self, text: str) -> list[OutputPart]:
         """Take text; return the parts that are final now."""
-        if self._held_kind is not None and not self._held and self._starts.isdisjoint(text):
-            return [self._held_kind(text)] if text else []
+        if self._starts is not None and not self._held and self._starts.isdisjoint(text):
+            return [self._held_kind(text)] if text and self._held_kind else []
         for character in text:
             self._reader.send(character)
         return self._taken()
@@ -150,12 +150,12 @@ class OutputParser:
                 self._parts.append(kind(held.pop(0)))
             if tuple(held) in patterns:
                 held.clear()
-                self._held_kind = None
+                self._held_kind = self._starts = None
                 return
 
     def _begins_with(self, pattern: Symbols, kind: TextKind | None) -> Generator[None, str, bool]:
         """Take a pattern if it is what follows, and return whether it is. Until then it may be text of a kind."""
-        self._held_kind, self._starts = kind, frozenset(pattern[:1])
+        self._held_kind = kind
         held = self._held
         while len(held) < len(pattern):
             held.append((yield from self._next()))
