@@ -21,6 +21,7 @@ from specdec.structured.grammar import check_text
 from specdec.structured.output_grammar import ToolsRefused, output_constraint
 from specdec.structured.tool_formats import markers_of, reasoning_formats, tool_formats
 from specdec.structured.tool_formats.declaration import ToolFormat
+from specdec.structured.tool_formats.json_arguments import JsonArguments
 from specdec.structured.tool_formats.probe import PROBED_TOOLS, first_fitting, layout_in, probed_messages, single_call
 
 #: Value of a setting that lets the checkpoint decide.
@@ -30,6 +31,8 @@ NONE = "none"
 
 #: Number of combinations of template arguments whose prompts' ends are remembered.
 _MAX_REMEMBERED = 256
+#: Length of the end of a prompt that tells whether reasoning has begun.
+_MAX_END_CHARACTERS = 256
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -60,7 +63,8 @@ class OutputForms:
     def __init__(self, tokenizer: ServedTokenizer, names: ParserNames) -> None:
         self._tokenizer = tokenizer
         self._names = names
-        self._begins_in_reasoning: dict[tuple[str, bool], bool] = {}
+        self._ends: dict[tuple[str, bool], str] = {}
+        """End of the prompt, by the arguments of the template and whether there are tools."""
         self._known_format: tuple[ToolFormat, Layout] | None = None
 
     def has_form(self, request: GenerationRequest) -> bool:
@@ -81,6 +85,8 @@ class OutputForms:
         if answer is not None:
             check_text(answer)
         form = self._form(request, given_up)
+        if form == OutputForm():
+            return request
         try:
             constraint = output_constraint(form, tools, answer, self._tokenizer.marker_ids(markers_of(form)))
         except ToolsRefused as refusal:
@@ -110,10 +116,10 @@ class OutputForms:
 
     def _form(self, request: GenerationRequest, given_up: threading.Event) -> OutputForm:
         tools = request.tools
-        form = OutputForm(reasoning=self.reasoning_format)
-        if form.reasoning is not None:
-            is_begun = self._is_begun(form.reasoning, request.template_arguments_json, tools, given_up)
-            form = replace(form, begins_in_reasoning=is_begun)
+        form = OutputForm()
+        if self.reasoning_format is not None:
+            prompt = self._end_of_prompt(request.template_arguments_json, tools, given_up)
+            form = _reasoning_form(self.reasoning_format, prompt)
         if tools is None:
             return form
         format_, layout = self._tool_format(given_up)
@@ -125,20 +131,16 @@ class OutputForms:
             text_parameters=names if any(names.values()) else None,
         )
 
-    def _is_begun(
-        self, reasoning: ReasoningFormat, arguments_json: str, tools: Tools | None, given_up: threading.Event
-    ) -> bool:
-        """Return whether prompts with these arguments of the template end within the reasoning."""
+    def _end_of_prompt(self, arguments_json: str, tools: Tools | None, given_up: threading.Event) -> str:
+        """Return the end of all prompts with these arguments of the template."""
         key = arguments_json, tools is not None
-        if (is_begun := self._begins_in_reasoning.get(key)) is None:
+        if (end := self._ends.get(key)) is None:
             shown = None if tools is None else PROBED_TOOLS
             prompt = self._tokenizer.render_chat([{"role": "user", "content": "zq"}], arguments_json, shown, given_up)
-            opening = reasoning.opener + reasoning.after_opener
-            is_begun = prompt.rstrip().endswith((reasoning.opener, opening.rstrip()))
-            if len(self._begins_in_reasoning) >= _MAX_REMEMBERED:
-                self._begins_in_reasoning.clear()
-            self._begins_in_reasoning[key] = is_begun
-        return is_begun
+            if len(self._ends) >= _MAX_REMEMBERED:
+                self._ends.clear()
+            end = self._ends[key] = prompt[-_MAX_END_CHARACTERS:].rstrip()
+        return end
 
     def _tool_format(self, given_up: threading.Event) -> tuple[ToolFormat, Layout]:
         """Return the model's format of calls, with its layout. Raises InvalidRequest if there is none."""
@@ -161,8 +163,10 @@ class OutputForms:
             prompts = self._probe(given_up)
             layouts = [layout for prompt in prompts if (layout := layout_in(prompt, named)) is not None]
             return named, layouts[0] if layouts else named.layout
-        opener = _fields(self._tokenizer.response_template).get("tool_calls", {}).get("open")
-        declared = [format_ for format_ in formats.values() if opener and opener == format_.opener]
+        field = _fields(self._tokenizer.response_template).get("tool_calls", {})
+        declared = [format_ for format_ in formats.values() if field.get("open") == format_.opener]
+        is_json = field.get("content") == "json"
+        declared.sort(key=lambda format_: isinstance(format_.arguments, JsonArguments) is not is_json)
         candidates = [*declared, *(format_ for format_ in formats.values() if format_ not in declared)]
         for prompt in self._probe(given_up):
             if (found := first_fitting(prompt, candidates)) is not None:
@@ -186,6 +190,14 @@ def _fields(response_template: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields of a checkpoint's response template that are objects."""
     fields = response_template.get("fields")
     return {name: field for name, field in fields.items() if isinstance(field, Mapping)} if fields else {}
+
+
+def _reasoning_form(reasoning: ReasoningFormat, prompt: str) -> OutputForm:
+    """Return the form of an output after a prompt: reasoning may have begun there, or have ended already."""
+    if prompt.endswith(reasoning.closer):
+        return OutputForm()
+    is_begun = prompt.endswith((reasoning.opener, (reasoning.opener + reasoning.after_opener).rstrip()))
+    return OutputForm(reasoning=reasoning, begins_in_reasoning=is_begun)
 
 
 def _declared_reasoning(opener: str, closer: str) -> ReasoningFormat:

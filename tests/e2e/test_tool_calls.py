@@ -1,0 +1,283 @@
+"""Tool calls through the services, with the built-in pair as a model of the Hermes family with reasoning.
+
+The models know nothing of tools: every call is what the grammar leaves of their text.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import grpc
+import jsonschema
+import pytest
+
+from specdec import Client, Constraint
+from specdec.client import AnswerText, Chunk, Completion, ReasoningText, ToolCallDelta
+from specdec.contract.errors import InvalidRequest
+from specdec.contract.tools import OutputPart, joined_parts
+from specdec.v1 import coordinator_pb2 as pb
+from specdec.v1 import coordinator_pb2_grpc
+from tests.support.redis_fixture import RedisServer
+from tests.support.stack import Stack
+from tests.support.tool_models import FAMILIES, HERMES_THINKING, THINK_MARKERS, write_family
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": ["Paris", "São Paulo"]},
+        "days": {"type": "integer", "minimum": 0, "maximum": 14},
+        "note": {"type": "string", "maxLength": 12},
+    },
+    "required": ["city", "days", "note"],
+    "additionalProperties": False,
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "get_weather", "description": "Forecast", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+]
+USER = {"role": "user", "content": "def weather(city):"}
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -> Iterator[Stack]:
+    directory = tmp_path_factory.mktemp("family")
+    markers = (*FAMILIES["hermes"][1], *THINK_MARKERS)
+    target, draft = (write_family(directory / role, role, HERMES_THINKING, markers) for role in ("target", "draft"))
+    with Stack(target, draft, redis_url=redis_server.url, num_coordinators=2) as running:
+        yield running
+
+
+@pytest.fixture
+def client(stack: Stack) -> Iterator[Client]:
+    with Client(stack.endpoint, insecure=True) as opened:
+        yield opened
+
+
+def generate(client: Client, **options: Any) -> Completion:
+    settings = {"messages": [USER], "tools": TOOLS, "max_new_tokens": 120, "temperature": 0.0}
+    completion: Completion = client.generate(**(settings | options))
+    return completion
+
+
+def only_weather(**options: Any) -> dict[str, Any]:
+    return {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}} | options
+
+
+def test_a_required_call_is_whole_and_its_arguments_follow_the_schema(client: Client) -> None:
+    for seed in range(4):
+        completion = generate(client, tool_choice="required", temperature=1.0, seed=seed, max_new_tokens=400)
+        if completion.finish_reason == "length":  # the pair may write reasoning without end
+            continue
+        assert completion.finish_reason == "tool_calls"
+        for call in completion.tool_calls:
+            schema = WEATHER if call.name == "get_weather" else {"type": "object"}
+            jsonschema.validate(json.loads(call.arguments), schema)
+            assert call.id.startswith("call_")
+        assert len({call.id for call in completion.tool_calls}) == len(completion.tool_calls) > 0
+
+
+@pytest.mark.parametrize("gamma", [0, 3, 8])
+def test_the_text_of_a_call_is_the_same_with_and_without_drafts(client: Client, gamma: int) -> None:
+    alone = generate(client, mode="off", **only_weather())
+    drafted = generate(client, gamma=gamma, **only_weather())
+    assert drafted.token_ids == alone.token_ids
+    assert [call.arguments for call in drafted.tool_calls] == [call.arguments for call in alone.tool_calls]
+
+
+def test_a_stream_gives_the_name_once_and_then_the_arguments(client: Client) -> None:
+    chunks: list[Chunk] = list(client.generate(messages=[USER], tools=TOOLS, temperature=0.0, stream=True,
+                                               chat_template_kwargs=NO_THINKING, **only_weather()))  # fmt: skip
+    parts = [part for chunk in chunks for part in chunk.parts]
+    assert all(isinstance(part, ToolCallDelta) for part in parts)
+    first, *rest = parts
+    assert isinstance(first, ToolCallDelta)
+    assert first.name == "get_weather"
+    assert first.id
+    assert not any(part.name or part.id for part in rest if isinstance(part, ToolCallDelta))
+    assert len(rest) > 1
+    assert "".join(chunk.text for chunk in chunks) == ""
+
+
+NO_THINKING = {"enable_thinking": False}
+
+
+def test_a_request_that_is_resumed_at_any_token_of_its_call_gives_the_same_parts(stack: Stack, client: Client) -> None:
+    whole = generate(client, chat_template_kwargs=NO_THINKING, **only_weather())
+    (call,) = whole.tool_calls
+    rests = [_parts_of(_raw(stack, whole, start)) for start in range(len(whole.token_ids) + 1)]
+    assert rests[0] == [ToolCallDelta(0, call.id, "get_weather", call.arguments)]
+    assert rests[-1] == []
+    for longer, shorter in itertools.pairwise(rests):
+        (one,), other = longer or [None], shorter[0] if shorter else None
+        assert isinstance(other, ToolCallDelta | None)
+        if isinstance(one, ToolCallDelta) and other is not None:
+            assert one.arguments.endswith(other.arguments)
+            assert (other.name, other.id) in ((one.name, one.id), ("", ""))
+        assert one is not None or other is None
+
+
+@pytest.mark.parametrize("num_read", [1, 4, 9, 15, 22])
+def test_a_call_that_is_left_and_resumed_at_another_coordinator_goes_on(
+    stack: Stack, client: Client, num_read: int
+) -> None:
+    options = {"chat_template_kwargs": NO_THINKING, "gamma": 2, **only_weather()}
+    whole = generate(client, **options)
+    with client.generate(messages=[USER], tools=TOOLS, temperature=0.0, stream=True, session_id=f"left-{num_read}",
+                         max_new_tokens=120, **options) as stream:  # fmt: skip
+        read: list[Chunk] = []
+        while sum(len(chunk.token_ids) for chunk in read) < num_read:
+            read.append(next(stream))
+    num_held = sum(len(chunk.token_ids) for chunk in read)
+    rest = _resume(stack.parts["coordinator2"].address, f"left-{num_read}", num_held)
+    parts = joined_parts([*(part for chunk in read for part in chunk.parts), *_parts_of(rest)])
+    assert tuple(token_id for chunk in [*read, *rest] for token_id in chunk.token_ids) == whole.token_ids
+    (call,) = parts
+    assert isinstance(call, ToolCallDelta)
+    assert (call.name, call.arguments) == ("get_weather", whole.tool_calls[0].arguments)
+
+
+def test_a_turn_that_is_rendered_again_keeps_the_tokens_of_the_session(client: Client) -> None:
+    # A model that has not learned to spell may choose other tokens for a text than the tokenizer would, so the
+    # arguments leave it nothing but a digit.
+    city, days = {"const": 'São Paulo, "SP"\n'}, {"type": "integer", "minimum": 0, "maximum": 9}
+    schema = WEATHER | {"properties": {"city": city, "days": days}, "required": ["city", "days"]}
+    tools = [{"name": "get_weather", "parameters": schema}]
+    first = generate(client, tools=tools, chat_template_kwargs=NO_THINKING, **only_weather())
+    assert first.finish_reason == "tool_calls"
+    held = client.get_session(first.session_id, include_token_ids=True).token_ids
+    calls = [call.for_message() for call in first.tool_calls]
+    answers = [{"role": "tool", "tool_call_id": call.id, "content": "21 degrees"} for call in first.tool_calls]
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": calls}, *answers]
+    generate(client, tools=tools, messages=messages, session_id=first.session_id, max_new_tokens=4, tool_choice="none")
+    later = client.get_session(first.session_id, include_token_ids=True).token_ids
+    # The template of reasoning models leaves out the marks of the reasoning, which is not there.
+    num_marks = len(client.tokenize("<think>\n\n</think>\n\n"))
+    begin = later.index(first.token_ids[0])
+    assert later[begin : begin + len(first.token_ids)] == first.token_ids
+    assert held.index(first.token_ids[0]) - begin in (0, num_marks, num_marks - 1)
+
+
+def test_reasoning_that_the_prompt_has_begun_comes_before_the_call(client: Client) -> None:
+    completion = generate(client, chat_template_kwargs={"begun": True}, tool_choice="required", temperature=1.0, seed=2)
+    assert completion.reasoning
+    assert completion.text == ""
+    whole = generate(client, tools=None, chat_template_kwargs={"begun": True}, ignore_eos=True, max_new_tokens=8)
+    assert whole.reasoning
+    assert not whole.tool_calls
+
+
+def test_an_answer_with_a_constraint_may_follow_the_reasoning(client: Client) -> None:
+    for arguments in (NO_THINKING, {"begun": True}):
+        completion = generate(
+            client, tools=None, constraint=Constraint.choice(["yes", "no"]), chat_template_kwargs=arguments
+        )
+        assert completion.text in ("yes", "no") or completion.finish_reason == "length"
+
+
+def test_without_reasoning_and_tools_an_output_has_no_parts(client: Client) -> None:
+    chunks: list[Chunk] = list(client.generate("def f(x):", max_new_tokens=4, stream=True))
+    assert not any(chunk.parts for chunk in chunks)
+
+
+def test_the_choice_none_and_auto_end_as_the_model_ends(client: Client) -> None:
+    for choice in ("none", "auto"):
+        completion = generate(client, tool_choice=choice, temperature=1.0, seed=5, max_new_tokens=24)
+        assert completion.finish_reason in ("stop", "length", "tool_calls")
+        assert choice == "auto" or not completion.tool_calls
+
+
+def test_a_call_that_the_limit_cuts_is_given_as_far_as_it_came(client: Client) -> None:
+    options = {"chat_template_kwargs": NO_THINKING, **only_weather()}
+    whole = generate(client, **options)
+    for limit in range(1, len(whole.token_ids) - 1, 3):
+        cut = generate(client, max_new_tokens=limit, **options)
+        assert cut.finish_reason == "length"
+        for call in cut.tool_calls:
+            assert call.name == "get_weather"
+            assert whole.tool_calls[0].arguments.startswith(call.arguments)
+
+
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"tools": [{}]}, "tools[0]"),
+        ({"tools": [{"name": ""}]}, "tools.definitions[0].name"),
+        ({"tools": [{"name": "x" * 1024}]}, "tools.definitions[0].name"),
+        ({"tools": [{"name": "a b"}]}, "tools.definitions[0].name"),
+        ({"tools": [FUNCTION, FUNCTION]}, "tools.definitions[1].name"),
+        ({"tools": [{"name": f"f{index}"} for index in range(129)]}, "tools.definitions"),
+        ({"tools": [{"name": "f", "parameters": {"type": "string"}}]}, "tools.definitions[0].parameters_json"),
+        ({"tools": [{"name": "f", "parameters": {"type": 3}}]}, "tools.definitions[0].parameters_json"),
+        ({"tools": [{"name": "f", "parameters": {"properties": 3}}]}, "tools.definitions[0].parameters_json"),
+        (
+            {"tools": [FUNCTION, {"name": "g", "parameters": {"properties": {"a": {"$ref": "http://x/y"}}}}]},
+            "tools.definitions[1].parameters_json",
+        ),
+        (
+            {"tools": [{"name": "g", "strict": True, "parameters": {"properties": {"a": {"not": {}}}}}]},
+            "tools.definitions[0].parameters_json",
+        ),
+        (
+            {"tools": [{"name": "g", "parameters": {"description": "x" * (1 << 20)}}]},
+            "tools.definitions[0].parameters_json",
+        ),
+        ({"tools": [FUNCTION], "tool_choice": {"function": {"name": "g"}}}, "tools.name"),
+        ({"tools": [FUNCTION], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [FUNCTION], "messages": None, "prompt_token_ids": [5]}, "tools"),
+    ],
+)
+def test_bad_tools_are_refused_by_name_before_anything_is_queued(
+    client: Client, options: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        generate(client, **options)
+    assert error.value.field == field
+
+
+def test_a_client_cannot_send_the_servers_own_kind_of_constraint(stack: Stack) -> None:
+    request = pb.GenerateRequest(prompt="x")
+    request.constraint.kind = 6
+    request.constraint.text = 'start: "a"'
+    with grpc.insecure_channel(stack.endpoint) as channel, pytest.raises(grpc.RpcError, match="STRUCTURAL"):
+        list(coordinator_pb2_grpc.CoordinatorServiceStub(channel).Generate(request))
+
+
+def test_another_choice_under_the_same_request_id_is_another_request(client: Client) -> None:
+    ids = {"session_id": "same", "request_id": "one", "max_new_tokens": 2}
+    generate(client, **ids)
+    generate(client, **ids)
+    with pytest.raises(InvalidRequest, match="was used for another request"):
+        generate(client, tool_choice="required", **ids)
+
+
+def _raw(stack: Stack, completion: Completion, resume_from: int) -> list[pb.TokenChunk]:
+    return _resume(stack.endpoint, completion.session_id, resume_from)
+
+
+def _resume(endpoint: str, session_id: str, resume_from: int) -> list[pb.TokenChunk]:
+    request = pb.GenerateRequest(session_id=session_id, resume_from=resume_from)
+    with grpc.insecure_channel(endpoint) as channel:
+        stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+        responses = list(stub.Generate(request, timeout=300))
+    return [response.tokens for response in responses if response.WhichOneof("event") == "tokens"]
+
+
+def _parts_of(chunks: Sequence[pb.TokenChunk]) -> list[OutputPart]:
+    """Return the parts of chunks, neighbours joined."""
+    parts: list[OutputPart] = []
+    for chunk in chunks:
+        for part in chunk.parts:
+            kind = part.WhichOneof("part")
+            call = part.tool_call
+            if kind == "tool_call":
+                parts.append(ToolCallDelta(call.index, call.id, call.name, call.arguments))
+            else:
+                parts.append(AnswerText(part.text) if kind == "text" else ReasoningText(part.reasoning))
+    return joined_parts(parts)
