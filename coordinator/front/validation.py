@@ -229,12 +229,13 @@ def _check_supported(sampling: SamplingParams, is_seeded: bool, limits: ServingL
 
 
 def check_follows_constraints(request: GenerationRequest, *, is_possible: bool) -> None:
-    """Refuse a constraint that no connected target can follow. Raises Unsupported."""
+    """Refuse a constraint, or tools, that no connected target can follow. Raises Unsupported."""
     if request.sampling.constraint is not None and not is_possible:
+        field = "constraint" if request.tools is None else "tools"
         raise Unsupported(
-            "constraint cannot be followed by the connected targets: use targets with --backend own that have "
+            f"{field} cannot be followed by the connected targets: use targets with --backend own that have "
             "llguidance (specdec-serving[structured])",
-            field="constraint",
+            field=field,
         )
 
 

@@ -17,6 +17,7 @@ from pathlib import PurePath
 from typing import Any
 
 from specdec.cli.answer import Interrupts, read_answer
+from specdec.cli.chat_history import ChatHistory, read_tools, shown_call
 from specdec.cli.closing_line import add_verbose_flag, print_closing_line
 from specdec.cli.command_parser import print_error
 from specdec.cli.json_output import add_json_flag, print_json
@@ -24,55 +25,6 @@ from specdec.cli.request_flags import PATIENT_BUDGETS, add_request_flags, connec
 from specdec.cli.terminal import TokenWriter, wants_colour
 from specdec.client import ChatMessage, Client, GenerateOptions
 from specdec.contract.errors import InvalidRequest, SessionLost, SpecdecError
-
-
-class ChatHistory:
-    """Messages of a chat, all of which are sent with every request. A turn is a user's message and its answer."""
-
-    def __init__(self, system: str = "") -> None:
-        """Start an empty conversation with a system message, or without one for ""."""
-        self.system = system
-        self._turns: list[ChatMessage] = []
-        """Alternating messages of user and model. The last one is the user's while it has no answer."""
-
-    @property
-    def messages(self) -> list[ChatMessage]:
-        return self.messages_without(0)
-
-    @property
-    def num_turns(self) -> int:
-        """Number of answered turns."""
-        return len(self._turns) // 2
-
-    def ask(self, text: str) -> None:
-        self._turns.append({"role": "user", "content": text})
-
-    def answer(self, text: str) -> None:
-        self._turns.append({"role": "assistant", "content": text})
-
-    def snapshot(self) -> tuple[ChatMessage, ...]:
-        """Return the current turns, for `restore`."""
-        return tuple(self._turns)
-
-    def restore(self, snapshot: tuple[ChatMessage, ...]) -> None:
-        """Set the turns to those of an earlier `snapshot`."""
-        self._turns[:] = snapshot
-
-    def messages_without(self, num_turns: int) -> list[ChatMessage]:
-        """Return what `messages` would be after `trim(num_turns)`."""
-        system: list[ChatMessage] = [{"role": "system", "content": self.system}] if self.system else []
-        return system + self._turns[2 * num_turns :]
-
-    def trim(self, num_turns: int) -> int:
-        """Drop the oldest answered turns, at most `num_turns`, and return their number."""
-        num_turns = min(num_turns, self.num_turns)
-        del self._turns[: 2 * num_turns]
-        return num_turns
-
-    def clear(self) -> None:
-        """Drop every turn and keep the system message."""
-        self._turns.clear()
-
 
 _HELP = """\
 /help         show this list
@@ -93,6 +45,10 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     add_request_flags(parser, environ)
     parser.add_argument("--system", default="", metavar="TEXT", help="system message of the conversation")
     parser.add_argument("--trim", action="store_true", help="drop the oldest turns when the context is full")
+    parser.add_argument(
+        "--tools", metavar="FILE",
+        help="JSON list of tools that the model may call; its calls are printed, and the next lines are their results",
+    )  # fmt: skip
     add_json_flag(parser, "streamed text, for each answer")
     add_verbose_flag(parser)
 
@@ -107,7 +63,10 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], interrupts: Interr
     reader = MessageReader()
     with connect(args, PATIENT_BUDGETS) as client:
         habits = Habits(args.trim, args.verbose, args.json)
-        chat = Chat(client, ChatHistory(args.system), request_options(args), writer, interrupts, habits)
+        options = request_options(args)
+        if args.tools:
+            options["tools"] = read_tools(args.tools)
+        chat = Chat(client, ChatHistory(args.system), options, writer, interrupts, habits)
         chat.check_model()
         if reader.is_terminal:
             print(f"Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands.  {writer.legend()}", file=sys.stderr)
@@ -267,6 +226,8 @@ class Chat:
         """
         before = self._conversation.snapshot()
         self._conversation.ask(text)
+        if self._conversation.open_calls:  # the answer needs the results of all calls
+            return
         num_dropped = 0
         try:
             try:
@@ -333,6 +294,9 @@ class Chat:
             print_json(completion.to_dict())
         else:
             completion = read_answer(self._client, stream, self._interrupts, self._writer.write)
-            print(flush=True)
+            if completion.text or not completion.tool_calls:
+                print(flush=True)
+            for call in completion.tool_calls:
+                print(self._writer.shown(shown_call(call)), flush=True)
             print_closing_line(self._client, completion, self._options, verbose=self._habits.verbose)
-        self._conversation.answer(completion.text)
+        self._conversation.answer(completion)

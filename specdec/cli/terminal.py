@@ -47,7 +47,7 @@ class TokenWriter:
         """Write a chunk's text and flush the stream."""
         texts = [detail.text for detail in chunk.details]
         if not self._coloured or "".join(texts) != chunk.text:
-            self._stream.write(self._shown(chunk.text))
+            self._stream.write(self.shown(chunk.text))
         else:
             for detail in chunk.details:
                 self._stream.write(self._painted(detail.text, detail.source))
@@ -61,9 +61,10 @@ class TokenWriter:
 
     def _painted(self, text: str, source: TokenSource | None) -> str:
         if not text or source is None:
-            return self._shown(text)
-        return _STYLES[source].render(self._shown(text), color_system=ColorSystem.STANDARD)
+            return self.shown(text)
+        return _STYLES[source].render(self.shown(text), color_system=ColorSystem.STANDARD)
 
-    def _shown(self, text: str) -> str:
+    def shown(self, text: str) -> str:
+        """Return a text of the model as it may be printed."""
         # A model's escape sequences must not control the terminal. A pipe gets the text unchanged.
         return text.translate(_HARMLESS) if self._is_terminal else text

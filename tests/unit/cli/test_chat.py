@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -258,3 +259,51 @@ def test_a_chat_without_a_coordinator_says_so_before_a_message_is_read(
     monkeypatch.setattr("sys.stdin", Unread())
     assert run(["chat", "--endpoint", "127.0.0.1:1"], {}) == 1
     assert "no coordinator at 127.0.0.1:1: the connection was refused; start one" in capsys.readouterr().err
+
+
+TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+
+
+def calling(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    """Answer with two tool calls."""
+    events = answer(request)
+    for event in events:
+        if event.WhichOneof("event") == "tokens":
+            event.tokens.text = ""
+            for detail in event.tokens.details:
+                detail.text = ""
+            for index in range(2):
+                call = pb.ToolCallDelta(index=index, id=f"c{index}", name="now", arguments='{"zone": "\x1b"}')
+                event.tokens.parts.add(tool_call=call)
+            break
+    events[-1].finished.reason = pb.FINISH_REASON_TOOL_CALLS
+    return events
+
+
+def test_calls_are_printed_and_the_next_lines_are_their_results(
+    coordinator: Serve, at_terminal: Callable[[str], None], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "tools.json").write_text(json.dumps([TOOL]))
+    servicer, environ = coordinator(calling, answer)
+    at_terminal("what time is it?\nnoon\nthree\nthanks\n")
+    assert run(["chat", "--tools", str(tmp_path / "tools.json")], environ) == 0
+    first, second, third = servicer.requests
+    assert first.tools.definitions[0].name == "now"
+    assert [message.role for message in second.messages.messages] == ["user", "assistant", "tool", "tool"]
+    assert said(second)[2:] == ["noon", "three"]
+    calls = json.loads(second.messages.messages[1].extra_json)["tool_calls"]
+    assert [call["id"] for call in calls] == ["c0", "c1"]
+    assert json.loads(second.messages.messages[3].extra_json) == {"tool_call_id": "c1"}
+    assert said(third)[-1] == "thanks"
+    assert 'now({"zone": "' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "[1]", "x"])
+def test_a_file_without_tools_is_refused_before_a_message_is_read(
+    text: str, coordinator: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "tools.json").write_text(text)
+    _, environ = coordinator(answer)
+    monkeypatch.setattr("sys.stdin", Unread())
+    assert run(["chat", "--tools", str(tmp_path / "tools.json")], environ) == 1
+    assert "tools.json" in capsys.readouterr().err
