@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from coordinator.requests import GenerationRequest
 from coordinator.text.output_forms import OutputForms
@@ -24,6 +24,16 @@ from specdec.structured.grammar import check_text, field_of
 
 #: Number of constraints that are remembered as compiled.
 _MAX_REMEMBERED = 1024
+#: Time in which the tool is looked for that makes a constraint impossible. Others wait for the process meanwhile.
+_MAX_NAMING_S = 5.0
+
+
+class _Compiled(NamedTuple):
+    identity: bytes
+    warnings: tuple[str, ...]
+    """Keywords that are ignored."""
+    compile_s: float | None
+    """Seconds of the compilation; None if the constraint was known."""
 
 
 class ConstraintAdmission:
@@ -61,11 +71,14 @@ class ConstraintAdmission:
             return request
         return await in_thread(self._forms.with_form, request)
 
-    async def admit(self, request: GenerationRequest, eos_token_ids: tuple[int, ...]) -> GenerationRequest:
+    async def admit(
+        self, request: GenerationRequest, answer: Constraint | None, eos_token_ids: tuple[int, ...]
+    ) -> GenerationRequest:
         """Return the request with the identity of its constraint, which has been compiled.
 
         Args:
-            request: a checked request.
+            request: a checked request, with its form.
+            answer: constraint that the client sent.
             eos_token_ids: end tokens of the target model.
 
         Raises:
@@ -77,31 +90,44 @@ class ConstraintAdmission:
         sampling = request.sampling
         if sampling.constraint is None:
             return request
-        if sampling.constraint.kind is ConstraintKind.GRAMMAR and not self._allows_grammars:
-            field = field_of(sampling.constraint)
+        if answer is not None and answer.kind is ConstraintKind.GRAMMAR and not self._allows_grammars:
+            field = field_of(answer)
             raise Unsupported(
                 f"{field} is not accepted: grammars of clients are off; use a JSON schema, a regular expression or "
                 "choices, or start the coordinator with --allow-grammars",
                 field=field,
             )
         try:
-            identity, warnings = await in_thread(self._compile, sampling.constraint, eos_token_ids)
-        except InvalidRequest as error:
-            if request.tools is not None and error.reason == "CONSTRAINT_INVALID":
-                await in_thread(self._name_tool, request.tools, eos_token_ids)
+            compiled = await in_thread(self._compile, sampling.constraint, eos_token_ids)
+        except InvalidRequest:
+            if sampling.constraint.kind is ConstraintKind.STRUCTURAL:
+                await in_thread(self._name_part, request.tools, answer, eos_token_ids)
             raise
+        self._count(sampling.constraint.kind.name.lower(), compiled.compile_s)
         filters = replace(
             sampling.filters,
-            constraint_id=identity,
+            constraint_id=compiled.identity,
             end_token_ids=tuple(sorted({*eos_token_ids, *sampling.stop_token_ids})),
         )
         sampling = replace(sampling, filters=filters, ignore_eos=False)
-        return replace(request, sampling=sampling, constraint_warnings=warnings)
+        return replace(request, sampling=sampling, constraint_warnings=compiled.warnings)
 
-    def _name_tool(self, tools: Tools, eos_token_ids: tuple[int, ...], *, given_up: threading.Event) -> None:
-        """Raise the error of the tool at fault, if it can be told from the others."""
-        for index, tool in enumerate(tools.definitions):
+    def _name_part(
+        self,
+        tools: Tools | None,
+        answer: Constraint | None,
+        eos_token_ids: tuple[int, ...],
+        *,
+        given_up: threading.Event,
+    ) -> None:
+        """Raise the error of the client's own constraint, or of the tool at fault, if it can be told in time."""
+        began_s = time.monotonic()
+        if answer is not None:
+            self._compile(answer, eos_token_ids, given_up=given_up)
+        for index, tool in enumerate(tools.definitions if tools is not None else ()):
             parameters = Constraint.json_schema(tool.parameters, is_lenient=not tool.is_strict)
+            if time.monotonic() - began_s > _MAX_NAMING_S:
+                return
             try:
                 self._compile(parameters, eos_token_ids, given_up=given_up)
             except InvalidRequest as error:
@@ -115,8 +141,8 @@ class ConstraintAdmission:
 
     def _compile(
         self, constraint: Constraint, eos_token_ids: tuple[int, ...], *, given_up: threading.Event
-    ) -> tuple[bytes, tuple[str, ...]]:
-        """Return the identity of a constraint that compiles, and what it ignores."""
+    ) -> _Compiled:
+        """Return a constraint that can be compiled. Raises as `admit`."""
         table = self._tokenizer.token_table(eos_token_ids)
         identity = table.identity_of(constraint)
         compile_s: float | None = None
@@ -134,5 +160,4 @@ class ConstraintAdmission:
             self._compiled[identity] = warnings
             while len(self._compiled) > _MAX_REMEMBERED:
                 self._compiled.popitem(last=False)
-        self._count(constraint.kind.name.lower(), compile_s)
-        return identity, warnings
+        return _Compiled(identity, warnings, compile_s)

@@ -241,6 +241,14 @@ def test_bad_tools_are_refused_by_name_before_anything_is_queued(
     assert error.value.field == field
 
 
+def test_a_bad_constraint_beside_tools_and_reasoning_is_refused_under_its_own_name(client: Client) -> None:
+    bad = Constraint.json_schema({"type": "object", "properties": {"a": {"not": {}}}})
+    for options in ({}, {"tools": None}):
+        with pytest.raises(InvalidRequest) as error:
+            generate(client, constraint=bad, **options)
+        assert (error.value.field, error.value.reason) == ("constraint.json_schema", "CONSTRAINT_INVALID")
+
+
 def test_a_client_cannot_send_the_servers_own_kind_of_constraint(stack: Stack) -> None:
     request = pb.GenerateRequest(prompt="x")
     request.constraint.kind = 6
