@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from coordinator.requests import DEFAULT_MAX_NEW_TOKENS, GenerationRequest
+from coordinator.text.kept_tokens import common_text
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import SamplingParams, TokenIds
@@ -43,7 +44,8 @@ def encode_prompt(
 ) -> Prompt:
     """Encode the input of a turn.
 
-    A text or token ids are appended to the session. A conversation keeps its longest common prefix with the session.
+    A text or token ids are appended to the session. A conversation keeps the tokens of the session with whose
+    text it begins.
 
     Args:
         request: a request with an input.
@@ -68,8 +70,8 @@ def encode_prompt(
             given_up=given_up,
         )
         whole = np.asarray(encoded, np.uint32)
-        keep = _common_prefix_len(held, whole)
-        prompt = Prompt(keep, whole[keep:], "messages")
+        keep, num_used = common_text(held, whole, tokenizer)
+        prompt = Prompt(keep, whole[num_used:], "messages")
     elif request.token_ids is not None:
         prompt = Prompt(len(held), request.token_ids, "prompt_token_ids")
     else:
@@ -115,9 +117,3 @@ def resolve_sampling(request: GenerationRequest, prompt: Prompt, max_context_tok
         max_new_tokens=max_new_tokens or min(DEFAULT_MAX_NEW_TOKENS, room),
         seed=request.sampling.seed if request.is_seeded else secrets.randbits(64),
     )
-
-
-def _common_prefix_len(held: TokenIds, whole: TokenIds) -> int:
-    shorter = min(len(held), len(whole))
-    differences = np.flatnonzero(held[:shorter] != whole[:shorter])
-    return int(differences[0]) if len(differences) else shorter

@@ -105,6 +105,10 @@ class ServedTokenizer:
         self._token_bytes = lru_cache(maxsize=_MAX_REMEMBERED_TOKENS)(token_bytes)
         self._token_tables: dict[tuple[int, ...], TokenTable] = {}
         self._marker_ids = _marker_ids(self._tokenizer)
+        self.whole_token_ids = self.rules.special_token_ids | frozenset(self._marker_ids.values())
+        """Ids of tokens that are more than their text."""
+        self.has_fixed_bytes = has_fixed_bytes(parts)
+        """True if the bytes of a token do not depend on its neighbours."""
         self._set_variables = _TEMPLATE_VARIABLES | special_tokens.keys()
 
     def token_table(self, eos_token_ids: Sequence[int]) -> TokenTable:

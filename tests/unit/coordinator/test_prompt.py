@@ -13,6 +13,7 @@ from coordinator.text.tokenizer import ServedTokenizer
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import Mode, SamplingParams
 from tests.support.table_services import write_tokenizer
+from tests.support.tool_models import write_family
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}w2"
 NOTHING = np.empty(0, np.uint32)
@@ -86,3 +87,52 @@ def test_a_seed_is_kept_or_drawn() -> None:
     assert resolve_sampling(ask(seed=0), prompt_of(1), 40).seed == 0
     drawn = {resolve_sampling(ask(), prompt_of(1), 40).seed for _ in range(8)}
     assert len(drawn) == 8
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ServedTokenizer:
+    """The tokenizer of the built-in pair, with a marker."""
+    template = "{% for m in messages %}<|user|>{{ m['content'] }}<|eos|>{% endfor %}"
+    return ServedTokenizer(str(write_family(tmp_path_factory.mktemp("bytes"), "target", template, ["<tool_call>"])))
+
+
+def of_chat(tokenizer: ServedTokenizer, *contents: str) -> list[int]:
+    return tokenizer.encode_chat([turn.as_dict() for turn in chat(*contents)])
+
+
+def split_tokens(tokenizer: ServedTokenizer, text: str) -> list[int]:
+    """Return the tokens of single characters."""
+    return [token for letter in text for token in tokenizer.encode(letter, add_special_tokens=False)]
+
+
+def test_a_conversation_keeps_tokens_that_spell_its_text_otherwise(bytes_tokenizer: ServedTokenizer) -> None:
+    canonical = of_chat(bytes_tokenizer, "return value é 🗼")
+    for start, end in ((0, 16), (3, 9), (7, 16)):
+        text = "return value é 🗼"
+        spelled = [
+            *bytes_tokenizer.encode(text[:start], add_special_tokens=False),
+            *split_tokens(bytes_tokenizer, text[start:end]),
+            *bytes_tokenizer.encode(text[end:], add_special_tokens=False),
+        ]
+        held = np.array([canonical[0], *spelled, canonical[-1]], np.uint32)
+        prompt = encode_prompt(ask(messages=chat("return value é 🗼", "next")), held, bytes_tokenizer)
+        assert prompt.keep == len(held)
+        whole = of_chat(bytes_tokenizer, "return value é 🗼", "next")
+        assert prompt.new_token_ids.tolist() == whole[len(canonical) :]
+
+
+def test_tokens_are_kept_up_to_the_last_place_at_which_both_spellings_meet(bytes_tokenizer: ServedTokenizer) -> None:
+    whole = of_chat(bytes_tokenizer, "return value")
+    held = [whole[0], *split_tokens(bytes_tokenizer, "return vague")]
+    prompt = encode_prompt(ask(messages=chat("return value")), np.array(held, np.uint32), bytes_tokenizer)
+    tokens = [*held[: prompt.keep], *prompt.new_token_ids.tolist()]
+    assert bytes_tokenizer.decode(tokens) == "return value"
+    assert prompt.keep > 1
+
+
+def test_a_special_token_is_not_its_name_in_other_tokens(bytes_tokenizer: ServedTokenizer) -> None:
+    whole = of_chat(bytes_tokenizer, "a<tool_call>b")
+    held = [whole[0], *split_tokens(bytes_tokenizer, "a<tool_call>b"), whole[-1]]
+    prompt = encode_prompt(ask(messages=chat("a<tool_call>b")), np.array(held, np.uint32), bytes_tokenizer)
+    assert prompt.keep == 2
+    assert prompt.new_token_ids.tolist() == whole[2:]
