@@ -18,10 +18,10 @@ import grpc
 
 from coordinator.front.chat_validation import check_template_arguments, validate_messages
 from coordinator.front.tenants import CallTenants
+from coordinator.front.tool_validation import check_follows_constraints, validate_tools
 from coordinator.front.validation import (
     ServingLimits,
     check_detokenized,
-    check_follows_constraints,
     check_share,
     validate_request,
     validate_session_id,
@@ -29,6 +29,7 @@ from coordinator.front.validation import (
 from coordinator.front.wire import (
     decode_messages,
     decode_request,
+    decode_tools,
     encode_event,
     encode_pools,
     encode_promotion,
@@ -205,8 +206,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             turns = [turn.as_dict() for turn in validate_messages(decode_messages(request.messages))]
             arguments_json = request.messages.template_arguments_json
             check_template_arguments(arguments_json)
+            has_tools = request.HasField("tools")
             token_ids = await in_thread(
-                self._tokenizer.encode_chat, turns, template_arguments_json=arguments_json, max_tokens=max_tokens
+                self._tokenizer.encode_chat,
+                turns,
+                template_arguments_json=arguments_json,
+                tools=validate_tools(decode_tools(request.tools), has_messages=True) if has_tools else None,
+                max_tokens=max_tokens,
             )
         else:
             token_ids = await in_thread(

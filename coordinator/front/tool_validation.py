@@ -1,4 +1,8 @@
-"""Checks the tools of a request. `validation` calls it on decoded messages; `text/output_forms` uses checked tools."""
+"""Checks the tools and the constraint of a request, as far as that needs no tokenizer.
+
+`validation` and `servicer` call it on decoded messages. What a model's format makes of checked tools is decided in
+`text/output_forms`, and constraints are compiled in `text/constraints`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,9 @@ import json
 import re
 
 from coordinator.front.raw_params import RawTools
-from specdec.contract.constraint import MAX_CONSTRAINT_BYTES
-from specdec.contract.errors import InvalidRequest
+from coordinator.requests import GenerationRequest
+from specdec.contract.constraint import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
+from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.contract.tools import ToolChoice, ToolDefinition, Tools
 
 MAX_TOOLS = 128
@@ -41,6 +46,23 @@ def validate_tools(raw: RawTools, *, has_messages: bool) -> Tools:
     _check_choice(choice, raw.name, names)
     is_parallel = True if raw.parallel is None else raw.parallel
     return Tools(tuple(raw.definitions), choice, raw.name, is_parallel)
+
+
+def check_follows_constraints(request: GenerationRequest, *, is_possible: bool) -> None:
+    """Refuse a constraint, or tools, that no connected target can follow. Raises Unsupported."""
+    if request.sampling.constraint is not None and not is_possible:
+        field = "constraint" if request.tools is None else "tools"
+        raise Unsupported(
+            f"{field} cannot be followed by the connected targets: use targets with --backend own that have "
+            "llguidance (specdec-serving[structured])",
+            field=field,
+        )
+
+
+def check_constraint(constraint: Constraint | None) -> None:
+    """Raise InvalidRequest for a constraint of a kind that clients cannot send."""
+    if constraint is not None and constraint.kind is ConstraintKind.STRUCTURAL:
+        raise _invalid("constraint.kind", "must not be STRUCTURAL, which the server makes of tools; send GRAMMAR")
 
 
 def _check_definition(field: str, tool: ToolDefinition, names: set[str]) -> None:

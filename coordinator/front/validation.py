@@ -19,9 +19,8 @@ import numpy as np
 
 from coordinator.front.chat_validation import check_template_arguments, validate_messages
 from coordinator.front.raw_params import RawGenerationParams, RawSamplingParams, RawSpeculationParams
-from coordinator.front.tool_validation import validate_tools
+from coordinator.front.tool_validation import check_constraint, validate_tools
 from coordinator.requests import DEFAULT_MAX_NEW_TOKENS, ChatTurn, GenerationRequest, SpeculationChoice
-from specdec.contract.constraint import Constraint, ConstraintKind
 from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.contract.number_range import NumberRange
 from specdec.contract.types import FILTER_RANGES, Mode, SamplingFilters, SamplingParams, TokenIds
@@ -68,9 +67,10 @@ def validate_request(raw: RawGenerationParams, limits: ServingLimits) -> Generat
     session_id = _checked_id("session_id", raw.session_id)
     request_id = _checked_id("request_id", raw.request_id)
     _check_input(raw)
+    check_constraint(raw.constraint)
     _check_not_negative("resume_from", raw.resume_from)
     _check_not_negative("expected_session_tokens", raw.expected_session_tokens)
-    sampling = replace(_sampling(raw.sampling, limits), constraint=_constraint(raw.constraint))
+    sampling = replace(_sampling(raw.sampling, limits), constraint=raw.constraint)
     is_seeded = raw.sampling.seed is not None
     _check_supported(sampling, is_seeded, limits)
     speculation = _speculation(raw.speculation, limits, must_repeat=is_seeded and not sampling.filters.is_greedy)
@@ -149,12 +149,6 @@ def _check_input(raw: RawGenerationParams) -> None:
         raise _invalid("input", f"must be one of prompt, prompt_token_ids and messages, got {got}")
 
 
-def _constraint(constraint: Constraint | None) -> Constraint | None:
-    if constraint is not None and constraint.kind is ConstraintKind.STRUCTURAL:
-        raise _invalid("constraint.kind", "must not be STRUCTURAL, which the server makes of tools; send GRAMMAR")
-    return constraint
-
-
 def _prompt(text: str) -> str:
     if not text:
         raise _invalid("prompt", "must not be empty")
@@ -226,17 +220,6 @@ def _check_supported(sampling: SamplingParams, is_seeded: bool, limits: ServingL
                 "or use a target with --backend own",
                 field=name,
             )
-
-
-def check_follows_constraints(request: GenerationRequest, *, is_possible: bool) -> None:
-    """Refuse a constraint, or tools, that no connected target can follow. Raises Unsupported."""
-    if request.sampling.constraint is not None and not is_possible:
-        field = "constraint" if request.tools is None else "tools"
-        raise Unsupported(
-            f"{field} cannot be followed by the connected targets: use targets with --backend own that have "
-            "llguidance (specdec-serving[structured])",
-            field=field,
-        )
 
 
 def _check_num_ids(field: str, ids: Collection[int], limits: ServingLimits) -> None:

@@ -54,7 +54,7 @@ def decode_request(message: coordinator_pb2.GenerateRequest) -> RawGenerationPar
         sampling=read_fields(RawSamplingParams, message.sampling),
         speculation=read_fields(RawSpeculationParams, message.speculation),
         constraint=decode_constraint(message.constraint, "constraint") if message.HasField("constraint") else None,
-        tools=_decode_tools(message.tools) if message.HasField("tools") else None,
+        tools=decode_tools(message.tools) if message.HasField("tools") else None,
         former_digests=(_digest_of_form_1(message),),
     )
 
@@ -68,7 +68,7 @@ def decode_messages(messages: coordinator_pb2.ChatMessages) -> tuple[ChatTurn, .
     )
 
 
-def _decode_tools(tools: coordinator_pb2.Tools) -> RawTools:
+def decode_tools(tools: coordinator_pb2.Tools) -> RawTools:
     """Decode tools. Raises InvalidRequest if they are none or too many."""
     check_num_tools(len(tools.definitions))
     definitions = [read_fields(ToolDefinition, definition) for definition in tools.definitions]

@@ -265,7 +265,8 @@ class Chat:
         num_prompt_tokens = context - (self._options.get("max_new_tokens") or 1)
 
         def num_tokens(num_dropped: int) -> int:
-            return len(self._client.tokenize(messages=self._conversation.messages_without(num_dropped)))
+            messages = self._conversation.messages_without(num_dropped)
+            return len(self._client.tokenize(messages=messages, tools=self._options.get("tools")))
 
         fewest, most = 1, self._conversation.num_turns
         if (num_alone := num_tokens(most)) > num_prompt_tokens:

@@ -128,14 +128,19 @@ def build_request(prompt: Input, options: GenerateOptions) -> pb.GenerateRequest
 
 
 def build_tokenize_request(
-    text: str | None, messages: Sequence[ChatMessage] | None, chat_template_kwargs: Mapping[str, Any] | None = None
+    text: str | None,
+    messages: Sequence[ChatMessage] | None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> pb.TokenizeRequest:
     """Build a `TokenizeRequest` from exactly one of text and messages.
 
     Raises:
-        InvalidRequest: both are given or none is, or a text comes with `chat_template_kwargs`.
+        InvalidRequest: both are given or none is, or a text comes with `chat_template_kwargs` or `tools`.
     """
     _require_messages(messages, chat_template_kwargs)
+    if tools and messages is None:
+        raise InvalidRequest("tools needs messages", field="tools")
     if (text is None) == (messages is None):
         raise InvalidRequest("give exactly one of text and messages", field="input")
     request = pb.TokenizeRequest()
@@ -143,6 +148,8 @@ def build_tokenize_request(
         assign(request, "text", text)
     else:
         fill_messages(request.messages, messages or (), chat_template_kwargs)
+        if tools:
+            fill_tools(request.tools, tools, None, None)
     return request
 
 

@@ -167,9 +167,10 @@ class Client(Identity):
         *,
         messages: Sequence[ChatMessage] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[int, ...]:
         """Return the token ids of a text or conversation as a new session would hold them."""
-        request = build_tokenize_request(text, messages, chat_template_kwargs)
+        request = build_tokenize_request(text, messages, chat_template_kwargs, tools)
         answer = self._call("Tokenize", request)
         return tuple(answer.token_ids)
 

@@ -237,6 +237,16 @@ def test_bad_tools_are_refused_by_name_before_anything_is_queued(
     assert error.value.field == field
 
 
+def test_tokens_of_a_conversation_are_counted_with_its_tools(client: Client) -> None:
+    completion = generate(client, max_new_tokens=1)
+    assert len(client.tokenize(messages=[USER], tools=TOOLS)) == completion.usage.num_prompt_tokens
+    assert len(client.tokenize(messages=[USER])) < completion.usage.num_prompt_tokens
+    with pytest.raises(InvalidRequest):
+        client.tokenize(messages=[USER], tools=[{"name": ""}])
+    with pytest.raises(InvalidRequest):
+        client.tokenize("x", tools=TOOLS)
+
+
 def test_a_bad_constraint_beside_tools_and_reasoning_is_refused_under_its_own_name(client: Client) -> None:
     bad = Constraint.json_schema({"type": "object", "properties": {"a": {"not": {}}}})
     for options in ({}, {"tools": None}):

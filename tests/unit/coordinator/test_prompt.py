@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,19 @@ def test_tokens_are_kept_up_to_the_last_place_at_which_both_spellings_meet(bytes
     tokens = [*held[: prompt.keep], *prompt.new_token_ids.tolist()]
     assert bytes_tokenizer.decode(tokens) == "return value"
     assert prompt.keep > 1
+
+
+def test_every_spelling_of_a_conversation_is_kept(bytes_tokenizer: ServedTokenizer) -> None:
+    draw = random.Random(44)
+    text = 'def café(x):\n    return {"a": "🗼 <b>", "n": -1.5}  # done\n\n'
+    whole = of_chat(bytes_tokenizer, text)
+    for _ in range(40):
+        cuts = sorted(draw.sample(range(1, len(text)), draw.randint(1, 12)))
+        pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, None], strict=True)]
+        spelled = [token for piece in pieces for token in bytes_tokenizer.encode(piece, add_special_tokens=False)]
+        held = np.array([whole[0], *spelled, whole[-1]], np.uint32)
+        prompt = encode_prompt(ask(messages=chat(text)), held, bytes_tokenizer)
+        assert (prompt.keep, prompt.new_token_ids.tolist()) == (len(held), [])
 
 
 def test_a_special_token_is_not_its_name_in_other_tokens(bytes_tokenizer: ServedTokenizer) -> None:

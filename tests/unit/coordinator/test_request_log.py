@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from types import MappingProxyType
+
+import pytest
 
 from coordinator.generation.request_log import (
     decode_parameters,
@@ -14,7 +17,9 @@ from coordinator.generation.request_log import (
     record_of,
 )
 from coordinator.requests import GenerationIdentity, RequestParameters, RequestStats, SpeculationChoice
-from specdec.contract.constraint import Constraint
+from specdec.contract.constraint import Constraint, ConstraintKind
+from specdec.contract.errors import SessionLost
+from specdec.contract.output_form import Layout, OutputForm, ReasoningFormat
 from specdec.contract.types import Mode, SamplingFilters, SamplingParams
 
 
@@ -57,6 +62,20 @@ def test_a_constraint_survives_the_store_with_its_warnings() -> None:
     for warnings in ((), ('Unimplemented keys: ["not"]', "Unknown format: é")):
         kept = replace(plain, sampling=sampling, constraint_warnings=warnings)
         assert decode_parameters(encode_parameters(kept)) == kept
+
+
+def test_the_form_of_an_output_survives_the_store() -> None:
+    reasoning = ReasoningFormat("think", "<think>", "</think>", after_opener="\n")
+    form = OutputForm("qwen_xml", Layout(true="True", sorts_keys=True), reasoning, True, {"f": ("a", "b"), "g": ()})
+    constraint = Constraint(ConstraintKind.STRUCTURAL, 'start: "a"')
+    sampling = replace(parameters().sampling, constraint=constraint)
+    sampling = replace(sampling, filters=replace(sampling.filters, constraint_id=b"i" * 16))
+    formed = replace(parameters(), output_form=form, sampling=sampling)
+    assert decode_parameters(encode_parameters(formed)) == formed
+    stored = json.loads(encode_parameters(formed))
+    del stored["sampling"]["output_form"]["layout"]
+    with pytest.raises(SessionLost, match="damaged"):
+        decode_parameters(json.dumps(stored))
 
 
 def test_statistics_survive_the_store_and_missing_counters_are_zero() -> None:

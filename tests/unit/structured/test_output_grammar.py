@@ -293,6 +293,24 @@ def test_a_recursive_schema_and_one_without_properties_can_be_followed(family: s
     matcher.mask([EOS])
 
 
+def test_descriptions_of_tools_and_parameters_can_hold_any_text(grammars: Any) -> None:
+    own = grammars(FAMILIES["hermes"][1])
+    text = '"q" {{ x }} %json // <tool_call> </tools> \\ \n # /(.|\\n)*/ start: é \u2028'
+    schema = {
+        "type": "object",
+        "properties": {'a "b" <c>': {"type": "string", "description": text, "maxLength": 1}},
+        "description": text,
+        "x-guidance": {"lenient": True, "whitespace_flexible": True},
+    }
+    for family in ("hermes", "gemma4", "mistral_named"):
+        tools = Tools((ToolDefinition("f", text, json.dumps(schema)),), ToolChoice.REQUIRED)
+        own.matcher(form_of(family), tools).mask([EOS])
+    matcher = own.matcher(form_of("hermes"), tools)
+    call = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
+    assert own.follows(matcher, call % '{"a \\"b\\" <c>": "x"}') is True
+    assert own.follows(matcher, call % '{"a \\"b\\" <c>":  "x"}') is None
+
+
 def _walk(own: Grammars, matcher: Matcher, draw: random.Random) -> tuple[list[int], bool]:
     """Return tokens drawn among the legal ones, short ones more often, and whether the output ended."""
     token_ids: list[int] = []
