@@ -119,24 +119,27 @@ def test_a_request_that_is_resumed_at_any_token_of_its_call_gives_the_same_parts
         assert one is not None or other is None
 
 
-@pytest.mark.parametrize("num_read", [1, 4, 9, 15, 22])
-def test_a_call_that_is_left_and_resumed_at_another_coordinator_goes_on(
-    stack: Stack, client: Client, num_read: int
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0, "gamma": 2}, {"temperature": 1.0, "seed": 7}])
+def test_a_call_that_is_left_at_any_token_goes_on_at_another_coordinator(
+    stack: Stack, client: Client, sampling: dict[str, Any]
 ) -> None:
-    options = {"chat_template_kwargs": NO_THINKING, "gamma": 2, **only_weather()}
+    options = {"chat_template_kwargs": NO_THINKING, **sampling, **only_weather()}
     whole = generate(client, **options)
-    with client.generate(messages=[USER], tools=TOOLS, temperature=0.0, stream=True, session_id=f"left-{num_read}",
-                         max_new_tokens=120, **options) as stream:  # fmt: skip
+    (call,) = whole.tool_calls
+    for num_read in range(1, len(whole.token_ids)):
+        session_id = f"left-{sampling['temperature']}-{num_read}"
         read: list[Chunk] = []
-        while sum(len(chunk.token_ids) for chunk in read) < num_read:
-            read.append(next(stream))
-    num_held = sum(len(chunk.token_ids) for chunk in read)
-    rest = _resume(stack.parts["coordinator2"].address, f"left-{num_read}", num_held)
-    parts = joined_parts([*(part for chunk in read for part in chunk.parts), *_parts_of(rest)])
-    assert tuple(token_id for chunk in [*read, *rest] for token_id in chunk.token_ids) == whole.token_ids
-    (call,) = parts
-    assert isinstance(call, ToolCallDelta)
-    assert (call.name, call.arguments) == ("get_weather", whole.tool_calls[0].arguments)
+        with client.generate(messages=[USER], tools=TOOLS, stream=True, session_id=session_id, max_new_tokens=120,
+                             **options) as stream:  # fmt: skip
+            while sum(len(chunk.token_ids) for chunk in read) < num_read:
+                read.append(next(stream))
+        num_held = sum(len(chunk.token_ids) for chunk in read)
+        rest = _resume(stack.parts["coordinator2"].address, session_id, num_held)
+        assert tuple(token_id for chunk in [*read, *rest] for token_id in chunk.token_ids) == whole.token_ids
+        (joined,) = joined_parts([*(part for chunk in read for part in chunk.parts), *_parts_of(rest)])
+        assert isinstance(joined, ToolCallDelta)
+        assert (joined.name, joined.arguments) == (call.name, call.arguments)
+        assert joined.id == _first_id(stack, session_id)
 
 
 def test_a_turn_that_is_rendered_again_keeps_the_tokens_of_the_session(client: Client) -> None:
@@ -269,6 +272,12 @@ def test_another_choice_under_the_same_request_id_is_another_request(client: Cli
     generate(client, **ids)
     with pytest.raises(InvalidRequest, match="was used for another request"):
         generate(client, tool_choice="required", **ids)
+
+
+def _first_id(stack: Stack, session_id: str) -> str:
+    (part,) = _parts_of(_resume(stack.endpoint, session_id, 0))
+    assert isinstance(part, ToolCallDelta)
+    return part.id
 
 
 def _raw(stack: Stack, completion: Completion, resume_from: int) -> list[pb.TokenChunk]:
