@@ -46,7 +46,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -
     directory = tmp_path_factory.mktemp("family")
     markers = (*FAMILIES["hermes"][1], *THINK_MARKERS)
     target, draft = (write_family(directory / role, role, HERMES_THINKING, markers) for role in ("target", "draft"))
-    with Stack(target, draft, redis_url=redis_server.url, num_coordinators=2) as running:
+    arguments = ["--lease-ttl-s", "1", "--draft-timeout-s", "20"]
+    with Stack(
+        target, draft, redis_url=redis_server.url, num_coordinators=2, coordinator_arguments=arguments
+    ) as running:
         yield running
 
 
@@ -140,6 +143,30 @@ def test_a_call_that_is_left_at_any_token_goes_on_at_another_coordinator(
         assert isinstance(joined, ToolCallDelta)
         assert (joined.name, joined.arguments) == (call.name, call.arguments)
         assert joined.id == _first_id(stack, session_id)
+
+
+@pytest.mark.parametrize(
+    ("part", "num_read"), [("coordinator", n) for n in range(1, 27, 5)] + [("target", 4), ("target", 15)]
+)
+def test_a_call_survives_the_death_of_a_process(stack: Stack, client: Client, part: str, num_read: int) -> None:
+    options = {"chat_template_kwargs": NO_THINKING, "temperature": 0.0, "gamma": 0, **only_weather()}
+    whole = generate(client, **options)
+    session_id = f"killed-{part}-{num_read}"
+    read: list[Chunk] = []
+    with Client(f"{stack.endpoint},{stack.parts['coordinator2'].address}", insecure=True) as both:
+        with both.generate(messages=[USER], tools=TOOLS, stream=True, session_id=session_id, max_new_tokens=120,
+                           timeout=300, **options) as stream:  # fmt: skip
+            for chunk in stream:
+                read.append(chunk)
+                if num_read and sum(len(chunk.token_ids) for chunk in read) >= num_read:
+                    num_read = 0
+                    stack.kill(part)
+                    stack.restart(part)
+        completion = stream.result()
+    assert completion.token_ids == whole.token_ids
+    (call,) = completion.tool_calls
+    assert (call.name, call.arguments) == ("get_weather", whole.tool_calls[0].arguments)
+    assert call.id == _first_id(stack, session_id)
 
 
 def test_a_turn_that_is_rendered_again_keeps_the_tokens_of_the_session(client: Client) -> None:
