@@ -66,6 +66,7 @@ class OutputForms:
         self._ends: dict[tuple[str, bool], str] = {}
         """End of the prompt, by the arguments of the template and whether there are tools."""
         self._known_format: tuple[ToolFormat, Layout] | None = None
+        self._is_format_sought = False
 
     def has_form(self, request: GenerationRequest) -> bool:
         """Return whether the output of a request may hold more than an answer."""
@@ -144,8 +145,9 @@ class OutputForms:
 
     def _tool_format(self, given_up: threading.Event) -> tuple[ToolFormat, Layout]:
         """Return the model's format of calls, with its layout. Raises InvalidRequest if there is none."""
-        if self._known_format is None:
+        if not self._is_format_sought:
             self._known_format = self._find_tool_format(given_up)
+            self._is_format_sought = True
         if self._known_format is None:
             raise InvalidRequest(
                 f"tools cannot be used: the model {self._tokenizer.model!r} has no known format of tool calls; if it "

@@ -109,6 +109,16 @@ def test_parts_come_token_by_token_however_the_rounds_are_cut(family: Family) ->
             assert steps[-1].finish_reason is whole.finish_reason
 
 
+def test_a_stop_string_ends_an_output_also_in_a_call(family: Family) -> None:
+    seeds = (seed for seed in range(100) if "Paris" in str(recorded(family.form.tool_format_name, seed).calls))
+    output = recorded(family.form.tool_format_name, next(seeds))
+    step = family.writer(stop=("ari",)).write(family.tokens(output))
+    assert step.finish_reason is FinishReason.STOP_STRING
+    calls = calls_of([part for parts in step.parts for part in parts])
+    assert calls[-1].arguments.endswith('"P')
+    assert "ari" not in str(calls)
+
+
 def test_an_output_that_the_limit_cuts_ends_for_its_length_with_the_parts_so_far(family: Family) -> None:
     token_ids = family.tokens(recorded(family.form.tool_format_name, 3))
     whole = family.writer().write(token_ids)

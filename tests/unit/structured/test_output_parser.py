@@ -144,6 +144,21 @@ def test_a_call_in_reasoning_is_reasoning_and_the_one_after_it_is_a_call() -> No
         ]
 
 
+@pytest.mark.parametrize("format_", reasoning_formats().values(), ids=lambda format_: format_.name)
+@pytest.mark.parametrize("has_tokens", [False, True])
+def test_each_format_of_reasoning_is_read(format_: ReasoningFormat, has_tokens: bool) -> None:
+    inner = f"why{format_.before_closer}"
+    for begun in (False, True):
+        parser = OutputParser(
+            OutputForm(reasoning=format_, begins_in_reasoning=begun), format_.markers if has_tokens else (), str
+        )
+        feed = parser.feed_marker if has_tokens else parser.feed_text
+        parts = [] if begun else feed(format_.opener)
+        parts += parser.feed_text(format_.after_opener + inner)
+        parts += [*feed(format_.closer), *parser.feed_text(format_.after_closer + "yes"), *parser.finish()]
+        assert joined_parts(parts) == [ReasoningText("why"), AnswerText("yes")]
+
+
 def test_a_declared_mark_without_line_breaks_is_read() -> None:
     form = OutputForm(reasoning=ReasoningFormat("declared", "[R]", "[/R]"), begins_in_reasoning=True)
     assert _read_reasoning(form, (), ["why\n[/R]yes"]) == [ReasoningText("why\n"), AnswerText("yes")]
