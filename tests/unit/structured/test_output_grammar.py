@@ -134,7 +134,7 @@ def test_every_message_may_be_written_if_the_markers_are_plain_text(family: str,
 def test_whatever_follows_the_grammar_is_read_as_calls_of_the_tools(
     family: str, choice: ToolChoice, grammars: Any
 ) -> None:
-    """Random walks through the masks: legal tokens that nobody would write, in unusual divisions."""
+    """Random walks through the masks: legal tokens in unusual divisions."""
     own = grammars(FAMILIES[family][1])
     tools = replace(TOOLS, choice=choice, name="note" if choice is ToolChoice.NAMED else "")
     matcher = own.matcher(form_of(family), tools)
