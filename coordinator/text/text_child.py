@@ -121,15 +121,15 @@ def compile_constraint(
 ) -> list[str]:
     """Compile a constraint as the targets do, and return what it ignores. Raises InvalidRequest if that fails."""
     from specdec.contract.constraint import Constraint, ConstraintKind
-    from specdec.structured.matcher import Matcher
+    from specdec.structured.admission import check_constraint
 
     table = _token_table(setting["model"], tuple(eos_token_ids))
     table.library_table()
     with _bounded(CONSTRAINT_CPU_S):
         kind = ConstraintKind(constraint["kind"])
-        matcher = Matcher(table, Constraint(kind, constraint["text"], constraint["is_lenient"]))
-        matcher.mask(eos_token_ids)
-        return [warning[:_MAX_REASON_CHARACTERS] for warning in matcher.warnings[:_MAX_WARNINGS]]
+        checked = Constraint(kind, constraint["text"], constraint["is_lenient"])
+        warnings = check_constraint(table, checked, eos_token_ids)
+        return [warning[:_MAX_REASON_CHARACTERS] for warning in warnings[:_MAX_WARNINGS]]
 
 
 @cache

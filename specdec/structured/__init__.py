@@ -1,6 +1,8 @@
 """Structured output: which tokens a constraint allows (docs/protocol.md section 11).
 
     grammar          a constraint's text as a grammar of llguidance
+    json_schema      what of a JSON schema llguidance would pass over
+    admission        the check before a request is accepted
     token_table      the bytes of the vocabulary's tokens, as llguidance reads them
     matcher          the state of one session: masks, draft tokens, rollback
 

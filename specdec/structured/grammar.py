@@ -11,12 +11,19 @@ from typing import Any
 
 from specdec.contract.constraint import Constraint, ConstraintKind
 from specdec.contract.errors import InvalidRequest
+from specdec.structured.json_schema import state_ranges
 
 #: White space between two parts of a JSON text. Without a limit, a small model may write spaces to the end of its
 #: output.
 _WHITESPACE = r"[ \n\t]{0,8}"
 
+#: Escapes in JSON texts. With `\u`, a property could be named in a second way, and evade what the schema says of it.
+_ESCAPES = 'nrbtf\\"'
+
 MAX_CHOICES = 1000
+
+#: Key of a schema's options for llguidance. They are overridden, but not those of a schema within a grammar.
+_LIBRARY_OPTIONS = "x-guidance"
 
 _FIELDS = {
     ConstraintKind.JSON_SCHEMA: "constraint.json_schema",
@@ -58,16 +65,13 @@ def grammar_of(constraint: Constraint) -> str:
     from llguidance import LLMatcher
 
     if constraint.kind is ConstraintKind.JSON_SCHEMA:
-        schema = _json(constraint)
-        if not isinstance(schema, dict | bool):
-            raise invalid(constraint, f"must be a JSON schema, which is an object, got {type(schema).__name__}")
-        return _json_grammar(schema if isinstance(schema, dict) else _schema_of(schema), constraint)
+        return _json_grammar(schema_of(constraint), constraint)
     if constraint.kind is ConstraintKind.JSON_OBJECT:
         return _json_grammar({"type": "object"}, constraint)
     if constraint.kind is ConstraintKind.REGEX:
         return LLMatcher.grammar_from_regex(constraint.text)
     if constraint.kind is ConstraintKind.CHOICE:
-        return LLMatcher.grammar_from_lark(f"start: {_alternatives(constraint)}")
+        return LLMatcher.grammar_from_regex("|".join(_literal(choice) for choice in _choices(constraint)))
     if constraint.kind is ConstraintKind.STRUCTURAL:
         return LLMatcher.grammar_from_lark(constraint.text)
     return _grammar(constraint)
@@ -80,12 +84,24 @@ def answer_expression(constraint: Constraint) -> str:
         InvalidRequest: the text is not of its kind (CONSTRAINT_INVALID).
     """
     grammar = grammar_of(constraint)
-    if constraint.kind is ConstraintKind.CHOICE:
-        return f"({_alternatives(constraint)})"
     (only,) = json.loads(grammar)["grammars"]
-    if constraint.kind is ConstraintKind.REGEX:
+    if constraint.kind in (ConstraintKind.REGEX, ConstraintKind.CHOICE):
         return str(only["lark_grammar"]).removeprefix("start: ")
     return f"%json {json.dumps(only['json_schema'])}"
+
+
+def schema_of(constraint: Constraint) -> dict[str, Any]:
+    """Return a constraint's JSON schema, with the ranges of its integers. Raises InvalidRequest if it is none."""
+    schema = _json(constraint)
+    if not isinstance(schema, dict | bool):
+        raise invalid(constraint, f"must be a JSON schema, which is an object, got {type(schema).__name__}")
+    if isinstance(schema, bool):
+        return {} if schema else {"not": {}}
+    try:
+        state_ranges(schema)
+    except (TypeError, RecursionError) as error:
+        raise invalid(constraint, f"cannot be read: {str(error)[:200]}") from error
+    return schema
 
 
 def _json_grammar(schema: dict[str, Any], constraint: Constraint) -> str:
@@ -101,18 +117,12 @@ def _json_grammar(schema: dict[str, Any], constraint: Constraint) -> str:
                 "whitespace_flexible": True,
                 "coerce_one_of": False,
                 "lenient": constraint.is_lenient,
+                "json_allowed_escapes": _ESCAPES,
+                "json_allow_general_unicode_escapes": False,
             },
         )
-    except (ValueError, RecursionError) as error:  # the schema is nested deeper than the library reads
+    except (ValueError, RecursionError) as error:  # the library's reader takes less than Python's
         raise invalid(constraint, f"cannot be read: {str(error)[:200]}") from error
-
-
-def _alternatives(constraint: Constraint) -> str:
-    return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in _choices(constraint))
-
-
-def _schema_of(allows_all: bool) -> dict[str, Any]:
-    return {} if allows_all else {"not": {}}
 
 
 def _json(constraint: Constraint) -> Any:
@@ -128,12 +138,21 @@ def _choices(constraint: Constraint) -> list[str]:
         raise invalid(constraint, "must be a list of texts that are not empty")
     if not 1 <= len(choices) <= MAX_CHOICES:
         raise invalid(constraint, f"must hold 1 to {MAX_CHOICES} texts, got {len(choices)}")
+    if any("\ud800" <= character <= "\udfff" for choice in choices for character in choice):
+        raise invalid(constraint, "must not contain halves of surrogate pairs")
     return choices
+
+
+def _literal(text: str) -> str:
+    """Return a regular expression for one text."""
+    return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text)
 
 
 def _grammar(constraint: Constraint) -> str:
     from llguidance import grammar_from
 
+    if _LIBRARY_OPTIONS in constraint.text:
+        raise invalid(constraint, f"must not set {_LIBRARY_OPTIONS}, which would loosen its schemas")
     try:
         return grammar_from("grammar", constraint.text)
     except ValueError as error:

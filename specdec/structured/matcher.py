@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 #: Bits of the tokens that may follow, the lowest bit of each byte first: uint8 [ceil(V / 8)].
 Mask = NDArray[np.uint8]
 
+#: The library's message if no token can follow an output that may not end.
+_NO_TOKEN = ("NoExtension", "NoExtensionBias")
+
+#: Ends the library's messages, which without it would contain the grammar.
+_NOT_VERBOSE = "<non-verbose/>"
+
 #: Longest part of the library's message that an error quotes.
 _MAX_MESSAGE_CHARACTERS = 500
 
@@ -166,7 +172,7 @@ def _limits() -> LLParserLimits:
 def _raise_error(matcher: LLMatcher, constraint: Constraint) -> None:
     """Raise InvalidRequest if the library has failed: after any error its masks allow only the end."""
     if matcher.is_error():
-        message = " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())[:_MAX_MESSAGE_CHARACTERS]
-        if message.startswith("NoExtensionBias"):  # the grammar has a position that no text leads on from
+        message = " ".join(matcher.get_error().removesuffix(_NOT_VERBOSE).split())[:_MAX_MESSAGE_CHARACTERS]
+        if message in _NO_TOKEN:
             raise no_legal_token(constraint)
         raise invalid(constraint, f"cannot be followed: {message}")

@@ -1,0 +1,33 @@
+"""The check of a constraint before its request is accepted. Called in a process that can be killed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specdec.contract.constraint import Constraint, ConstraintKind
+from specdec.structured.grammar import invalid, schema_of
+from specdec.structured.json_schema import problem_of
+from specdec.structured.matcher import Matcher
+from specdec.structured.token_table import TokenTable
+
+
+def check_constraint(table: TokenTable, constraint: Constraint, end_token_ids: Sequence[int]) -> list[str]:
+    """Compile a constraint, compute its first mask, and return what it ignores.
+
+    Args:
+        table: tokens of the model.
+        constraint: a constraint that `grammar.check_text` has passed.
+        end_token_ids: end tokens of the model.
+
+    Raises:
+        InvalidRequest: the constraint cannot be used (CONSTRAINT_INVALID), or no text satisfies it on these tokens
+            (NO_LEGAL_TOKEN).
+        Unsupported: llguidance cannot read the tokenizer.
+    """
+    matcher = Matcher(table, constraint)
+    if constraint.kind is ConstraintKind.JSON_SCHEMA:
+        problem = problem_of(schema_of(constraint), is_lenient=constraint.is_lenient)
+        if problem is not None:
+            raise invalid(constraint, problem)
+    matcher.mask(end_token_ids)
+    return matcher.warnings
