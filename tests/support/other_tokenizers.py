@@ -92,12 +92,14 @@ def save_piece_vocabulary(
     return _save(backend, directory, eos_token="</s>", **unknown, **({"bos_token": "<s>"} if begins else {}))
 
 
-def save_byte_level_vocabulary(directory: Path, tokens: Sequence[str], merges: Sequence[tuple[str, str]]) -> Path:
-    """Byte-level BPE of given tokens, `<|end|>` among them."""
+def save_byte_level_vocabulary(
+    directory: Path, tokens: Sequence[str], merges: Sequence[tuple[str, str]], **special_tokens: str
+) -> Path:
+    """Byte-level BPE of given tokens, `<|end|>` among them; `special_tokens` are others, by their roles."""
     backend = Tokenizer(BPE({token: token_id for token_id, token in enumerate(tokens)}, list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    return _save(backend, directory, eos_token="<|end|>")
+    return _save(backend, directory, eos_token="<|end|>", **special_tokens)
 
 
 def save_characters(directory: Path, characters: str = CHARACTERS, *, in_bytes: bool) -> Path:
