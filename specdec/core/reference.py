@@ -22,7 +22,11 @@ from specdec.core.sparse import DEFAULT_COVERAGE, integer_weights, support_of_to
 
 
 def filtered_distribution(
-    logits: NDArray[np.floating[Any]], filters: SamplingFilters, history: TokenIds | Sequence[int], output_start: int
+    logits: NDArray[np.floating[Any]],
+    filters: SamplingFilters,
+    history: TokenIds | Sequence[int],
+    output_start: int,
+    legal: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.float64]:
     """Return the distribution of the token at one position.
 
@@ -31,11 +35,12 @@ def filtered_distribution(
         filters: the request's filters.
         history: all session tokens before the position, draft tokens included.
         output_start: position of this turn's first output token.
+        legal: bool [V], the tokens that a constraint allows, at least one; None: all.
 
     Returns:
         float64 [V], sums to 1; one-hot when greedy.
     """
-    scores = processed_logits(logits, filters, history, output_start)
+    scores = processed_logits(logits, filters, history, output_start, legal)
     if filters.is_greedy:
         one_hot = np.zeros(len(scores))
         one_hot[np.argmax(scores)] = 1.0
@@ -56,11 +61,15 @@ def filtered_distribution(
 
 
 def processed_logits(
-    logits: NDArray[np.floating[Any]], filters: SamplingFilters, history: TokenIds | Sequence[int], output_start: int
+    logits: NDArray[np.floating[Any]],
+    filters: SamplingFilters,
+    history: TokenIds | Sequence[int],
+    output_start: int,
+    legal: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.float64]:
-    """Return logits after bias, penalties and the min_new_tokens mask: float64 [V].
+    """Return logits after bias, penalties and the masks of the constraint and of min_new_tokens: float64 [V].
 
-    Arguments are as in `filtered_distribution`. A mask that would leave no token is not applied.
+    Arguments are as in `filtered_distribution`. The mask of min_new_tokens is not applied if it would leave no token.
     """
     scores = np.array(logits, dtype=np.float64)
     for token_id, bias in filters.logit_bias.items():
@@ -73,6 +82,8 @@ def processed_logits(
     if filters.presence_penalty != 0.0 or filters.frequency_penalty != 0.0:
         emitted, counts = np.unique(tokens[output_start:], return_counts=True)
         scores[emitted] -= filters.presence_penalty + filters.frequency_penalty * counts
+    if legal is not None:
+        scores[~legal] = -np.inf
     if filters.end_token_ids and len(tokens) - output_start < filters.min_new_tokens:
         masked = scores.copy()
         masked[list(filters.end_token_ids)] = -np.inf

@@ -24,6 +24,7 @@ from specdec.core.reference import filtered_distribution
 from specdec.engine.logits.filters import filtered_distributions
 from specdec.engine.logits.penalties import FilterContext
 from specdec.engine.logits.rows import cut_supports, distribution_rows
+from specdec.structured.matcher import Mask
 
 Path = tuple[int, ...]
 
@@ -70,11 +71,24 @@ class RoundTables:
         tokens = range(self.vocabulary_size)
         return [path for length in range(self.gamma + 1) for path in itertools.product(tokens, repeat=length)]
 
-    def _distributions(self, model: TableModel) -> torch.Tensor:
+    def _distributions(self, model: TableModel, mask_after: Callable[[Path], Mask | None]) -> torch.Tensor:
         logits = torch.tensor(np.stack([model.logits(path) for path in self.paths]))
         return filtered_distributions(
-            logits, [FilterContext(self.filters, self.history(path), OUTPUT_START) for path in self.paths]
+            logits,
+            [FilterContext(self.filters, self.history(path), OUTPUT_START, mask_after(path)) for path in self.paths],
         )
+
+    def target_mask_after(self, path: Path) -> Mask | None:
+        """Return the mask that the target applies to p after a path."""
+        return None
+
+    def draft_mask_after(self, path: Path) -> Mask | None:
+        """Return the mask that the draft applies to q after a path."""
+        return None
+
+    def legal_after(self, path: Path) -> np.ndarray | None:
+        """Return the legal tokens after a path, for the reference: bool [V]."""
+        return None
 
     def history(self, path: Path) -> Path:
         """Return the tokens that penalties see before the token after `path`, with the draft tokens."""
@@ -82,7 +96,7 @@ class RoundTables:
 
     @cached_property
     def p(self) -> dict[Path, np.ndarray]:
-        distributions = self._distributions(TableModel(self.vocabulary_size, self.seed))
+        distributions = self._distributions(TableModel(self.vocabulary_size, self.seed), self.target_mask_after)
         return dict(
             zip(self.paths, (self.change_p(distributions) if self.change_p else distributions).numpy(), strict=True)
         )
@@ -90,7 +104,8 @@ class RoundTables:
     @cached_property
     def full_q(self) -> dict[Path, np.ndarray]:
         """The draft's distributions before they are cut."""
-        distributions = self._distributions(TableModel(self.vocabulary_size, self.seed, noise=1.0))
+        draft = TableModel(self.vocabulary_size, self.seed, noise=1.0)
+        distributions = self._distributions(draft, self.draft_mask_after)
         return dict(zip(self.paths, distributions.numpy(), strict=True))
 
     @cached_property
@@ -147,7 +162,9 @@ class RoundTables:
         target = TableModel(self.vocabulary_size, self.seed)
         onward: dict[Path, np.ndarray] = {}
         for path in reversed(self.paths):
-            distribution = filtered_distribution(target.logits(path), self.filters, HISTORY + path, OUTPUT_START)
+            distribution = filtered_distribution(
+                target.logits(path), self.filters, HISTORY + path, OUTPUT_START, self.legal_after(path)
+            )
             if len(path) < self.gamma:
                 distribution = np.stack(
                     [share * onward[(*path, token_id)] for token_id, share in enumerate(distribution)]

@@ -78,7 +78,7 @@ REFUSED = {
     "a schema that allows nothing": (schema("false"), "cannot be followed"),
     "an enumeration of nothing": (schema({"enum": []}), "cannot be followed: Unsatisfiable schema"),
     "a range that is empty": (schema({"type": "integer", "minimum": 2, "maximum": 1}), "Unsatisfiable schema"),
-    "a regular expression that allows nothing": (Constraint.regex(r"a[^\s\S]"), "allows no next token"),
+    "a regular expression that allows nothing": (Constraint.regex(r"a[^\s\S]"), "allow no next token"),
     "a regular expression that does not end": (Constraint.regex("(a"), "unclosed group"),
     "a reference to a group": (Constraint.regex(r"(a)\1"), "backreferences are not supported"),
     "a look ahead": (Constraint.regex("(?=a)a"), "look-around"),
@@ -95,7 +95,7 @@ REFUSED = {
     "a choice of an empty text": (Constraint.choice(["a", ""]), "must be a list of texts that are not empty"),
     "a choice that is no list": (choice('"a"'), "must be a list of texts that are not empty"),
     "a choice of a half of a surrogate pair": (choice('["\\ud800"]'), "must not contain halves of surrogate pairs"),
-    "a choice that no token begins": (Constraint.choice(["xyz"]), "allows no next token"),
+    "a choice that no token begins": (Constraint.choice(["xyz"]), "allow no next token"),
 }  # fmt: skip
 
 
