@@ -34,6 +34,7 @@ from specdec.contract.types import RunLimit, SessionPosition, Verification, Veri
 from specdec.core.packed import pack_supports
 from specdec.rpc.open_calls import WireStats
 from specdec.rpc.open_run import OpenRun
+from specdec.structured.grammar import field_of
 
 #: Pause before a target that lacked KV blocks is called again, at most; the target may name a shorter one.
 MAX_KV_PAUSE_S = 1.0
@@ -223,7 +224,10 @@ class TargetCalls:
     def _note_failure(self, replica: TargetReplica, failure: SpecdecError, failed: list[TargetReplica]) -> None:
         """Return if another replica may serve; raise the round's error if none can."""
         error = target_fault(failure, replica.address)
-        if isinstance(error, StaleEpoch) or ends_the_request(error):
+        if ends_the_request(error) and self._setting.constraint is not None:
+            failure.field = field_of(self._setting.constraint)  # a target's answer does not carry it
+            raise failure
+        if isinstance(error, StaleEpoch):
             raise failure
         _log.warning("target replica %s failed to verify: %s", replica.address, error)
         replica.note_failure(error)

@@ -38,17 +38,22 @@ from coordinator.routing.score_queue import ScoreQueue
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.access.grants import UNLIMITED, Limits
 from specdec.checkpoints.generation_config import recommended_sampling
+from specdec.contract.constraint import Constraint
 from specdec.contract.tenant import DEFAULT_TENANT
 from specdec.contract.types import Mode
+from specdec.engine.sessions.calls import DEFAULT_MAX_RUN
 from specdec.observability.audit import AuditMetrics
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.observability.tracing import Tracing
 from specdec.rpc.client import open_link
+from specdec.rpc.rounds import encode_constraint
 from specdec.rpc.service_server import COORDINATOR_SERVICE, ServiceServer
 from specdec.state.redis_store import RedisSessionStore, open_store
+from specdec.structured.known_constraints import KnownConstraints
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1 import coordinator_pb2_grpc
-from tests.support.table_services import EOS, Service, start_service, write_tokenizer
+from tests.support.byte_tokenizer import write_byte_tokenizer
+from tests.support.table_services import EOS, VOCABULARY, Service, start_service, write_tokenizer
 
 PROMPT = (5, 6, 7, 8)
 MESSAGE_LIMIT_BYTES = 1 << 20
@@ -152,16 +157,21 @@ class Rig:
         check_caller: Callable[[str, Any], None] | None = None,
         num_blocks: int = 256,
         vocabulary: str = "table",
+        constrained: bool = False,
+        max_run: int = DEFAULT_MAX_RUN,
     ) -> None:
         """`store_url`: of the session store; one of its own in memory if empty. `local_drafts`: of the targets.
 
         `write_checkpoint`: writes the tokenizer into a directory, and what is to lie beside it.
         `check_caller`: guard of the services. `num_blocks`: KV blocks of each.
         `vocabulary`: fingerprint that the coordinator requires of replicas; "" for that of its tokenizer.
+        `constrained`: targets follow constraints on a tokenizer of bytes. `max_run`: of the targets.
         """
+        self._constrained = constrained
+        self._max_run = max_run
         self._vocabulary = vocabulary
         self._num_blocks = num_blocks
-        self._write_checkpoint = write_checkpoint
+        self._write_checkpoint = write_byte_tokenizer if constrained else write_checkpoint
         self._check_caller = check_caller
         self._local_drafts = local_drafts
         self._store_url = store_url or f"memory://{secrets.token_hex(8)}"
@@ -181,11 +191,23 @@ class Rig:
         self.store = self.open_store()
         for role, count in self._counts.items():
             for _ in range(count):
-                own = {"salt": self._draft_salt} if role == DRAFT else {"salt": 0, "local_drafts": self._local_drafts}
-                self.services.append(
-                    await start_service(role, check_caller=self._check_caller, num_blocks=self._num_blocks, **own)
-                )
+                self.services.append(await self.start(role))
         return self
+
+    async def start(self, role: str, **options: Any) -> Service:
+        """Start one more service, and leave it to the caller to end it; `options` are `start_service`'s."""
+        own: dict[str, Any] = {"salt": self._draft_salt}
+        if role == TARGET:
+            constraints = KnownConstraints(str(self.directory), (EOS,), VOCABULARY) if self._constrained else None
+            own = {
+                "salt": 0,
+                "local_drafts": self._local_drafts,
+                "constraints": constraints,
+                "max_run": self._max_run,
+            }
+        return await start_service(
+            role, check_caller=self._check_caller, num_blocks=self._num_blocks, **{**own, **options}
+        )
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -360,6 +382,7 @@ def request(
     draft_pool: str = "",
     resume_from: int | None = None,
     provenance: bool = False,
+    constraint: Constraint | None = None,
     **sampling: Any,
 ) -> pb.GenerateRequest:
     """A request of token ids, greedy and 24 tokens long unless said otherwise."""
@@ -372,6 +395,7 @@ def request(
         speculation=pb.SpeculationParams(mode=mode, gamma=gamma, draft_pool=draft_pool),
         resume_from=resume_from,
         return_provenance=provenance,
+        constraint=None if constraint is None else encode_constraint(constraint),
     )
 
 

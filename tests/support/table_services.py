@@ -23,9 +23,11 @@ from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
 from draft_service.servicer import DraftServicer
 from specdec.engine.loop.replica_engine import ReplicaOptions
+from specdec.engine.sessions.calls import DEFAULT_MAX_RUN
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.client import open_link
 from specdec.rpc.service_server import DRAFT_SERVICE, TARGET_SERVICE, ServiceServer
+from specdec.structured.known_constraints import KnownConstraints
 from target_service.servicer import TargetServicer
 from target_service.verifier import Verifier
 from tests.support.table_worker import TableWorker
@@ -92,17 +94,21 @@ async def start_service(
     check_caller: Callable[[str, Any], None] | None = None,
     num_blocks: int = 256,
     eos_token_ids: tuple[int, ...] = (EOS,),
+    constraints: KnownConstraints | None = None,
+    max_run: int = DEFAULT_MAX_RUN,
 ) -> Service:
-    """`between` may put something of its own between the engine and its servicer."""
+    """`between` may put something of its own between the engine and its servicer. `constraints`: those that a target
+    follows; None: none."""
     worker = TableWorker(vocabulary_size=VOCABULARY, num_blocks=num_blocks, context=context, salt=salt,
                          vocabulary=vocabulary, local_drafts=local_drafts, local_gammas=local_gammas,
                          eos_token_ids=eos_token_ids)  # fmt: skip
-    options = ReplicaOptions(replica_id=f"{role}-{salt}", model="table", pool=pool, max_gamma=max_gamma, shadow=shadow)
+    options = ReplicaOptions(replica_id=f"{role}-{salt}", model="table", pool=pool, max_gamma=max_gamma, shadow=shadow,
+                             max_run=max_run)  # fmt: skip
     metrics = EngineMetrics("table", role=role, pool=pool)
     engine = (
         Proposer(worker, options, DraftOptions(predraft=predraft), observer=metrics)
         if role == DRAFT
-        else Verifier(worker, options, observer=metrics)
+        else Verifier(worker, options, observer=metrics, constraints=constraints)
     )
     metrics.watch_engine(engine.stats, engine.info)
     return await serve_engine(role, engine, metrics, worker, between=between, listen=listen, check_caller=check_caller)
