@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from specdec.contract.constraint import Constraint, ConstraintKind
 from specdec.structured.grammar import invalid, schema_of
-from specdec.structured.json_schema import problem_of
+from specdec.structured.json_schema import problem_of, undefined_formats
 from specdec.structured.matcher import Matcher
 from specdec.structured.token_table import TokenTable
 
@@ -25,9 +26,12 @@ def check_constraint(table: TokenTable, constraint: Constraint, end_token_ids: S
         Unsupported: llguidance cannot read the tokenizer.
     """
     matcher = Matcher(table, constraint)
+    ignored: list[str] = []
     if constraint.kind is ConstraintKind.JSON_SCHEMA:
         problem = problem_of(schema_of(constraint), is_lenient=constraint.is_lenient)
         if problem is not None:
             raise invalid(constraint, problem)
+        stated = json.loads(constraint.text)
+        ignored = undefined_formats(stated) if isinstance(stated, dict) else []
     matcher.mask(end_token_ids)
-    return matcher.warnings
+    return [*matcher.warnings, *ignored]

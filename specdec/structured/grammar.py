@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec.contract.constraint import Constraint, ConstraintKind
 from specdec.contract.errors import InvalidRequest
-from specdec.structured.json_schema import state_ranges
+from specdec.structured.json_schema import prepare
 
 #: White space between two parts of a JSON text. Without a limit, a small model may write spaces to the end of its
 #: output.
@@ -91,14 +91,14 @@ def answer_expression(constraint: Constraint) -> str:
 
 
 def schema_of(constraint: Constraint) -> dict[str, Any]:
-    """Return a constraint's JSON schema, with the ranges of its integers. Raises InvalidRequest if it is none."""
+    """Return a constraint's JSON schema, as llguidance enforces it. Raises InvalidRequest if it is none."""
     schema = _json(constraint)
     if not isinstance(schema, dict | bool):
         raise invalid(constraint, f"must be a JSON schema, which is an object, got {type(schema).__name__}")
     if isinstance(schema, bool):
         return {} if schema else {"not": {}}
     try:
-        state_ranges(schema)
+        prepare(schema)
     except (TypeError, RecursionError) as error:
         raise invalid(constraint, f"cannot be read: {str(error)[:200]}") from error
     return schema

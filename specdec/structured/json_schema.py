@@ -2,7 +2,7 @@
 
 llguidance refuses most keywords that it cannot enforce. It passes over the ones found here: keywords of older drafts,
 formats of numbers, keywords that are misspelled in case, and patterns that its regular expressions read otherwise.
-`grammar` calls `state_ranges`; `admission` calls `problem_of`, in a process that can be killed, because a schema may be
+`grammar` calls `prepare`; `admission` calls `problem_of`, in a process that can be killed, because a schema may be
 large.
 """
 
@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from specdec.structured.one_of import merge_exclusive
 
 #: Keywords that restrict the instance and that llguidance passes over.
 _PASSED_OVER = frozenset({"contentEncoding", "contentMediaType", "contentSchema", "disallow", "divisibleBy", "extends"})
@@ -37,6 +39,14 @@ _SCHEMAS = ("items", "prefixItems", "additionalItems", "additionalProperties", "
 #: Ranges of integer formats. llguidance has no regular expression for numbers near the ends of int64, so these are not
 #: written.
 _RANGES = {"int32": (-(1 << 31), (1 << 31) - 1), "int64": (-(10**18), 10**18)}
+
+#: Formats that a draft of JSON Schema, OpenAPI or llguidance defines. Others are annotations.
+_DEFINED_FORMATS = _TEXT_FORMATS | {
+    "binary", "byte", "char", "color", "decimal", "decimal128", "double", "double-int", "float", "host-name",
+    "idn-email", "idn-hostname", "int16", "int32", "int64", "int8", "ip-address", "iri", "iri-reference",
+    "json-pointer", "password", "phone", "regex", "relative-json-pointer", "style", "uint16", "uint32", "uint64",
+    "uint8", "uri-reference", "uri-template", "utc-millisec",
+}  # fmt: skip
 
 #: Formats of numbers that every number of JSON has.
 _NUMBER_FORMATS = frozenset({"float", "double"})
@@ -72,9 +82,35 @@ def problem_of(schema: dict[str, Any], *, is_lenient: bool) -> str | None:
     return None
 
 
-def state_ranges(schema: dict[str, Any]) -> None:
-    """Replace the integer formats by bounds, in place. Formats of texts are left to llguidance."""
-    for _, part in _parts(schema, "#"):
+def prepare(schema: dict[str, Any]) -> None:
+    """Write a schema, in place, so that llguidance enforces what JSON Schema says.
+
+    Integer formats become bounds, formats that are not defined are left out, and alternatives that exclude each other
+    become `anyOf`. Defined formats of texts are left to llguidance.
+    """
+    parts = [part for _, part in _parts(schema, "#")]
+    _state_ranges(parts)
+    for part in parts:
+        if _has_undefined_format(part):
+            del part["format"]
+    merge_exclusive(parts, schema)
+
+
+def undefined_formats(schema: dict[str, Any]) -> list[str]:
+    """Return a sentence for each format that is not defined, which restricts nothing by JSON Schema's rules."""
+    return [
+        f"{path}/format: the format {ascii(part['format'])[:64]} is not defined by JSON Schema and restricts nothing"
+        for path, part in _parts(schema, "#")
+        if _has_undefined_format(part)
+    ]
+
+
+def _has_undefined_format(schema: Schema) -> bool:
+    return isinstance(schema.get("format"), str) and schema["format"] not in _DEFINED_FORMATS
+
+
+def _state_ranges(parts: Sequence[dict[str, Any]]) -> None:
+    for part in parts:
         types = _types(part)
         if part.get("format") in _RANGES and types is not None and "string" not in types:
             low, high = _RANGES[part.pop("format")]

@@ -121,8 +121,8 @@ PASSED_OVER = {
     "dependentRequired": ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired", '{"a":1}'),
     "dependencies": ({"type": "object", "dependencies": {"a": ["b"]}}, "dependencies", '{"a":1}'),
     "unevaluatedProperties": ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties", '{"b":1}'),
-    "an unknown format": ({"type": "string", "format": "a"}, "format: a", '"b"'),
-    "an unknown format of numbers": ({"type": "integer", "format": "port"}, "#/format: the format 'port'", "2"),
+    "a format of texts": ({"type": "string", "format": "iri"}, "format: iri", '"b"'),
+    "a format of numbers": ({"type": "integer", "format": "uint16"}, "#/format: the format 'uint16'", "2"),
     "contentEncoding": ({"type": "string", "contentEncoding": "base64"}, "#/contentEncoding", '"a"'),
     "contentMediaType": ({"type": "string", "contentMediaType": "application/json"}, "#/contentMediaType", '"a"'),
     "divisibleBy of draft 3": ({"type": "integer", "divisibleBy": 2}, "#/divisibleBy", "1"),
@@ -143,6 +143,12 @@ PASSED_OVER = {
     "names that may repeat": ({"type": "object", "minProperties": 2}, "#/minProperties", '{"a":1,"a":2}'),
     "alternatives that overlap": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf", None),
 }  # fmt: skip
+
+
+def test_a_format_that_is_not_defined_restricts_nothing_and_is_told(table: TokenTable) -> None:
+    constraint = Constraint.json_schema({"type": "object", "properties": {"a": {"type": "string", "format": "topic"}}})
+    (warning,) = check_constraint(table, constraint, (EOS,))
+    assert warning.startswith("#/properties/a/format: the format 'topic'")
 
 
 @pytest.mark.parametrize("name", PASSED_OVER)
