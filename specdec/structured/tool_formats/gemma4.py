@@ -10,16 +10,17 @@ from typing import Any
 
 from specdec.contract.output_form import Layout
 from specdec.structured.tool_formats.declaration import Cursor, GrammarRules, ToolFormat
-from specdec.structured.tool_formats.schema_types import fixed_texts, resolved, types_of
+from specdec.structured.tool_formats.schema_types import resolved, types_of
 
 _QUOTE = '<|"|>'
 _BARE_KEY = r"/[A-Za-z_][A-Za-z0-9_.\-]*/"
-_NUMBER = r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?/"
-_INTEGER = r"/-?(0|[1-9][0-9]*)/"
+#: Keywords of numbers, which are written as in JSON.
+_OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 #: Keywords of a schema that this format follows, and those that constrain nothing.
 _FOLLOWED = frozenset(
     {"type", "properties", "required", "items", "enum", "const", "anyOf", "oneOf", "$ref", "$defs", "definitions"}
     | {"title", "description", "default", "examples", "nullable", "deprecated", "additionalProperties", "$schema"}
+    | {"minItems", "maxItems", *_OF_NUMBERS}
 )
 
 
@@ -66,8 +67,8 @@ class _Schemas:
             return self._rules.shared_rule(key, lambda: self.value(resolved(schema, self._root)))
         plain = resolved(schema, self._root)
         self._check(plain)
-        if (texts := fixed_texts(plain, self._root)) is not None:
-            return f"({' | '.join(self._rules.literal(_QUOTE + text + _QUOTE) for text in texts)})"
+        if (values := plain.get("enum", [plain["const"]] if "const" in plain else None)) is not None:
+            return f"({' | '.join(self._written(value) for value in values)})"
         choices = plain.get("anyOf") or plain.get("oneOf")
         if choices:
             return f"({' | '.join(self.value(choice) for choice in choices)})"
@@ -108,13 +109,32 @@ class _Schemas:
         if name == "null":
             return f'"{self._layout.null}"'
         if name == "array":
-            item = self._rules.rule(self.value(schema["items"]) if "items" in schema else self._any())
-            return f'"[" ({item} ("," {item})*)? "]"'
+            return self._array(schema)
         if name == "object":
             return self.object(schema)
         if name == "any object":
             return self._any_object()
-        return _INTEGER if name == "integer" else _NUMBER
+        limits = {keyword: schema[keyword] for keyword in _OF_NUMBERS if keyword in schema}
+        return self._rules.json({"type": name, **limits}, is_lenient=self._is_lenient)
+
+    def _array(self, schema: Mapping[str, Any]) -> str:
+        item = self._rules.rule(self.value(schema["items"]) if "items" in schema else self._any())
+        fewest, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most == 0:
+            return '"[" "]"'
+        more = f'("," {item}){{{max(fewest - 1, 0)},{"" if most is None else most - 1}}}'
+        items = f"{item} {more}" if fewest else f"({item} {more})?"
+        return f'"[" {items} "]"'
+
+    def _written(self, value: Any) -> str:
+        """Return an expression for one value. Raises ValueError for an object or a list."""
+        if isinstance(value, str):
+            return self._rules.literal(_QUOTE + value + _QUOTE)
+        if isinstance(value, Mapping | list):
+            raise ValueError("a value of enum or const is an object or a list, which this model's format cannot fix")
+        words = {True: self._layout.true, False: self._layout.false, None: self._layout.null}
+        is_word = value is None or isinstance(value, bool)
+        return self._rules.literal(words[value] if is_word else json.dumps(value))
 
     def _any(self) -> str:
         names = ("string", "boolean", "null", "number", "array", "any object")

@@ -365,3 +365,23 @@ def _calls(parts: Sequence[Any]) -> list[tuple[str, str]]:
             name, arguments = calls.get(part.index, ("", ""))
             calls[part.index] = (name + part.name, arguments + part.arguments)
     return list(calls.values())
+
+
+def test_gemma_arguments_keep_limits_of_numbers_and_lists_and_fixed_values(grammars: Any) -> None:
+    own = grammars(())
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer", "minimum": 1, "maximum": 9},
+            "b": {"type": "array", "items": {"enum": [1, "x", True, None]}, "minItems": 1, "maxItems": 2},
+            "c": {"type": "array", "items": {"type": "number"}, "maxItems": 0},
+        },
+        "required": ["a"],
+    }
+    tools = Tools((ToolDefinition("f", "", json.dumps(schema), is_strict=True),))
+    matcher = own.matcher(form_of("gemma4"), tools)
+    call = "<|tool_call>call:f{%s}<tool_call|>"
+    for good in ("a:9", "a:1,b:[1],c:[]", 'a:1,b:[<|"|>x<|"|>,true]', "a:1,b:[null]"):
+        assert own.follows(matcher, call % good) is True, good
+    for bad in ("a:10", "a:0", "b:[1]", "a:1,b:[]", "a:1,b:[1,1,1]", "a:1,b:[2]", "a:1,c:[1]", "a:1,d:1"):
+        assert own.follows(matcher, call % bad) is None, bad
