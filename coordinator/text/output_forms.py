@@ -18,7 +18,7 @@ from specdec.contract.errors import InvalidRequest
 from specdec.contract.output_form import Layout, OutputForm, ReasoningFormat
 from specdec.contract.tools import ToolChoice, Tools
 from specdec.structured.grammar import check_text
-from specdec.structured.output_grammar import ToolsRefused, output_constraint
+from specdec.structured.output_grammar import MALFORMED, ToolsRefused, output_constraint, problem_of
 from specdec.structured.tool_formats import markers_of, reasoning_formats, tool_formats
 from specdec.structured.tool_formats.declaration import ToolFormat
 from specdec.structured.tool_formats.json_arguments import JsonArguments
@@ -91,8 +91,7 @@ class OutputForms:
         try:
             constraint = output_constraint(form, tools, answer, self._tokenizer.marker_ids(markers_of(form)))
         except ToolsRefused as refusal:
-            field = f"tools.definitions[{refusal.index}].parameters_json"
-            raise InvalidRequest(f"{field}: {refusal}", reason="CONSTRAINT_INVALID", field=field) from refusal
+            raise _refused(refusal) from refusal
         if tools is not None and tools.choice is ToolChoice.NONE:
             form = replace(form, tool_format_name="")
         has_parts = form.reasoning is not None or bool(form.tool_format_name)
@@ -124,7 +123,12 @@ class OutputForms:
         if tools is None:
             return form
         format_, layout = self._tool_format(given_up)
-        names = {tool.name: format_.arguments.text_parameters(tool.parameters) for tool in tools.definitions}
+        names = {}
+        for index, tool in enumerate(tools.definitions):
+            try:
+                names[tool.name] = format_.arguments.text_parameters(tool.parameters)
+            except MALFORMED as error:
+                raise _refused(ToolsRefused(index, problem_of(error))) from error
         return replace(
             form,
             tool_format_name=format_.name,
@@ -186,6 +190,11 @@ class OutputForms:
                 if error.reason == "NO_CHAT_TEMPLATE":
                     raise
         return prompts
+
+
+def _refused(refusal: ToolsRefused) -> InvalidRequest:
+    field = f"tools.definitions[{refusal.index}].parameters_json"
+    return InvalidRequest(f"{field}: {refusal}", reason="CONSTRAINT_INVALID", field=field)
 
 
 def _fields(response_template: Mapping[str, Any]) -> Mapping[str, Any]:

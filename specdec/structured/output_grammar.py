@@ -25,6 +25,17 @@ from specdec.structured.tool_formats.declaration import ToolFormat
 _ANY_TEXT = r"/(.|\n)*/"
 
 
+#: Errors that styles of arguments raise unless the parameters are a JSON schema that they can enforce.
+MALFORMED = (ValueError, TypeError, AttributeError, KeyError, RecursionError)
+
+
+def problem_of(error: Exception) -> str:
+    """Return the sentence for a tool whose parameters raised one of `MALFORMED`."""
+    if isinstance(error, ValueError) and not isinstance(error, UnicodeError):
+        return str(error)
+    return f"must be a JSON schema whose parts have their types: {type(error).__name__}: {str(error)[:200]}"
+
+
 class ToolsRefused(ValueError):
     """A tool's parameters cannot be written or enforced in the format of the model."""
 
@@ -209,8 +220,8 @@ class _OutputGrammar:
             arguments = format_.arguments.grammar(
                 self._rules, tool.parameters, self._form.layout, is_lenient=not tool.is_strict
             )
-        except ValueError as error:
-            raise ToolsRefused(index, str(error)) from error
+        except MALFORMED as error:
+            raise ToolsRefused(index, problem_of(error)) from error
         head = self._rules.literal(tool.name + format_.middle)
         return f"{head} ({arguments}) {self._rules.literal(format_.tail)}"
 

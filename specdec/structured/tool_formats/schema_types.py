@@ -9,19 +9,21 @@ from typing import Any
 _SILENT = frozenset(
     {"type", "title", "description", "default", "examples", "nullable", "deprecated", "enum", "const", "$ref"}
 )
+_MAX_REFERENCES = 32
 _UNIONS = ("anyOf", "oneOf", "allOf")
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema in place of a reference to it; {} for anything but an object, or if it cannot be found."""
-    for _ in range(32):
-        if not isinstance(schema, Mapping):
+    """Return a schema in place of a reference to it. Raises ValueError for what is not a schema of a value."""
+    for _ in range(_MAX_REFERENCES):
+        if schema is True:
             return {}
-        reference = schema.get("$ref")
-        if not isinstance(reference, str):
+        if not isinstance(schema, Mapping):
+            raise ValueError(f"must hold JSON schemas, which are objects, got {ascii(schema)[:64]}")
+        if "$ref" not in schema:
             return dict(schema)
-        schema = _at(root, reference)
-    return {}
+        schema = _at(root, schema["$ref"])
+    raise ValueError(f"must not hold more than {_MAX_REFERENCES} references one after another")
 
 
 def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
@@ -60,13 +62,13 @@ def unenforced_text_keywords(schema: Any, root: Mapping[str, Any]) -> list[str]:
 
 
 def _at(root: Mapping[str, Any], reference: str) -> Any:
-    """Return the part of a schema that a local reference names; None if there is none."""
-    if not reference.startswith("#"):
-        return None
+    """Return the part of a schema that a local reference names. Raises ValueError if there is none."""
     place: Any = root
     for step in reference[1:].split("/")[1:]:
         step = step.replace("~1", "/").replace("~0", "~")
         place = place.get(step) if isinstance(place, Mapping) else None
+    if not reference.startswith("#") or place is None:
+        raise ValueError(f"$ref must name a part of the schema itself, got {ascii(reference)[:80]}")
     return place
 
 

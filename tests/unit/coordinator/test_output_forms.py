@@ -20,6 +20,7 @@ from specdec.contract.errors import InvalidRequest
 from specdec.contract.output_form import Layout, OutputForm, ReasoningFormat
 from specdec.contract.tools import ToolChoice, ToolDefinition, Tools
 from specdec.contract.types import Mode, SamplingFilters, SamplingParams
+from specdec.structured.matcher import Matcher
 from tests.support.recorded_outputs import TOOLS
 from tests.support.tool_models import FAMILIES, HERMES, HERMES_THINKING, THINK_MARKERS, write_family
 
@@ -164,6 +165,51 @@ def test_a_strict_tool_that_the_format_cannot_enforce_is_refused_by_name(tmp_pat
         with_form(forms, request(tools))
     assert error.value.field == "tools.definitions[1].parameters_json"
     assert error.value.reason == "CONSTRAINT_INVALID"
+
+
+HOSTILE = [
+    {"a": 3},
+    {"a": {"type": 3}},
+    {"a": {"type": ["string", 3]}},
+    {"a": {"anyOf": 3}},
+    {"a": {"anyOf": [3, None]}},
+    {"a": {"enum": {}}},
+    {"a": {"enum": []}},
+    {"a": {"type": "array", "items": 3, "minItems": "x"}},
+    {"a": {"type": "array", "minItems": -1, "maxItems": -5}},
+    {"a": {"$ref": "#/properties/a"}},
+    {"a": {"$ref": 3}},
+    {"a": {"$ref": "#/a/b/c"}},
+    {"a": {"type": "object", "properties": {"b": {"type": "object", "properties": []}}}},
+    {"a\nb": {"type": "string"}, "c>\n": {}, "": {"type": "string"}},
+    {"a": {"type": "integer", "minimum": "x"}},
+    {"a": {"type": "integer", "minimum": 5, "maximum": 1}},
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_no_schema_is_refused_by_name_or_compiles(family: str, tmp_path: Path) -> None:
+    tokenizer = served(tmp_path, *FAMILIES[family])
+    forms = OutputForms(tokenizer, ParserNames())
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(400):
+        deep = {"anyOf": [deep, {"type": "object", "properties": {"x": {"type": "null"}}}]}
+    refused: list[tuple[dict[str, Any], InvalidRequest]] = []
+    for properties in [*HOSTILE, {"a": deep}]:
+        for is_strict in (False, True):
+            schema = json.dumps({"type": "object", "properties": properties, "required": list(properties)})
+            tools = Tools((ToolDefinition("f"), ToolDefinition("g", "", schema, is_strict)), ToolChoice.REQUIRED)
+            try:
+                constraint = with_form(forms, request(tools)).sampling.constraint
+                assert constraint is not None
+                Matcher(tokenizer.token_table((2,)), constraint).mask([2])
+            except InvalidRequest as error:
+                refused.append((properties, error))
+    for properties, error in refused:
+        assert error.reason in ("CONSTRAINT_INVALID", "NO_LEGAL_TOKEN"), properties
+        assert error.field in ("tools", "tools.definitions[1].parameters_json")
+    for properties in ({"a": 3}, {"a": {"$ref": 3}}, {"a": {"$ref": "#/a/b/c"}}):
+        assert sum(each == properties for each, _ in refused) == 2, properties
 
 
 def test_the_id_of_a_call_depends_on_its_place_alone() -> None:
