@@ -103,7 +103,7 @@ def test_without_metrics_a_frame_has_what_the_coordinator_knows_and_says_what_is
 ) -> None:
     servicer, environ = coordinator(answer)
     servicer.served = served_pair()
-    assert run(["top"], environ) == 0  # its output is no terminal
+    assert run(["top"], environ) == 0  # its output is not a terminal
     title, requests, note, _, pools, draft, target, _, replicas, *rows = capsys.readouterr().out.splitlines()
     assert title == "specdec 9 · [bold]m · context 512 tokens"
     assert requests == "- of - requests running, - starting · - tokens/s · - accepted"
