@@ -50,13 +50,25 @@ HERMES = (
 {%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
 )
 
-#: After the template of Qwen 3, which writes the reasoning of the last turn alone.
-HERMES_THINKING = HERMES.replace(
-    "{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}",
-    """{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}
+#: After the template of Qwen 3. Its prompt can have the beginning of the reasoning, or an empty one.
+HERMES_THINKING = (
+    HERMES.replace(
+        "{{- '<|assistant|>' }}\n{%- if message.content %}{{ '\\n' + message.content }}{% endif %}",
+        """{{- '<|assistant|>\\n' }}
+{%- if message.reasoning_content %}{{ '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}
+{{- message.content or '' }}""",
+    )
+    .replace(
+        "{{- '\\n<tool_call>",
+        "{%- if message.content or not loop.first %}{{ '\\n' }}{% endif %}\n{{- '<tool_call>",
+    )
+    .replace(
+        "{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}",
+        """{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}
 {%- if begun %}{{ '<think>\\n' }}{% endif %}
 {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
 {%- endif %}""",
+    )
 )
 
 #: After the template of Qwen 3.5.

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from coordinator.requests import GenerationIdentity, RequestParameters, SpeculationChoice
+from coordinator.text.kept_tokens import common_text
 from coordinator.text.output import OutputStep, OutputWriter
 from coordinator.text.output_forms import OutputForms, ParserNames
 from coordinator.text.output_parts import parts_of
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.client.tools import calls_of
+from specdec.client.tools import calls_of, reasoning_of
 from specdec.contract.output_form import OutputForm
 from specdec.contract.tools import AnswerText
 from specdec.contract.types import FinishReason, Mode, SamplingFilters, SamplingParams
 from tests.support.recorded_outputs import TOOLS, Recorded, recorded, tokens_of
-from tests.support.tool_models import FAMILIES, write_family
+from tests.support.tool_models import FAMILIES, HERMES_THINKING, THINK_MARKERS, write_family
 from tests.unit.coordinator.test_output_forms import request
 
 EOS = 2
@@ -31,11 +34,12 @@ LOOKALIKES = ("<tool_call>", "</tool_call>", "<|tool_call>", "[TOOL_CALLS]")
 class Family:
     """A family's tokenizer, and the form of its outputs."""
 
-    def __init__(self, name: str, directory: Path) -> None:
-        template, self.markers = FAMILIES[name]
-        write_family(directory, "target", template, self.markers)
+    def __init__(self, template: str, markers: Sequence[str], directory: Path, arguments: str = "") -> None:
+        self.markers = markers
+        write_family(directory, "target", template, markers)
         self.tokenizer = ServedTokenizer(str(directory))
-        formed = OutputForms(self.tokenizer, ParserNames()).with_form(request(TOOLS), given_up=threading.Event())
+        asked = request(TOOLS, arguments=arguments)
+        formed = OutputForms(self.tokenizer, ParserNames()).with_form(asked, given_up=threading.Event())
         assert formed.output_form is not None
         self.form: OutputForm = formed.output_form
 
@@ -48,20 +52,22 @@ class Family:
     def tokens(self, output: Recorded) -> list[int]:
         return [*tokens_of(output, self.tokenizer._tokenizer, self.markers), EOS]
 
-    def prompt(self, *messages: dict[str, Any]) -> list[int]:
-        return self.tokenizer.encode_chat(messages, tools=TOOLS)
+    def prompt(self, *messages: dict[str, Any], arguments: str = "") -> list[int]:
+        return self.tokenizer.encode_chat(messages, tools=TOOLS, template_arguments_json=arguments)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return Family(request.param, tmp_path_factory.mktemp(request.param))
+    return Family(*FAMILIES[request.param], tmp_path_factory.mktemp(request.param))
 
 
 def message_of(step: OutputStep) -> dict[str, Any]:
     parts = [part for parts in step.parts for part in parts]
     calls = [call.for_message() for call in calls_of(parts)]
     answer = "".join(part.text for part in parts if isinstance(part, AnswerText))
-    return {"role": "assistant", "content": answer or None} | ({"tool_calls": calls} if calls else {})
+    message = {"role": "assistant", "content": answer or None} | ({"tool_calls": calls} if calls else {})
+    reasoning = reasoning_of(parts)
+    return message | ({"reasoning_content": reasoning} if reasoning else {})
 
 
 def test_a_message_read_from_an_output_has_its_tokens_in_the_next_prompt(family: Family) -> None:
@@ -86,6 +92,28 @@ def test_a_message_read_from_an_output_has_its_tokens_in_the_next_prompt(family:
         num_equal += rendered[: len(begin) + len(token_ids)] == [*begin, *token_ids]
     assert num_compared >= NUM_OUTPUTS / 4
     assert num_equal / num_compared >= 0.95, (num_equal, num_compared)
+
+
+@pytest.mark.parametrize("arguments", ["", '{"begun": true}'])
+@pytest.mark.parametrize("markers", [(), THINK_MARKERS, ("<tool_call>", "</tool_call>", *THINK_MARKERS)])
+def test_a_message_with_reasoning_has_its_tokens_in_the_next_prompt(
+    markers: tuple[str, ...], arguments: str, tmp_path: Path
+) -> None:
+    family = Family(HERMES_THINKING, markers, tmp_path, arguments)
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    begin = family.prompt(USER, arguments=arguments)
+    for reasoning in ("Hm, a < b.", "Two\n\nlines", "I may <tool_"):
+        for answer in ("Yes.", f"Look:\n{call}", call, f"{call}\n{call}"):
+            opener = "" if arguments else "<think>\n"
+            text = f"{opener}{reasoning}\n</think>\n\n{answer}"
+            step = family.writer().write([*family.tokenizer.encode(text, add_special_tokens=False), EOS])
+            message = message_of(step)
+            assert message["reasoning_content"] == reasoning
+            rendered = family.prompt(USER, message, USER)
+            held = np.array([*begin, *step.token_ids], np.uint32)
+            kept, used = common_text(held, np.array(rendered, np.uint32), family.tokenizer)
+            assert kept == len(held), (text, message)
+            assert used < len(rendered)
 
 
 def test_an_output_with_whole_calls_ends_for_them(family: Family) -> None:
