@@ -29,8 +29,9 @@ GRAMMAR_POOL = "grammar"
 #: wait would change the lengths of drafts, and with them the text of a seed in the modes rejection and block.
 _PATIENCE_S = 2.0
 
-#: Number of tokens without a draft after which forced tokens are looked for again. The target runs ahead by as many.
-_RUN_PORTION = 4
+#: Number of tokens without a draft after which forced tokens are looked for again; it doubles each time that none is
+#: forced, as in free text.
+_FIRST_RUN_PORTION = 4
 
 _log = logging.getLogger(__name__)
 
@@ -86,14 +87,17 @@ class GrammarDraftSource:
         self._otherwise = otherwise
         self._max_gamma = max_gamma
         self._with_supports = with_supports
+        self._run_portion = _FIRST_RUN_PORTION
 
     async def propose(self, round_id: int, limit: int, committed_len: int) -> Draft:
         """See `DraftSource.propose`."""
         token_ids = (await self._forced.find())[: min(limit, self._max_gamma)]
         if token_ids:
+            self._run_portion = _FIRST_RUN_PORTION
             return Draft(point_masses(token_ids, self._with_supports), num_requested=len(token_ids), pool=GRAMMAR_POOL)
         draft = await self._otherwise.propose(round_id, limit, committed_len)
-        return draft._replace(run_portion=min(draft.run_portion, _RUN_PORTION))
+        portion, self._run_portion = min(draft.run_portion, self._run_portion), 2 * self._run_portion
+        return draft._replace(run_portion=portion)
 
     def complete(self, draft: Draft, target: TargetAnswer) -> Draft:
         """See `DraftSource.complete`; forced tokens are complete already."""
