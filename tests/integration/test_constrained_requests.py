@@ -133,17 +133,19 @@ async def test_a_constrained_text_is_the_masked_targets_in_runs_of_any_length(ma
         check_texts(cases, await texts_of(coordinator, asked), rig)
 
 
-@pytest.mark.parametrize("pool", ["default", "ngram", "early-exit"])
-async def test_a_constrained_text_is_the_masked_targets_with_drafts_of_any_kind_and_length(pool: str) -> None:
+@pytest.mark.parametrize(("pool", "first"), [("default", 0), ("ngram", 1), ("early-exit", 1)])
+async def test_a_constrained_text_is_the_masked_targets_with_drafts_of_any_kind_and_length(
+    pool: str, first: int
+) -> None:
     """A draft model of another salt, tokens found in the text, and the target's own drafts, with 1 to 8 tokens."""
     async with Rig(constrained=True, local_drafts=LOCAL) as rig:
         coordinator = await rig.coordinator(lookup=("ngram",))
-        asked = []
-        for number, case in enumerate(CASES):
+        cases, asked = [case for number, case in enumerate(CASES) if number // 2 % 2 == first], []
+        for number, case in enumerate(cases):
             mode = MODES["coupled"] if case.seed is not None else list(MODES.values())[number % 3]
             asked.append(case.asked(mode=mode, gamma=1 + number // 2 % 8, draft_pool=pool))
         outputs = await texts_of(coordinator, asked)
-        check_texts(CASES, outputs, rig)
+        check_texts(cases, outputs, rig)
         assert sum(output.finished.stats.num_draft_tokens for output in outputs) > 50
 
 
@@ -186,17 +188,16 @@ async def test_logprobs_of_a_constrained_request_are_the_models_before_the_mask(
             assert has_illegal_top
 
 
-@pytest.mark.parametrize("name", CONSTRAINTS)
-async def test_audits_of_constrained_requests_report_no_mismatch(name: str) -> None:
-    async with Rig(constrained=True, local_drafts=LOCAL) as rig:
+async def test_audits_of_constrained_requests_report_no_mismatch() -> None:
+    samplings: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7, "top_p": 0.9}]
+    async with Rig(constrained=True) as rig:
         coordinator = await rig.coordinator(audit_share=1.0)
-        for mode in (*MODES.values(), pb.SPECULATION_MODE_OFF):
-            for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 7, "top_p": 0.9}):
-                await coordinator.generate(
-                    request(constraint=CONSTRAINTS[name], mode=mode, draft_pool="default", **sampling)
-                )
+        for number, constraint in enumerate(CONSTRAINTS.values()):
+            for mode in (*MODES.values(), pb.SPECULATION_MODE_OFF):
+                sampling = samplings[(number + mode) % 2]
+                await coordinator.generate(request(constraint=constraint, mode=mode, max_new_tokens=12, **sampling))
         await coordinator.audits_settled()
-        assert counted(coordinator, "equal") > 8
+        assert counted(coordinator, "equal") > 40
         assert counted(coordinator, "mismatch") == counted(coordinator, "tie") == 0
 
 
