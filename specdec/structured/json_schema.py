@@ -1,4 +1,4 @@
-"""Demands of a JSON schema that llguidance does not enforce, cannot spell, or could never satisfy.
+"""Find what a JSON schema states and llguidance does not enforce, cannot spell, or could never end.
 
 llguidance refuses most keywords that it cannot enforce. It passes over the ones found here: keywords of older drafts,
 formats of numbers, keywords that are misspelled in case, and patterns that its regular expressions read otherwise.

@@ -119,7 +119,7 @@ async def kill(rig: Rig, service: Service) -> None:
 
 
 async def until_alive(coordinator: Coordinator, num_targets: int) -> None:
-    """Poll until the coordinator counts this number of targets."""
+    """Poll until this number of targets is alive."""
     while sum(replica.is_alive for replica in coordinator.pools.targets()) != num_targets:
         await coordinator.pools.poll()
 

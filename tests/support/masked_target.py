@@ -1,4 +1,4 @@
-"""What a constrained request must give: the masked target, computed token by token without any service.
+"""The masked target, which a constrained request must equal, computed token by token without any service.
 
 The logits are the table model's, the masks those of a fresh matcher after every output, the distribution the
 reference's. Called by tests of constrained requests.

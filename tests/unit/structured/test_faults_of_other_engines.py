@@ -67,7 +67,7 @@ def test_a_grammar_that_ends_inside_an_accepted_draft_allows_the_end_alone(table
 
 
 def test_a_draft_that_goes_on_after_the_end_of_the_grammar_does_not_end_the_matcher(table: TokenTable) -> None:
-    """A stack of rules that is empty raises no error, whatever a draft says afterwards."""
+    """An empty stack of rules raises nothing, whatever a draft says afterwards."""
     matcher = matcher_after(table, Constraint.json_object(), "{}")
     for draft in ([EOS, EOS], ids_of("}}"), [EOS, *ids_of("{}")]):
         masks = matcher.masks_along(draft, (EOS,))
