@@ -158,7 +158,7 @@ async def test_each_limit_of_a_tenant_refuses_its_further_requests_and_not_those
 
         full = await refusal(turn(coordinator, request(session_id="s3"), "b"))
         assert (full.reason, "3 sessions" in full.message) == ("QUOTA_EXCEEDED", True)
-        await turn(coordinator, request([9], session_id="s1", max_new_tokens=1), "b")  # a next turn does not begin a session
+        await turn(coordinator, request([9], session_id="s1", max_new_tokens=1), "b")  # a next turn is allowed
         await coordinator.stub.DeleteSession(pb.DeleteSessionRequest(session_id="s0"), metadata=((TENANT_KEY, "b"),))
         whole = await turn(coordinator, request(session_id="s3", max_new_tokens=80), "b")
         assert len(whole.token_ids) == 80  # a stream that has begun goes on beyond the limit

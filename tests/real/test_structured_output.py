@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from bench.systems.ours import RunningSystem
 from bench.systems.real_models import QWEN_DRAFT, SMOLLM2
 from specdec.checkpoints.vocabulary import load_tokenizer
 from specdec.client import AsyncClient, Constraint, InvalidRequest
+from specdec.structured.admission import check_constraint
 from specdec.structured.matcher import Matcher, is_legal
 from specdec.structured.token_table import TokenTable
 
@@ -89,9 +91,14 @@ async def _answers(endpoint: str, cases: list[dict[str, Any]], temperature: floa
 
 def _is_valid(schema: Any, text: str) -> bool:
     try:
-        return bool(jsonschema_rs.is_valid(schema, json.loads(text)))
+        return bool(jsonschema_rs.is_valid(schema, json.loads(text, parse_float=_finite)))
     except ValueError:  # no JSON
         return False
+
+
+def _finite(number: str) -> float:
+    """Return a number that jsonschema-rs can read: JSON allows more digits than a float has."""
+    return max(-sys.float_info.max, min(sys.float_info.max, float(number)))
 
 
 def test_masks_judge_no_instance_wrong(cases: list[dict[str, Any]]) -> None:
@@ -101,7 +108,9 @@ def test_masks_judge_no_instance_wrong(cases: list[dict[str, Any]]) -> None:
     num_refused, wrong = 0, []
     for case in cases:
         try:
-            matcher = Matcher(table, Constraint.json_schema(case["schema"]))
+            constraint = Constraint.json_schema(case["schema"])
+            check_constraint(table, constraint, end_ids)
+            matcher = Matcher(table, constraint)
         except InvalidRequest:
             num_refused += 1
             continue
