@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from gateway.sse import DONE, encode_event
 from gateway.usage import FINISH_REASONS, metrics_object, usage_object, usage_of, warnings_of
 from specdec.client import Chunk, Completion, TokenDetail
 from specdec.contract.errors import SpecdecError
+from specdec.contract.tools import AnswerText, OutputPart, ReasoningText
 from specdec.contract.types import TokenSource
 
 FINGERPRINT_CHARS = 12
@@ -46,6 +47,8 @@ class ChunkOptions:
     has_event_ids: bool = False
     num_received: int = 0
     """Output tokens that the client of a resumed stream holds; the ids of its events count from there."""
+    finish_reasons: Mapping[str, str] = field(default_factory=lambda: FINISH_REASONS)
+    """Finish reasons of the API, by those of the SDK."""
     first_texts: Sequence[str] = ()
     """Text that each prompt's outputs begin with (`echo`); empty for none."""
 
@@ -82,11 +85,14 @@ class ChunkEncoder(ABC):
                 if first := self._first_choice(self._first_text(event.index)):
                     yield self._event(event, output, f"{first},{_NO_LOGPROBS},{_UNFINISHED}")
             if event.chunk is not None:
-                if choice := self._choice(event.chunk, output):
-                    yield self._event(event, output, choice, self._provenance(event.chunk))
+                *first_choices, last = self._choices(event.chunk, output) or [""]
+                for choice in first_choices:
+                    yield self._event(event, output, choice)
+                if last:
+                    yield self._event(event, output, last, self._provenance(event.chunk))
             elif event.completion is not None:
                 output.completion = event.completion
-                reason = json.dumps(FINISH_REASONS.get(event.completion.finish_reason))
+                reason = json.dumps(self._options.finish_reasons.get(event.completion.finish_reason))
                 is_last = len(self._completions()) == self._options.num_outputs
                 extra = self._summary() if is_last else ""
                 yield self._event(event, output, f'{self._delta("")},{_NO_LOGPROBS},"finish_reason":{reason}', extra)
@@ -108,16 +114,22 @@ class ChunkEncoder(ABC):
     def _logprobs(self, details: Sequence[TokenDetail], num_characters: int) -> dict[str, Any]:
         """Return the logprobs of a chunk's tokens after a text of `num_characters`."""
 
-    def _choice(self, chunk: Chunk, output: _Output) -> str:
-        """Return the fields of a chunk's choice; "" if the chunk has nothing to tell."""
+    def _deltas(self, chunk: Chunk) -> list[str]:
+        """Return the fields of the choices that tell what a chunk holds."""
+        return [self._delta(chunk.text)] if chunk.text else []
+
+    def _choices(self, chunk: Chunk, output: _Output) -> list[str]:
+        """Return the fields of a chunk's choices, none if it has nothing to tell. The last one has the logprobs."""
         output.num_output_tokens = chunk.index + len(chunk.token_ids)
-        if not (chunk.text or self._options.has_logprobs or self._options.has_provenance):
-            return ""
+        deltas = self._deltas(chunk)
+        if not (deltas or self._options.has_logprobs or self._options.has_provenance):
+            return []
+        *first, last = deltas or [self._delta("")]
         logprobs = _NO_LOGPROBS
         if self._options.has_logprobs:
             logprobs = f'"logprobs":{_json(self._logprobs(chunk.details, output.num_characters))}'
         output.num_characters += len(chunk.text)
-        return f"{self._delta(chunk.text)},{logprobs},{_UNFINISHED}"
+        return [*(f"{each},{_NO_LOGPROBS},{_UNFINISHED}" for each in first), f"{last},{logprobs},{_UNFINISHED}"]
 
     def _event(self, event: Event, output: _Output, choice: str, extra: str = "") -> bytes:
         options = self._options
@@ -177,6 +189,17 @@ class ChatChunks(ChunkEncoder):
     def _delta(self, text: str) -> str:
         return f'"delta":{{"content":{_json(text)}}}' if text else '"delta":{}'
 
+    def _deltas(self, chunk: Chunk) -> list[str]:
+        """Return one delta for each part of a chunk, or a single one if events have ids.
+
+        An event's id stands for all tokens of its chunk, so a stream that is resumed after it would repeat or lose
+        what other events of the same chunk tell.
+        """
+        if not chunk.parts:
+            return super()._deltas(chunk)
+        deltas = [delta for part in chunk.parts for delta in _deltas_of(part)]
+        return [f'"delta":{_json(delta)}' for delta in (_merged(deltas) if self._options.has_event_ids else deltas)]
+
     def _logprobs(self, details: Sequence[TokenDetail], num_characters: int) -> dict[str, Any]:
         return chat_logprobs(details)
 
@@ -194,6 +217,32 @@ class CompletionChunks(ChunkEncoder):
 
     def _logprobs(self, details: Sequence[TokenDetail], num_characters: int) -> dict[str, Any]:
         return completion_logprobs(details, num_characters)
+
+
+def reasoning_fields(text: str) -> dict[str, str]:
+    """Return reasoning under both names that clients read."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _deltas_of(part: OutputPart) -> list[dict[str, Any]]:
+    """Return the deltas of a part. A call's first one has all but the arguments, and no other has an id or a name."""
+    if isinstance(part, AnswerText):
+        return [{"content": part.text}]
+    if isinstance(part, ReasoningText):
+        return [reasoning_fields(part.text)]
+    function = {"name": part.name, "arguments": ""}
+    begun = [{"index": part.index, "id": part.id, "type": "function", "function": function}] if part.name else []
+    more = [{"index": part.index, "function": {"arguments": part.arguments}}] if part.arguments else []
+    return [{"tool_calls": [call]} for call in (*begun, *more)]
+
+
+def _merged(deltas: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return deltas as one."""
+    whole: dict[str, Any] = {}
+    for delta in deltas:
+        for name, value in delta.items():
+            whole[name] = whole[name] + value if name in whole else value
+    return [whole] if whole else []
 
 
 def provenance_object(chunk: Chunk) -> dict[str, Any]:

@@ -57,11 +57,33 @@ _PARAMS = {
     "token_ids": "tokens",
     "resume_from": "Last-Event-ID",
     "messages.template_arguments_json": "chat_template_kwargs",
+    "tools.definitions": "tools",
+    "tools.choice": "tool_choice",
+    "tools.name": "tool_choice.function.name",
+    "tools.parallel": "parallel_tool_calls",
+    # Fields of one tool.
+    "tool.name": "function.name",
+    "tool.description": "function.description",
+    "tool.parameters": "function.parameters",
+    "tool.parameters_json": "function.parameters",
+    "tool.is_strict": "function.strict",
+    "tool.strict": "function.strict",
 }
+#: Those of APIs whose tools have their fields without an object for the function.
+_FLAT_TOOLS = {name: param.removeprefix("function.") for name, param in _PARAMS.items() if name.startswith("tool.")} | {
+    "tools.name": "tool_choice.name"
+}
+_TOOL_FIELD = re.compile(
+    r"tools(?:\.definitions)?\[(\d+)\]\.(name|description|parameters|parameters_json|is_strict|strict)"
+)
 #: Path of the other route whose requests have names of their own, and the names of both.
 RESPONSES_PATH = "/v1/responses"
-_RESPONSES_PARAMS = _PARAMS | {"max_new_tokens": "max_output_tokens", "messages": "input", "text": "text"}
-_ANTHROPIC_PARAMS = _PARAMS | {"stop": "stop_sequences"}
+_RESPONSES_PARAMS = _PARAMS | _FLAT_TOOLS | {"max_new_tokens": "max_output_tokens", "messages": "input", "text": "text"}
+_ANTHROPIC_PARAMS = (
+    _PARAMS
+    | _FLAT_TOOLS
+    | {"stop": "stop_sequences", "tool.parameters": "input_schema", "tool.parameters_json": "input_schema"}
+)
 #: Part of a request that is too long, in OpenAI's words, by the begin of its path; the prompt on other routes.
 _TOO_LONG_PARTS = {"/v1/chat": "messages", RESPONSES_PATH: "input", "/detokenize": "tokens"}
 _WITHOUT_OUTPUT = ("/tokenize", "/detokenize")
@@ -159,6 +181,8 @@ def error_headers(error: SpecdecError) -> dict[str, str]:
 def param_of(field: str, names: Mapping[str, str] = _PARAMS) -> str | None:
     """Return the name of a field in OpenAI's requests; None without a field."""
     name = field.removeprefix("sampling.")
+    if found := _TOOL_FIELD.fullmatch(name):
+        return f"tools[{found[1]}].{names[f'tool.{found[2]}']}"
     return names.get(name, name) or None
 
 

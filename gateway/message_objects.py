@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from gateway.chunks import provenance_object
 from gateway.http_errors import anthropic_error_object, status_of
+from gateway.output_items import CALL, REASONING, TEXT, OutputItem, Piece, StreamedItems, items_of
 from gateway.outputs import Event
 from gateway.schemas.messages import MessagesRequest
 from gateway.sse import encode_event
@@ -15,7 +17,12 @@ from gateway.usage import metrics_object, warnings_of
 from specdec.client import Completion
 from specdec.contract.errors import SpecdecError
 
-_STOP_REASONS = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_tokens"}
+_STOP_REASONS = {
+    "stop": "end_turn",
+    "stop_string": "stop_sequence",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+}
 
 
 def message_object(
@@ -32,7 +39,7 @@ def message_object(
     """
     message = _started(message_id, model) | _ending(completion, stop_sequence)
     message |= {
-        "content": [{"type": "text", "text": completion.text}],
+        "content": [_block(item) for item in items_of(completion)],
         "usage": _usage(completion),
         "session_id": completion.session_id,
     } | warnings_of([completion])
@@ -57,19 +64,20 @@ class MessageEvents:
             find_stop: returns the text before which an output ended, or None.
         """
         self._message_id, self._model, self._body, self._find_stop = message_id, model, body, find_stop
+        self._items = StreamedItems()
+        self._open: OutputItem | None = None
+        """Item whose block has begun and not ended."""
 
     async def encode(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
         """Yield the encoded events of a whole stream. Raises SpecdecError as `events`."""
-        has_begun, has_provenance = False, bool(self._body.return_provenance)
+        has_begun = False
         async for event in events:
             if not has_begun:
                 has_begun = True
                 yield self._beginning(event)
             if event.chunk is not None:
-                if event.chunk.text or has_provenance:
-                    extra = {"specdec": provenance_object(event.chunk)} if has_provenance else {}
-                    delta = {"type": "text_delta", "text": event.chunk.text}
-                    yield _event("content_block_delta", index=0, delta=delta, **extra)
+                if told := b"".join(map(self._told, self._items.pieces(event.chunk))):
+                    yield told
             elif event.completion is not None:
                 yield self._end(event.completion, await self._find_stop(event.completion))
 
@@ -82,14 +90,28 @@ class MessageEvents:
     def _beginning(self, event: Event) -> bytes:
         usage = {"input_tokens": event.stream.num_prompt_tokens, "output_tokens": 0}
         message = _started(self._message_id, self._model) | {"session_id": event.stream.session_id, "usage": usage}
-        block = {"type": "text", "text": ""}
-        return b"".join(
-            (
-                _event("message_start", message=message),
-                _event("content_block_start", index=0, content_block=block),
-                _event("ping"),
-            )
-        )
+        return _event("message_start", message=message) + _event("ping")
+
+    def _told(self, piece: Piece) -> bytes:
+        """Return the events of a piece, with those that end the last block and begin its own."""
+        item, has_origin = piece.item, piece.chunk is not None and bool(self._body.return_provenance)
+        told = b""
+        if item is not self._open:
+            told = self._stopped() + _event("content_block_start", index=item.index, content_block=_empty_block(item))
+            self._open = item
+        if piece.text or has_origin:
+            extra = {"specdec": provenance_object(piece.chunk)} if piece.chunk and has_origin else {}
+            told += _event("content_block_delta", index=item.index, delta=_delta(item, piece.text), **extra)
+        return told
+
+    def _stopped(self) -> bytes:
+        """Return the end of the open block."""
+        item = self._open
+        if item is None:
+            return b""
+        signature = {"type": "signature_delta", "signature": _signature(item.content)}
+        signed = _event("content_block_delta", index=item.index, delta=signature) if item.kind == REASONING else b""
+        return signed + _event("content_block_stop", index=item.index)
 
     def _end(self, completion: Completion, stop_sequence: str | None) -> bytes:
         extra = warnings_of([completion])
@@ -98,11 +120,49 @@ class MessageEvents:
         delta = _ending(completion, stop_sequence)
         return b"".join(
             (
-                _event("content_block_stop", index=0),
+                *map(self._told, self._items.finish()),
+                self._stopped(),
                 _event("message_delta", delta=delta, usage=_usage(completion), **extra),
                 _event("message_stop"),
             )
         )
+
+
+def _block(item: OutputItem) -> dict[str, Any]:
+    """Return the content block of a whole item.
+
+    The input of a call that the token limit has cut is no JSON: then it is empty, and its text stands beside it.
+    """
+    if item.kind == REASONING:
+        return {"type": "thinking", "thinking": item.content, "signature": _signature(item.content)}
+    if item.kind == TEXT:
+        return {"type": "text", "text": item.content}
+    try:
+        return _empty_block(item) | {"input": json.loads(item.content)}
+    except ValueError:
+        return _empty_block(item) | {"specdec": {"partial_json": item.content}}
+
+
+def _empty_block(item: OutputItem) -> dict[str, Any]:
+    """Return the content block of an item at its beginning."""
+    if item.kind == CALL:
+        return {"type": "tool_use", "id": item.call_id, "name": item.name, "input": {}}
+    return (
+        {"type": "thinking", "thinking": "", "signature": ""} if item.kind == REASONING else _block(OutputItem(0, TEXT))
+    )
+
+
+def _delta(item: OutputItem, text: str) -> dict[str, Any]:
+    if item.kind == CALL:
+        return {"type": "input_json_delta", "partial_json": text}
+    return (
+        {"type": "thinking_delta", "thinking": text} if item.kind == REASONING else {"type": "text_delta", "text": text}
+    )
+
+
+def _signature(reasoning: str) -> str:
+    """Return the signature of reasoning. Clients send it back as it is, and no request depends on it."""
+    return hashlib.blake2b(reasoning.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _started(message_id: str, model: str) -> dict[str, Any]:

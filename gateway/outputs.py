@@ -248,7 +248,9 @@ async def room_of(client: AsyncClient, served: Served, options: GenerateOptions)
     The room is known only once the conversation has been tokenized, so a request without a limit costs one more call.
     """
     prompt = await client.tokenize(
-        messages=options["messages"], chat_template_kwargs=options.get("chat_template_kwargs")
+        messages=options["messages"],
+        chat_template_kwargs=options.get("chat_template_kwargs"),
+        tools=options.get("tools"),
     )
     room = max(1, served.max_context_tokens - len(prompt))
     return int(min(room, served.default_sampling.get("max_new_tokens", room)))

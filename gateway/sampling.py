@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar, cast
 from pydantic import BeforeValidator, Field
 
 from gateway.schemas.common import (
-    GRAMMARS,
     WHOLE,
     Body,
     Flag,
@@ -103,14 +102,10 @@ class SamplingFields(Body):
     return_metrics: Flag | None = None
     """Add the counters of speculative decoding, under `metrics`."""
 
-    tools: list[Any] | None = None
-    """Not supported."""
-    tool_choice: Any = None
-    """Only "none" is supported."""
     functions: list[Any] | None = None
-    """Not supported."""
+    """Not supported; use tools."""
     function_call: Any = None
-    """Not supported."""
+    """Not supported; use tool_choice."""
     best_of: Int | None = None
     """Only 1 is supported."""
     use_beam_search: Flag | None = None
@@ -144,10 +139,8 @@ class SamplingFields(Body):
     def require_supported(self) -> None:
         """Raises InvalidRequest for a field that the server knows and does not support."""
         for name, value, reason in (
-            ("tools", self.tools, GRAMMARS),
-            ("tool_choice", self.tool_choice not in (None, "none"), GRAMMARS),
-            ("functions", self.functions, GRAMMARS),
-            ("function_call", self.function_call not in (None, "none"), GRAMMARS),
+            ("functions", self.functions, "use tools, which replace it"),
+            ("function_call", self.function_call not in (None, "none"), "use tool_choice, which replaces it"),
             ("best_of", self.best_of not in (None, 1), "outputs are sampled, not searched; use n"),
             ("use_beam_search", self.use_beam_search, "outputs are sampled, not searched"),
             ("prompt_logprobs", self.prompt_logprobs is not None, "logprobs are those of output tokens"),

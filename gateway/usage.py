@@ -8,7 +8,9 @@ from typing import Any
 from specdec.client import Completion, GenerationStats
 
 #: Finish reasons of the API, by those of the SDK.
-FINISH_REASONS = {"stop": "stop", "stop_string": "stop", "length": "length"}
+FINISH_REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "tool_calls": "tool_calls"}
+#: Those of a request that demands a tool by its name: as in OpenAI's API, such a call is no reason by itself.
+NAMED_FINISH_REASONS = FINISH_REASONS | {"tool_calls": "stop"}
 
 
 def usage_object(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int) -> dict[str, Any]:

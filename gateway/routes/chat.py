@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,14 +12,14 @@ from starlette.responses import Response
 
 from gateway.answers import ANSWERS, json_response, provenance_of, stream
 from gateway.bodies import JsonRoute
-from gateway.chunks import FINGERPRINT_CHARS, ChatChunks, ChunkOptions
+from gateway.chunks import FINGERPRINT_CHARS, ChatChunks, ChunkOptions, reasoning_fields
 from gateway.context import Gateway, wants_event_ids
 from gateway.logprobs import chat_logprobs
 from gateway.outputs import Outputs, plan, room_of, session_options
 from gateway.schemas.chat import ChatRequest
 from gateway.schemas.common import StreamOptions
 from gateway.sse import while_connected
-from gateway.usage import FINISH_REASONS, metrics_object, usage_of, warnings_of
+from gateway.usage import FINISH_REASONS, NAMED_FINISH_REASONS, metrics_object, usage_of, warnings_of
 from specdec.client import Completion
 
 
@@ -53,6 +53,7 @@ def router(gateway: Gateway) -> APIRouter:
                     has_provenance=bool(body.return_provenance),
                     has_metrics=body.wants_metrics,
                     has_event_ids=wants_event_ids(request),
+                    finish_reasons=_finish_reasons(body),
                 )
             )
             return stream(gateway, encoder, outputs)
@@ -80,8 +81,24 @@ def _answer(answer_id: str, model: str, body: ChatRequest, completions: Sequence
 def _choice(index: int, body: ChatRequest, completion: Completion) -> dict[str, Any]:
     return {
         "index": index,
-        "message": {"role": "assistant", "content": completion.text, "refusal": None},
+        "message": _message(completion),
         "logprobs": chat_logprobs(completion.details) if body.logprobs else None,
-        "finish_reason": FINISH_REASONS.get(completion.finish_reason),
+        "finish_reason": _finish_reasons(body).get(completion.finish_reason),
         "session_id": completion.session_id,
     } | (provenance_of(completion) if body.return_provenance else {})
+
+
+def _message(completion: Completion) -> dict[str, Any]:
+    """Return the message; its text is null if it holds calls alone."""
+    calls = [call.for_message() for call in completion.tool_calls]
+    return {
+        "role": "assistant",
+        "content": (completion.text or None) if calls else completion.text,
+        "refusal": None,
+        **({"tool_calls": calls} if calls else {}),
+        **(reasoning_fields(completion.reasoning) if completion.reasoning else {}),
+    }
+
+
+def _finish_reasons(body: ChatRequest) -> Mapping[str, str]:
+    return NAMED_FINISH_REASONS if body.names_a_tool else FINISH_REASONS

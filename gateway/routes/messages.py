@@ -48,7 +48,9 @@ def router(gateway: Gateway) -> APIRouter:
         (await gateway.upstream.served()).require(body.model)
         body.require_supported()
         token_ids = await gateway.client(request).tokenize(
-            messages=body.conversation(), chat_template_kwargs=body.chat_template_kwargs
+            messages=body.conversation(),
+            chat_template_kwargs=body.template_arguments(),
+            tools=body.definitions(),
         )
         return json_response({"input_tokens": len(token_ids)})
 

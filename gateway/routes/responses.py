@@ -93,6 +93,19 @@ def _instructions(body: ResponseRequest) -> list[ChatMessage]:
     return [{"role": "system", "content": text}] if text else []
 
 
+def _turn_of(completion: Completion) -> ChatMessage:
+    """Return an output as a message, for the turns that continue it."""
+    turn: ChatMessage = {"role": "assistant", "content": completion.text}
+    if completion.tool_calls:
+        turn |= {
+            "content": completion.text or None,
+            "tool_calls": [call.for_message() for call in completion.tool_calls],
+        }
+    if completion.reasoning:
+        turn["reasoning_content"] = completion.reasoning
+    return turn
+
+
 async def _session_of(client: AsyncClient, record: ResponseRecord) -> str | None:
     """Return the session of a response if it still ends where the response did, and so nothing continues it."""
     try:
@@ -134,7 +147,7 @@ class _Stored:
         usage = completion.usage
         record = ResponseRecord(
             answer,
-            [*messages, {"role": "assistant", "content": completion.text}],
+            [*messages, _turn_of(completion)],
             completion.session_id,
             usage.num_prompt_tokens + usage.num_output_tokens,
         )

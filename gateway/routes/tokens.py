@@ -13,6 +13,7 @@ from gateway.bodies import JsonRoute
 from gateway.context import Gateway
 from gateway.schemas.chat import MAX_MESSAGES, Message
 from gateway.schemas.common import Body, Flag, FreeObject, Items, Text, TokenIds, refuse
+from gateway.schemas.tools import ChatTools, chat_definitions
 from specdec.contract.errors import InvalidRequest
 
 
@@ -29,6 +30,8 @@ class TokenizeRequest(Body):
     """Only true is supported for a text: the tokens are those that a new session would hold."""
     chat_template_kwargs: FreeObject | None = None
     """Further variables of the chat template."""
+    tools: ChatTools | None = None
+    """Functions that the chat template tells the model of."""
 
 
 class DetokenizeRequest(Body):
@@ -59,6 +62,7 @@ def router(gateway: Gateway) -> APIRouter:
             body.prompt,
             messages=None if body.messages is None else [message.for_template() for message in body.messages],
             chat_template_kwargs=body.chat_template_kwargs,
+            tools=chat_definitions(body.tools),
         )
         return json_response(
             {"count": len(token_ids), "max_model_len": served.max_context_tokens, "tokens": list(token_ids)}

@@ -20,6 +20,7 @@ from gateway.schemas.common import (
     refuse,
 )
 from gateway.schemas.constraints import CompletionFields
+from gateway.schemas.tools import ChatTools, Effort, chat_definitions, read_choice, template_arguments, tool_options
 from specdec.client import ChatMessage, GenerateOptions
 from specdec.contract.errors import InvalidRequest
 
@@ -44,10 +45,15 @@ class Message(Request):
     """Call that a message of the role tool answers."""
     reasoning_content: Text | None = None
     """Thoughts of the assistant, for templates that show them."""
+    reasoning: Text | None = None
+    """Another name of reasoning_content."""
 
     def for_template(self) -> ChatMessage:
         """Return the message as the SDK takes it."""
-        return cast(ChatMessage, {"content": None, **self.model_dump(exclude_none=True)})
+        fields = {"content": None, **self.model_dump(exclude_none=True, exclude={"reasoning"})}
+        if self.reasoning is not None:
+            fields.setdefault("reasoning_content", self.reasoning)
+        return cast(ChatMessage, fields)
 
 
 class ChatRequest(CompletionFields):
@@ -65,6 +71,15 @@ class ChatRequest(CompletionFields):
     """Number of top tokens whose log-probability is returned for each output token."""
     chat_template_kwargs: FreeObject | None = None
     """Further variables of the chat template."""
+    reasoning_effort: Effort | None = None
+    """Amount of reasoning, for chat templates that read it: their variables reasoning_effort and enable_thinking."""
+    tools: ChatTools | None = None
+    """Functions that the model may call."""
+    tool_choice: Any = None
+    """"auto": the model decides. "none": it calls nothing. "required": it calls at least one tool. {"type": "function",
+    "function": {"name": NAME}}: it calls this one."""
+    parallel_tool_calls: Flag | None = None
+    """false: at most one call."""
 
     modalities: list[Any] | None = None
     """Only ["text"] is supported."""
@@ -106,17 +121,26 @@ class ChatRequest(CompletionFields):
             raise InvalidRequest("top_logprobs: needs logprobs to be true", field="top_logprobs")
         self._require_text_parts()
 
+    @property
+    def names_a_tool(self) -> bool:
+        """True if one tool was demanded by its name."""
+        return isinstance(self.tool_choice, dict)
+
     def conversation(self) -> list[ChatMessage]:
         return [message.for_template() for message in self.messages]
 
     def options(self, recommended: Mapping[str, float | int]) -> GenerateOptions:
         given = super().options(recommended)
         given["messages"] = self.conversation()
-        if self.chat_template_kwargs:
-            given["chat_template_kwargs"] = self.chat_template_kwargs
+        if arguments := template_arguments(self.chat_template_kwargs, self.reasoning_effort):
+            given["chat_template_kwargs"] = arguments
+        given.update(self._tool_options())  # type: ignore[typeddict-item]
         if self.logprobs:
             given["logprobs"] = self.top_logprobs or 0
         return given
+
+    def _tool_options(self) -> dict[str, Any]:
+        return tool_options(chat_definitions(self.tools), read_choice(self.tool_choice), self.parallel_tool_calls)
 
     def _require_text_parts(self) -> None:
         for index, message in enumerate(self.messages):

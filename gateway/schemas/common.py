@@ -20,8 +20,9 @@ from specdec.contract.errors import InvalidRequest
 _PLAIN = {"type": "text"}
 #: Depth beyond that of any field in an object of the API.
 _API_DEPTH = 16
+#: Names of the arguments of a tool call, in the APIs of OpenAI and Anthropic.
+_ARGUMENTS = ("arguments", "input")
 
-GRAMMARS = "there are no grammars yet"
 _NO_TEXT = "this route generates no text"
 _FOREIGN = "it would change the text, and this route has no such field; leave it out, or use the route's own"
 
@@ -44,7 +45,7 @@ def without_nulls(value: Any) -> Any:
 def _without_nulls(value: Any, depth: int) -> Any:
     if depth and isinstance(value, dict):
         return {
-            name: each if name == "arguments" else _without_nulls(each, depth - 1)
+            name: each if name in _ARGUMENTS else _without_nulls(each, depth - 1)
             for name, each in value.items()
             if each is not None
         }

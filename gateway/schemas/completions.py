@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -17,6 +17,8 @@ MAX_LOGPROBS = 20
 MAX_OUTPUTS = 128
 #: Most output tokens unless the request says otherwise, as in OpenAI's API.
 DEFAULT_MAX_TOKENS = 16
+
+_CHAT_ALONE = "the chat template tells the model of tools; use /v1/chat/completions"
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
@@ -35,6 +37,10 @@ class CompletionRequest(CompletionFields):
     """Return the prompt before the output; not with logprobs."""
     suffix: Text | None = None
     """Not supported."""
+    tools: list[Any] | None = None
+    """Not supported; /v1/chat/completions has tools."""
+    tool_choice: Any = None
+    """Only "none" is supported."""
 
     @property
     def max_new_tokens(self) -> int:
@@ -62,8 +68,13 @@ class CompletionRequest(CompletionFields):
     def require_supported(self) -> None:
         """Raises InvalidRequest for a field that is not supported, or fields that do not go together."""
         super().require_supported()
-        if self.suffix:
-            raise refuse("suffix", "text is continued at its end")
+        for name, value, reason in (
+            ("suffix", self.suffix, "text is continued at its end"),
+            ("tools", self.tools, _CHAT_ALONE),
+            ("tool_choice", self.tool_choice not in (None, "none"), _CHAT_ALONE),
+        ):
+            if value:
+                raise refuse(name, reason)
         if self.echo and self.logprobs is not None:
             raise refuse("echo", "with logprobs it would need those of the prompt")
 

@@ -10,23 +10,23 @@ from pydantic import Field
 from gateway.sampling import SamplingFields
 from gateway.schemas.chat import MAX_MESSAGES
 from gateway.schemas.common import (
-    GRAMMARS,
     Body,
+    Flag,
     FreeObject,
     Items,
-    Object,
     Positive,
     Request,
     Text,
     refuse,
-    unicode_text,
 )
 from gateway.schemas.constraints import JsonOutputFormat, OrNothing
+from gateway.schemas.content_blocks import Content, assistant_message, text_of, user_messages
+from gateway.schemas.tools import MAX_TOOLS, Definition, definition, named_choice, tool_options
 from specdec.client import ChatMessage, Constraint, GenerateOptions
 from specdec.contract.errors import InvalidRequest
 
-Content = Text | Items[Object]
-"""A text, or content blocks."""
+#: Choices as the SDK takes them, by those of this API.
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class InputMessage(Request):
@@ -34,7 +34,49 @@ class InputMessage(Request):
 
     role: Literal["user", "assistant"]
     content: Content
-    """Text, or blocks of the type text."""
+    """Text, or blocks of the types text, thinking, tool_use and tool_result."""
+
+
+class MessagesTool(Request):
+    """A tool that the client runs."""
+
+    type: Text = "custom"
+    """Only "custom" is supported: tools of other types are run by the server of the API."""
+    name: Text
+    """Name: 1 to 64 letters, digits, dashes and underscores."""
+    description: Text | None = None
+    """Description for the model."""
+    input_schema: FreeObject | None = None
+    """JSON schema of the input, which is an object."""
+    strict: Flag | None = None
+    """true: every keyword of the schema is enforced, or the request refused. Else keywords that cannot be enforced are
+    ignored, and the answer names them under `specdec.constraint_warnings`."""
+
+
+class MessagesToolChoice(Request):
+    """Choice of tools."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    """auto: the model decides. any: it calls at least one tool. tool: it calls the named one. none: it calls none."""
+    name: Text | None = None
+    """Name of the tool, for the type tool."""
+    disable_parallel_tool_use: Flag | None = None
+    """true: at most one call."""
+
+    def choice(self) -> str | Mapping[str, Any]:
+        """Return the choice as the SDK takes it. Raises InvalidRequest without the name of a tool."""
+        if self.type != "tool":
+            return _CHOICES[self.type]
+        if self.name is None:
+            raise InvalidRequest("tool_choice.name: the type tool needs it", field="tool_choice.name")
+        return named_choice(self.name)
+
+
+class Thinking(Request):
+    """Reasoning before the answer."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    """enabled, disabled: the variable enable_thinking of the chat template. adaptive: the template decides."""
 
 
 class OutputConfig(Request):
@@ -57,12 +99,12 @@ class Conversation(Body):
     """System prompt: text, or blocks of the type text."""
     chat_template_kwargs: FreeObject | None = None
     """Further variables of the chat template."""
-    tools: list[Any] | None = None
-    """Not supported."""
-    tool_choice: Any = None
-    """Only {"type": "none"} is supported."""
-    thinking: Object | None = None
-    """Only {"type": "disabled"} is supported."""
+    tools: Annotated[Items[MessagesTool], Field(max_length=MAX_TOOLS)] | None = None
+    """Tools that the model may call, and the client runs."""
+    tool_choice: Annotated[MessagesToolChoice | None, OrNothing] = None
+    """Choice of tools."""
+    thinking: Annotated[Thinking | None, OrNothing] = None
+    """Reasoning before the answer, for chat templates that read enable_thinking. Its budget is not enforced."""
     output_config: OutputConfig | None = None
     """Form of the output."""
     mcp_servers: Items[Any] | None = None
@@ -72,11 +114,7 @@ class Conversation(Body):
 
     def require_supported(self) -> None:
         """Raises InvalidRequest for a field that the server knows and does not support."""
-        choice = self.tool_choice.get("type") if isinstance(self.tool_choice, dict) else self.tool_choice
         for name, value, reason in (
-            ("tools", self.tools, GRAMMARS),
-            ("tool_choice", choice not in (None, "none"), GRAMMARS),
-            ("thinking", (self.thinking or {}).get("type", "disabled") != "disabled", "the output is text alone"),
             ("mcp_servers", self.mcp_servers, "the model has the conversation alone"),
             ("container", self.container, "the model has the conversation alone"),
         ):
@@ -87,13 +125,29 @@ class Conversation(Body):
             raise refuse(field, "the last message must be the user's; an output has no given beginning")
 
     def conversation(self) -> list[ChatMessage]:
-        """Return the messages for the chat template. Raises InvalidRequest for a block that is not text."""
+        """Return the messages for the chat template. Raises InvalidRequest for a block that is not supported."""
         system = text_of(self.system, "system") if self.system else ""
-        first: list[ChatMessage] = [{"role": "system", "content": system}] if system else []
-        return first + [
-            {"role": message.role, "content": text_of(message.content, f"messages[{index}].content")}
-            for index, message in enumerate(self.messages)
-        ]
+        found: list[ChatMessage] = [{"role": "system", "content": system}] if system else []
+        for index, message in enumerate(self.messages):
+            field = f"messages[{index}].content"
+            read = assistant_message if message.role == "assistant" else user_messages
+            found += read(message.content, field)
+        return found
+
+    def definitions(self) -> list[Definition]:
+        """Return the tools as the SDK takes them. Raises InvalidRequest for one that a server would run."""
+        found = []
+        for index, tool in enumerate(self.tools or ()):
+            if tool.type != "custom":
+                raise refuse(f"tools[{index}].type", f"it must be custom, got {tool.type[:64]!r}")
+            found.append(definition(tool.name, tool.description, tool.input_schema, tool.strict))
+        return found
+
+    def template_arguments(self) -> FreeObject | None:
+        """Return the variables of the chat template; those that the request states itself come first."""
+        if self.thinking is None or self.thinking.type == "adaptive":
+            return self.chat_template_kwargs
+        return {"enable_thinking": self.thinking.type == "enabled"} | (self.chat_template_kwargs or {})
 
 
 class CountTokensRequest(Conversation):
@@ -110,8 +164,6 @@ class MessagesRequest(SamplingFields, Conversation):
     """Most output tokens."""
     stop_sequences: Items[Text] | None = None
     """Texts before which the output ends."""
-    tool_choice: Any = None
-    """Only {"type": "none"} is supported."""
 
     @property
     def stops(self) -> Sequence[str]:
@@ -123,7 +175,7 @@ class MessagesRequest(SamplingFields, Conversation):
     def require_supported(self) -> None:
         """Raises InvalidRequest for a field that the server knows and does not support."""
         Conversation.require_supported(self)
-        SamplingFields.require_supported(self.model_copy(update={"tool_choice": None}))
+        SamplingFields.require_supported(self)
         if self.num_outputs > 1:
             raise refuse("n", "a message has one output")
 
@@ -137,21 +189,10 @@ class MessagesRequest(SamplingFields, Conversation):
         given["max_new_tokens"] = self.max_tokens
         if self.stops:
             given["stop"] = self.stops
-        if self.chat_template_kwargs:
-            given["chat_template_kwargs"] = self.chat_template_kwargs
+        if arguments := self.template_arguments():
+            given["chat_template_kwargs"] = arguments
+        choice = self.tool_choice
+        is_parallel = False if choice and choice.disable_parallel_tool_use else None
+        demanded = choice.choice() if choice else None
+        given.update(tool_options(self.definitions(), demanded, is_parallel))  # type: ignore[typeddict-item]
         return given
-
-
-def text_of(content: Content, field: str) -> str:
-    """Return the text of a message. Raises InvalidRequest for a block that is not text, naming its place."""
-    if isinstance(content, str):
-        return unicode_text(content, field)
-    texts = []
-    for number, block in enumerate(content):
-        where = f"{field}[{number}]"
-        if block.get("type") != "text":
-            raise refuse(f"{where}.type", f"a block must be text, got {str(block.get('type'))[:64]!r}")
-        if not isinstance(block.get("text"), str):
-            raise InvalidRequest(f"{where}.text: must be text", field=f"{where}.text")
-        texts.append(unicode_text(block["text"], f"{where}.text"))
-    return "\n".join(texts)

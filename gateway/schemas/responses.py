@@ -14,7 +14,6 @@ from gateway.schemas.common import (
     Flag,
     FreeObject,
     Items,
-    Object,
     Positive,
     Request,
     StrictInt,
@@ -24,47 +23,33 @@ from gateway.schemas.common import (
     without_nulls,
 )
 from gateway.schemas.constraints import OrNothing, TextFormat
+from gateway.schemas.input_items import InputItem, messages_of
+from gateway.schemas.tools import (
+    Effort,
+    ResponseTools,
+    read_choice,
+    response_definitions,
+    template_arguments,
+    tool_options,
+)
 from specdec.client import ChatMessage, Constraint, GenerateOptions
-from specdec.client.messages import TextPart
 from specdec.contract.errors import InvalidRequest
 
 MAX_METADATA = 16
-#: Types of the parts of a message's content that have text.
-_TEXT_PARTS = ("input_text", "output_text", "text")
 #: The entry of `include` that asks for log-probabilities.
 _LOGPROBS = "message.output_text.logprobs"
+_NO_SUMMARY = "the reasoning is returned as a whole"
 
 
-class InputItem(Request):
-    """One message of the input."""
+class Reasoning(Request):
+    """Reasoning before the answer."""
 
-    type: Text = "message"
-    """Only "message" is supported."""
-    role: Text = ""
-    """user, assistant, system or developer."""
-    content: Text | Items[Object] = ""
-    """Text, or parts of the types input_text and output_text."""
-
-    def message(self, field: str) -> ChatMessage:
-        """Return the message for the chat template. Raises InvalidRequest, which names the place under `field`."""
-        if self.type != "message":
-            raise refuse(f"{field}.type", f"an item must be a message, got {self.type[:64]!r}")
-        if not self.role:
-            raise InvalidRequest(f"{field}.role: is required", field=f"{field}.role")
-        return {"role": unicode_text(self.role, f"{field}.role"), "content": self._content(field)}
-
-    def _content(self, field: str) -> str | list[TextPart]:
-        if isinstance(self.content, str):
-            return unicode_text(self.content, f"{field}.content")
-        parts: list[TextPart] = []
-        for number, part in enumerate(self.content):
-            where = f"{field}.content[{number}]"
-            if part.get("type") not in _TEXT_PARTS:
-                raise refuse(f"{where}.type", f"a part must be text, got {str(part.get('type'))[:64]!r}")
-            if not isinstance(part.get("text"), str):
-                raise InvalidRequest(f"{where}.text: must be text", field=f"{where}.text")
-            parts.append({"type": "text", "text": unicode_text(part["text"], f"{where}.text")})
-        return parts
+    effort: Effort | None = None
+    """Amount of reasoning, for chat templates that read it: their variables reasoning_effort and enable_thinking."""
+    summary: Text | None = None
+    """Not supported."""
+    generate_summary: Text | None = None
+    """Not supported."""
 
 
 class ResponseText(Request):
@@ -81,7 +66,7 @@ class ResponseRequest(SamplingFields):
     carried: ClassVar[Mapping[str, Collection[str]]] = {"text": ("format",)}
 
     input: Text | Annotated[Items[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
-    """A text of the user, or messages."""
+    """A text of the user, or messages, calls, answers to calls and reasoning."""
     instructions: Text | None = None
     """Message of the system, which comes first and belongs to this response alone."""
     previous_response_id: Text | None = None
@@ -107,8 +92,15 @@ class ResponseRequest(SamplingFields):
     """Not supported; use previous_response_id."""
     prompt: Any = None
     """Not supported."""
-    reasoning: Object | None = None
-    """Not supported."""
+    reasoning: Annotated[Reasoning | None, OrNothing] = None
+    """Reasoning before the answer."""
+    tools: ResponseTools | None = None
+    """Functions that the model may call."""
+    tool_choice: Any = None
+    """"auto": the model decides. "none": it calls nothing. "required": it calls at least one tool. {"type": "function",
+    "name": NAME}: it calls this one."""
+    parallel_tool_calls: Flag | None = None
+    """false: at most one call."""
     truncation: Text | None = None
     """Only "disabled" is supported."""
 
@@ -119,18 +111,25 @@ class ResponseRequest(SamplingFields):
         return output_format.model_dump(by_alias=True, exclude_none=True) if output_format else {"type": "text"}
 
     @property
+    def effort(self) -> Effort | None:
+        """Amount of reasoning that the request asks for."""
+        return self.reasoning.effort if self.reasoning else None
+
+    @property
     def has_logprobs(self) -> bool:
         return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
 
     def require_supported(self) -> None:
         """Raises InvalidRequest for a field that is not supported, or fields that do not go together."""
         super().require_supported()
+        reasoning = self.reasoning
         for name, value, reason in (
             ("n", self.num_outputs > 1, "a response has one output"),
             ("background", self.background, "a response is generated while its client waits"),
             ("conversation", self.conversation, "use previous_response_id"),
             ("prompt", self.prompt, "the server stores no prompts; send input and instructions"),
-            ("reasoning", any((self.reasoning or {}).values()), "the output is text alone"),
+            ("reasoning.summary", reasoning and reasoning.summary, _NO_SUMMARY),
+            ("reasoning.generate_summary", reasoning and reasoning.generate_summary, _NO_SUMMARY),
             ("truncation", self.truncation not in (None, "disabled"), "shorten the input"),
         ):
             if value:
@@ -144,7 +143,7 @@ class ResponseRequest(SamplingFields):
         """Return the messages of the input. Raises InvalidRequest, which names the field."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": unicode_text(self.input, "input")}]
-        return [item.message(f"input[{index}]") for index, item in enumerate(self.input)]
+        return messages_of(self.input)
 
     def constraint(self) -> Constraint | None:
         output_format = self.text and self.text.format
@@ -152,8 +151,11 @@ class ResponseRequest(SamplingFields):
 
     def options(self, recommended: Mapping[str, float | int]) -> GenerateOptions:
         given = super().options(recommended)
-        if self.chat_template_kwargs:
-            given["chat_template_kwargs"] = self.chat_template_kwargs
+        if arguments := template_arguments(self.chat_template_kwargs, self.effort):
+            given["chat_template_kwargs"] = arguments
+        definitions = response_definitions(self.tools)
+        demanded = tool_options(definitions, read_choice(self.tool_choice), self.parallel_tool_calls)
+        given.update(demanded)  # type: ignore[typeddict-item]
         if self.has_logprobs:
             given["logprobs"] = self.top_logprobs or 0
         return given
