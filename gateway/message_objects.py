@@ -147,17 +147,17 @@ def _empty_block(item: OutputItem) -> dict[str, Any]:
     """Return the content block of an item at its beginning."""
     if item.kind == CALL:
         return {"type": "tool_use", "id": item.call_id, "name": item.name, "input": {}}
-    return (
-        {"type": "thinking", "thinking": "", "signature": ""} if item.kind == REASONING else _block(OutputItem(0, TEXT))
-    )
+    if item.kind == REASONING:
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
 
 
 def _delta(item: OutputItem, text: str) -> dict[str, Any]:
     if item.kind == CALL:
         return {"type": "input_json_delta", "partial_json": text}
-    return (
-        {"type": "thinking_delta", "thinking": text} if item.kind == REASONING else {"type": "text_delta", "text": text}
-    )
+    if item.kind == REASONING:
+        return {"type": "thinking_delta", "thinking": text}
+    return {"type": "text_delta", "text": text}
 
 
 def _signature(reasoning: str) -> str:

@@ -216,8 +216,8 @@ class ResponseEvents:
 
     def _end(self, completion: Completion, response: Mapping[str, Any]) -> bytes:
         told = b"".join(map(self._told, self._items.finish()))
-        end = self._event(f"response.{response['status']}", response=response)
-        return told + self._done(end_status(completion)) + end
+        told += self._done(end_status(completion))
+        return told + self._event(f"response.{response['status']}", response=response)
 
     def _place(self, item: OutputItem) -> dict[str, Any]:
         place = {"item_id": self._shape.item_id(item), "output_index": item.index}

@@ -23,6 +23,9 @@ RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/coun
 LONG = {"prompt": [5, 6, 7, 8], "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 SURROGATE = r'"\ud800"'
 NESTED = "[" * 600 + "]" * 600
+HELLO = '"messages": [{"role": "user", "content": "w5"}]'
+FUNCTION = '"type": "function", "function"'
+TOO_MANY = ", ".join(['{"name": "f"}'] * 129)
 
 #: Bodies without their last brace, which a test adds, and the field at fault.
 REFUSED = [
@@ -73,6 +76,42 @@ REFUSED = [
      "structured_outputs.choice"),
     (RESPONSES, '"input": "w5", "text": {"format": {"type": "json_schema", "name": "x", "schema": {"const": NaN}}}',
      "text.format.schema"),
+    (CHAT, f'{HELLO}, "tools": [{{{FUNCTION}: {{}}}}]', "tools[0].function.name"),
+    (CHAT, f'{HELLO}, "tools": [{{"type": "function"}}]', "tools[0].function"),
+    (CHAT, f'{HELLO}, "tools": [{{"type": "custom", "custom": {{"name": "f"}}}}]', "tools[0].type"),
+    (CHAT, f'{HELLO}, "tools": [{{{FUNCTION}: {{"name": "{"x" * 1024}"}}}}]', "tools[0].function.name"),
+    (CHAT, f'{HELLO}, "tools": [{{{FUNCTION}: {{"name": {SURROGATE}}}}}]', "tools[0].function.name"),
+    (CHAT, f'{HELLO}, "tools": [{{{FUNCTION}: {{"name": "f", "parameters": {{"x": {NESTED}}}}}}}]',
+     "messages"),
+    (CHAT, f'{HELLO}, "tools": [{{{FUNCTION}: {{"name": "f", "parameters": {{"type": "array"}}}}}}]',
+     "tools[0].function.parameters"),
+    (CHAT, f'{HELLO}, "tools": [{TOO_MANY}]', "tools"),
+    (CHAT, f'{HELLO}, "tools": [{{{FUNCTION}: {{"name": "f"}}}}]', "tools"),
+    (CHAT, f'{HELLO}, "tools": [{{{FUNCTION}: {{"name": "f"}}}}], "tool_choice": {{{FUNCTION}: {{"name": "g"}}}}',
+     "tool_choice.function.name"),
+    (CHAT, f'{HELLO}, "tools": [{{{FUNCTION}: {{"name": "f"}}}}], "tool_choice": {{"type": "allowed_tools"}}',
+     "tool_choice.type"),
+    (CHAT, f'{HELLO}, "tool_choice": {{{FUNCTION}: {{"name": 5}}}}', "tool_choice.function.name"),
+    (CHAT, f'{HELLO}, "tool_choice": "required"', "tool_choice"),
+    (CHAT, f'{HELLO}, "tool_choice": [[]]', "tool_choice"),
+    (CHAT, f'{HELLO}, "functions": [{{"name": "f"}}]', "functions"),
+    (CHAT, f'{HELLO}, "reasoning_effort": "endless"', "reasoning_effort"),
+    (COMPLETIONS, '"prompt": "w5", "tools": [{}]', "tools"),
+    (COMPLETIONS, '"prompt": "w5", "tool_choice": "auto"', "tool_choice"),
+    (RESPONSES, '"input": "w5", "tools": [{"type": "web_search"}]', "tools[0].type"),
+    (RESPONSES, '"input": "w5", "tools": [{"type": "function"}]', "tools[0].name"),
+    (RESPONSES, '"input": "w5", "tools": [{"type": "function", "name": "a b"}]', "tools[0].name"),
+    (RESPONSES, '"input": "w5", "tools": [{"name": "f", "parameters": {"type": 3}}]', "tools[0].parameters"),
+    (RESPONSES, f'"input": "w5", "tools": [{TOO_MANY}]', "tools"),
+    (RESPONSES, '"input": "w5", "tools": [{"name": "f"}]', "tools"),
+    (RESPONSES, '"input": "w5", "tools": [{"name": "f"}], "tool_choice": {"type": "function", "name": "g"}',
+     "tool_choice.name"),
+    (RESPONSES, '"input": "w5", "reasoning": {"summary": "auto"}', "reasoning.summary"),
+    (RESPONSES, '"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]', "input[0].call_id"),
+    (RESPONSES, '"input": [{"type": "item_reference", "id": "x"}]', "input[0].type"),
+    (RESPONSES, '"input": [{"type": "function_call_output", "call_id": "x", "output": [{"type": "input_image"}]}]',
+     "input[0].output[0].type"),
+    (TOKENIZE, f'{HELLO}, "tools": [{{"type": "custom"}}]', "tools[0].type"),
     (RESPONSES, f'"input": {SURROGATE}', "input"),
     (RESPONSES, f'"input": "w5", "instructions": {SURROGATE}', "instructions"),
     (RESPONSES, f'"instructions": "w5", "input": [{{"role": "user", "content": {SURROGATE}}}]', "input[0].content"),
@@ -131,8 +170,9 @@ async def test_a_hostile_body_is_a_400_with_the_error_object_that_names_its_fiel
             assert answer.status_code == 400, (path, fields[:80], answer.text)
             error = answer.json()["error"]
             assert error.keys() == {"message", "type", "param", "code"}
-            given = error["param"] if path == RESPONSES else error["param"].partition("[")[0]
-            assert given == (param if path == RESPONSES else param.partition("[")[0]), (fields[:80], error)
+            is_whole = path == RESPONSES or param.startswith("tool")
+            given = error["param"] if is_whole else error["param"].partition("[")[0]
+            assert given == (param if is_whole else param.partition("[")[0]), (fields[:80], error)
             assert error["type"] == "invalid_request_error"
             assert len(error["message"]) < 1000
         await nothing_runs(running, coordinator)
@@ -157,8 +197,24 @@ async def test_every_refusal_below_messages_has_anthropic_s_form_and_names_its_f
          '"max_tokens": 3}', 400, "messages[0].content: "),
         ("POST", MESSAGES, f'{{{hello}, "max_tokens": 3, "output_config": {{"format": {{"type": "json_schema", '
          f'"schema": {{"const": {SURROGATE}}}}}}}}}', 400, "output_config.format.schema: "),
-        ("POST", COUNT, f'{{{hello}, "tools": [{{"name": "f", "input_schema": {{}}}}]}}', 400, "tools "),
-        ("POST", COUNT, f'{{{hello}, "thinking": {{"type": "enabled"}}}}', 400, "thinking "),
+        ("POST", COUNT, f'{{{hello}, "tools": [{{"type": "bash_20250124", "name": "bash"}}]}}', 400, "tools[0].type "),
+        ("POST", COUNT, f'{{{hello}, "tools": [{{"input_schema": {{}}}}]}}', 400, "tools[0].name: "),
+        ("POST", COUNT, f'{{{hello}, "tools": [{{"name": "{"x" * 1024}"}}]}}', 400, "tools[0].name "),
+        ("POST", COUNT, f'{{{hello}, "tools": [{{"name": "f", "input_schema": {{"type": "text"}}}}]}}', 400,
+         "tools[0].input_schema "),
+        ("POST", COUNT, f'{{{hello}, "tools": [{TOO_MANY}]}}', 400, "tools: "),
+        ("POST", MESSAGES, f'{{{hello}, "max_tokens": 3, "tools": [{{"name": "f"}}]}}', 400, "tools cannot be used"),
+        ("POST", MESSAGES, f'{{{hello}, "max_tokens": 3, "tools": [{{"name": "f"}}], "tool_choice": '
+         '{"type": "tool", "name": "g"}}', 400, "tool_choice.name "),
+        ("POST", MESSAGES, f'{{{hello}, "max_tokens": 3, "tools": [{{"name": "f"}}], "tool_choice": '
+         '{"type": "tool"}}', 400, "tool_choice.name: "),
+        ("POST", MESSAGES, f'{{{hello}, "max_tokens": 3, "tool_choice": {{"type": "any"}}}}', 400, "tool_choice: "),
+        ("POST", COUNT, f'{{{hello}, "tool_choice": {{"type": "some"}}}}', 400, "tool_choice.type: "),
+        ("POST", COUNT, f'{{{hello}, "thinking": {{"type": "long"}}}}', 400, "thinking.type: "),
+        ("POST", COUNT, '{"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}', 400,
+         "messages[0].content[0].tool_use_id: "),
+        ("POST", COUNT, '{"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": 3}]}, '
+         '{"role": "user", "content": "w5"}]}', 400, "messages[0].content[0].input: "),
         ("POST", COUNT, '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', 400,
          "messages[0].content[0].type "),
         ("POST", COUNT, f'{{{hello}, "model": "claude"}}', 404, "'claude'"),
