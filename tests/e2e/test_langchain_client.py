@@ -162,7 +162,7 @@ def test_a_schema_that_is_not_strict_is_followed_and_a_strict_one_refused_in_wor
 
 def test_tools_structured_output_and_embeddings_are_refused_in_words(system: System, model: Any) -> None:
     schema = {"title": "answer", "type": "object", "properties": {"x": {"type": "string"}}}
-    with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+    with pytest.raises(openai.BadRequestError, match="tools cannot be used"):
         model.bind_tools([schema | {"description": "a tool"}]).invoke(PROMPT)
     with pytest.raises(openai.BadRequestError, match=r"response_format\.json_schema\.schema: a tokenizer of the type"):
         model.with_structured_output(schema, method="json_schema").invoke(PROMPT)
