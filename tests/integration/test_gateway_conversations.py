@@ -278,14 +278,14 @@ def without_text(request: pb.GenerateRequest) -> list[Any]:
     return [started(request), *chunks, finished(2)]
 
 
-async def test_every_token_has_its_logprobs_in_a_delta_also_without_text() -> None:
+async def test_a_token_before_the_text_has_its_logprobs_in_the_first_delta() -> None:
     server, endpoint = serve(ScriptedCoordinator([without_text]))
     async with running_gateway(endpoint) as running:
         for has_logprobs in (True, False):
             events = data_of((await respond(running, stream=True, top_logprobs=1 if has_logprobs else None)).text)
             deltas = [event for event in events if event["type"] == "response.output_text.delta"]
             (done,) = [event for event in events if event["type"] == "response.output_text.done"]
-            assert [delta["delta"] for delta in deltas] == (["", "<2>"] if has_logprobs else ["<2>"])
+            assert [delta["delta"] for delta in deltas] == ["<2>"]
             assert [entry for delta in deltas for entry in delta["logprobs"]] == done["logprobs"]
             assert len(done["logprobs"]) == (2 if has_logprobs else 0)
     server.stop(None)
