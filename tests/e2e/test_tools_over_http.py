@@ -6,7 +6,10 @@ The models know nothing of tools: every call is what the grammar leaves of their
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -18,7 +21,9 @@ import pytest
 from tests.support.redis_fixture import RedisServer
 from tests.support.stack import Stack
 from tests.support.tool_models import FAMILIES, HERMES_THINKING, THINK_MARKERS, write_family
+from tests.support.up_rig import ENVIRON
 
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = "target"
 WEATHER = {
     "type": "object",
@@ -71,23 +76,35 @@ def claude(url: str) -> Iterator[anthropic.Anthropic]:
 def chat(client: openai.OpenAI, *, arguments: dict[str, Any] = NO_THINKING, **options: Any) -> Any:
     """A greedy chat with tools."""
     body = {"chat_template_kwargs": arguments, **options.pop("extra_body", {})}
-    given = {"model": MODEL, "messages": USER, "tools": TOOLS, "temperature": 0, "max_tokens": 200, "extra_body": body}
-    return client.chat.completions.create(**(given | options))
+    given: dict[str, Any] = {"model": MODEL, "messages": USER, "tools": TOOLS, "temperature": 0, "max_tokens": 200}
+    return client.chat.completions.create(**(given | {"extra_body": body} | options))
 
 
 def respond(client: openai.OpenAI, *, arguments: dict[str, Any] = NO_THINKING, **options: Any) -> Any:
     """A greedy response with a tool that must be called."""
-    given = {"model": MODEL, "input": USER[0]["content"], "tools": RESPONSE_TOOLS, "tool_choice": "required",
-             "temperature": 0, "max_output_tokens": 200, "extra_body": {"chat_template_kwargs": arguments},
-             "parallel_tool_calls": False}  # fmt: skip
+    given: dict[str, Any] = {
+        "model": MODEL,
+        "input": USER[0]["content"],
+        "tools": RESPONSE_TOOLS,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 0,
+        "max_output_tokens": 200,
+        "extra_body": {"chat_template_kwargs": arguments},
+    }
     return client.responses.create(**(given | options))
 
 
 def send(claude: anthropic.Anthropic, *, arguments: dict[str, Any] = NO_THINKING, **options: Any) -> Any:
     """A greedy message with a tool that must be called."""
-    given = {"model": MODEL, "messages": USER, "tools": CLAUDE_TOOLS, "max_tokens": 200,
-             "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
-             "extra_body": {"temperature": 0, "chat_template_kwargs": arguments}}  # fmt: skip
+    given: dict[str, Any] = {
+        "model": MODEL,
+        "messages": USER,
+        "tools": CLAUDE_TOOLS,
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        "max_tokens": 200,
+        "extra_body": {"temperature": 0, "chat_template_kwargs": arguments},
+    }
     return claude.messages.create(**(given | options))
 
 
@@ -133,7 +150,8 @@ def test_the_stream_helper_of_the_client_assembles_the_calls(client: openai.Open
         model=MODEL, messages=USER, tools=strict, tool_choice="required", **options
     ) as stream:
         message = stream.get_final_completion().choices[0].message
-    (first, *_) = message.tool_calls or ()
+    assert message.tool_calls
+    first = message.tool_calls[0]
     jsonschema.validate(first.function.parsed_arguments, WEATHER)
 
 
@@ -364,3 +382,13 @@ def _arguments(events: list[tuple[str, Any]]) -> str:
     calls = [call for _, event in events for call in event["choices"][0]["delta"].get("tool_calls", ())]
     assert {call["index"] for call in calls} <= {0}
     return "".join(call["function"]["arguments"] for call in calls)
+
+
+def test_the_example_prints_what_its_guide_shows(url: str) -> None:
+    environ = ENVIRON | {"OPENAI_BASE_URL": f"{url}/v1"}
+    result = subprocess.run(
+        [sys.executable, "examples/tools_over_http.py"], cwd=ROOT, capture_output=True, text=True, env=environ
+    )
+    assert result.returncode == 0, result.stderr
+    guide = (ROOT / "docs" / "how-to" / "tools-and-agents.md").read_text()
+    assert f"```text\n{result.stdout}```\n" in guide
