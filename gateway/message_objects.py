@@ -131,7 +131,7 @@ class MessageEvents:
 def _block(item: OutputItem) -> dict[str, Any]:
     """Return the content block of a whole item.
 
-    The input of a call that the token limit has cut is no JSON: then it is empty, and its text stands beside it.
+    If the token limit has cut a call, its input is not JSON: the block has an empty one, and the text under `specdec`.
     """
     if item.kind == REASONING:
         return {"type": "thinking", "thinking": item.content, "signature": _signature(item.content)}

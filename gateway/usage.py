@@ -9,7 +9,7 @@ from specdec.client import Completion, GenerationStats
 
 #: Finish reasons of the API, by those of the SDK.
 FINISH_REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "tool_calls": "tool_calls"}
-#: Those of a request that demands a tool by its name: as in OpenAI's API, such a call is no reason by itself.
+#: Those of a request that demands a tool by its name. As in OpenAI's API, its call ends with `stop`.
 NAMED_FINISH_REASONS = FINISH_REASONS | {"tool_calls": "stop"}
 
 

@@ -51,7 +51,7 @@ def assistant_message(content: Content, field: str) -> list[ChatMessage]:
     """Return the message of the assistant, with its calls and its reasoning.
 
     Raises:
-        InvalidRequest: a block is no text, no call and no reasoning.
+        InvalidRequest: a block is of another type.
     """
     if isinstance(content, str):
         return [{"role": "assistant", "content": unicode_text(content, field)}]
@@ -98,7 +98,7 @@ def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _text(block: Mapping[str, Any], name: str, where: str) -> str:
-    """Return a field of a block. Raises InvalidRequest if it is no text."""
+    """Return a field of a block. Raises InvalidRequest if it is not text."""
     text = block.get(name)
     if not isinstance(text, str):
         raise InvalidRequest(f"{where}.{name}: must be text", field=f"{where}.{name}")

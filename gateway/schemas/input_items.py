@@ -24,7 +24,7 @@ class InputItem(Request):
     type: Text = "message"
     """message, function_call, function_call_output or reasoning."""
     role: Text = ""
-    """Of a message: user, assistant, system or developer."""
+    """Role of a message: user, assistant, system or developer."""
     content: Text | Items[Object] = ""
     """Text, or parts of the types input_text and output_text; of reasoning, parts of the type reasoning_text."""
     call_id: Text = ""

@@ -84,12 +84,12 @@ def definition(
 
 
 def chat_definitions(tools: Sequence[ChatTool] | None) -> list[Definition]:
-    """Return the tools of a chat. Raises InvalidRequest for one that is no function."""
+    """Return the tools of a chat. Raises InvalidRequest for a tool of another type."""
     return [_function_of(tool, f"tools[{index}]").definition() for index, tool in enumerate(tools or ())]
 
 
 def response_definitions(tools: Sequence[ResponseTool] | None) -> list[Definition]:
-    """Return the tools of a response. Raises InvalidRequest for one that is no function, or has no name."""
+    """Return the tools of a response. Raises InvalidRequest for a tool of another type, or without a name."""
     found = []
     for index, tool in enumerate(tools or ()):
         require_function(tool.type, f"tools[{index}].type")
