@@ -107,7 +107,7 @@ def test_every_meaning_is_that_of_a_field_of_an_answer() -> None:
     "line",
     [
         "- `temperature` (number, at least 0): Sampling temperature (0: greedy).",
-        '`tool_choice` (only `"none"` is accepted): There are no grammars yet.',
+        '- `tools`, `tool_choice` (only `"none"` is accepted): The chat template tells the model of tools; use',
         "| 409 | `invalid_request_error` |",
         "- `response.output_text.delta`:",
     ],
