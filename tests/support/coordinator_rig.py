@@ -336,6 +336,7 @@ class Rig:
             target_models=target_models,
             draft_sources=draft_sources,
             tokenizer=self.tokenizer,
+            allows_grammars=True,
             default_mode=Mode.REJECTION,
             tenants=CallTenants(tenant, reads_header=tenant_header),
             default_sampling=self._default_sampling,
