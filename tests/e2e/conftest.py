@@ -9,6 +9,7 @@ import pytest
 from tests.support.gateway_system import claude, client, demo, greedy, sdk, system
 from tests.support.redis_fixture import redis_server, redis_url
 from tests.support.tiny_models import build_tiny_model, build_tiny_pair
+from tests.support.tool_system import tool_url
 
 __all__ = [
     "claude",
@@ -21,6 +22,7 @@ __all__ = [
     "redis_url",
     "sdk",
     "system",
+    "tool_url",
 ]
 
 

@@ -1,4 +1,4 @@
-"""instructor against `specdec up --http`: the modes that demand JSON, parts of a stream, and a refusal."""
+"""instructor against `specdec up --http`: the modes that demand JSON or a call, parts of a stream, and a refusal."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from tests.support.gateway_system import MODEL, System
 from tests.support.optional_clients import REASON
 from tests.support.output_forms import ENOUGH_TOKENS, Ticket, closing_bias
+from tests.support.tool_system import NO_THINKING
 
 instructor = pytest.importorskip("instructor", reason=REASON)
 
@@ -51,6 +52,14 @@ def test_the_mode_json_gives_an_object(demo: System, plain: openai.OpenAI) -> No
     client = instructor.from_openai(plain, mode=instructor.Mode.JSON)
     found = client.chat.completions.create(response_model=Anything, logit_bias=closing_bias(demo.http), **OPTIONS)
     assert isinstance(found, Anything)
+
+
+@pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT"])
+def test_the_modes_of_tools_give_the_pydantic_model(tool_url: str, mode: str) -> None:
+    with openai.OpenAI(base_url=f"{tool_url}/v1", api_key="unused", timeout=300, max_retries=0) as unpatched:
+        client = instructor.from_openai(unpatched, mode=instructor.Mode[mode])
+        body = {"chat_template_kwargs": NO_THINKING}
+        assert isinstance(client.chat.completions.create(response_model=Ticket, extra_body=body, **OPTIONS), Ticket)
 
 
 def test_two_forms_at_once_are_refused_in_words(with_schema: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.support.gateway_system import MODEL, PROMPT, System, chat
 from tests.support.optional_clients import REASON
 from tests.support.output_forms import ENOUGH_TOKENS, LENIENT_SCHEMA, Ticket, Verdict, closing_bias
+from tests.support.tool_system import NO_THINKING
 
 langchain_openai = pytest.importorskip("langchain_openai", reason=REASON)
 
@@ -158,6 +159,35 @@ def test_a_schema_that_is_not_strict_is_followed_and_a_strict_one_refused_in_wor
         demo_model.bind(response_format=form).invoke("import os")
     form["json_schema"]["strict"] = False  # type: ignore[index]
     assert json.loads(demo_model.bind(response_format=form).invoke("import os").text)["answer"] in ("yes", "no", None)
+
+
+@pytest.fixture(scope="module")
+def tool_model(tool_url: str) -> Any:
+    return langchain_openai.ChatOpenAI(
+        base_url=f"{tool_url}/v1", api_key="unused", model=MODEL, max_tokens=200, temperature=0, max_retries=0,
+        timeout=300, extra_body={"chat_template_kwargs": NO_THINKING},
+    )  # fmt: skip
+
+
+def test_a_bound_tool_is_called_whole_and_streamed_and_its_result_is_read(tool_model: Any) -> None:
+    bound = tool_model.bind_tools([Ticket], tool_choice="required", parallel_tool_calls=False)
+    answer = bound.invoke("import os")
+    (call,) = answer.tool_calls
+    assert Ticket.model_validate(call["args"])
+    assert answer.response_metadata["finish_reason"] == "tool_calls"
+    whole = None
+    for chunk in bound.stream("import os"):
+        whole = chunk if whole is None else whole + chunk
+    assert whole is not None
+    assert [each["args"] for each in whole.tool_calls] == [call["args"]]
+    history = [HumanMessage("import os"), answer, ToolMessage("done", tool_call_id=call["id"])]
+    last = tool_model.bind_tools([Ticket], tool_choice="none").bind(max_tokens=2).invoke(history)
+    assert not last.tool_calls
+
+
+def test_structured_output_by_a_call_gives_the_pydantic_model(tool_model: Any) -> None:
+    asked = tool_model.with_structured_output(Ticket, method="function_calling")
+    assert isinstance(asked.invoke("import os"), Ticket)
 
 
 def test_tools_structured_output_and_embeddings_are_refused_in_words(system: System, model: Any) -> None:

@@ -18,9 +18,7 @@ import jsonschema
 import openai
 import pytest
 
-from tests.support.redis_fixture import RedisServer
-from tests.support.stack import Stack
-from tests.support.tool_models import FAMILIES, HERMES_THINKING, THINK_MARKERS, write_family
+from tests.support.tool_system import NO_THINKING
 from tests.support.up_rig import ENVIRON
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,33 +41,18 @@ RESPONSE_TOOLS: list[Any] = [{"type": "function", "name": "get_weather", "parame
 CLAUDE_TOOLS: list[Any] = [{"name": "get_weather", "description": "Forecast", "input_schema": WEATHER}]
 USER: list[Any] = [{"role": "user", "content": "def weather(city):"}]
 NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
-NO_THINKING = {"enable_thinking": False}
 BEGUN = {"begun": True}
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -> Iterator[Stack]:
-    directory = tmp_path_factory.mktemp("family")
-    markers = (*FAMILIES["hermes"][1], *THINK_MARKERS)
-    target, draft = (write_family(directory / role, role, HERMES_THINKING, markers) for role in ("target", "draft"))
-    with Stack(target, draft, redis_url=redis_server.url, gateway_arguments=[]) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def url(stack: Stack) -> str:
-    return f"http://{stack.parts['gateway'].address}"
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", timeout=300, max_retries=0) as opened:
+def client(tool_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{tool_url}/v1", api_key="unused", timeout=300, max_retries=0) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
-def claude(url: str) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=url, api_key="unused", timeout=300, max_retries=0) as opened:
+def claude(tool_url: str) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=tool_url, api_key="unused", timeout=300, max_retries=0) as opened:
         yield opened
 
 
@@ -197,11 +180,11 @@ def test_no_effort_turns_the_reasoning_off_in_a_template_that_reads_it(client: o
     assert low.usage.prompt_tokens == plain.usage.prompt_tokens
 
 
-def test_a_resumed_stream_with_event_ids_gives_the_call_once(client: openai.OpenAI, url: str) -> None:
+def test_a_resumed_stream_with_event_ids_gives_the_call_once(client: openai.OpenAI, tool_url: str) -> None:
     session_id = "resumed-over-http"
     whole = chat(client, tool_choice=NAMED, extra_body={"session_id": session_id}).choices[0].message.tool_calls[0]
     headers = {"accept": "text/event-stream"}
-    path = f"{url}/v1/sessions/{session_id}"
+    path = f"{tool_url}/v1/sessions/{session_id}"
     events = _events(httpx2.get(path, headers=headers, timeout=300).text)
     assert _arguments(events) == whole.function.arguments
     for number, (event_id, _) in enumerate(events[:-1]):
@@ -209,9 +192,9 @@ def test_a_resumed_stream_with_event_ids_gives_the_call_once(client: openai.Open
         assert _arguments(events[: number + 1]) + _arguments(rest) == whole.function.arguments
 
 
-def test_tokenize_counts_the_tools(client: openai.OpenAI, url: str) -> None:
+def test_tokenize_counts_the_tools(client: openai.OpenAI, tool_url: str) -> None:
     body = {"messages": USER, "tools": TOOLS, "chat_template_kwargs": NO_THINKING}
-    count = httpx2.post(f"{url}/tokenize", json=body, timeout=300).json()["count"]
+    count = httpx2.post(f"{tool_url}/tokenize", json=body, timeout=300).json()["count"]
     assert count == chat(client, max_tokens=1).usage.prompt_tokens
 
 
@@ -384,8 +367,8 @@ def _arguments(events: list[tuple[str, Any]]) -> str:
     return "".join(call["function"]["arguments"] for call in calls)
 
 
-def test_the_example_prints_what_its_guide_shows(url: str) -> None:
-    environ = ENVIRON | {"OPENAI_BASE_URL": f"{url}/v1"}
+def test_the_example_prints_what_its_guide_shows(tool_url: str) -> None:
+    environ = ENVIRON | {"OPENAI_BASE_URL": f"{tool_url}/v1"}
     result = subprocess.run(
         [sys.executable, "examples/tools_over_http.py"], cwd=ROOT, capture_output=True, text=True, env=environ
     )

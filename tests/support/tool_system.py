@@ -1,0 +1,23 @@
+"""A running system with a gateway, whose pair has markers and a template of the Hermes family, with reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.redis_fixture import RedisServer
+from tests.support.stack import Stack
+from tests.support.tool_models import FAMILIES, HERMES_THINKING, THINK_MARKERS, write_family
+
+NO_THINKING = {"enable_thinking": False}
+
+
+@pytest.fixture(scope="module")
+def tool_url(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -> Iterator[str]:
+    """Address of the gateway."""
+    directory = tmp_path_factory.mktemp("family")
+    markers = (*FAMILIES["hermes"][1], *THINK_MARKERS)
+    target, draft = (write_family(directory / role, role, HERMES_THINKING, markers) for role in ("target", "draft"))
+    with Stack(target, draft, redis_url=redis_server.url, gateway_arguments=[]) as running:
+        yield f"http://{running.parts['gateway'].address}"
