@@ -341,6 +341,53 @@ def test_the_stream_helper_of_anthropic_assembles_reasoning_and_call(claude: ant
     assert send(claude, messages=history, tool_choice={"type": "none"}, max_tokens=1).usage.output_tokens == 1
 
 
+def test_a_call_that_is_cut_is_incomplete_in_the_newer_apis_too(
+    client: openai.OpenAI, claude: anthropic.Anthropic
+) -> None:
+    limit = chat(client, tool_choice=NAMED).usage.completion_tokens - 12
+    (item,) = (cut := respond(client, max_output_tokens=limit)).output
+    assert (cut.status, cut.incomplete_details.reason, item.status) == ("incomplete", "max_output_tokens", "incomplete")
+    message = send(claude, max_tokens=limit)
+    (block,) = message.content
+    assert (message.stop_reason, block.input) == ("max_tokens", {})
+    assert block.specdec["partial_json"] == item.arguments != ""
+    with pytest.raises(ValueError, match=r"Unterminated|Expecting"):
+        json.loads(item.arguments)
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_every_token_is_told_with_its_origin_and_logprob_also_inside_a_call(
+    client: openai.OpenAI, claude: anthropic.Anthropic, choice: str
+) -> None:
+    told = {"chat_template_kwargs": NO_THINKING, "return_provenance": True}
+    options: Any = {"tool_choice": choice, "parallel_tool_calls": False, "logprobs": True}
+    whole = chat(client, extra_body=told, **options)
+    chunks = list(chat(client, extra_body=told, stream=True, **options))
+    num_tokens = whole.usage.completion_tokens
+    assert len(whole.choices[0].logprobs.content) == num_tokens
+    assert sum(len(each.choices[0].logprobs.content) for each in chunks if each.choices[0].logprobs) == num_tokens
+    assert sum(len(each.specdec["tokens"]) for each in chunks if hasattr(each, "specdec")) == num_tokens
+    events = list(respond(client, extra_body=told, stream=True, tool_choice=choice))
+    num_tokens = events[-1].response.usage.output_tokens
+    assert sum(len(each.specdec["tokens"]) for each in events if hasattr(each, "specdec")) == num_tokens
+    kind = {"type": "any" if choice == "required" else "auto", "disable_parallel_tool_use": True}
+    body = told | {"temperature": 0}
+    events = list(send(claude, extra_body=body, stream=True, tool_choice=kind))
+    num_tokens = events[-2].usage.output_tokens
+    assert sum(len(each.specdec["tokens"]) for each in events if hasattr(each, "specdec")) == num_tokens
+
+
+def test_several_choices_have_calls_with_ids_that_differ(client: openai.OpenAI) -> None:
+    options: Any = {"n": 2, "tool_choice": NAMED, "temperature": 1.0, "seed": 3}
+    calls = [choice.message.tool_calls[0] for choice in chat(client, **options).choices]
+    assert len({call.id for call in calls}) == 2
+    streamed: dict[int, str] = {0: "", 1: ""}
+    for chunk in chat(client, stream=True, **options):
+        for delta in chunk.choices[0].delta.tool_calls or ():
+            streamed[chunk.choices[0].index] += delta.function.arguments
+    assert [*streamed.values()] == [call.function.arguments for call in calls]
+
+
 def test_a_message_without_thinking_closes_it_in_the_prompt(claude: anthropic.Anthropic) -> None:
     options: Any = {"arguments": {}, "max_tokens": 1, "tool_choice": {"type": "auto"}}
     counts = [
