@@ -118,7 +118,7 @@ async def test_a_run_whose_key_stays_behind_answers_other_tokens(verifier, monke
 async def test_a_renewed_run_goes_on_and_repeated_or_smaller_renewals_change_nothing(verifier):
     greedy = FILTERS["greedy"]
     expected = await _single_steps(verifier, greedy, DrawRule.COUPLED)
-    request = _request(PROMPT, greedy, DrawRule.COUPLED, session_id="renewed", round_id=0, until=len(PROMPT) + 3)
+    request = _request(PROMPT, greedy, DrawRule.COUPLED, session_id="renewed", round_id=0, until=len(PROMPT) + 12)
     steps: list[_Step] = []
 
     def take(answer: Verification) -> None:
