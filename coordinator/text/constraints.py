@@ -24,8 +24,8 @@ from specdec.structured.grammar import check_text, field_of
 
 #: Number of constraints that are remembered as compiled.
 _MAX_REMEMBERED = 1024
-#: Time in which the tool is looked for that makes a constraint impossible. Others wait for the process meanwhile.
-_MAX_NAMING_S = 5.0
+#: Time in which the tools of a request must compile. Other requests wait for the process meanwhile.
+_MAX_PARTS_S = 10.0
 
 
 class _Compiled(NamedTuple):
@@ -97,12 +97,10 @@ class ConstraintAdmission:
                 "choices, or start the coordinator with --allow-grammars",
                 field=field,
             )
-        try:
-            compiled = await in_thread(self._compile, sampling.constraint, eos_token_ids)
-        except InvalidRequest:
-            if sampling.constraint.kind is ConstraintKind.STRUCTURAL:
-                await in_thread(self._name_part, request.tools, answer, eos_token_ids)
-            raise
+        ignored: tuple[str, ...] = ()
+        if sampling.constraint.kind is ConstraintKind.STRUCTURAL:
+            ignored = await in_thread(self._check_parts, request.tools, answer, eos_token_ids)
+        compiled = await in_thread(self._compile, sampling.constraint, eos_token_ids)
         self._count(sampling.constraint.kind.name.lower(), compiled.compile_s)
         filters = replace(
             sampling.filters,
@@ -110,30 +108,41 @@ class ConstraintAdmission:
             end_token_ids=tuple(sorted({*eos_token_ids, *sampling.stop_token_ids})),
         )
         sampling = replace(sampling, filters=filters, ignore_eos=False)
-        return replace(request, sampling=sampling, constraint_warnings=compiled.warnings)
+        warnings = tuple(dict.fromkeys((*compiled.warnings, *ignored)))
+        return replace(request, sampling=sampling, constraint_warnings=warnings)
 
-    def _name_part(
+    def _check_parts(
         self,
         tools: Tools | None,
         answer: Constraint | None,
         eos_token_ids: tuple[int, ...],
         *,
         given_up: threading.Event,
-    ) -> None:
-        """Raise the error of the client's own constraint, or of the tool at fault, if it can be told in time."""
-        began_s = time.monotonic()
+    ) -> tuple[str, ...]:
+        """Check the client's own constraint and each tool by itself; return what they ignore.
+
+        The constraint of the whole output is a grammar, in which llguidance passes over what it does not enforce.
+
+        Raises InvalidRequest, which names the part at fault.
+        """
+        began_s, ignored = time.monotonic(), list[str]()
         if answer is not None:
-            self._compile(answer, eos_token_ids, given_up=given_up)
+            ignored += self._compile(answer, eos_token_ids, given_up=given_up).warnings
         for index, tool in enumerate(tools.definitions if tools is not None else ()):
             parameters = Constraint.json_schema(tool.parameters, is_lenient=not tool.is_strict)
-            if time.monotonic() - began_s > _MAX_NAMING_S:
-                return
+            if time.monotonic() - began_s > _MAX_PARTS_S:
+                raise InvalidRequest(
+                    f"tools take more than {_MAX_PARTS_S:g} s to compile; send fewer, or simpler ones",
+                    reason="CONSTRAINT_INVALID",
+                    field="tools",
+                )
             try:
-                self._compile(parameters, eos_token_ids, given_up=given_up)
+                ignored += self._compile(parameters, eos_token_ids, given_up=given_up).warnings
             except InvalidRequest as error:
                 field = f"tools.definitions[{index}].parameters_json"
                 problem = error.message.removeprefix(field_of(parameters)).strip()
                 raise InvalidRequest(f"{field} {problem}", reason="CONSTRAINT_INVALID", field=field) from error
+        return tuple(ignored)
 
     def close(self) -> None:
         """End the process. Idempotent."""

@@ -7,11 +7,14 @@ Every option that changes which texts a schema allows is set here, because a sch
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec.contract.constraint import Constraint, ConstraintKind
 from specdec.contract.errors import InvalidRequest
 from specdec.structured.json_schema import prepare
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 #: White space between two parts of a JSON text. Without a limit, a small model may write spaces to the end of its
 #: output.
@@ -104,6 +107,16 @@ def schema_of(constraint: Constraint) -> dict[str, Any]:
     return schema
 
 
+def enforcing_options(*, is_lenient: bool) -> JsonCompileOptions:
+    """Return the options of llguidance that decide how much of a JSON schema is enforced."""
+    return {
+        "coerce_one_of": False,
+        "lenient": is_lenient,
+        "json_allowed_escapes": _ESCAPES,
+        "json_allow_general_unicode_escapes": False,
+    }
+
+
 def _json_grammar(schema: dict[str, Any], constraint: Constraint) -> str:
     from llguidance import LLMatcher
 
@@ -115,10 +128,7 @@ def _json_grammar(schema: dict[str, Any], constraint: Constraint) -> str:
                 "key_separator": ":",
                 "whitespace_pattern": _WHITESPACE,
                 "whitespace_flexible": True,
-                "coerce_one_of": False,
-                "lenient": constraint.is_lenient,
-                "json_allowed_escapes": _ESCAPES,
-                "json_allow_general_unicode_escapes": False,
+                **enforcing_options(is_lenient=constraint.is_lenient),
             },
         )
     except (ValueError, RecursionError) as error:  # the library's reader takes less than Python's

@@ -10,6 +10,7 @@ lexeme, because free text could be longer otherwise.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -18,7 +19,8 @@ from typing import Any
 from specdec.contract.constraint import Constraint, ConstraintKind
 from specdec.contract.output_form import Layout, OutputForm
 from specdec.contract.tools import ToolChoice, ToolDefinition, Tools
-from specdec.structured.grammar import answer_expression
+from specdec.structured.grammar import answer_expression, enforcing_options
+from specdec.structured.json_schema import prepare
 from specdec.structured.tool_formats import tool_formats
 from specdec.structured.tool_formats.declaration import ToolFormat
 
@@ -102,10 +104,11 @@ class Rules:
             "whitespace_flexible": False,
             "item_separator": re.escape(self._layout.item_separator).replace("\\ ", " "),
             "key_separator": re.escape(self._layout.key_separator).replace("\\ ", " "),
-            "coerce_one_of": False,
-            "lenient": is_lenient,
+            **enforcing_options(is_lenient=is_lenient),
         }
-        return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+        enforced = copy.deepcopy(dict(schema))
+        prepare(enforced)
+        return f"%json {json.dumps({**enforced, 'x-guidance': options})}"
 
     def rule(self, expression: str) -> str:
         """Add a rule; return its name."""

@@ -250,6 +250,10 @@ FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
             "tools.definitions[0].parameters_json",
         ),
         (
+            {"tools": [{"name": "g", "strict": True, "parameters": {"properties": {"a": {"nullable": True}}}}]},
+            "tools.definitions[0].parameters_json",
+        ),
+        (
             {"tools": [{"name": "g", "parameters": {"description": "x" * (1 << 20)}}]},
             "tools.definitions[0].parameters_json",
         ),
@@ -278,11 +282,12 @@ def test_tokens_of_a_conversation_are_counted_with_its_tools(client: Client) -> 
 
 
 def test_a_bad_constraint_beside_tools_and_reasoning_is_refused_under_its_own_name(client: Client) -> None:
-    bad = Constraint.json_schema({"type": "object", "properties": {"a": {"not": {}}}})
-    for options in ({}, {"tools": None}):
-        with pytest.raises(InvalidRequest) as error:
-            generate(client, constraint=bad, **options)
-        assert (error.value.field, error.value.reason) == ("constraint.json_schema", "CONSTRAINT_INVALID")
+    for part in ({"not": {}}, {"type": "string", "contentEncoding": "base64"}):
+        bad = Constraint.json_schema({"type": "object", "properties": {"a": part}})
+        for options in ({}, {"tools": None}):
+            with pytest.raises(InvalidRequest) as error:
+                generate(client, constraint=bad, **options)
+            assert (error.value.field, error.value.reason) == ("constraint.json_schema", "CONSTRAINT_INVALID")
 
 
 def test_a_client_cannot_send_the_servers_own_kind_of_constraint(stack: Stack) -> None:
