@@ -106,6 +106,10 @@ def _require_own_process() -> None:
     global _dialling_process
     if _dialling_process not in (0, os.getpid()):
         raise forked()
+    if not _dialling_process:
+        # Otherwise gRPC stops its threads before every fork of this process, and about one fork in a thousand waits for
+        # a thread of its timers for ever (gRPC 1.85). Channels make gRPC read the variable.
+        os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     _dialling_process = os.getpid()
 
 
