@@ -1,0 +1,72 @@
+"""Sixty prompts for tools at Qwen2.5-Coder 1.5B, in its own format, with and without drafts of the 0.5B."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+
+import jsonschema_rs
+import pytest
+
+from bench.systems.ours import RunningSystem
+from bench.systems.real_models import QWEN_DRAFT, QWEN_TARGET
+from specdec.client import AsyncClient, Completion
+from tests.real.tool_prompts import PROMPTS, TOOLS, ToolPrompt
+
+NUM_STREAMS, NUM_TOKENS = 4, 160
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[int, list[Completion]]:
+    """Answers to all prompts, by gamma."""
+    with RunningSystem(QWEN_TARGET.path(), QWEN_DRAFT.path()) as system:
+        return {gamma: asyncio.run(_answers(system.endpoint, gamma)) for gamma in (0, 4)}
+
+
+async def _answers(endpoint: str, gamma: int) -> list[Completion]:
+    free = asyncio.Semaphore(NUM_STREAMS)
+    async with AsyncClient(endpoint) as client:
+
+        async def answer(prompt: ToolPrompt) -> Completion:
+            async with free:
+                return await client.generate(
+                    [{"role": "user", "content": prompt.text}],
+                    tools=prompt.tools,
+                    tool_choice=prompt.choice,
+                    temperature=0.0,
+                    max_new_tokens=NUM_TOKENS,
+                    gamma=gamma,
+                )
+
+        return await asyncio.gather(*map(answer, PROMPTS))
+
+
+def test_every_required_call_is_json_of_its_tool(answers: dict[int, list[Completion]]) -> None:
+    scores: Counter[str] = Counter()
+    for prompt, answer in zip(PROMPTS, answers[0], strict=True):
+        for call in answer.tool_calls:
+            assert jsonschema_rs.is_valid(TOOLS[call.name]["parameters"], json.loads(call.arguments)), call
+        if prompt.choice == "required":
+            assert answer.tool_calls
+            assert answer.finish_reason == "tool_calls"
+        found = [(call.name, json.loads(call.arguments)) for call in answer.tool_calls]
+        scores[prompt.kind] += _is_right(prompt, found)
+    kinds = Counter(prompt.kind for prompt in PROMPTS)
+    print("right answers:", ", ".join(f"{kind} {scores[kind]} of {num}" for kind, num in kinds.items()))
+    assert scores["single"] >= kinds["single"] / 2  # random arguments would give none
+
+
+def _is_right(prompt: ToolPrompt, found: list[tuple[str, object]]) -> bool:
+    """Return whether the calls are the expected ones, in any order."""
+    left = list(prompt.calls)
+    for call in found:
+        if call not in left:
+            return False
+        left.remove(call)
+    return not left
+
+
+def test_drafts_do_not_change_an_answer(answers: dict[int, list[Completion]]) -> None:
+    assert [each.token_ids for each in answers[4]] == [each.token_ids for each in answers[0]]
+    assert any(answer.stats.num_accepted_tokens for answer in answers[4])
