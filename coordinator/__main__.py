@@ -50,7 +50,8 @@ from coordinator.routing.score_queue import ScoreQueue
 from coordinator.text.output_forms import ParserNames
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.checkpoints.generation_config import recommended_sampling
-from specdec.contract.types import EngineInfo, Mode
+from specdec.contract.engine_api import EngineInfo
+from specdec.contract.types import Mode
 from specdec.contract.version import __version__
 from specdec.observability.logging import configure_logging
 from specdec.observability.loop_lag import watch_loop_lag

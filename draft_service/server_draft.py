@@ -13,17 +13,9 @@ from typing import cast
 
 import numpy as np
 
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import InvalidRequest, Unsupported
-from specdec.contract.types import (
-    BLOCK_TOKENS,
-    EngineInfo,
-    Proposal,
-    ProposeRequest,
-    Score,
-    ScoreRequest,
-    Support,
-    TokenIds,
-)
+from specdec.contract.types import BLOCK_TOKENS, Proposal, ProposeRequest, Score, ScoreRequest, Support, TokenIds
 from specdec.contract.version import __version__
 from specdec.engine.remote.completions import CompletionServer, open_completions
 from specdec.engine.remote.http_connection import open_remote

@@ -1,4 +1,4 @@
-"""Requests to the queue before generation, and its state (`slots`)."""
+"""Requests to the queue before generation, their refusals, and its state (`slots`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from coordinator.admission.speeds import OutputLength
+from specdec.contract.errors import ResourceExhausted
 from specdec.contract.tenant import SessionKey
+
+_MIN_RETRY_S = 0.5
+_MAX_RETRY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +43,8 @@ class QueueState(NamedTuple):
     num_slots: int
     wait_s: float
     """Predicted wait of a request that arrives now."""
+
+
+def refusal(message: str, wait_s: float) -> ResourceExhausted:
+    """Return the refusal of a request, which its caller may try again after a predicted wait."""
+    return ResourceExhausted(message, retry_after_s=min(max(wait_s, _MIN_RETRY_S), _MAX_RETRY_S))

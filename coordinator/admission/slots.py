@@ -14,7 +14,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from coordinator.admission.shares import RoundTurns, TenantShares
-from coordinator.admission.slot_request import QueueState, SlotRequest
+from coordinator.admission.slot_request import QueueState, SlotRequest, refusal
 from coordinator.admission.speeds import OutputLength, RunningLimit, StreamSpeeds
 from coordinator.admission.waiting import WaitingRequest, WaitingRequests
 from specdec.contract.errors import ResourceExhausted, SpecdecError
@@ -32,9 +32,6 @@ WAITING_PER_SLOT = 1
 #: Resumed requests may exceed the slot limit by this factor, so streams of a lost coordinator need not wait. Beyond it
 #: they wait before all other requests of their tenant.
 MAX_RESUMED = 2
-
-_MIN_RETRY_S = 0.5
-_MAX_RETRY_S = 60.0
 
 
 class RunningSlot:
@@ -167,9 +164,9 @@ class RunningSlots:
         if self._closed is not None:
             raise self._closed()
         if self.num_running + self.num_waiting + self._num_reading() >= self._max_queue:
-            raise ResourceExhausted(
+            raise refusal(
                 f"the coordinator already has {self._max_queue} requests, its limit (--max-queue); try again later",
-                retry_after_s=_retry_s(self._queue_s()),
+                self._queue_s(),
             )
         tenant, may_start = request.key.tenant, self._may_start(request.key.tenant)
         if not may_start:
@@ -276,10 +273,10 @@ class RunningSlots:
         needed_s, left_s = CAUTION * (wait_s + generation_s), request.deadline_s - time.monotonic()
         if needed_s <= left_s:
             return None
-        return ResourceExhausted(
+        return refusal(
             f"the request would probably end after its deadline: it would wait {wait_s:.1f} s and generate for "
             f"{generation_s:.1f} s, and {max(left_s, 0.0):.1f} s are left; try again later",
-            retry_after_s=_retry_s(max(wait_s, needed_s - left_s)),
+            max(wait_s, needed_s - left_s),
         )
 
     def _long(self, request: SlotRequest, wait_s: float, num_before: int) -> ResourceExhausted | None:
@@ -293,10 +290,10 @@ class RunningSlots:
         num_tenants = len(self._waiting.tenants | {request.key.tenant})
         if wait_s <= self._max_wait_s or num_before < max(1, WAITING_PER_SLOT * self._shares.limit // num_tenants):
             return None
-        return ResourceExhausted(
+        return refusal(
             f"the request would probably wait {wait_s:.1f} s; the limit is {self._max_wait_s:g} s (--max-wait-s); try "
             "again later",
-            retry_after_s=_retry_s(wait_s),
+            wait_s,
         )
 
     async def _wait(self, request: SlotRequest) -> RunningSlot:
@@ -312,9 +309,9 @@ class RunningSlots:
             if granted.done() and not granted.cancelled() and granted.exception() is None:
                 granted.result().release()
             if isinstance(error, TimeoutError):
-                raise ResourceExhausted(
+                raise refusal(
                     "the request has waited so long that it would probably end after its deadline; try again later",
-                    retry_after_s=_retry_s(self._queue_s()),
+                    self._queue_s(),
                 ) from None
             raise
         finally:
@@ -357,7 +354,3 @@ class RunningSlots:
         num_left = sum(max(0, slot.length.least - slot.num_made_tokens) for slot in running)
         left_s = num_left * (self._speeds.token_s(self._limit.streams_per_target(limit)) or 0.0)
         return (max(next_s, left_s) + before_s) / limit
-
-
-def _retry_s(wait_s: float) -> float:
-    return min(max(wait_s, _MIN_RETRY_S), _MAX_RETRY_S)

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import TargetReplica
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import Unavailable
-from specdec.contract.types import EngineInfo
 
 #: Interval between two looks at the pending calls. A replica is checked for a call that was pending at the look before.
 LOOK_INTERVAL_S = 0.5

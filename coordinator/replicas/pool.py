@@ -19,9 +19,9 @@ from coordinator.replicas.draft_pool_names import DraftPoolNames, local_drafts, 
 from coordinator.replicas.replica import DRAFT, TARGET, DraftReplica, Replica, TargetReplica
 from coordinator.replicas.replica_addresses import Endpoint, ReplicaEndpoints
 from coordinator.replicas.store_watch import IDLE_FACTOR, Activity
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import SpecdecError, Unavailable, Unsupported, VocabularyMismatch
 from specdec.contract.tenant import DEFAULT_TENANT
-from specdec.contract.types import EngineInfo
 from specdec.rpc.client import DraftLink, TargetLink
 from specdec.rpc.ticks import until_tick_s
 from specdec.state.store import ReplicaRegistry
@@ -222,7 +222,7 @@ class ReplicaPools:
     def open_model_pools(self) -> list[str]:
         """Return those pools without shadows, which requests get by name only; with them if all are shadows."""
         live = [replica for replica in self._known(DRAFT) if replica.is_in_use]
-        pools = {replica.pool for replica in live if not is_shadow(replica)}
+        pools = {replica.pool for replica in live if not replica.is_shadow}
         return self._names.in_order(pools) or self.live_model_pools()
 
     @property
@@ -256,7 +256,7 @@ class ReplicaPools:
         is routed to drafts found in text, or names no pool."""
         if pool and pool not in self.lookup_pools:
             return pool
-        live = {replica.pool: is_shadow(replica) for replica in self._known(DRAFT) if replica.is_alive}
+        live = {replica.pool: replica.is_shadow for replica in self._known(DRAFT) if replica.is_alive}
         names = {name for name, shadow in live.items() if not shadow} or live or self._names.models
         return next(iter(self._names.in_order(names)), "")
 
@@ -358,8 +358,3 @@ class ReplicaPools:
             replica.refuse(error)
         except (SpecdecError, TimeoutError) as error:
             replica.fail(error)
-
-
-def is_shadow(replica: DraftReplica) -> bool:
-    """Return whether requests get a replica's pool only by its name or by a promotion."""
-    return replica.info is not None and replica.info.shadow

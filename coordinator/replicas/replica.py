@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from coordinator.replicas.turn_ends import TurnEnds
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import Internal, SpecdecError, Unsupported, VocabularyMismatch
-from specdec.contract.types import EngineInfo
 from specdec.core.limits import check_description
 from specdec.rpc.client import DraftLink, TargetLink
 from specdec.settings.pool_names import check_pool_name
@@ -150,6 +150,11 @@ class Replica(Generic[LinkT]):
     def follows_constraints(self) -> bool:
         """Return whether a target masks p by the constraint of a request."""
         return self.info is not None and self.info.supports_constraints
+
+    @property
+    def is_shadow(self) -> bool:
+        """True for a draft whose pool requests get only by its name or by a promotion."""
+        return self.info is not None and self.info.shadow
 
     @property
     def incarnation(self) -> str:

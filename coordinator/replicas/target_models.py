@@ -21,8 +21,8 @@ from math import inf, log
 
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.store_watch import StoreWatch
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import NotFound
-from specdec.contract.types import EngineInfo
 from specdec.state.store import TargetShare, TargetShares
 
 #: Most models that an error names.

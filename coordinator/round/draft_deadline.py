@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from coordinator.round.gamma import MAX_PREFILLED
+from coordinator.round.pool_stats import MAX_PREFILLED
 from specdec.core.forward_time import KEEP, ForwardTime
 
 #: A deadline is this multiple of the predicted times of drafting and of prefill. Prefill takes longer and varies less.

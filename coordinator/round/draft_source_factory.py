@@ -24,9 +24,10 @@ from coordinator.round.draft_sources import (
     ReplicaDraftSource,
     RoutedDraftSource,
 )
-from coordinator.round.gamma import DraftPoolStats, GammaChooser
+from coordinator.round.gamma import GammaChooser
 from coordinator.round.grammar_drafts import ForcedTokens, GrammarDraftSource
 from coordinator.round.lookup_drafts import LookupDraftSource
+from coordinator.round.pool_stats import DraftPoolStats
 from coordinator.round.request_router import RequestRouter
 from coordinator.round.routing_table import RoutingTable
 from coordinator.round.session_calls import SessionCalls

@@ -13,7 +13,8 @@ from typing import Protocol
 
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.round.draft_calls import RUN_PORTION, Draft, DraftCalls
-from coordinator.round.gamma import GammaChooser, RoundTimes, RunStepTimes
+from coordinator.round.gamma import GammaChooser
+from coordinator.round.pool_stats import RoundTimes, RunStepTimes
 from coordinator.round.request_router import RequestRouter
 from coordinator.round.target_calls import TargetAnswer
 from specdec.contract.types import LocalDraft

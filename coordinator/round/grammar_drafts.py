@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from coordinator.round.draft_calls import Draft
 from coordinator.round.draft_sources import DraftSource
-from coordinator.round.gamma import RoundTimes, RunStepTimes
 from coordinator.round.lookup_drafts import point_masses
+from coordinator.round.pool_stats import RoundTimes, RunStepTimes
 from coordinator.round.session_tokens import SessionTokens
 from coordinator.round.target_calls import TargetAnswer
 from specdec.contract.errors import SpecdecError

@@ -14,7 +14,8 @@ import numpy as np
 from coordinator.lookup.lookup import MOST_READ_AT_ONCE, Lookup
 from coordinator.round.draft_calls import Draft
 from coordinator.round.draft_sources import AdaptiveDraftSource
-from coordinator.round.gamma import GammaChooser, RoundTimes, RunStepTimes
+from coordinator.round.gamma import GammaChooser
+from coordinator.round.pool_stats import RoundTimes, RunStepTimes
 from coordinator.round.session_tokens import SessionTokens
 from coordinator.round.target_calls import TargetAnswer
 from specdec.contract.types import Proposal, Support

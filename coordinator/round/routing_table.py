@@ -25,7 +25,8 @@ from math import exp
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.requests import RouteStats
 from coordinator.round.acceptance import Acceptance
-from coordinator.round.gamma import DraftPoolStats, best_gamma
+from coordinator.round.gamma import best_gamma
+from coordinator.round.pool_stats import DraftPoolStats
 from coordinator.routing.classes import MAX_CLASSES, OTHER, class_of, kind_of
 from coordinator.routing.expected_rounds import ExpectedRounds
 from coordinator.routing.promotion import Canary

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.round.draft_calls import Draft
 from coordinator.round.draft_sources import DraftSource
-from coordinator.round.gamma import RoundTimes, RunStepTimes
 from coordinator.round.outcome import RoundOutcome, trace_tokens
+from coordinator.round.pool_stats import RoundTimes, RunStepTimes
 from coordinator.round.session_tokens import SessionTokens
 from coordinator.round.setting import RoundSetting
 from coordinator.round.target_calls import TargetAnswer, TargetCalls

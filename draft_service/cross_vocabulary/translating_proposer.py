@@ -21,10 +21,10 @@ from draft_service.cross_vocabulary.translating_program import CrossVocabularyPr
 from draft_service.drafting import DraftProgram
 from draft_service.proposer import DraftOptions, no_draft
 from specdec.checkpoints.cross_vocabulary.pair import TokenizerPair
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import (
     SCORED_GAMMA,
-    EngineInfo,
     Proposal,
     ProposeRequest,
     SamplingFilters,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import redis.asyncio
 
-from specdec.contract.types import EngineInfo
+from specdec.contract.engine_api import EngineInfo
 from specdec.state.own_redis import throwaway_redis
 from specdec.state.redis_store import RedisReplicaRegistry, RedisSessionStore
 from specdec.state.store import Commit, Lease, ReplicaRecord, RequestRecord

@@ -1,4 +1,4 @@
-"""Dataclasses that several packages exchange: requests, positions, proposals, verifications and replica descriptions.
+"""Dataclasses that several packages exchange: requests, positions, proposals and verifications.
 
 Values are never changed after construction. Types that are made in every round are not frozen, because freezing makes
 construction twice as slow. Token id sequences are numpy `uint32` arrays or tuples of int; positions count from the
@@ -333,53 +333,3 @@ class Verification:
     def decided_token_id(self) -> int:
         """Token that a target-only step decides: the target's choice, or the tail token of its distribution."""
         return int(self.choice_token_ids[0]) if len(self.choice_token_ids) else self.rows[0].tail_token_id
-
-
-#: Fields of `EngineInfo` that have another name in the proto and in the registry.
-WIRE_NAMES = MappingProxyType({"unix_socket": "lane"})
-
-
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """Description of a replica: the proto's `EngineInfo`, field by field, but for `WIRE_NAMES`."""
-
-    version: str
-    role: str  # draft | target
-    pool: str
-    replica_id: str
-    model: str
-    model_fingerprint: str
-    vocabulary_fingerprint: str
-    vocabulary_size: int
-    max_context_tokens: int
-    eos_token_ids: tuple[int, ...]
-    max_gamma: int
-    num_kv_blocks: int
-    kv_block_tokens: int
-    kv_usage: float  # share of KV blocks of sessions with a call now or within the last second, 0..1
-    num_sessions: int
-    draining: bool
-    dtype: str
-    device: str
-    incarnation: str = ""
-    """Identifies the process: it differs after every start, even for the same replica id. "" before it is served."""
-    num_running: int = 0  # sessions with a call in work now or within the last second
-    local_drafts: tuple[str, ...] = ()  # names of a target's local drafts
-    shadow: bool = False
-    """Set for a draft that is scored, and used only by requests that name its pool or that it is promoted to."""
-    local_gammas: tuple[int, ...] = ()
-    """Longest draft of each local draft; 0: no limit. (): none has a limit, or an older release did not state it."""
-    num_steps: int = 0  # steps that have ended since the process began
-    step_limit_s: float = 0.0
-    """Longest predicted time, in seconds, for which a call waits now for a running step to end; 0: not known."""
-    unix_socket: str = ""
-    """Name of an abstract Unix socket on the replica's machine that takes the same frames as gRPC; "": none."""
-    backend: str = ""
-    """Backend of a target whose model runs in another engine, as --backend names it; "": our own engine."""
-    unsupported_fields: tuple[str, ...] = ()
-    """Request fields, such as sampling.logit_bias, that the backend cannot serve exactly unless they have their
-    defaults."""
-    max_run: int = 0
-    """Largest number of tokens that a target's run may be ahead of the committed ones; 0: it makes no runs."""
-    supports_constraints: bool = False
-    """True for a target that masks p by `SamplingFilters.constraint_id`. Older targets would ignore it."""

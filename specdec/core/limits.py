@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import InvalidRequest
-from specdec.contract.types import FILTER_RANGES, EngineInfo, SamplingFilters, TokenIds
+from specdec.contract.types import FILTER_RANGES, SamplingFilters, TokenIds
 
 _FEW = 32
 

@@ -19,8 +19,9 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from specdec.access.tls import Tls
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import InvalidSetting, KvMiss, SpecdecError, Unavailable
-from specdec.contract.types import EngineInfo, TokenIds
+from specdec.contract.types import TokenIds
 from specdec.integrations.row_sessions import RowSession, RowSessions
 from specdec.rpc.client import DraftLink
 from specdec.rpc.handshake import Metadata

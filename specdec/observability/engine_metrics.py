@@ -14,8 +14,7 @@ from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from specdec.contract.engine_api import EngineStats
-from specdec.contract.types import EngineInfo
+from specdec.contract.engine_api import EngineInfo, EngineStats
 from specdec.core.restore_rule import RestoreRule
 from specdec.observability.engine_state import EngineState, LoadClock
 from specdec.observability.series import BATCH_SIZE, LATENCY_S, MASK_S, PREFIX, ServiceSeries

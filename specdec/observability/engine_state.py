@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.core import Metric
 
-from specdec.contract.engine_api import EngineStats
-from specdec.contract.types import EngineInfo
+from specdec.contract.engine_api import EngineInfo, EngineStats
 from specdec.observability.series import ServiceSeries
 
 #: Phases of a replica's start, in their order.

@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from specdec.contract.engine_api import WIRE_NAMES, EngineInfo
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import (
     MAX_SCORED_TOKENS,
-    WIRE_NAMES,
-    EngineInfo,
     LocalDraft,
     ProposeRequest,
     RunLimit,

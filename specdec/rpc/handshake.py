@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import Unavailable
-from specdec.contract.types import EngineInfo
 
 MODEL_KEY = "specdec-model"
 """Fingerprint of the model that the caller expects, or of the model that the replica serves."""

@@ -22,13 +22,10 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from specdec.access.tls import Tls
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import Internal, InvalidRequest, Unavailable
 from specdec.contract.tenant import DEFAULT_TENANT
-from specdec.contract.types import (
-    EngineInfo,
-    Score,
-    ScoreRequest,
-)
+from specdec.contract.types import Score, ScoreRequest
 from specdec.rpc import codec, status_mapping
 from specdec.rpc.bounds import check_num_fields
 from specdec.rpc.credentials import describe_refused_connection

@@ -14,10 +14,10 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from specdec.contract.engine_api import EndedTurn, Engine
+from specdec.contract.engine_api import EndedTurn, Engine, EngineInfo
 from specdec.contract.errors import InvalidRequest, Unavailable
 from specdec.contract.tenant import session_on_replica
-from specdec.contract.types import EngineInfo, Stages
+from specdec.contract.types import Stages
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc import codec
 from specdec.rpc.frames import FrameServer

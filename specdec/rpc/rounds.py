@@ -9,9 +9,10 @@ from dataclasses import fields
 from typing import Any
 
 from specdec.contract.constraint import CONSTRAINT_ID_BYTES, Constraint, ConstraintKind
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.tenant import DEFAULT_TENANT, check_tenant, session_on_replica
-from specdec.contract.types import DrawRule, EngineInfo, SamplingFilters, SessionPosition
+from specdec.contract.types import DrawRule, SamplingFilters, SessionPosition
 from specdec.core.chain import HASH_BYTES
 from specdec.core.limits import check_filters, check_token_ids
 from specdec.observability.logging import bound_request_id

@@ -14,8 +14,8 @@ from typing import Any
 
 from google.protobuf.message import DecodeError, Message
 
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import InvalidRequest, Unavailable
-from specdec.contract.types import EngineInfo
 from specdec.rpc.bounds import check_num_fields
 from specdec.rpc.frames import MAX_OPEN_ITEMS, FrameServer
 from specdec.rpc.framing import MAX_FRAME_ITEMS

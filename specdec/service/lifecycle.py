@@ -18,9 +18,8 @@ from typing import Any, NoReturn, Protocol
 
 import grpc
 
-from specdec.contract.engine_api import Engine
+from specdec.contract.engine_api import Engine, EngineInfo
 from specdec.contract.errors import InvalidSetting, SpecdecError, error_line
-from specdec.contract.types import EngineInfo
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc.channels import require_free
 from specdec.rpc.health import Health

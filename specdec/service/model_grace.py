@@ -14,8 +14,8 @@ import logging
 import time
 from collections.abc import Callable
 
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import SpecdecError
-from specdec.contract.types import EngineInfo
 from specdec.rpc.open_turns import OpenTurns
 from specdec.state.live_coordinators import COORDINATOR
 from specdec.state.store import ReplicaRegistry

@@ -105,8 +105,7 @@ class ReplicaKind(Generic[SettingsT]):
     model_grace_s: Callable[[SettingsT], float] = lambda settings: 0.0
     """Returns the longest time for which a replica that leaves answers the turns of its model."""
     open_backend: Callable[[SettingsT, str, EngineMetrics], Awaitable[Engine | None]] = no_backend
-    """Returns the engine of a replica whose model runs in another engine, or None for a model of this process. Takes
-    the replica's id."""
+    """Returns the engine of a replica id whose model runs in another engine; None for a model of this process."""
 
 
 def run_service(kind: ReplicaKind[SettingsT], argv: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ that is given no address finds its coordinators here.
 
 from __future__ import annotations
 
-from specdec.contract.types import EngineInfo
+from specdec.contract.engine_api import EngineInfo
 from specdec.state.store import ReplicaRegistry
 
 #: Role under which coordinators register.

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import Unavailable
-from specdec.contract.types import EngineInfo
 from specdec.state.store import ReplicaRecord, ReplicaRegistry
 
 DEFAULT_HEARTBEAT_TTL_S = 10.0

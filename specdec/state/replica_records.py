@@ -15,8 +15,8 @@ from dataclasses import asdict, fields
 from functools import cache
 from typing import Any, Protocol, get_type_hints
 
+from specdec.contract.engine_api import WIRE_NAMES, EngineInfo
 from specdec.contract.errors import InvalidRequest
-from specdec.contract.types import WIRE_NAMES, EngineInfo
 from specdec.core.limits import MAX_NAME_CHARACTERS, check_description
 from specdec.settings.addresses import check_dialable
 from specdec.settings.cluster_names import DEFAULT_CLUSTER

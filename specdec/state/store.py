@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import SpecdecError
 from specdec.contract.tenant import DEFAULT_TENANT, SessionKey
-from specdec.contract.types import EngineInfo, FinishReason, TokenIds
+from specdec.contract.types import FinishReason, TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,10 +311,8 @@ class PromotionRecord:
     """A draft pool that replaces the usual pool for a share of the sessions."""
 
     pool: str
-    share: float
-    """Share of the sessions, above 0, at most `most`."""
-    most: float
-    """The requested share, at most 1."""
+    share: float  # of the sessions, above 0, at most `most`
+    most: float  # the requested share, at most 1
     status: PromotionStatus
 
 
@@ -321,10 +320,8 @@ class PromotionRecord:
 class TargetShare:
     """A share of the new sessions for one target model; the other models divide the rest."""
 
-    fingerprint: str
-    """Fingerprint of the model."""
-    share: float
-    """0 to 1."""
+    fingerprint: str  # of the model
+    share: float  # 0 to 1
 
 
 class TargetShares(Protocol):

@@ -13,11 +13,11 @@ from typing import Protocol, cast
 
 import numpy as np
 
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import Internal, Unsupported
 from specdec.contract.types import (
     BLOCK_TOKENS,
     DistributionRow,
-    EngineInfo,
     LogitRow,
     Score,
     ScoreRequest,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import Unavailable
-from specdec.contract.types import EngineInfo
 from specdec.state.connection import RedisConnection
 from specdec.state.key_names import replica_keys
 from specdec.state.live_coordinators import COORDINATOR, coordinator_info, live_coordinators

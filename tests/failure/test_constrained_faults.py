@@ -20,8 +20,9 @@ from specdec.contract.constraint import Constraint
 from specdec.contract.types import Verification, VerifyRequest
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, read_rest, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, request
 from tests.support.masked_target import MaskedTarget
+from tests.support.output import Output, read_rest
 from tests.support.table_services import Service
 
 SCHEMA: dict[str, Any] = {

@@ -24,8 +24,9 @@ from specdec.engine.loop import device_loop
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.state.store import Commit, Lease
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, read_rest, read_until, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, request
 from tests.support.interrupted_store import InterruptedStore, coordinator_on
+from tests.support.output import Output, read_rest, read_until
 from tests.support.redis_fixture import RedisServer, redis_server, redis_url
 from tests.support.table_services import start_service
 

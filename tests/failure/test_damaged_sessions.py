@@ -16,7 +16,8 @@ from specdec.state.connection import RedisConnection
 from specdec.state.key_names import session_keys
 from specdec.state.session_fields import RUNNING
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, read_rest, read_until, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, request
+from tests.support.output import read_rest, read_until
 from tests.support.redis_fixture import redis_server, redis_url
 
 __all__ = ["redis_server", "redis_url"]

@@ -18,8 +18,9 @@ from specdec.client import AsyncClient, Client
 from specdec.contract.errors import NotFound, ResourceExhausted, SpecdecError
 from specdec.state.store import Commit, Lease
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, eventually, read_until, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, eventually, request
 from tests.support.interrupted_store import InterruptedStore, coordinator_on, keys_of, reason_of
+from tests.support.output import read_until
 from tests.support.store_sessions import lose_tokens
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}

@@ -18,10 +18,11 @@ from specdec.client import AsyncClient
 from specdec.contract.errors import SessionLost, SpecdecError, Unavailable
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.state.key_names import pack_tokens, session_keys
-from tests.support.coordinator_rig import PROMPT, Rig, eventually, read_rest, read_until, request
+from tests.support.coordinator_rig import PROMPT, Rig, eventually, request
 from tests.support.fault_clients import PATIENT
 from tests.support.fault_run import fault_seed
 from tests.support.interrupted_store import coordinator_on
+from tests.support.output import read_rest, read_until
 from tests.support.redis_fixture import RedisServer
 from tests.support.store_sessions import forget_session
 from tests.support.table_services import VOCABULARY, write_tokenizer

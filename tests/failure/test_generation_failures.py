@@ -22,14 +22,12 @@ from tests.support.coordinator_rig import (
     MESSAGE_LIMIT_BYTES,
     PROMPT,
     Coordinator,
-    Output,
     Rig,
     eventually,
-    read_rest,
-    read_until,
     request,
     started_coordinator,
 )
+from tests.support.output import Output, read_rest, read_until
 from tests.support.round_rig import NotedEngine
 from tests.support.store_sessions import forget_session
 from tests.support.table_services import start_service

@@ -15,8 +15,9 @@ import pytest
 
 from coordinator.replicas.draft_pool_names import MAX_POOLS
 from coordinator.replicas.replica import DRAFT, TARGET
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import InvalidRequest, Unavailable
-from specdec.contract.types import EngineInfo, Proposal, Score, ScoreRequest, Verification, VerifyRequest
+from specdec.contract.types import Proposal, Score, ScoreRequest, Verification, VerifyRequest
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from tests.support.coordinator_rig import Coordinator, Rig, request

@@ -14,7 +14,6 @@ import pytest
 
 from specdec.checkpoints.vocabulary import load_tokenizer
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import Output
 from tests.support.freezing import frozen_part
 from tests.support.head_checkpoints import (
     as_speculators,
@@ -25,6 +24,7 @@ from tests.support.head_checkpoints import (
     write_medusa,
 )
 from tests.support.other_tokenizers import TEXTS, build_cross_vocabulary_copy, build_model, save_byte_level, save_pieces
+from tests.support.output import Output
 from tests.support.process_rig import read_rest, read_some, run, stub_of
 from tests.support.stack import Stack
 from tests.support.target_alone import TargetAlone

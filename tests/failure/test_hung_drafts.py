@@ -17,8 +17,9 @@ import pytest
 from bench.systems.simulated import write_tokenizer
 from coordinator.replicas.replica import DRAFT
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, eventually, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, eventually, request
 from tests.support.freezing import frozen_part
+from tests.support.output import Output
 from tests.support.process_rig import stub_of
 from tests.support.stack import Stack
 

@@ -15,22 +15,14 @@ import pytest
 
 from coordinator.replicas import liveness
 from coordinator.replicas.replica import TargetReplica
-from specdec.contract.types import EngineInfo, Verification, VerifyRequest
+from specdec.contract.engine_api import EngineInfo
+from specdec.contract.types import Verification, VerifyRequest
 from specdec.engine.loop import device_loop
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import (
-    PROMPT,
-    TARGET,
-    Output,
-    Rig,
-    eventually,
-    read_rest,
-    read_until,
-    request,
-    started_coordinator,
-)
+from tests.support.coordinator_rig import PROMPT, TARGET, Rig, eventually, request, started_coordinator
 from tests.support.freezing import frozen_thread
+from tests.support.output import Output, read_rest, read_until
 from tests.support.process_rig import NUM_TOKENS, ask, models, read_some, reference, run, stub_of
 from tests.support.process_rig import read_rest as read_rest_of
 from tests.support.stack import Stack, is_serving

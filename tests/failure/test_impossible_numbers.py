@@ -18,7 +18,8 @@ from specdec.contract.errors import SpecdecError
 from specdec.contract.types import LogitRow, Proposal, ProposeRequest, Verification, VerifyRequest
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, read_rest, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, request
+from tests.support.output import Output, read_rest
 from tests.support.table_services import VOCABULARY, start_service
 
 Change = Callable[[Any], Any]

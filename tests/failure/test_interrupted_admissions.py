@@ -13,8 +13,9 @@ import pytest
 from coordinator.generation import generation_service
 from specdec.state.store import Lease, RequestRecord
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Rig, eventually, read_rest, read_until, request
+from tests.support.coordinator_rig import PROMPT, Rig, eventually, request
 from tests.support.interrupted_store import InterruptedStore, coordinator_on, reason_of
+from tests.support.output import read_rest, read_until
 from tests.support.table_worker import held_steps_are_no_hangs
 
 __all__ = ["held_steps_are_no_hangs"]

@@ -6,7 +6,8 @@ import asyncio
 import time
 
 from coordinator.generation.session_leases import LeaseKeeper
-from tests.support.coordinator_rig import PROMPT, Rig, eventually, read_rest, read_until, request
+from tests.support.coordinator_rig import PROMPT, Rig, eventually, request
+from tests.support.output import read_rest, read_until
 from tests.support.store_sessions import forget_session
 
 TTL_S = 1.0

@@ -21,7 +21,8 @@ from specdec.state.key_names import replica_keys, session_keys
 from specdec.state.redis_store import open_registry, open_store
 from specdec.state.store import ReplicaRecord
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Rig, eventually, read_rest, read_until, request
+from tests.support.coordinator_rig import PROMPT, Rig, eventually, request
+from tests.support.output import read_rest, read_until
 from tests.support.redis_fixture import redis_server, redis_url
 from tests.support.table_services import start_service
 

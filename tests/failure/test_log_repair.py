@@ -22,8 +22,9 @@ from specdec.rpc.status_mapping import from_rpc_error
 from specdec.state.key_names import pack_tokens, session_keys
 from specdec.state.store import SessionRecord
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, read_rest, read_until, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, request
 from tests.support.interrupted_store import InterruptedStore, coordinator_on
+from tests.support.output import Output, read_rest, read_until
 from tests.support.redis_fixture import RedisServer
 from tests.support.store_sessions import forget_session
 from tests.support.table_services import write_tokenizer

@@ -20,7 +20,8 @@ from specdec.rpc.status_mapping import from_rpc_error
 from specdec.state.redis_store import open_registry
 from specdec.state.store import ReplicaRecord
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, eventually, read_rest, read_until, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, eventually, request
+from tests.support.output import Output, read_rest, read_until
 from tests.support.round_rig import NotedEngine
 from tests.support.table_services import start_service
 

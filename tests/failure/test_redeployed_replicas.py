@@ -14,8 +14,9 @@ from specdec.rpc.client import open_link
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.state.redis_store import open_registry
 from specdec.state.store import ReplicaRecord
-from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, read_rest, read_until, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, request
 from tests.support.links import silent_service
+from tests.support.output import read_rest, read_until
 from tests.support.stack import free_port
 from tests.support.table_services import Service, start_service
 

@@ -18,7 +18,8 @@ from coordinator.replicas.replica import TARGET
 from draft_service.fan_out_policy import Predraft
 from specdec.contract.types import Proposal, ProposeRequest
 from specdec.rpc.status_mapping import from_rpc_error
-from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, eventually, read_until, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, eventually, request
+from tests.support.output import Output, read_until
 from tests.support.table_services import Service, start_service
 from tests.support.table_worker import TableWorker
 

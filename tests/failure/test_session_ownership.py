@@ -9,8 +9,9 @@ import numpy as np
 
 from specdec.contract.tenant import DEFAULT_TENANT, SessionKey
 from specdec.state.store import Commit, Lease, RequestRecord
-from tests.support.coordinator_rig import PROMPT, Rig, eventually, read_rest, read_until, request
+from tests.support.coordinator_rig import PROMPT, Rig, eventually, request
 from tests.support.interrupted_store import InterruptedStore, coordinator_on, keys_of, reason_of
+from tests.support.output import read_rest, read_until
 
 
 async def test_a_coordinator_that_comes_second_leaves_the_session_that_another_created() -> None:

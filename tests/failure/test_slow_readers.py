@@ -14,16 +14,8 @@ from coordinator.generation import stream as output_stream
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from tests.support.coordinator_rig import (
-    PROMPT,
-    Coordinator,
-    Output,
-    eventually,
-    read_rest,
-    read_until,
-    request,
-    started_coordinator,
-)
+from tests.support.coordinator_rig import PROMPT, Coordinator, eventually, request, started_coordinator
+from tests.support.output import Output, read_rest, read_until
 from tests.support.table_worker import held_steps_are_no_hangs
 
 __all__ = ["held_steps_are_no_hangs"]

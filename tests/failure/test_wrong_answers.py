@@ -16,7 +16,8 @@ from specdec.contract.errors import SpecdecError
 from specdec.contract.types import Proposal, ProposeRequest, Verification, VerifyRequest
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Rig, read_rest, read_until, request
+from tests.support.coordinator_rig import PROMPT, Rig, request
+from tests.support.output import read_rest, read_until
 from tests.support.table_services import VOCABULARY, Service, start_service
 
 

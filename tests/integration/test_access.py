@@ -36,9 +36,10 @@ from specdec.settings.coordinator import CoordinatorSettings
 from specdec.v1 import common_pb2, target_pb2, target_pb2_grpc
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, read_rest, read_until, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, request
 from tests.support.gateway_rig import running_gateway
 from tests.support.key_files import key_line, write_private
+from tests.support.output import Output, read_rest, read_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share services
 

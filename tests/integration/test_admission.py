@@ -17,7 +17,8 @@ from specdec.contract.errors import SpecdecError
 from specdec.contract.tenant import TENANT_KEY
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, eventually, read_rest, read_until, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, eventually, request
+from tests.support.output import Output, read_rest, read_until
 from tests.support.raw_http2 import literal, unread_call
 from tests.support.scraping import served
 from tests.support.table_worker import held_steps_are_no_hangs

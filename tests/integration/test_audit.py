@@ -19,7 +19,8 @@ from specdec.contract.types import Proposal, ProposeRequest, Support, Verificati
 from specdec.core.random import DrawKey, DrawStream
 from specdec.core.rejection import decision_of
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import Coordinator, Output, Rig, eventually, read_rest, read_until, request
+from tests.support.coordinator_rig import Coordinator, Rig, eventually, request
+from tests.support.output import Output, read_rest, read_until
 from tests.support.table_services import VOCABULARY, start_service
 
 GREEDY = {"temperature": 0.0}

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from coordinator.replicas.replica import TARGET
-from specdec.contract.types import DrawRule, EngineInfo, RunLimit, SamplingFilters, Verification, VerifyRequest
+from specdec.contract.engine_api import EngineInfo
+from specdec.contract.types import DrawRule, RunLimit, SamplingFilters, Verification, VerifyRequest
 from specdec.engine.sessions.calls import DEFAULT_MAX_RUN
 from specdec.rpc import codec
 from specdec.v1 import coordinator_pb2 as pb

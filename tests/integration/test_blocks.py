@@ -15,7 +15,8 @@ from coordinator.generation.publisher import MAX_BLOCK_ROUNDS
 from coordinator.replicas.replica import TARGET
 from specdec.contract.types import Verification, VerifyRequest
 from specdec.engine.base import StepPlan
-from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, eventually, read_rest, read_until, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, eventually, request
+from tests.support.output import Output, read_rest, read_until
 from tests.support.table_services import start_service
 from tests.support.table_worker import held_steps_are_no_hangs
 

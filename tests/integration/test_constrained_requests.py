@@ -30,8 +30,9 @@ from specdec.structured.token_table import TokenTable
 from specdec.v1 import coordinator_pb2 as pb
 from tests.integration.test_audit import counted
 from tests.support.byte_tokenizer import EOS, TOKENS, VOCABULARY, ids_of
-from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, request
 from tests.support.masked_target import MaskedTarget
+from tests.support.output import Output
 from tests.support.round_rig import NotedEngine
 from tests.support.table_worker import held_steps_are_no_hangs
 

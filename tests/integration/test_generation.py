@@ -10,16 +10,8 @@ import pytest
 from specdec.contract.tenant import DEFAULT_TENANT, SessionKey
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import (
-    PROMPT,
-    Output,
-    Rig,
-    eventually,
-    read_rest,
-    read_until,
-    request,
-    started_coordinator,
-)
+from tests.support.coordinator_rig import PROMPT, Rig, eventually, request, started_coordinator
+from tests.support.output import Output, read_rest, read_until
 from tests.support.table_services import EOS, text_of
 from tests.support.table_worker import held_steps_are_no_hangs
 

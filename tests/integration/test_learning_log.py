@@ -18,9 +18,10 @@ from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import WEIGHT_TOTAL, SamplingFilters
 from specdec.engine.loader import load_worker
 from specdec.engine.options import LoadRequest
-from tests.support.coordinator_rig import PROMPT, Rig, eventually, read_rest, read_until, request
+from tests.support.coordinator_rig import PROMPT, Rig, eventually, request
 from tests.support.logged import CountedLog, logged
 from tests.support.model_stack import ModelStack
+from tests.support.output import read_rest, read_until
 from tests.support.target_alone import TargetAlone
 from tests.support.tiny_models import build_tiny_pair
 

@@ -11,7 +11,8 @@ import pytest
 from specdec.contract.types import Verification, VerifyRequest
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Rig, read_rest, read_until, request
+from tests.support.coordinator_rig import PROMPT, Rig, request
+from tests.support.output import read_rest, read_until
 from tests.support.table_services import start_service
 
 MODES = {

@@ -12,7 +12,8 @@ from specdec.client import AsyncClient, Client
 from specdec.contract.errors import SessionLost, SpecdecError
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, read_rest, read_until, request, started_coordinator
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, request, started_coordinator
+from tests.support.output import read_rest, read_until
 from tests.support.store_sessions import forget_session
 from tests.support.table_worker import held_steps_are_no_hangs
 

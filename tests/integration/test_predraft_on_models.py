@@ -16,7 +16,8 @@ import pytest
 
 from draft_service.fan_out_policy import Predraft
 from draft_service.proposer import DraftOptions, Proposer
-from specdec.contract.types import EngineInfo, Mode, Proposal, ProposeRequest, SamplingFilters
+from specdec.contract.engine_api import EngineInfo
+from specdec.contract.types import Mode, Proposal, ProposeRequest, SamplingFilters
 from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.options import LoadRequest

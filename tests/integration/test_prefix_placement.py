@@ -12,7 +12,8 @@ import pytest
 from coordinator.replicas.replica import DRAFT, TARGET
 from specdec.contract.errors import KvMiss
 from specdec.contract.types import BLOCK_TOKENS
-from tests.support.coordinator_rig import Coordinator, Output, Rig, request
+from tests.support.coordinator_rig import Coordinator, Rig, request
+from tests.support.output import Output
 from tests.support.redis_fixture import redis_server, redis_url
 from tests.support.table_services import Service, start_service
 

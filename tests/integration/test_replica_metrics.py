@@ -19,7 +19,8 @@ from specdec.service.replica_main import serve_replica
 from specdec.settings.target import TargetSettings
 from target_service.__main__ import KIND
 from target_service.verifier import Verifier
-from tests.support.coordinator_rig import read_until, request, started_coordinator
+from tests.support.coordinator_rig import request, started_coordinator
+from tests.support.output import read_until
 from tests.support.round_driver import make_round
 from tests.support.scraping import Endpoint, Page, served
 from tests.support.stack import free_port

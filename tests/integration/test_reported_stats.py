@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import Coordinator, eventually, read_until, request, started_coordinator
+from tests.support.coordinator_rig import Coordinator, eventually, request, started_coordinator
+from tests.support.output import read_until
 
 ACCOUNT = "coordinator.generation.accounting"
 

@@ -17,7 +17,8 @@ from specdec.contract.tenant import DEFAULT_TENANT, SessionKey
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.state.redis_store import open_store
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import Coordinator, Rig, eventually, read_rest, read_until, request
+from tests.support.coordinator_rig import Coordinator, Rig, eventually, request
+from tests.support.output import read_rest, read_until
 from tests.support.scraping import Endpoint, Page, served
 from tests.support.table_services import start_service
 from tests.support.table_worker import held_steps_are_no_hangs

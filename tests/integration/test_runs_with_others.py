@@ -16,15 +16,17 @@ import pytest
 import torch
 
 from coordinator.replicas.replica import TARGET
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.tenant import TENANT_KEY
-from specdec.contract.types import BLOCK_TOKENS, EngineInfo, RunLimit, Verification, VerifyRequest
+from specdec.contract.types import BLOCK_TOKENS, RunLimit, Verification, VerifyRequest
 from specdec.engine.base import StepPlan
 from specdec.service.model_grace import ModelGrace
 from specdec.state.redis_store import open_registry
 from specdec.v1 import coordinator_pb2 as pb
 from target_service.verifier import Verifier
-from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, eventually, read_rest, read_until, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, eventually, request
 from tests.support.logged import CountedLog, logged
+from tests.support.output import Output, read_rest, read_until
 from tests.support.redis_fixture import redis_server, redis_url
 from tests.support.round_driver import make_round
 from tests.support.table_services import start_service

@@ -14,8 +14,9 @@ import pytest_asyncio
 
 from specdec.client import AsyncClient
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, request
 from tests.support.gateway_rig import RunningGateway, running_gateway
+from tests.support.output import Output
 from tests.support.table_services import write_chat_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share services

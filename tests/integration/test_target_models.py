@@ -11,7 +11,8 @@ import pytest
 from coordinator.replicas.replica import TARGET
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, request
+from tests.support.output import Output
 from tests.support.table_services import EOS, start_service
 from tests.support.table_worker import TableWorker
 

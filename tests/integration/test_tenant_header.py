@@ -18,8 +18,9 @@ from specdec.contract.types import BLOCK_TOKENS
 from specdec.observability.coordinator_metrics import OTHER
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, eventually, read_rest, read_until, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, eventually, request
 from tests.support.logged import CountedLog, logged
+from tests.support.output import Output, read_rest, read_until
 from tests.support.redis_fixture import redis_server, redis_url
 
 __all__ = ["redis_server", "redis_url"]

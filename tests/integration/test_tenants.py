@@ -23,7 +23,8 @@ from specdec.engine.simulated.simulated_pair import simulated_pair
 from specdec.rpc import codec
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1 import draft_pb2
-from tests.support.coordinator_rig import Coordinator, Output, Rig, request
+from tests.support.coordinator_rig import Coordinator, Rig, request
+from tests.support.output import Output
 from tests.support.redis_fixture import redis_server, redis_url
 
 __all__ = ["redis_server", "redis_url"]

@@ -18,8 +18,8 @@ from bench.systems.simulated import write_tokenizer
 from specdec import AsyncClient, Client, Tls
 from specdec.cli.__main__ import run
 from specdec.client import Budgets
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import InvalidRequest, Unavailable, Unsupported
-from specdec.contract.types import EngineInfo
 from specdec.rpc.client import DraftLink, TargetLink, open_link
 from specdec.rpc.health import Health
 from specdec.rpc.service_server import TARGET_SERVICE, ServiceServer

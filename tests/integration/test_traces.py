@@ -17,9 +17,10 @@ from specdec.contract.errors import InvalidRequest
 from specdec.observability.logging import configure_logging
 from specdec.observability.tracing import Tracing
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Coordinator, Output, Rig, eventually, read_until, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, eventually, request
 from tests.support.gateway_rig import running_gateway
 from tests.support.log_stream import lines, stream
+from tests.support.output import Output, read_until
 from tests.support.stack import free_port
 from tests.support.trace_collector import ExportedSpan, TraceCollector, collector
 

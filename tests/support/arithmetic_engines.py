@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 
 from specdec.contract import errors
-from specdec.contract.engine_api import EndedTurn, EngineStats
+from specdec.contract.engine_api import EndedTurn, EngineInfo, EngineStats
 from specdec.contract.types import (
     WEIGHT_TOTAL,
     DistributionRow,
     DrawRule,
-    EngineInfo,
     LogitRow,
     Proposal,
     ProposeRequest,

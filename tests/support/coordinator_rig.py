@@ -12,7 +12,7 @@ import secrets
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -53,6 +53,7 @@ from specdec.structured.known_constraints import KnownConstraints
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1 import coordinator_pb2_grpc
 from tests.support.byte_tokenizer import write_byte_tokenizer
+from tests.support.output import Output
 from tests.support.table_services import EOS, VOCABULARY, Service, start_service, write_tokenizer
 
 PROMPT = (5, 6, 7, 8)
@@ -110,36 +111,6 @@ class Coordinator:
         async for response in self.stub.Generate(request):
             output.add(response)
         return output
-
-
-@dataclass
-class Output:
-    """A stream's events, gathered."""
-
-    started: pb.Started | None = None
-    chunks: list[pb.TokenChunk] = field(default_factory=list)
-    finished: pb.Finished | None = None
-
-    def add(self, response: pb.GenerateResponse) -> None:
-        kind = response.WhichOneof("event")
-        if kind == "tokens":
-            self.chunks.append(response.tokens)
-        elif kind == "started":
-            self.started = response.started
-        else:
-            self.finished = response.finished
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [token_id for chunk in self.chunks for token_id in chunk.token_ids]
-
-    @property
-    def text(self) -> str:
-        return "".join(chunk.text for chunk in self.chunks)
-
-    @property
-    def details(self) -> list[pb.TokenDetail]:
-        return [detail for chunk in self.chunks for detail in chunk.details]
 
 
 class Rig:
@@ -405,21 +376,6 @@ async def started_coordinator(**options: Any) -> AsyncIterator[tuple[Rig, Coordi
     """A rig with one coordinator."""
     async with Rig(**options) as rig:
         yield rig, await rig.coordinator()
-
-
-async def read_until(stream: Any, num_tokens: int) -> Output:
-    """Reads a stream's events until it has at least `num_tokens` tokens."""
-    output = Output()
-    while len(output.token_ids) < num_tokens:
-        output.add(await stream.read())
-    return output
-
-
-async def read_rest(stream: Any, output: Output) -> Output:
-    """Adds a stream's remaining events to `output`."""
-    while (response := await stream.read()) is not grpc.aio.EOF:
-        output.add(response)
-    return output
 
 
 async def eventually(condition: Callable[[], bool]) -> None:

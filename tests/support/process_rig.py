@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from tests.support.coordinator_rig import Output
+from tests.support.output import Output
 from tests.support.redis_fixture import RedisServer
 from tests.support.stack import Stack
 from tests.support.tiny_models import build_tiny_pair

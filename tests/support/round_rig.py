@@ -17,8 +17,9 @@ from coordinator.replicas.replica import DRAFT, TARGET
 from coordinator.round.draft_calls import DraftCalls
 from coordinator.round.draft_deadline import DraftDeadline
 from coordinator.round.draft_sources import ReplicaDraftSource
-from coordinator.round.gamma import DraftPoolStats, GammaChooser, RoundTimes
+from coordinator.round.gamma import GammaChooser
 from coordinator.round.outcome import RoundOutcome
+from coordinator.round.pool_stats import DraftPoolStats, RoundTimes
 from coordinator.round.runner import MAX_AHEAD, RoundRunner
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.session_tokens import SessionTokens

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from specdec.cli.checks.finding import Finding, fail, ok, warn
 from specdec.client import Client, ServerInfo, Tls
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import DeadlineExceeded, Forbidden, SpecdecError, Unauthenticated, Unavailable
-from specdec.contract.types import EngineInfo
 from specdec.contract.version import __version__
 from specdec.settings.addresses import is_loopback
 

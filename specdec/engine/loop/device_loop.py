@@ -256,11 +256,7 @@ class EngineLoop:
         Raises:
             RuntimeError: a block is not owned as counted.
         """
-        checked: concurrent.futures.Future[None] = concurrent.futures.Future()
-        if self._inbox.post(functools.partial(self._check, checked)):
-            checked.result()
-        else:
-            self._sessions.check_integrity()
+        self._inbox.wait_for(self._sessions.check_integrity)
 
     def _step_limit_s(self) -> float:
         """Return the time limit of the running step, plus the wait of calls for a pin or for restored blocks."""
@@ -349,14 +345,6 @@ class EngineLoop:
         self._calls.end_all(outcome)
         self._outbox.deliver()
         self._sessions.release_all()
-
-    def _check(self, checked: concurrent.futures.Future[None]) -> None:
-        try:
-            self._sessions.check_integrity()
-        except RuntimeError as error:
-            checked.set_exception(error)
-        else:
-            checked.set_result(None)
 
     def _admit(self, call: Call, waiter: Waiter, arrival_s: float) -> None:
         self._arrived.discard(waiter)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 Command = Callable[[], None]
 
@@ -46,6 +47,22 @@ class Inbox:
             self._commands.append(command)
             self._wake()
             return True
+
+    def wait_for(self, command: Command) -> None:
+        """Run a command on the device thread, or in this one once the inbox is closed; raise what it raises."""
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                command()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        if not self.post(run):
+            run()
+        done.result()
 
     def close(self) -> None:
         """Refuse new commands, and let the device thread end once it is idle. Idempotent."""

@@ -14,8 +14,8 @@ from typing import ClassVar
 import numpy as np
 
 from specdec.contract.constraint import Constraint
-from specdec.contract.engine_api import EndedTurn, EngineStats
-from specdec.contract.types import BLOCK_TOKENS, DrawRule, EngineInfo, SamplingFilters, SessionPosition
+from specdec.contract.engine_api import EndedTurn, EngineInfo, EngineStats
+from specdec.contract.types import BLOCK_TOKENS, DrawRule, SamplingFilters, SessionPosition
 from specdec.contract.version import __version__
 from specdec.engine.base import StepObserver, Worker
 from specdec.engine.cold_tier import RUN_BLOCKS, ColdTier

@@ -13,9 +13,9 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from specdec.contract.engine_api import EndedTurn, EngineStats
+from specdec.contract.engine_api import EndedTurn, EngineInfo, EngineStats
 from specdec.contract.errors import Internal, SpecdecError
-from specdec.contract.types import EngineInfo, Proposal, Verification
+from specdec.contract.types import Proposal, Verification
 from specdec.engine.sessions import sequence as sessions
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.event_loop_gate import EventLoopGate

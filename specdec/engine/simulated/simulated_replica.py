@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from specdec.contract.engine_api import EndedTurn, EngineStats
-from specdec.contract.types import BLOCK_TOKENS, EngineInfo, TokenIds
+from specdec.contract.engine_api import EndedTurn, EngineInfo, EngineStats
+from specdec.contract.types import BLOCK_TOKENS, TokenIds
 from specdec.contract.version import __version__
 from specdec.engine.base import StepObserver
 from specdec.engine.schedule.scheduler import Scheduler, is_short

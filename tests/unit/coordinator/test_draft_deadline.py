@@ -12,7 +12,7 @@ from coordinator.round.draft_deadline import (
     PREFILL_MULTIPLE,
     DraftDeadline,
 )
-from coordinator.round.gamma import MAX_PREFILLED
+from coordinator.round.pool_stats import MAX_PREFILLED
 
 GAMMA = 4
 

@@ -12,14 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from coordinator.round.gamma import (
-    FIRST_GAMMA,
-    LEAST_TOKENS_PER_PROBE,
-    MOST_TOKENS_PER_PROBE,
-    DraftPoolStats,
-    GammaChooser,
-    RoundTimes,
-)
+from coordinator.round.gamma import FIRST_GAMMA, LEAST_TOKENS_PER_PROBE, MOST_TOKENS_PER_PROBE, GammaChooser
+from coordinator.round.pool_stats import DraftPoolStats, RoundTimes
 from tests.support.expectation import expected_tokens_per_round
 
 MAX_GAMMA = 8

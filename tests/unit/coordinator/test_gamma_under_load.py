@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from coordinator.round.gamma import DraftPoolStats, GammaChooser, RoundTimes
+from coordinator.round.gamma import GammaChooser
+from coordinator.round.pool_stats import DraftPoolStats, RoundTimes
 
 MAX_GAMMA = 16
 NUM_TOKENS = 8_000

@@ -14,9 +14,9 @@ from coordinator.replicas import placement as placement_module
 from coordinator.replicas.placement import Placement, SessionReplicas, choose_replica
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import TARGET, TargetReplica
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import NotFound, Unavailable
 from specdec.contract.tenant import SessionKey
-from specdec.contract.types import EngineInfo
 from specdec.rpc import rounds
 from specdec.rpc.client import TargetLink, open_link
 from tests.support.coordinator_rig import Rig, request, started_coordinator

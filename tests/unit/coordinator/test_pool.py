@@ -10,8 +10,8 @@ import pytest
 from coordinator.replicas import pool
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, TARGET
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import NotFound, Unavailable
-from specdec.contract.types import EngineInfo
 from specdec.rpc.client import TargetLink, open_link
 from tests.support.round_rig import RoundRig
 from tests.support.table_services import start_service

@@ -14,8 +14,9 @@ from coordinator.replicas.placement import FIRST_REQUEST_ROWS, PrefixRule, Sessi
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.prefixes import LOOK_UP_TIMEOUT_S, MAX_NOTES, Prefixes, prefix_lengths
 from coordinator.replicas.replica import TARGET, TargetReplica
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.tenant import DEFAULT_TENANT
-from specdec.contract.types import BLOCK_TOKENS, EngineInfo
+from specdec.contract.types import BLOCK_TOKENS
 from specdec.core.chain import ChainHasher
 from specdec.rpc.client import TargetLink, open_link
 from specdec.state.connection import RedisConnection

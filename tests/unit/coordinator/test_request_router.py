@@ -14,8 +14,8 @@ import pytest
 
 from coordinator.requests import Provenance
 from coordinator.round.acceptance import Acceptance
-from coordinator.round.gamma import DraftPoolStats, RoundTimes
 from coordinator.round.outcome import RoundOutcome
+from coordinator.round.pool_stats import DraftPoolStats, RoundTimes
 from coordinator.round.request_router import WORTH_LEAVING, RequestRouter
 from coordinator.round.routing_table import RoutingTable
 from coordinator.round.session_tokens import SessionTokens

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ from specdec.rpc.service_server import DRAFT_SERVICE, ServiceServer
 from specdec.rpc.unix_sockets import FrameReader, handshake, is_name, new_name, prefixed, socket_path
 from specdec.v1 import draft_pb2
 from tests.support.arithmetic_engines import ArithmeticDraft, make_round
-from tests.support.coordinator_rig import PROMPT, Rig, eventually, request
+from tests.support.coordinator_rig import eventually
 from tests.support.table_worker import TableWorker
 from tests.support.watched_worker import WatchedWorker
 
@@ -130,28 +129,6 @@ async def test_a_socket_without_a_listener_fails_no_call() -> None:
     async with Replica() as replica, linked(replica, new_name()) as link:
         calls = [link.propose(ask(f"s{index}")) for index in range(3)]
         assert [answer.kv_len for answer in await asyncio.gather(*calls)] == [5, 5, 5]
-
-
-async def test_a_coordinator_on_another_machine_loses_no_request_and_no_draft() -> None:
-    async with Rig(targets=1, drafts=1) as rig:
-        for service in rig.services:
-            service.servicer._unix_socket = SimpleNamespace(name=new_name())
-        coordinator = await rig.coordinator()
-        for _ in range(3):
-            output = await coordinator.generate(request())
-            assert output.token_ids == rig.target.worker.greedy_continuation(PROMPT, 24)
-            assert output.finished.stats.num_target_only_steps <= 1
-
-
-async def test_a_run_that_begins_on_another_machine_is_sent_again_and_its_replica_stays_in_use() -> None:
-    async with Rig(targets=1, drafts=0) as rig:
-        (service,) = rig.services
-        service.servicer._unix_socket = SimpleNamespace(name=new_name())
-        coordinator = await rig.coordinator()
-        output = await coordinator.generate(request(gamma=0))
-        assert output.token_ids == rig.target.worker.greedy_continuation(PROMPT, 24)
-        (replica,) = coordinator.pools.targets()
-        assert replica.takes_sessions
 
 
 async def test_a_call_fails_when_its_socket_is_broken_off_while_connecting() -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from specdec.contract.types import EngineInfo
+from specdec.contract.engine_api import EngineInfo
 from specdec.rpc.open_turns import OpenTurns
 from specdec.service.model_grace import ModelGrace
 from specdec.state.live_coordinators import coordinator_info
