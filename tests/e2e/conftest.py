@@ -9,7 +9,7 @@ import pytest
 from tests.support.gateway_system import claude, client, demo, greedy, sdk, system
 from tests.support.redis_fixture import redis_server, redis_url
 from tests.support.tiny_models import build_tiny_model, build_tiny_pair
-from tests.support.tool_system import tool_url
+from tests.support.tool_system import tool_claude, tool_client, tool_url
 
 __all__ = [
     "claude",
@@ -22,6 +22,8 @@ __all__ = [
     "redis_url",
     "sdk",
     "system",
+    "tool_claude",
+    "tool_client",
     "tool_url",
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -31,7 +32,7 @@ def test_other_files_are_scopes_of_their_own() -> None:
 def test_one_worker_runs_the_files_that_share_a_system(tmp_path: Path) -> None:
     folder = tmp_path / "tests" / "e2e"
     folder.mkdir(parents=True)
-    for name in (*SHARING["system"], *SHARING["demo"], "test_other"):
+    for name in (*itertools.chain.from_iterable(SHARING.values()), "test_other"):
         (folder / f"{name}.py").write_text(NOTES_ITS_WORKER)
     command = [
         sys.executable, "-m", "pytest", "-p", "xdist", "-p", "tools.shared_systems", "-n", "3", "--dist", "loadfile",
@@ -43,5 +44,5 @@ def test_one_worker_runs_the_files_that_share_a_system(tmp_path: Path) -> None:
     workers = {
         system: {(tmp_path / f"WORKER_OF_{name}").read_text() for name in names} for system, names in SHARING.items()
     }
-    assert {system: len(found) for system, found in workers.items()} == {"system": 1, "demo": 1}
+    assert {system: len(found) for system, found in workers.items()} == dict.fromkeys(SHARING, 1)
     assert workers["system"] != workers["demo"]
