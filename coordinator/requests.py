@@ -274,6 +274,10 @@ class Finished:
     num_prompt_tokens: int
     num_output_tokens: int
     stats: RequestStats
+    num_reasoning_tokens: int = 0
+    """Number of output tokens up to the end of the reasoning, its marks included."""
+    is_named_call: bool = False
+    """True if the request named the tool that the output calls."""
 
 
 Event = Started | OutputChunk | Finished

@@ -165,8 +165,10 @@ def _encode_finished(finished: Finished) -> coordinator_pb2.Finished:
             num_prompt_tokens=finished.num_prompt_tokens,
             num_output_tokens=finished.num_output_tokens,
             num_cached_prompt_tokens=finished.stats.num_cached_prompt_tokens,
+            num_reasoning_tokens=finished.num_reasoning_tokens,
         ),
         stats=_encode_stats(finished.stats),
+        is_named_call=finished.is_named_call,
     )
 
 

@@ -22,7 +22,7 @@ from coordinator.audit.turn_audit import TurnAudit
 from coordinator.generation.accounting import Account
 from coordinator.generation.held_session import HeldSession
 from coordinator.generation.publisher import DecidedRound, Publisher
-from coordinator.generation.stream import OutputStream, Subscription
+from coordinator.generation.stream import OutputStream, Subscription, end_of
 from coordinator.generation.turn import Turn
 from coordinator.learning.turn_record import TurnRecord
 from coordinator.requests import Finished, OutputChunk, RequestStats
@@ -223,7 +223,7 @@ class Generation:
 
     def _finished(self, reason: FinishReason) -> Finished:
         self._account.count_finish(reason, self.stream.num_tokens)
-        return Finished(reason, self.turn.identity.output_start, self.stream.num_tokens, self.stats)
+        return end_of(self.stream, reason, self.turn.writer, self.stats)
 
     def _end(self, finished: Finished | None, error: SpecdecError | None) -> None:
         """Tell the readers how the generation ended; the second call does nothing."""

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from weakref import WeakValueDictionary
 
 from coordinator.generation.request_log import LoggedRequest, check_held
-from coordinator.generation.stream import OutputStream, Subscription
-from coordinator.requests import Finished
+from coordinator.generation.stream import OutputStream, Subscription, end_of
 from specdec.contract.errors import ResourceExhausted
 from specdec.contract.tenant import SessionKey
 from specdec.state.store import RequestRecord
@@ -73,7 +72,7 @@ def _replayed(logged: LoggedRequest) -> OutputStream:
     stream = OutputStream(logged.identity)
     stream.publish(logged.output)
     if logged.finish_reason is not None:
-        stream.finish(Finished(logged.finish_reason, logged.identity.output_start, stream.num_tokens, logged.stats))
+        stream.finish(end_of(stream, logged.finish_reason, logged.writer, logged.stats))
     return stream
 
 

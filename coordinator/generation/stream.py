@@ -15,8 +15,8 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from coordinator.requests import Event, Finished, GenerationIdentity, OutputChunk, Provenance, Started
-from coordinator.text.output import OutputStep
+from coordinator.requests import Event, Finished, GenerationIdentity, OutputChunk, Provenance, RequestStats, Started
+from coordinator.text.output import OutputStep, OutputWriter
 from specdec.contract.errors import ResourceExhausted, SpecdecError
 from specdec.contract.types import FinishReason
 
@@ -152,6 +152,19 @@ class OutputStream:
         for change in waiting:
             if not change.done():
                 change.set_result(None)
+
+
+def end_of(stream: OutputStream, reason: FinishReason, writer: OutputWriter, stats: RequestStats) -> Finished:
+    """Return the end of an output that `writer` has written and `stream` has published."""
+    form = stream.identity.parameters.output_form
+    return Finished(
+        reason,
+        stream.identity.output_start,
+        stream.num_tokens,
+        stats,
+        writer.num_reasoning_tokens,
+        is_named_call=reason is FinishReason.TOOL_CALLS and form is not None and form.names_tool,
+    )
 
 
 def _stuck() -> ResourceExhausted:

@@ -60,6 +60,11 @@ class OutputWriter:
         """Number of output tokens that may still follow."""
         return self._max_new_tokens - self._num_tokens
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Number of output tokens up to the end of the reasoning, its marks included."""
+        return 0 if self._parts is None else self._parts.num_reasoning_tokens
+
     def write(self, token_ids: Sequence[int]) -> OutputStep:
         """Take tokens up to the one that ends the output, and discard those after it."""
         texts: list[str] = []

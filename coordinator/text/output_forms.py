@@ -134,6 +134,7 @@ class OutputForms:
             tool_format_name=format_.name,
             layout=layout,
             text_parameters=names if any(names.values()) else None,
+            names_tool=tools.choice is ToolChoice.NAMED,
         )
 
     def _end_of_prompt(self, arguments_json: str, tools: Tools | None, given_up: threading.Event) -> str:

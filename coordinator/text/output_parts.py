@@ -33,6 +33,9 @@ class OutputParts:
         """
         self._parser = parser
         self.markers = markers
+        self.num_reasoning_tokens = 0
+        """Number of tokens up to the end of the reasoning, its marks included."""
+        self._num_tokens = 0
 
     @property
     def has_call(self) -> bool:
@@ -47,9 +50,13 @@ class OutputParts:
             token_id: the token.
             is_last: True if the output ends with this token.
         """
+        was_reasoning = self._parser.is_reasoning
+        self._num_tokens += 1
         parts = self._parser.feed_text(text) if text else []
         if (marker := self.markers.get(token_id)) is not None:
             parts = parts + self._parser.feed_marker(marker)
+        if was_reasoning or self._parser.is_reasoning:
+            self.num_reasoning_tokens = self._num_tokens
         if is_last:
             parts = parts + self._parser.finish()
         return parts

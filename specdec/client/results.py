@@ -94,6 +94,8 @@ class Usage:
     num_output_tokens: int
     """Number of output tokens, the EOS or stop token included."""
     num_cached_prompt_tokens: int
+    num_reasoning_tokens: int = 0
+    """Number of output tokens up to the end of the reasoning, its marks included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,8 @@ class Completion:
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
     """Text that the model wrote before its answer, if the server knows how the model marks it."""
+    is_named_call: bool = False
+    """True if the request named the tool that the output calls."""
 
     def to_dict(self, *, with_details: bool = False) -> dict[str, Any]:
         """Return the object that `specdec generate --json` prints: the proto's field names, without the target's.
@@ -148,7 +152,7 @@ class Completion:
         Warnings are in it only if there are any.
         """
         fields = asdict(self)
-        for name in ("details", "target_fingerprint", "target_changed", "constraint_warnings"):
+        for name in ("details", "target_fingerprint", "target_changed", "constraint_warnings", "is_named_call"):
             del fields[name]
         if self.constraint_warnings:
             fields["constraint_warnings"] = list(self.constraint_warnings)

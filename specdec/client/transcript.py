@@ -138,4 +138,5 @@ class Transcript:
             constraint_warnings=self.constraint_warnings,
             tool_calls=calls_of(self._parts),
             reasoning=reasoning_of(self._parts),
+            is_named_call=finished is not None and finished.is_named_call,
         )

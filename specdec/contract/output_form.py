@@ -62,6 +62,8 @@ class OutputForm:
     """True if the prompt ends after the beginning of the reasoning."""
     text_parameters: Mapping[str, tuple[str, ...]] | None = None
     """Parameters that are written as bare text, by the name of their tool; None without any."""
+    names_tool: bool = False
+    """True if the request names the tool that the output calls."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON values that `read_form` reads back."""
@@ -79,4 +81,5 @@ def read_form(fields: Mapping[str, Any]) -> OutputForm:
         text_parameters=None
         if text_parameters is None
         else {name: tuple(parameters) for name, parameters in text_parameters.items()},
+        names_tool=bool(fields.get("names_tool")),  # absent in requests that older versions stored
     )

@@ -44,6 +44,8 @@ class OutputParser:
         """First symbols of these markers, which may stand anywhere in the text; None if a marker has one place."""
         self._unread: list[str] = []
         self.num_complete_calls = 0
+        self.is_reasoning = False
+        """True from the opener of the reasoning, or its beginning in the prompt, to its closer."""
         self._reader = self._read()
         next(self._reader)
 
@@ -92,9 +94,11 @@ class OutputParser:
         is_begun = self._form.begins_in_reasoning
         if not is_begun and not (yield from self._begins_with(self._symbols(format_.opener), AnswerText)):
             return
+        self.is_reasoning = True
         yield from self._skip(format_.after_opener)
         closer = self._symbols(format_.closer)
         yield from self._find((self._symbols(format_.before_closer) + closer, closer), ReasoningText)
+        self.is_reasoning = False
         yield from self._skip(format_.after_closer)
 
     def _read_calls(self, format_: ToolFormat, head: Symbols) -> Generator[None, str]:

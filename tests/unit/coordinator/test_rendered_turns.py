@@ -106,7 +106,9 @@ def test_a_message_with_reasoning_has_its_tokens_in_the_next_prompt(
         for answer in ("Yes.", f"Look:\n{call}", call, f"{call}\n{call}"):
             opener = "" if arguments else "<think>\n"
             text = f"{opener}{reasoning}\n</think>\n\n{answer}"
-            step = family.writer().write([*family.tokenizer.encode(text, add_special_tokens=False), EOS])
+            token_ids = [*family.tokenizer.encode(text, add_special_tokens=False), EOS]
+            step = family.writer().write(token_ids)
+            check_reasoning_counts(family, token_ids, opener.strip())
             message = message_of(step)
             assert message["reasoning_content"] == reasoning
             rendered = family.prompt(USER, message, USER)
@@ -116,12 +118,24 @@ def test_a_message_with_reasoning_has_its_tokens_in_the_next_prompt(
             assert used < len(rendered)
 
 
+def check_reasoning_counts(family: Family, token_ids: list[int], opener: str) -> None:
+    """Compare the counts of every beginning of an output with the marks in its decoded text."""
+    texts = [family.tokenizer._tokenizer.decode(token_ids[:count]) for count in range(len(token_ids) + 1)]
+    begin, end = (next(count for count, text in enumerate(texts) if mark in text) for mark in (opener, "</think>"))
+    writer = family.writer()
+    for count, token_id in enumerate(token_ids, 1):
+        writer.write([token_id])
+        assert writer.num_reasoning_tokens == (0 if count < begin else min(count, end))
+
+
 def test_an_output_with_whole_calls_ends_for_them(family: Family) -> None:
     for seed in range(30):
         output = recorded(family.form.tool_format_name, seed)
-        step = family.writer().write(family.tokens(output))
+        writer = family.writer()
+        step = writer.write(family.tokens(output))
         assert step.finish_reason is (FinishReason.TOOL_CALLS if output.calls else FinishReason.STOP)
         assert len(step.parts) == len(step.texts) == len(step.token_ids)
+        assert writer.num_reasoning_tokens == 0
         answer = "".join(part.text for parts in step.parts for part in parts if isinstance(part, AnswerText))
         assert "".join(step.texts) == answer == output.answer
 

@@ -66,13 +66,17 @@ def test_a_constraint_survives_the_store_with_its_warnings() -> None:
 
 def test_the_form_of_an_output_survives_the_store() -> None:
     reasoning = ReasoningFormat("think", "<think>", "</think>", after_opener="\n")
-    form = OutputForm("qwen_xml", Layout(true="True", sorts_keys=True), reasoning, True, {"f": ("a", "b"), "g": ()})
+    form = OutputForm(
+        "qwen_xml", Layout(true="True", sorts_keys=True), reasoning, True, {"f": ("a", "b"), "g": ()}, True
+    )
     constraint = Constraint(ConstraintKind.STRUCTURAL, 'start: "a"')
     sampling = replace(parameters().sampling, constraint=constraint)
     sampling = replace(sampling, filters=replace(sampling.filters, constraint_id=b"i" * 16))
     formed = replace(parameters(), output_form=form, sampling=sampling)
     assert decode_parameters(encode_parameters(formed)) == formed
     stored = json.loads(encode_parameters(formed))
+    del stored["sampling"]["output_form"]["names_tool"]  # as an older version stored it
+    assert decode_parameters(json.dumps(stored)).output_form == replace(form, names_tool=False)
     del stored["sampling"]["output_form"]["layout"]
     with pytest.raises(SessionLost, match="damaged"):
         decode_parameters(json.dumps(stored))
