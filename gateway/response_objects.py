@@ -235,6 +235,6 @@ def _usage(completion: Completion) -> dict[str, Any]:
         "input_tokens": usage.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.num_cached_prompt_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.num_output_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
     }

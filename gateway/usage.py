@@ -14,7 +14,7 @@ NAMED_FINISH_REASONS = FINISH_REASONS | {"tool_calls": "stop"}
 
 
 def usage_object(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
-    """Return OpenAI's usage object."""
+    """Return OpenAI's usage object, without the details of the output."""
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
@@ -26,11 +26,13 @@ def usage_object(num_prompt_tokens: int, num_output_tokens: int, num_cached_toke
 def usage_of(completions: Sequence[Completion], outputs_per_prompt: int) -> dict[str, Any]:
     """Return the usage of a request: the tokens of each prompt once, and those of every output."""
     leaders = completions[::outputs_per_prompt]
-    return usage_object(
+    usage = usage_object(
         sum(leader.usage.num_prompt_tokens for leader in leaders),
         sum(completion.usage.num_output_tokens for completion in completions),
         sum(leader.usage.num_cached_prompt_tokens for leader in leaders),
     )
+    num_reasoning_tokens = sum(completion.usage.num_reasoning_tokens for completion in completions)
+    return usage | {"completion_tokens_details": {"reasoning_tokens": num_reasoning_tokens}}
 
 
 def metrics_object(completions: Sequence[Completion]) -> dict[str, Any]:

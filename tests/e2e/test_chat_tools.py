@@ -99,6 +99,17 @@ def test_reasoning_has_both_names_whole_and_streamed_and_comes_back(tool_client:
         assert chat(tool_client, messages=history, tools=openai.NOT_GIVEN, max_tokens=1).usage.completion_tokens == 1
 
 
+def test_reasoning_tokens_are_counted_up_to_the_end_of_the_reasoning(tool_client: openai.OpenAI, tool_url: str) -> None:
+    closer = httpx2.post(f"{tool_url}/tokenize", json={"prompt": "</think>"}, timeout=300).json()["tokens"][-1]
+    options: Any = {"seed": 2, "temperature": 1.0, "max_tokens": 40, "logprobs": True, "logit_bias": {closer: 10}}
+    thought, direct = (chat(tool_client, arguments=each, **options) for each in (BEGUN, NO_THINKING))
+    tokens = [entry.token for entry in thought.choices[0].logprobs.content]
+    assert thought.usage.completion_tokens_details.reasoning_tokens == tokens.index("</think>") + 1 < len(tokens)
+    assert direct.usage.completion_tokens_details.reasoning_tokens == 0
+    *_, last = chat(tool_client, arguments=BEGUN, stream=True, stream_options={"include_usage": True}, **options)
+    assert last.usage == thought.usage.model_copy(update={"prompt_tokens_details": last.usage.prompt_tokens_details})
+
+
 def test_no_effort_turns_the_reasoning_off_in_a_template_that_reads_it(tool_client: openai.OpenAI) -> None:
     options: Any = {"arguments": {}, "max_tokens": 1}
     plain, off = chat(tool_client, **options), chat(tool_client, reasoning_effort="none", **options)

@@ -76,6 +76,7 @@ def test_a_response_has_its_reasoning_as_an_item(tool_client: openai.OpenAI) -> 
     options: Any = {"extra_body": body, "tools": openai.NOT_GIVEN, "tool_choice": "auto", "max_output_tokens": 8}
     whole = respond(tool_client, **options)
     assert whole.output[0].type == "reasoning"
+    assert whole.usage.output_tokens_details.reasoning_tokens == whole.usage.output_tokens == 8
     text = whole.output[0].content[0].text
     events = list(respond(tool_client, stream=True, **options))
     assert [event.type for event in events[2:4]] == ["response.output_item.added", "response.content_part.added"]
