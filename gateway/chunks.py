@@ -20,7 +20,7 @@ from gateway.logprobs import chat_logprobs, completion_logprobs
 from gateway.outputs import Event
 from gateway.schemas.common import StreamOptions
 from gateway.sse import DONE, encode_event
-from gateway.usage import FINISH_REASONS, metrics_object, usage_object, usage_of, warnings_of
+from gateway.usage import finish_reason_of, metrics_object, usage_object, usage_of, warnings_of
 from specdec.client import Chunk, Completion, TokenDetail
 from specdec.contract.errors import SpecdecError
 from specdec.contract.tools import AnswerText, OutputPart, ReasoningText
@@ -47,8 +47,6 @@ class ChunkOptions:
     has_event_ids: bool = False
     num_received: int = 0
     """Output tokens that the client of a resumed stream holds; the ids of its events count from there."""
-    finish_reasons: Mapping[str, str] = field(default_factory=lambda: FINISH_REASONS)
-    """Finish reasons of the API, by those of the SDK."""
     first_texts: Sequence[str] = ()
     """Text that each prompt's outputs begin with (`echo`); empty for none."""
 
@@ -92,7 +90,7 @@ class ChunkEncoder(ABC):
                     yield self._event(event, output, last, self._provenance(event.chunk))
             elif event.completion is not None:
                 output.completion = event.completion
-                reason = json.dumps(self._options.finish_reasons.get(event.completion.finish_reason))
+                reason = json.dumps(finish_reason_of(event.completion))
                 is_last = len(self._completions()) == self._options.num_outputs
                 extra = self._summary() if is_last else ""
                 yield self._event(event, output, f'{self._delta("")},{_NO_LOGPROBS},"finish_reason":{reason}', extra)

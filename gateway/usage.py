@@ -8,9 +8,12 @@ from typing import Any
 from specdec.client import Completion, GenerationStats
 
 #: Finish reasons of the API, by those of the SDK.
-FINISH_REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "tool_calls": "tool_calls"}
-#: Those of a request that demands a tool by its name. As in OpenAI's API, its call ends with `stop`.
-NAMED_FINISH_REASONS = FINISH_REASONS | {"tool_calls": "stop"}
+_FINISH_REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "tool_calls": "tool_calls"}
+
+
+def finish_reason_of(completion: Completion) -> str | None:
+    """Return why an output ended. A call that was demanded by its tool's name ends with `stop`, as in OpenAI's API."""
+    return "stop" if completion.is_named_call else _FINISH_REASONS.get(completion.finish_reason)
 
 
 def usage_object(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int) -> dict[str, Any]:

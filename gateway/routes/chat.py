@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -19,7 +19,7 @@ from gateway.outputs import Outputs, plan, room_of, session_options
 from gateway.schemas.chat import ChatRequest
 from gateway.schemas.common import StreamOptions
 from gateway.sse import while_connected
-from gateway.usage import FINISH_REASONS, NAMED_FINISH_REASONS, metrics_object, usage_of, warnings_of
+from gateway.usage import finish_reason_of, metrics_object, usage_of, warnings_of
 from specdec.client import Completion
 
 
@@ -53,7 +53,6 @@ def router(gateway: Gateway) -> APIRouter:
                     has_provenance=bool(body.return_provenance),
                     has_metrics=body.wants_metrics,
                     has_event_ids=wants_event_ids(request),
-                    finish_reasons=_finish_reasons(body),
                 )
             )
             return stream(gateway, encoder, outputs)
@@ -83,7 +82,7 @@ def _choice(index: int, body: ChatRequest, completion: Completion) -> dict[str, 
         "index": index,
         "message": _message(completion),
         "logprobs": chat_logprobs(completion.details) if body.logprobs else None,
-        "finish_reason": _finish_reasons(body).get(completion.finish_reason),
+        "finish_reason": finish_reason_of(completion),
         "session_id": completion.session_id,
     } | (provenance_of(completion) if body.return_provenance else {})
 
@@ -98,7 +97,3 @@ def _message(completion: Completion) -> dict[str, Any]:
         **({"tool_calls": calls} if calls else {}),
         **(reasoning_fields(completion.reasoning) if completion.reasoning else {}),
     }
-
-
-def _finish_reasons(body: ChatRequest) -> Mapping[str, str]:
-    return NAMED_FINISH_REASONS if body.names_a_tool else FINISH_REASONS

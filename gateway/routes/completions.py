@@ -19,7 +19,7 @@ from gateway.outputs import Outputs, plan, session_options
 from gateway.schemas.common import StreamOptions
 from gateway.schemas.completions import CompletionRequest, Prompt
 from gateway.sse import while_connected
-from gateway.usage import FINISH_REASONS, metrics_object, usage_of, warnings_of
+from gateway.usage import finish_reason_of, metrics_object, usage_of, warnings_of
 from specdec.client import AsyncClient, Completion
 
 
@@ -95,6 +95,6 @@ def _choice(index: int, body: CompletionRequest, completion: Completion, first_t
         "index": index,
         "text": first_text + completion.text,
         "logprobs": None if body.logprobs is None else completion_logprobs(completion.details, 0),
-        "finish_reason": FINISH_REASONS.get(completion.finish_reason),
+        "finish_reason": finish_reason_of(completion),
         "session_id": completion.session_id,
     } | (provenance_of(completion) if body.return_provenance else {})

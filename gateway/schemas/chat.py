@@ -121,11 +121,6 @@ class ChatRequest(CompletionFields):
             raise InvalidRequest("top_logprobs: needs logprobs to be true", field="top_logprobs")
         self._require_text_parts()
 
-    @property
-    def names_a_tool(self) -> bool:
-        """True if one tool was demanded by its name."""
-        return isinstance(self.tool_choice, dict)
-
     def conversation(self) -> list[ChatMessage]:
         return [message.for_template() for message in self.messages]
 

@@ -118,13 +118,19 @@ def test_no_effort_turns_the_reasoning_off_in_a_template_that_reads_it(tool_clie
     assert low.usage.prompt_tokens == plain.usage.prompt_tokens
 
 
-def test_a_resumed_stream_with_event_ids_gives_the_call_once(tool_client: openai.OpenAI, tool_url: str) -> None:
-    session_id = "resumed-over-http"
-    whole = chat(tool_client, tool_choice=NAMED, extra_body={"session_id": session_id}).choices[0].message.tool_calls[0]
+@pytest.mark.parametrize(("choice", "reason"), [(NAMED, "stop"), ("required", "tool_calls")])
+def test_a_resumed_stream_with_event_ids_gives_the_call_once_and_the_same_end(
+    tool_client: openai.OpenAI, tool_url: str, choice: Any, reason: str
+) -> None:
+    session_id = f"resumed-over-http-{reason}"
+    options: Any = {"tool_choice": choice, "parallel_tool_calls": False, "extra_body": {"session_id": session_id}}
+    answer = chat(tool_client, **options).choices[0]
+    whole = answer.message.tool_calls[0]
     headers = {"accept": "text/event-stream"}
     path = f"{tool_url}/v1/sessions/{session_id}"
     events = _events(httpx2.get(path, headers=headers, timeout=300).text)
     assert _arguments(events) == whole.function.arguments
+    assert events[-1][1]["choices"][0]["finish_reason"] == answer.finish_reason == reason
     for number, (event_id, _) in enumerate(events[:-1]):
         rest = _events(httpx2.get(path, headers=headers | {"last-event-id": event_id}, timeout=300).text)
         assert _arguments(events[: number + 1]) + _arguments(rest) == whole.function.arguments
