@@ -162,15 +162,19 @@ class ChunkEncoder(ABC):
         """Return the fields of the last choice's last chunk that are about the whole request."""
         completions = self._completions()
         fields = warnings_of(completions)
-        if self._options.has_metrics:
-            fields["metrics"] = metrics_object(completions)
+        if not self._options.stream_options.include_usage:
+            fields |= self._metrics(completions)
         return f",{_json(fields)[1:-1]}" if fields else ""
 
     def _usage_event(self) -> bytes:
         completions = self._completions()
         fields = self._fields(completions[0].target_fingerprint if completions else "")
-        usage = usage_of(completions, self._options.outputs_per_prompt)
-        return encode_event(_json(fields | {"choices": [], "usage": usage}))
+        fields |= {"choices": [], "usage": usage_of(completions, self._options.outputs_per_prompt)}
+        return encode_event(_json(fields | self._metrics(completions)))
+
+    def _metrics(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """Return the field of the metrics, which belongs to the last event: as in vLLM, to that of the usage."""
+        return {"metrics": metrics_object(completions)} if self._options.has_metrics else {}
 
     def _completions(self) -> list[Completion]:
         return [output.completion for _, output in sorted(self._outputs.items()) if output.completion is not None]

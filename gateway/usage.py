@@ -39,33 +39,46 @@ def usage_of(completions: Sequence[Completion], outputs_per_prompt: int) -> dict
 
 
 def metrics_object(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Return the counters of speculative decoding in vLLM's shape, summed over outputs, and ours beside them.
+    """Return the metrics of a request: vLLM's of its speculative decoding, and our statistics, summed over outputs.
+
+    As in vLLM, a request with several outputs has null for the former.
+    """
+    stats = [completion.stats for completion in completions]
+    return {"speculative_decoding": _acceptance(stats[0]) if len(stats) == 1 else None, "specdec": _summed(stats)}
+
+
+def _acceptance(stats: GenerationStats) -> dict[str, Any]:
+    """Return vLLM's `speculative_decoding`, which clients such as aiperf read.
 
     vLLM counts steps by the number of tokens that they accepted. A draft is accepted from its begin on, so the number
     of such steps is the difference between the counts of two neighbouring positions.
     """
-    stats = [completion.stats for completion in completions]
-    num_drafts = sum(map(num_drafts_of, stats))
-    num_draft_tokens = sum(each.num_draft_tokens for each in stats)
-    num_accepted = sum(each.num_accepted_tokens for each in stats)
-    reached = [num_drafts, *accepted_per_position(stats)]
+    num_drafts, num_accepted = num_drafts_of(stats), stats.num_accepted_tokens
+    reached = [num_drafts, *stats.accepted_per_position]
     return {
-        "speculative_decoding": {
-            "mean_acceptance_length": 1 + num_accepted / num_drafts if num_drafts else 1.0,
-            "draft_acceptance_rate": num_accepted / num_draft_tokens if num_draft_tokens else 0.0,
-            "acceptance_histogram": [count - longer for count, longer in zip(reached, [*reached[1:], 0], strict=True)],
-            "num_spec_steps": num_drafts,
-            "num_accepted_draft_tokens": num_accepted,
-            "num_draft_tokens": num_draft_tokens,
-            "num_spec_tokens": len(reached) - 1,
-            "num_rounds": sum(each.num_rounds for each in stats),
-            "num_target_only_steps": sum(each.num_target_only_steps for each in stats),
-            "draft_s": sum(each.draft_s for each in stats),
-            "verify_s": sum(each.verify_s for each in stats),
-            "ttft_s": max((each.ttft_s for each in stats), default=0.0),
-            "e2el_s": max((each.e2el_s for each in stats), default=0.0),
-            "wire_bytes": sum(each.wire_bytes for each in stats),
-        }
+        "mean_acceptance_length": 1 + num_accepted / num_drafts if num_drafts else 1.0,
+        "draft_acceptance_rate": num_accepted / stats.num_draft_tokens if stats.num_draft_tokens else 0.0,
+        "acceptance_histogram": [count - longer for count, longer in zip(reached, [*reached[1:], 0], strict=True)],
+        "num_spec_steps": num_drafts,
+        "num_accepted_draft_tokens": num_accepted,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_spec_tokens": len(stats.accepted_per_position),
+    }
+
+
+def _summed(stats: Sequence[GenerationStats]) -> dict[str, Any]:
+    """Return the statistics of outputs as those of one, with the latest of their first and last tokens."""
+    return {
+        "num_rounds": sum(each.num_rounds for each in stats),
+        "num_draft_tokens": sum(each.num_draft_tokens for each in stats),
+        "num_accepted_tokens": sum(each.num_accepted_tokens for each in stats),
+        "accepted_per_position": accepted_per_position(stats),
+        "num_target_only_steps": sum(each.num_target_only_steps for each in stats),
+        "ttft_s": max((each.ttft_s for each in stats), default=0.0),
+        "e2el_s": max((each.e2el_s for each in stats), default=0.0),
+        "draft_s": sum(each.draft_s for each in stats),
+        "verify_s": sum(each.verify_s for each in stats),
+        "wire_bytes": sum(each.wire_bytes for each in stats),
     }
 
 

@@ -138,7 +138,7 @@ class StreamOptions(Request):
     continuous_usage_stats: Flag = False
     """Send the usage so far with every chunk."""
     include_metrics: Flag = False
-    """Send the counters of speculative decoding with the last chunk."""
+    """Send the counters of speculative decoding, as `return_metrics`."""
 
 
 class Speculation(Request):

@@ -13,6 +13,12 @@ import pytest
 from specdec.client import Client
 from tests.support.gateway_system import COUPLED, MESSAGES, MODEL, PROMPT, PROMPT_IDS, System, chat, complete, joined
 
+#: Fields of vLLM's `metrics.speculative_decoding`, without those of each step, which vLLM adds on demand.
+VLLM_FIELDS = {
+    "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_spec_steps",
+    "num_accepted_draft_tokens", "num_draft_tokens", "num_spec_tokens",
+}  # fmt: skip
+
 
 def test_a_chat_and_a_completion_give_the_sdk_s_text(client: openai.OpenAI, greedy: str) -> None:
     answer = chat(client)
@@ -200,18 +206,41 @@ def test_metrics_and_provenance_come_on_request(client: openai.OpenAI) -> None:
     body = {"return_metrics": True, "return_provenance": True, "speculation": {"gamma": 3}}
     answer = complete(client, extra_body=body).model_dump()
     metrics = answer["metrics"]["speculative_decoding"]
+    assert set(metrics) == VLLM_FIELDS
     histogram = metrics["acceptance_histogram"]
     assert len(histogram) == metrics["num_spec_tokens"] + 1 <= 4
     assert sum(histogram) == metrics["num_spec_steps"] > 0
     assert sum(number * count for number, count in enumerate(histogram)) == metrics["num_accepted_draft_tokens"]
     assert metrics["num_draft_tokens"] >= metrics["num_accepted_draft_tokens"]
+    assert metrics["mean_acceptance_length"] == 1 + metrics["num_accepted_draft_tokens"] / sum(histogram)
+    assert metrics["draft_acceptance_rate"] == metrics["num_accepted_draft_tokens"] / metrics["num_draft_tokens"]
     tokens = answer["choices"][0]["specdec"]["tokens"]
     assert "".join(token["text"] for token in tokens) == answer["choices"][0]["text"]
     assert {token["source"] for token in tokens} <= {"accepted", "corrected", "bonus", "target"}
     chunks = [chunk.model_dump() for chunk in complete(client, stream=True, extra_body=body)]
-    assert chunks[-1]["metrics"]["speculative_decoding"]["num_rounds"] > 0
+    assert [chunk for chunk in chunks if "metrics" in chunk] == chunks[-1:]
+    assert set(chunks[-1]["metrics"]["speculative_decoding"]) == VLLM_FIELDS
+    assert chunks[-1]["metrics"]["specdec"]["num_rounds"] >= sum(histogram)
     rounds = [chunk["specdec"]["round"] for chunk in chunks if "specdec" in chunk]
     assert [each["index"] for each in rounds] == [0, *itertools.accumulate(each["num_tokens"] for each in rounds)][:-1]
+
+
+def test_a_stream_has_its_metrics_where_vllm_has_them_and_only_those_of_one_output(client: openai.OpenAI) -> None:
+    body = {"return_metrics": True, "speculation": {"gamma": 3}}
+    for ask in (complete, chat):
+        usage = {"stream_options": {"include_usage": True}}
+        chunks = [chunk.model_dump() for chunk in ask(client, stream=True, extra_body=body, **usage)]
+        assert [chunk for chunk in chunks if "metrics" in chunk] == chunks[-1:]
+        assert chunks[-1]["choices"] == []
+        assert set(chunks[-1]["metrics"]["speculative_decoding"]) == VLLM_FIELDS
+        several = ask(client, n=2, extra_body=body).model_dump()["metrics"]
+        assert several["speculative_decoding"] is None
+        assert several["specdec"]["num_draft_tokens"] > 0
+    without = complete(client, extra_body={"return_metrics": True, "speculation": {"mode": "off"}}).model_dump()
+    assert without["metrics"]["speculative_decoding"] == dict.fromkeys(VLLM_FIELDS, 0) | {
+        "mean_acceptance_length": 1.0, "acceptance_histogram": [0]
+    }  # fmt: skip
+    assert "metrics" not in complete(client).model_dump()
 
 
 def test_a_session_continues_where_it_ended(client: openai.OpenAI, sdk: Client) -> None:

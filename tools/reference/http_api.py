@@ -163,6 +163,8 @@ def _answers() -> Iterator[str]:
     yield _json(answer)
     yield paragraph(http_text.METRICS)
     yield _meanings("metrics", answer["metrics"]["speculative_decoding"])
+    yield paragraph(http_text.STATISTICS)
+    yield _meanings("statistics", answer["metrics"]["specdec"])
     yield paragraph(http_text.PROVENANCE)
     yield _meanings("token", provenance["tokens"][0])
     yield "Of a round:"

@@ -61,8 +61,11 @@ and choice, and the following two on request. `system_fingerprint` is the finger
 of a JSON schema are ignored, `specdec.constraint_warnings` of the answer names them, in a stream that of the last
 chunk (the event `message_delta` of a message)."""
 
-METRICS = """`return_metrics` (or `stream_options.include_metrics`) adds `metrics.speculative_decoding`, in a stream
-with the last chunk. The first seven fields have vLLM's names, summed over the outputs of the request."""
+METRICS = """`return_metrics` (or `stream_options.include_metrics`) adds `metrics`. A stream has it in the chunk of the
+usage, or without that in the last one. `metrics.speculative_decoding` has the fields of vLLM, which tools such as
+aiperf read; it is null if the request has several outputs."""
+
+STATISTICS = "`metrics.specdec` has our statistics, summed over the outputs of the request."
 
 PROVENANCE = """`return_provenance` adds `specdec`: the source of every token of the choice, and in a stream also the
 round that made the chunk. Tokens of one chunk come from one round."""
@@ -136,12 +139,17 @@ MEANINGS = {
         "num_accepted_draft_tokens": "draft tokens that the target accepted",
         "num_draft_tokens": "draft tokens that were verified",
         "num_spec_tokens": "draft tokens of the longest draft",
+    },
+    "statistics": {
         "num_rounds": "all rounds",
+        "num_draft_tokens": "draft tokens that were verified",
+        "num_accepted_tokens": "draft tokens that the target accepted",
+        "accepted_per_position": "rounds that accepted the draft token at each position",
         "num_target_only_steps": "rounds without a draft",
-        "draft_s": "seconds in which rounds waited for drafts",
-        "verify_s": "seconds in which rounds waited for verifications",
         "ttft_s": "seconds from arrival to the first token, of the slowest output",
         "e2el_s": "seconds from arrival to the last token, of the slowest output",
+        "draft_s": "seconds in which rounds waited for drafts",
+        "verify_s": "seconds in which rounds waited for verifications",
         "wire_bytes": "bytes between coordinator, draft and target",
     },
     "token": {

@@ -94,6 +94,7 @@ def test_every_meaning_is_that_of_a_field_of_an_answer() -> None:
     answer = http_examples.chat_answer()
     given = {
         "metrics": answer["metrics"]["speculative_decoding"],
+        "statistics": answer["metrics"]["specdec"],
         "token": answer["choices"][0]["specdec"]["tokens"][0],
         "round": http_examples.chat_chunk()["specdec"]["round"],
         "session": http_examples.session_answer(),
