@@ -225,21 +225,28 @@ test-gpu: setup  ## what needs an NVIDIA GPU; skipped with the reason if there i
 # They need other versions than constraints.txt has (certifi, python-dateutil), 300 MB and LiteLLM's long import. So their
 # environment is a layer: packages that it lacks come from $(VENV).
 CLIENTS_VENV := .venv-clients
-CLIENTS := litellm==1.110.2 langchain-openai==1.7.4 instructor==1.17.0
+CLIENTS := litellm==1.110.2 langchain-openai==1.7.4 instructor==1.17.0 openai-agents==0.24.0 \
+	'pydantic-ai-slim[openai]==2.38.0'
+AI_SDK := ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 zod@4.6.7
 SITE_PACKAGES = python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-$(CLIENTS_VENV)/.installed: $(STAMP)
+$(CLIENTS_VENV)/.installed: $(STAMP) Makefile
 	@$(BIN)/python -m venv $(CLIENTS_VENV)
 	@echo "import site; site.addsitedir('$$($(BIN)/$(SITE_PACKAGES))')" > $$($(CLIENTS_VENV)/bin/$(SITE_PACKAGES))/layer.pth
-	@echo "installing $(CLIENTS) (2 minutes)"
+	@echo "installing" $(CLIENTS) "(2 minutes)"
 	@$(CLIENTS_VENV)/bin/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) $(CLIENTS)
 	@touch $@
 
-test-clients: $(CLIENTS_VENV)/.installed  ## LiteLLM, LangChain's ChatOpenAI and instructor against the gateway, and their documentation
-	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest --disable-warnings \
-		tests/e2e/test_langchain_client.py tests/e2e/test_litellm_client.py tests/e2e/test_instructor_client.py
+# Without npm the file is not made, so that a later call tries again.
+$(CLIENTS_VENV)/.ai-sdk: Makefile | $(CLIENTS_VENV)/.installed
+	@if ! command -v npm >/dev/null; then echo "AI SDK left out: no npm on the PATH"; \
+	else npm install --silent --no-audit --no-fund --prefix $(CLIENTS_VENV) $(AI_SDK) && touch $@; fi
+
+test-clients: $(CLIENTS_VENV)/.installed $(CLIENTS_VENV)/.ai-sdk  ## clients and agents of other makers against the gateway, and their documentation
+	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest --disable-warnings -rs \
+		$(addprefix tests/e2e/test_,$(addsuffix _client.py,langchain litellm instructor openai_agents pydantic_ai ai_sdk))
 	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest tests/e2e/test_documented_code.py \
-		-k 'openai-clients.md or structured-output.md'
+		-k 'openai-clients.md or structured-output.md or tools-and-agents.md'
 
 # The long ones as well: 1,000 generations under faults, 2,000 runs of two owners. SPECDEC_FAULT_SEED=N repeats a run.
 test-failure: setup redis  ## what happens when parts die, the long tests included (under 45 minutes on two cores)

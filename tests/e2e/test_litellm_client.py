@@ -1,4 +1,4 @@
-"""LiteLLM against `specdec up --http`: completions, streams, usage, conversations and errors by class."""
+"""LiteLLM against `specdec up --http`: completions, streams, usage, conversations, tools and errors by class."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from tests.support.gateway_system import MESSAGES, MODEL, PROMPT, System, joined
 from tests.support.optional_clients import REASON
 from tests.support.output_forms import ENOUGH_TOKENS, Ticket
+from tests.support.tool_system import NO_THINKING
 
 litellm = pytest.importorskip("litellm", reason=REASON)
 
@@ -85,6 +86,47 @@ def test_a_pydantic_model_as_the_form_gives_its_json(demo: System, options: dict
     text = ask(options, **demanded).choices[0].message.content
     assert Ticket.model_validate_json(text)
     assert joined(ask(options, **demanded, stream=True)) == text
+
+
+@pytest.fixture(scope="module")
+def with_a_tool(tool_url: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A request that must call the tool `ticket` once."""
+    function = {"name": "ticket", "parameters": Ticket.model_json_schema()}
+    return options | {
+        "api_base": f"{tool_url}/v1", "messages": [{"role": "user", "content": "import os"}], "tool_choice": "required",
+        "tools": [{"type": "function", "function": function}], "parallel_tool_calls": False,
+        "max_tokens": ENOUGH_TOKENS, "extra_body": {"chat_template_kwargs": NO_THINKING},
+    }  # fmt: skip
+
+
+def test_a_tool_is_called_whole_and_streamed_and_its_result_is_read(with_a_tool: dict[str, Any]) -> None:
+    choice = ask(with_a_tool, messages=with_a_tool["messages"]).choices[0]
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, call.function.name) == ("tool_calls", "ticket")
+    assert Ticket.model_validate_json(call.function.arguments)
+    chunks = list(ask(with_a_tool, messages=with_a_tool["messages"], stream=True))
+    streamed = litellm.stream_chunk_builder(chunks).choices[0]
+    assert streamed.finish_reason == "tool_calls"
+    assert [each.function.arguments for each in streamed.message.tool_calls] == [call.function.arguments]
+    answer = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+    history = [*with_a_tool["messages"], choice.message, answer]
+    last = ask(with_a_tool, messages=history, tool_choice="none", max_tokens=2)
+    assert not last.choices[0].message.tool_calls
+    assert last.usage.completion_tokens <= 2
+
+
+def test_a_tool_that_is_named_is_called(with_a_tool: dict[str, Any]) -> None:
+    named = {"type": "function", "function": {"name": "ticket"}}
+    choice = ask(with_a_tool, messages=with_a_tool["messages"], tool_choice=named).choices[0]
+    assert Ticket.model_validate_json(choice.message.tool_calls[0].function.arguments)
+
+
+def test_reasoning_has_litellm_s_name(with_a_tool: dict[str, Any]) -> None:
+    body = {"chat_template_kwargs": {"begun": True}, "ignore_eos": True}
+    messages = with_a_tool["messages"]
+    answer = ask(with_a_tool, messages=messages, extra_body=body, max_tokens=8)
+    assert answer.choices[0].message.reasoning_content
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 8
 
 
 @pytest.mark.parametrize(
