@@ -375,7 +375,7 @@ programs:
 
 ci:  ## what CI runs: a test that fails runs once more, alone, and is listed in tests/flaky.txt if it passes then
 	@$(MAKE) -j4 --no-print-directory environments
-	@$(MAKE) --no-print-directory lint type proto-check proto-breaking docs k8s-validate
+	@$(MAKE) -j2 --output-sync=target --no-print-directory lint type proto-check proto-breaking docs k8s-validate
 	@$(MAKE) --no-print-directory bench-quick QUICK_SUITES="wire 'crowd --rows 8b --streams 8'"  # about a minute
 	@$(MAKE) --no-print-directory test RUNNER='tools.flaky tests/flaky.txt'
 	@$(BIN)/python -m tools.durations $(DURATIONS)
