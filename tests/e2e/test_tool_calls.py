@@ -146,7 +146,13 @@ def test_a_call_that_is_left_at_any_token_goes_on_at_another_coordinator(
 
 
 @pytest.mark.parametrize(
-    ("part", "num_read"), [("coordinator", n) for n in range(1, 27, 5)] + [("target", 4), ("target", 15)]
+    ("part", "num_read"),
+    [
+        ("coordinator", 16),
+        ("target", 4),
+        *(pytest.param("coordinator", num_read, marks=pytest.mark.full) for num_read in (1, 6, 11, 21, 26)),
+        pytest.param("target", 15, marks=pytest.mark.full),
+    ],
 )
 def test_a_call_survives_the_death_of_a_process(stack: Stack, client: Client, part: str, num_read: int) -> None:
     options = {"chat_template_kwargs": NO_THINKING, "temperature": 0.0, "gamma": 0, **only_weather()}
