@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -58,6 +59,12 @@ class KnownConstraints:
             elif position.constraint is None:
                 raise ConstraintMiss("this replica does not know the constraint; send its text")
             return known
+
+    async def constraint_of(self, position: SessionPosition) -> Constraint | None:
+        """Return the constraint of a call, which becomes known; None if it has none. Raises as `get` and `learn`."""
+        if not position.filters.constraint_id:
+            return None
+        return self.get(position) or await asyncio.to_thread(self.learn, position)
 
     def learn(self, position: SessionPosition) -> Constraint:
         """Return the constraint that came with a call; it becomes known. Blocks while the tokens are loaded.

@@ -23,8 +23,8 @@ from jsonschema import Draft202012Validator
 from coordinator.replicas.replica import TARGET
 from specdec.contract.constraint import Constraint
 from specdec.contract.errors import SpecdecError
-from specdec.engine.loop import constraint_masks
 from specdec.rpc.status_mapping import from_rpc_error
+from specdec.structured import mask_threads
 from specdec.structured.known_constraints import KnownConstraints
 from specdec.structured.token_table import TokenTable
 from specdec.v1 import coordinator_pb2 as pb
@@ -280,7 +280,7 @@ async def test_late_masks_delay_their_own_session_alone() -> None:
 
 
 async def test_masks_that_do_not_come_end_their_request_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraint_masks, "_MAX_MASK_S", 0.05)
+    monkeypatch.setattr(mask_threads, "MAX_MASK_S", 0.05)
     async with Rig(constrained=True) as rig, held_constraints(rig):
         coordinator = await rig.coordinator()
         error = await error_of(coordinator, request(constraint=CONSTRAINTS["schema"]))
@@ -291,7 +291,7 @@ async def test_masks_that_do_not_come_end_their_request_by_name(monkeypatch: pyt
 
 async def test_a_grammar_whose_masks_take_too_much_processor_time_ends_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every mask takes more than this limit."""
-    monkeypatch.setattr(constraint_masks, "MAX_MASK_CPU_S", 0.0)
+    monkeypatch.setattr(mask_threads, "MAX_MASK_CPU_S", 0.0)
     async with Rig(constrained=True) as rig:
         coordinator = await rig.coordinator()
         slow, plain = await asyncio.gather(

@@ -102,7 +102,7 @@ class EngineLoop:
         self._clock = clock
         self._blocks = BlockManager(worker.shape.num_kv_blocks)
         self._sessions = SessionTable(self._blocks, pin_ttl_s=pin_ttl_s, clock=clock)
-        self._masks = masks or ConstraintMasks()
+        self._masks = masks or ConstraintMasks(program)
         self._inbox = Inbox()
         self._outbox = Outbox()
         self._calls: Calls[Job, Waiter] = Calls(self._sessions, self._outbox.put, limits, self._outbox.put_step)

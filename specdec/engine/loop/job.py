@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import collections.abc
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Protocol
 
@@ -26,6 +24,7 @@ from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.sessions.block_manager import blocks_for
 from specdec.engine.sessions.calls import Call
 from specdec.engine.sessions.sequence import Sequence
+from specdec.structured.mask_threads import MasksInWork
 from specdec.structured.matcher import Mask
 
 
@@ -42,16 +41,6 @@ def row_kind(request: SessionPosition) -> RowKind:
     if request.filters.is_greedy:
         return RowKind.GREEDY
     return RowKind.DISTRIBUTION if request.carries_distributions else RowKind.COUPLED
-
-
-@dataclass(slots=True)
-class MasksInWork:
-    """The masks of a job's next logit rows."""
-
-    future: Future[list[Mask]]
-    """Fewer masks than rows if a draft token is illegal, or ends the output."""
-    began_s: float
-    """Time at which the computation was asked for, by `time.monotonic`."""
 
 
 class Job:
@@ -170,6 +159,7 @@ class Job:
     def end_draft(self) -> None:
         """End the local draft: its tokens run next, and the program gets the logits of all pending tokens."""
         self.local_draft = ""
+        self.masks = None
         self.num_logit_rows = 1 + len(self.sequence) - self.call.position.committed_len
         if self._draft_began_s is not None:
             self.draft_s = self._clock() - self._draft_began_s
@@ -298,6 +288,9 @@ class MultiStepDraft(Protocol):
 class Program(Protocol):
     """A service's use of logits: the only place where draft and target differ."""
 
+    masks_own_rows: bool = False
+    """True if masks are for other tokens than the rows of logits: the program looks for legal tokens itself."""
+
     def advance(self, jobs: collections.abc.Sequence[Job], logits: StepLogits) -> None:
         """Append a token to every job, or finish it. Runs on the device thread.
 
@@ -306,6 +299,15 @@ class Program(Protocol):
             logits: the rows of job after job, `num_logit_rows` each.
         """
         ...
+
+    def masked_tokens(self, job: Job) -> tuple[TokenIds, list[int]] | None:
+        """Return what the masks of a job's next logit rows depend on, in the vocabulary of its constraint.
+
+        Returns:
+            Tokens of the turn's output before the rows, and the draft tokens of the rows; None if they need no masks.
+        """
+        token_ids, first = job.token_ids, job.round_start
+        return token_ids[job.call.position.output_start : first].copy(), token_ids[first:].tolist()
 
     def multi_step_draft(self, jobs: collections.abc.Sequence[Job], kind: MultiStepDrafts) -> MultiStepDraft | None:
         """Return a multi-step draft of the jobs' next tokens; None if it is impossible or has only one step.

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,7 +102,7 @@ class ReplicaEngine:
             observer=observer,
             tier=options.kv_tier,
             limits=options.wait_limits,
-            masks=ConstraintMasks(constraints, observer),
+            masks=ConstraintMasks(program, constraints, observer),
         )
 
     async def release(self, session_ids: list[str]) -> None:
@@ -117,11 +116,9 @@ class ReplicaEngine:
     async def _constraint_of(self, position: SessionPosition) -> Constraint | None:
         """Return the constraint of a call; None if it has none, or if this replica follows none.
 
-        Raises as `KnownConstraints.get` and `KnownConstraints.learn`.
+        Raises as `KnownConstraints.constraint_of`.
         """
-        if not position.filters.constraint_id or self._constraints is None:
-            return None
-        return self._constraints.get(position) or await asyncio.to_thread(self._constraints.learn, position)
+        return None if self._constraints is None else await self._constraints.constraint_of(position)
 
     def _reserved_len(self, position: SessionPosition) -> int:
         """Return the number of tokens for which a turn reserves KV blocks; 0 if its greatest length is not known."""

@@ -115,7 +115,7 @@ class Sequence:
         self.num_published = 0
         """Number of leading blocks that are published or adopted and are never written again."""
         self.matcher: Any = None
-        """Matcher of the session's constraint (`specdec.engine.loop.constraint_masks`)."""
+        """Matcher of the session's constraint (`specdec.structured.mask_threads.SessionMatcher`)."""
         self.forks: list[Sequence] = []
         """All live forks of a root, with their own forks."""
         self.root: Sequence | None = None
