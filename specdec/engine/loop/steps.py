@@ -82,7 +82,9 @@ class StepRunner:
             program,
             self._health,
             self.watchdog,
+            masks,
             max_step_tokens=scheduler.max_step_tokens,
+            end=calls.end,
             report=self._report,
             clock=clock,
         )
@@ -102,10 +104,9 @@ class StepRunner:
             self._drafts.run(drafting)
             return drafting
         began_s = self._clock()
-        undrafted = [job for job in self._calls.running if not job.local_draft]
-        running = self._masks.runnable(undrafted)
+        running = self._masks.runnable(job for job in self._calls.running if not job.local_draft)
         if not running:
-            self._masks.wait(undrafted)
+            self._masks.wait(self._calls.running)
             return []
         for job in running:
             if job.call.run is not None:
@@ -229,7 +230,7 @@ class StepRunner:
             return jobs, logits
         ready, late, failed = self._masks.collect(jobs)
         logits = rows_of(jobs, ready, logits)
-        without_token = rows_without_token(ready, logits)
+        without_token = [] if self._program.masks_own_rows else rows_without_token(ready, logits)
         for job in late:
             job.miss_step()
         for job, error in [*failed, *without_token]:
