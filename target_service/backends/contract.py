@@ -18,9 +18,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.contract.constraint import Constraint
 from specdec.contract.errors import Internal
 from specdec.contract.types import SamplingFilters, SessionPosition, TokenIds
 from specdec.core.random import DrawKey, DrawStream
+from specdec.structured.matcher import Mask
 
 #: Fields of a request that no sampler of a single next token can serve.
 PENALTIES = (
@@ -49,6 +51,8 @@ class BackendShape:
     eos_token_ids: tuple[int, ...]
     unsupported_fields: tuple[str, ...]
     """Names of the request fields that the backend cannot serve exactly unless they have their defaults."""
+    has_whole_rows: bool = False
+    """True if the backend knows all logits, so that it can follow constraints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,10 @@ class RowsRequest:
     """L + 1: distributions are wanted after the last L + 1 prefixes of `token_ids`, the shortest first."""
     num_logprobs: int | None = None
     """Number of top tokens wanted in `Distribution.top`; None: `top` is not needed."""
+    constraint: Constraint | None = None
+    """Constraint of the request; None, too, for backends that follow none."""
+    masks: Sequence[Mask] = ()
+    """Masks of the first rows; a row beyond them follows a draft token that is illegal, or that ends the output."""
 
     @property
     def filters(self) -> SamplingFilters:

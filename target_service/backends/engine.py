@@ -1,18 +1,20 @@
 """A target replica in front of the backend that the settings name.
 
-A checked round becomes a question to the backend about the distributions of its positions, and `wire_rows` makes the
-answer of them. `specdec.engine.remote.remote_replica` has the part that drafts of other engines share. Called by the
-target service's servicer.
+A checked round becomes a question to the backend about the distributions of its positions, with the masks of its
+constraint, and `wire_rows` makes the answer of them. `specdec.engine.remote.remote_replica` has the part that drafts of
+other engines share. Called by the target service's servicer.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from importlib.util import find_spec
 from typing import Protocol, cast
 
 import numpy as np
 
+from specdec.contract.constraint import Constraint
 from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import Internal, Unsupported
 from specdec.contract.types import (
@@ -33,6 +35,9 @@ from specdec.engine.sessions.calls import Call, identity_of
 from specdec.engine.sessions.concurrent_rounds import ConcurrentRounds
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.settings.target import TargetSettings
+from specdec.structured.known_constraints import KnownConstraints
+from specdec.structured.mask_threads import MaskRequest, MaskThreads, SessionMatcher
+from specdec.structured.matcher import Mask
 from target_service.backends.contract import Answer, Backend, RowsRequest
 from target_service.backends.server import open_server
 from target_service.backends.vllm_backend import open_vllm
@@ -52,6 +57,10 @@ class BackendObserver(Protocol):
         """Record that a call waited `seconds` before its question was asked."""
         ...
 
+    def observe_masks(self, seconds: float) -> None:
+        """Record the time that the masks of a call took. Called from any thread."""
+        ...
+
     def observe_backend(self, *, num_rows: int, num_reasked: int, num_lost: int) -> None:
         """Record the positions of a question; see `Answer`."""
         ...
@@ -69,8 +78,13 @@ class BackendTarget(RemoteReplica[Verification]):
         pool: str = "default",
         max_gamma: int = 16,
         observer: BackendObserver | None = None,
+        constraints: KnownConstraints | None = None,
     ) -> None:
-        """See `specdec.engine.loop.replica_engine.ReplicaOptions`; `observer` gets each answered request as a step."""
+        """See `specdec.engine.loop.replica_engine.ReplicaOptions`.
+
+        `observer` gets each answered request as a step. `constraints` are those that requests may have; None if they
+        may have none, as with a backend that does not know whole rows of logits.
+        """
         shape = backend.shape
         super().__init__(
             EngineInfo(
@@ -94,8 +108,12 @@ class BackendTarget(RemoteReplica[Verification]):
                 device=shape.engine,
                 backend=shape.backend,
                 unsupported_fields=shape.unsupported_fields,
+                supports_constraints=constraints is not None,
             )
         )
+        self._constraints = constraints
+        observe = None if observer is None else observer.observe_masks
+        self._masks = None if constraints is None else MaskThreads(constraints, observe)
         self._backend = backend
         self._observer = observer
         self._answers = ConcurrentRounds()
@@ -104,6 +122,10 @@ class BackendTarget(RemoteReplica[Verification]):
         self, request: VerifyRequest, on_step: Callable[[Verification], None] | None = None
     ) -> Verification:
         """Return p at every draft position and one beyond; see `TargetEngine.verify`."""
+        if request.position.filters.constraint_id and self._constraints is None:
+            raise Unsupported(
+                f"a target with the backend {self._info.backend} cannot follow constraints", field="constraint"
+            )
         num_draft_tokens = len(request.draft_token_ids)
         call = Call(
             request,
@@ -111,6 +133,7 @@ class BackendTarget(RemoteReplica[Verification]):
             request.draft_token_ids,
             num_logit_rows=num_draft_tokens + 1,
             max_kv_len=request.position.committed_len + num_draft_tokens,
+            constraint=None if self._constraints is None else await self._constraints.constraint_of(request.position),
         )
         return cast(Verification, await self._gate.call(call))
 
@@ -130,15 +153,35 @@ class BackendTarget(RemoteReplica[Verification]):
         await self._backend.wait_changed()
 
     async def _close_engine(self) -> None:
+        if self._masks is not None:
+            self._masks.close()
         await self._backend.close()
 
     async def _ask(self, job: RemoteJob) -> Verification:
-        request, began_s = cast(VerifyRequest, job.call.request), time.monotonic()
+        request, constraint = cast(VerifyRequest, job.call.request), job.call.constraint
         token_ids = job.sequence.token_ids.copy()
+        masks = [] if constraint is None else await self._masks_of(job, constraint, token_ids)
+        began_s = time.monotonic()
         answer = await self._backend.ask(
-            RowsRequest(request.position, token_ids, job.call.num_logit_rows, request.num_logprobs)
+            RowsRequest(request.position, token_ids, job.call.num_logit_rows, request.num_logprobs, constraint, masks)
         )
         return self._verification(job, answer, time.monotonic() - began_s)
+
+    async def _masks_of(self, job: RemoteJob, constraint: Constraint, token_ids: TokenIds) -> list[Mask]:
+        """Return the masks of a call, computed in threads before the question, so that other sessions never wait."""
+        assert self._masks is not None  # `verify` refuses constraints otherwise
+        position = job.call.position
+        session = job.sequence.matcher = job.sequence.matcher or SessionMatcher()
+        return await self._masks.compute(
+            session,
+            MaskRequest(
+                constraint,
+                position.filters.constraint_id,
+                token_ids[position.output_start : position.committed_len],
+                token_ids[position.committed_len :].tolist(),
+                position.filters.end_token_ids,
+            ),
+        )
 
     def _verification(self, job: RemoteJob, answer: Answer, answer_s: float) -> Verification:
         request = cast(VerifyRequest, job.call.request)
@@ -211,7 +254,16 @@ async def open_backend_target(
         pool=settings.pool,
         max_gamma=settings.max_gamma,
         observer=metrics,
+        constraints=_known_constraints(settings, backend) if find_spec("llguidance") else None,
     )
+
+
+def _known_constraints(settings: TargetSettings, backend: Backend) -> KnownConstraints | None:
+    """Return the constraints on the model's tokens; None for a backend that follows none."""
+    shape = backend.shape
+    if not shape.has_whole_rows:
+        return None
+    return KnownConstraints(settings.model, shape.eos_token_ids, shape.vocabulary_size)
 
 
 def _open_llama(settings: TargetSettings) -> Backend:

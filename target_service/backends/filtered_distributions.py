@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from specdec.contract.errors import Internal
 from specdec.contract.types import SamplingFilters
 from specdec.core.reference import processed_logits
+from specdec.structured.matcher import no_legal_token
 from target_service.backends.contract import Distribution, RowsRequest, TopTokens
 
 #: Error of a probability that an engine computed in 32 bits, with room: it states logarithms rounded to 2^-22.
@@ -136,16 +137,46 @@ _NUM_FIRST = 256
 
 
 def distributions_of(logits: NDArray[np.float32], rows_request: RowsRequest) -> list[Distribution]:
-    """Return the distributions of a question from float32 [num_rows, V] logits."""
+    """Return the distributions of a question from float32 [num_rows, V] logits.
+
+    Raises:
+        InvalidRequest: the constraint allows no token that the model gives a probability (NO_LEGAL_TOKEN).
+    """
     return [_of_weights(row, rows_request, index) for index, row in enumerate(logits)]
 
 
 def _of_weights(row: NDArray[np.float32], rows_request: RowsRequest, index: int) -> Distribution:
-    filters, history = rows_request.filters, rows_request.prefixes[index]
-    if filters.logit_bias or filters.uses_history or rows_request.masks_end(index):
-        scores = processed_logits(row, filters, history, rows_request.position.output_start)
-    else:
-        scores = row.astype(np.float64)
+    distribution = _decided(_scores(row, rows_request, index), rows_request)
+    if rows_request.num_logprobs is None:
+        return distribution
+    # The token that is emitted is among these: it is in the distribution's tokens or the top of the raw logits.
+    return Distribution(
+        distribution.token_ids, distribution.probabilities, _raw(row, distribution, rows_request.num_logprobs)
+    )
+
+
+def _scores(row: NDArray[np.float32], rows_request: RowsRequest, index: int) -> NDArray[np.float64]:
+    """Return the logits of a row after bias, penalties and masks: float64 [V]."""
+    filters, legal = rows_request.filters, _legal(rows_request, index, len(row))
+    if legal is None and not (filters.logit_bias or filters.uses_history or rows_request.masks_end(index)):
+        return row.astype(np.float64)
+    history, output_start = rows_request.prefixes[index], rows_request.position.output_start
+    return processed_logits(row, filters, history, output_start, legal)
+
+
+def _decided(scores: NDArray[np.float64], rows_request: RowsRequest) -> Distribution:
+    """Return the distribution of a whole row of logits; masked tokens are left out first, because most may be."""
+    if not rows_request.masks:
+        return _of_all(scores, rows_request.filters)
+    possible = np.flatnonzero(scores > -np.inf).astype(np.uint32)
+    if not len(possible):
+        assert rows_request.constraint is not None  # only its masks can forbid every token
+        raise no_legal_token(rows_request.constraint)
+    among = _of_all(scores[possible], rows_request.filters)
+    return Distribution(possible[among.token_ids], among.probabilities)
+
+
+def _of_all(scores: NDArray[np.float64], filters: SamplingFilters) -> Distribution:
     num_tokens = len(scores)
     num_first = min(num_tokens, 1 if filters.is_greedy else filters.top_k or _NUM_FIRST)
     distribution = None
@@ -154,12 +185,15 @@ def _of_weights(row: NDArray[np.float32], rows_request: RowsRequest, index: int)
     if distribution is None:
         distribution = distribution_of(top_tokens(scores, num_tokens), num_tokens, filters)
     assert distribution is not None  # all tokens decide every distribution
-    if rows_request.num_logprobs is None:
-        return distribution
-    # The token that is emitted is among these: it is in the distribution's tokens or the top of the raw logits.
-    return Distribution(
-        distribution.token_ids, distribution.probabilities, _raw(row, distribution, rows_request.num_logprobs)
-    )
+    return distribution
+
+
+def _legal(rows_request: RowsRequest, index: int, vocabulary_size: int) -> NDArray[np.bool_] | None:
+    """Return the tokens that the constraint allows at a row, bool [V]; None: all."""
+    if index >= len(rows_request.masks):
+        return None
+    mask = rows_request.masks[index]
+    return np.unpackbits(mask, count=vocabulary_size, bitorder="little").view(np.bool_)
 
 
 def top_tokens(scores: NDArray[np.floating[Any]], num_top: int) -> TopTokens:

@@ -5,7 +5,8 @@ several sessions share the reading of the weights. Each session keeps its tokens
 session begins with a copy of the longest common prefix of another one of its tenant. The least recently used sequences
 are dropped when room is needed.
 
-Every sampler is served exactly, since all logits are known. The package llama-cpp-python is the extra `llama-cpp`.
+Every sampler and every constraint is served exactly, since all logits are known. The package llama-cpp-python is the
+extra `llama-cpp`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.contract.errors import Internal, InvalidSetting, ResourceExhausted, SpecdecError
+from specdec.contract.errors import Internal, InvalidRequest, InvalidSetting, ResourceExhausted, SpecdecError
 from specdec.contract.types import TokenIds
 from specdec.engine.remote.remote_model import ModelFiles, read_model_files
 from specdec.settings.processors import num_processors
@@ -238,11 +239,15 @@ class LlamaBackend:
             if part.num_rows:
                 run.logits.append(rows)
 
-    def _answer(self, run: _Run) -> Answer:
+    def _answer(self, run: _Run) -> Answer | SpecdecError:
+        """Return the answer of a question that has run, or the error of its constraint, which is no other's."""
         logits = np.concatenate(run.logits)[:, : self.shape.vocabulary_size]
         if np.isnan(logits).any() or not np.isfinite(logits.max(axis=-1)).all():
             raise Internal("llama.cpp returned logits that are not finite")
-        return Answer(distributions_of(logits, run.rows_request), num_cached_tokens=run.start)
+        try:
+            return Answer(distributions_of(logits, run.rows_request), num_cached_tokens=run.start)
+        except InvalidRequest as error:
+            return error
 
     def _drop(self, sequence: int) -> None:
         self._context.truncate(sequence, 0)
@@ -286,6 +291,7 @@ def _shape(files: ModelFiles, path: Path, context: LlamaContext, limit: int) -> 
         max_context_tokens=min(limit, context.max_context_tokens),
         eos_token_ids=files.eos_token_ids,
         unsupported_fields=(),
+        has_whole_rows=True,
     )
 
 

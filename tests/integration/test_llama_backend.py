@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,20 @@ import pytest
 from numpy.typing import NDArray
 
 from coordinator.replicas.replica import DRAFT, TARGET
-from specdec.contract.errors import InvalidSetting, ResourceExhausted, Unsupported
+from specdec.contract.constraint import Constraint
+from specdec.contract.errors import InvalidRequest, InvalidSetting, ResourceExhausted, Unsupported
 from specdec.observability.engine_metrics import EngineMetrics
+from specdec.structured import mask_threads
+from specdec.structured.known_constraints import KnownConstraints
 from specdec.v1 import coordinator_pb2 as pb
-from target_service.backends.contract import BackendShape
+from target_service.backends.contract import BackendShape, RowsRequest
 from target_service.backends.engine import BackendTarget
 from target_service.backends.llama_context import BatchPart, LlamaOptions
 from target_service.backends.llama_cpp import LlamaBackend, open_llama
+from tests.integration.test_constrained_requests import CONSTRAINTS, error_of
 from tests.support.backend_rig import CONTEXT_TOKENS, table_model
-from tests.support.coordinator_rig import Coordinator, Rig, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, request
+from tests.support.round_driver import make_round
 from tests.support.table_services import EOS, VOCABULARY, serve_engine, start_service
 from tests.support.table_worker import TableWorker
 
@@ -41,6 +47,8 @@ class TableContext:
         self.max_context_tokens = worker.shape.max_context_tokens
         self.batch_sizes: list[int] = []
         """Number of parts of each batch."""
+        self.impossible: tuple[int, ...] = ()
+        """Tokens whose logits are -inf."""
         self.fail_on: int | None = None
         """A batch with a prompt of three tokens that ends with this token fails like a broken library."""
         self._worker = worker
@@ -73,7 +81,9 @@ class TableContext:
 
     def _rows(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
         rows = [self._worker.logits_after(tokens[: len(tokens) - back]) for back in range(num_rows - 1, -1, -1)]
-        return np.array(rows, dtype=np.float32).reshape(num_rows, self.num_logits)
+        logits = np.array(rows, dtype=np.float32).reshape(num_rows, self.num_logits)
+        logits[:, list(self.impossible)] = -np.inf
+        return logits
 
 
 OPTIONS = LlamaOptions(num_tokens=1024, num_sequences=16, batch_tokens=32, num_threads=1)
@@ -87,23 +97,34 @@ SAMPLERS: list[dict[str, Any]] = [
     {"temperature": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": {3: 2.0}},
     {"temperature": 0.9, "min_new_tokens": 12, "ignore_eos": False},
 ]
+SHAPE = BackendShape("llama-cpp", "table", VOCABULARY, "table", "model", CONTEXT_TOKENS, (EOS,), ())
 MODES = (pb.SPECULATION_MODE_REJECTION, pb.SPECULATION_MODE_BLOCK, pb.SPECULATION_MODE_COUPLED)
 
 
 @asynccontextmanager
 async def llama_system(options: LlamaOptions = OPTIONS) -> AsyncIterator[tuple[Coordinator, TableContext]]:
     """Run a coordinator with one draft and a target by this backend."""
-    context = TableContext(table_model(), options)
-    shape = BackendShape("llama-cpp", "table", VOCABULARY, "table", "model", CONTEXT_TOKENS, (EOS,), ())
-    metrics = EngineMetrics("table", role=TARGET)
-    async with Rig(targets=0, drafts=0) as rig:
-        target = await serve_engine(TARGET, BackendTarget(LlamaBackend(context, shape), max_gamma=8), metrics)
-        rig.services += [target, await start_service(DRAFT, salt=1)]
+    async with llama_rig(options) as (rig, context):
         yield await rig.coordinator(), context
 
 
-async def own_token_ids(asked: list[pb.GenerateRequest]) -> list[list[int]]:
-    async with Rig() as rig:
+@asynccontextmanager
+async def llama_rig(
+    options: LlamaOptions = OPTIONS, *, constrained: bool = False
+) -> AsyncIterator[tuple[Rig, TableContext]]:
+    """Run one draft and a target by this backend, which may follow constraints."""
+    context = TableContext(table_model(), options)
+    metrics = EngineMetrics("table", role=TARGET)
+    async with Rig(targets=0, drafts=0, constrained=constrained) as rig:
+        known = KnownConstraints(str(rig.directory), (EOS,), VOCABULARY) if constrained else None
+        engine = BackendTarget(LlamaBackend(context, SHAPE), max_gamma=8, observer=metrics, constraints=known)
+        target = await serve_engine(TARGET, engine, metrics, table_model())
+        rig.services += [target, await start_service(DRAFT, salt=1)]
+        yield rig, context
+
+
+async def own_token_ids(asked: list[pb.GenerateRequest], *, constrained: bool = False) -> list[list[int]]:
+    async with Rig(constrained=constrained) as rig:
         coordinator = await rig.coordinator()
         return [(await coordinator.generate(each)).token_ids for each in asked]
 
@@ -114,6 +135,74 @@ async def test_text_is_that_of_our_own_engine_for_every_sampler(mode: int) -> No
     async with llama_system() as (coordinator, _):
         outputs = [(await coordinator.generate(each)).token_ids for each in asked]
     assert outputs == await own_token_ids(asked)
+
+
+async def test_a_constrained_text_of_every_mode_and_sampler_is_that_of_our_own_engine() -> None:
+    """With forced tokens, drafts that are often illegal, and no draft. Our own engine's is the masked target's."""
+    asked = [
+        request(
+            constraint=constraint, mode=(*MODES, pb.SPECULATION_MODE_OFF)[(number + place) % 4], gamma=1 + number % 3,
+            seed=number, **sampler,
+        )
+        for place, sampler in enumerate(SAMPLERS)
+        for number, constraint in enumerate(CONSTRAINTS.values())
+    ]  # fmt: skip
+    async with llama_rig(constrained=True) as (rig, _):
+        coordinator = await rig.coordinator()
+        outputs = await asyncio.gather(*(coordinator.generate(each) for each in asked))
+        rejected = sum(
+            output.finished.stats.num_draft_tokens - output.finished.stats.num_accepted_tokens for output in outputs
+        )
+        assert rejected > 50
+    assert [output.token_ids for output in outputs] == await own_token_ids(asked, constrained=True)
+
+
+async def test_logprobs_of_a_constrained_request_are_the_models_before_the_mask() -> None:
+    asked = request(constraint=CONSTRAINTS["schema"], temperature=1.0, seed=3, logprobs=2)
+    async with llama_rig(constrained=True) as (rig, _):
+        output = await (await rig.coordinator()).generate(asked)
+        tokens, has_illegal_top = list(PROMPT), False
+        for token_id, detail in zip(output.token_ids, output.details, strict=True):
+            logits = rig.target.worker.logits_after(tokens).astype(np.float64)
+            logprobs = logits - np.log(np.exp(logits).sum())
+            assert detail.logprob == pytest.approx(logprobs[token_id], abs=1e-4)
+            has_illegal_top |= detail.logprob < np.sort(logprobs)[-2]
+            tokens.append(token_id)
+        assert has_illegal_top
+
+
+async def test_a_constraint_that_allows_no_possible_token_fails_its_own_question_alone() -> None:
+    """The others of its batch are answered, and keep what they hold."""
+    context = TableContext(table_model(), OPTIONS)
+    context.impossible = (3, 4)
+    backend = LlamaBackend(context, SHAPE)
+    mask = np.packbits(np.isin(np.arange(VOCABULARY), (3, 4)), bitorder="little")
+    questions = [
+        RowsRequest(make_round([5, 6, number], session_id=f"s{number}"), np.array([5, 6, number], np.uint32), 1)
+        for number in range(3)
+    ]
+    hopeless = replace(questions[1], constraint=Constraint.regex("b"), masks=[mask])
+    for _ in range(2):
+        answers = await asyncio.gather(
+            *(backend.ask(each) for each in (questions[0], hopeless, questions[2])), return_exceptions=True
+        )
+        assert isinstance(answers[1], InvalidRequest)
+        assert (answers[1].reason, answers[1].field) == ("NO_LEGAL_TOKEN", "constraint.regex")
+    assert [answer.num_cached_tokens for answer in (answers[0], answers[2])] == [2, 2]
+    await backend.close()
+
+
+async def test_a_constraint_whose_masks_take_too_much_time_ends_by_name_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mask_threads, "MAX_MASK_CPU_S", 0.0)
+    async with llama_rig(constrained=True) as (rig, _):
+        coordinator = await rig.coordinator()
+        slow, plain = await asyncio.gather(
+            error_of(coordinator, request(constraint=CONSTRAINTS["grammar"])), coordinator.generate(request())
+        )
+        assert (slow.reason, slow.field) == ("CONSTRAINT_INVALID", "constraint.grammar")
+        assert plain.token_ids == table_model().greedy_continuation(PROMPT, 24)
 
 
 async def test_sessions_that_wait_run_in_one_batch_and_keep_their_texts() -> None:
