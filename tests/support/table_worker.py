@@ -71,6 +71,8 @@ class TableWorker(Worker):
         """Steps of fewer tokens do not raise `fail_always`."""
         self.non_finite: dict[int, float] = {}
         """Logit rows that follow this token id hold nothing but this value."""
+        self.local_tokens: tuple[int, ...] = ()
+        """Tokens that local drafts have; (): all."""
         self.gate = threading.Event()
         """Cleared: a step waits in `execute` until it is set."""
         self.gate.set()
@@ -142,7 +144,11 @@ class TableWorker(Worker):
         held = self._slots[[_slot(part, position) for position in range(end)]]
         if not np.array_equal(held[:, 1], np.arange(end)):
             raise ValueError(f"slots hold positions {held[:, 1].tolist()}, not 0..{end - 1}")
-        return [self.logits_after(held[: end - back, 0], salt) for back in range(part.num_logit_rows - 1, -1, -1)]
+        rows = [self.logits_after(held[: end - back, 0], salt) for back in range(part.num_logit_rows - 1, -1, -1)]
+        if salt is not None and self.local_tokens:
+            for row in rows:
+                row[np.setdiff1d(np.arange(len(row)), self.local_tokens)] = -np.inf
+        return rows
 
 
 def _slot(part: SequenceSlice, position: int) -> int:
