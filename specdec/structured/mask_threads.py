@@ -11,7 +11,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from specdec.contract.constraint import Constraint
@@ -71,6 +71,22 @@ class MasksInWork:
         """True if the masks took so long that their call must end."""
         return time.monotonic() - self.began_s > MAX_MASK_S
 
+    def are_ready(self, patience_s: float) -> bool:
+        """Wait for the masks, and return whether they, or an error, are there."""
+        wait([self.future], timeout=patience_s)
+        return self.future.done()
+
+    async def result(self) -> list[Mask]:
+        """Return the masks once they are there.
+
+        Raises:
+            InvalidRequest: as `Matcher.mask`, or the masks take too long (CONSTRAINT_INVALID).
+        """
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(self.future), MAX_MASK_S)
+        except TimeoutError as error:
+            raise too_slow(self.constraint) from error
+
 
 class MaskThreads:
     """Computes masks. Use from one thread; the masks are computed in others."""
@@ -89,18 +105,6 @@ class MaskThreads:
         """Begin to compute the masks of a call with the matcher of its session."""
         future = self._pool.submit(self._compute, session, request)
         return MasksInWork(request.constraint, future, time.monotonic())
-
-    async def compute(self, session: SessionMatcher, request: MaskRequest) -> list[Mask]:
-        """Return the masks of a call.
-
-        Raises:
-            InvalidRequest: as `Matcher.mask`, or the masks take too long (CONSTRAINT_INVALID).
-        """
-        masks = self.begin(session, request)
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(masks.future), MAX_MASK_S)
-        except TimeoutError as error:
-            raise too_slow(request.constraint) from error
 
     def close(self) -> None:
         """End the threads once their masks are computed."""

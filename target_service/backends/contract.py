@@ -18,11 +18,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.contract.constraint import Constraint
 from specdec.contract.errors import Internal
 from specdec.contract.types import SamplingFilters, SessionPosition, TokenIds
 from specdec.core.random import DrawKey, DrawStream
-from specdec.structured.matcher import Mask
+from specdec.structured.mask_threads import MasksInWork
 
 #: Fields of a request that no sampler of a single next token can serve.
 PENALTIES = (
@@ -98,10 +97,8 @@ class RowsRequest:
     """L + 1: distributions are wanted after the last L + 1 prefixes of `token_ids`, the shortest first."""
     num_logprobs: int | None = None
     """Number of top tokens wanted in `Distribution.top`; None: `top` is not needed."""
-    constraint: Constraint | None = None
-    """Constraint of the request; None, too, for backends that follow none."""
-    masks: Sequence[Mask] = ()
-    """Masks of the first rows; a row beyond them follows a draft token that is illegal, or that ends the output."""
+    masks: MasksInWork | None = None
+    """Masks of a constrained request, one a row; None, too, for backends that follow no constraints."""
 
     @property
     def filters(self) -> SamplingFilters:

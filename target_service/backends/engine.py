@@ -14,7 +14,6 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from specdec.contract.constraint import Constraint
 from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import Internal, Unsupported
 from specdec.contract.types import (
@@ -36,8 +35,7 @@ from specdec.engine.sessions.concurrent_rounds import ConcurrentRounds
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.settings.target import TargetSettings
 from specdec.structured.known_constraints import KnownConstraints
-from specdec.structured.mask_threads import MaskRequest, MaskThreads, SessionMatcher
-from specdec.structured.matcher import Mask
+from specdec.structured.mask_threads import MaskRequest, MasksInWork, MaskThreads, SessionMatcher
 from target_service.backends.contract import Answer, Backend, RowsRequest
 from target_service.backends.server import open_server
 from target_service.backends.vllm_backend import open_vllm
@@ -158,21 +156,21 @@ class BackendTarget(RemoteReplica[Verification]):
         await self._backend.close()
 
     async def _ask(self, job: RemoteJob) -> Verification:
-        request, constraint = cast(VerifyRequest, job.call.request), job.call.constraint
+        request, began_s = cast(VerifyRequest, job.call.request), time.monotonic()
         token_ids = job.sequence.token_ids.copy()
-        masks = [] if constraint is None else await self._masks_of(job, constraint, token_ids)
-        began_s = time.monotonic()
+        masks = self._begin_masks(job, token_ids)
         answer = await self._backend.ask(
-            RowsRequest(request.position, token_ids, job.call.num_logit_rows, request.num_logprobs, constraint, masks)
+            RowsRequest(request.position, token_ids, job.call.num_logit_rows, request.num_logprobs, masks)
         )
         return self._verification(job, answer, time.monotonic() - began_s)
 
-    async def _masks_of(self, job: RemoteJob, constraint: Constraint, token_ids: TokenIds) -> list[Mask]:
-        """Return the masks of a call, computed in threads before the question, so that other sessions never wait."""
-        assert self._masks is not None  # `verify` refuses constraints otherwise
-        position = job.call.position
+    def _begin_masks(self, job: RemoteJob, token_ids: TokenIds) -> MasksInWork | None:
+        """Begin the masks of a call, beside the engine's work; None if it has no constraint."""
+        position, constraint = job.call.position, job.call.constraint
+        if self._masks is None or constraint is None:
+            return None
         session = job.sequence.matcher = job.sequence.matcher or SessionMatcher()
-        return await self._masks.compute(
+        return self._masks.begin(
             session,
             MaskRequest(
                 constraint,

@@ -11,7 +11,7 @@ From a whole row of logits, the top tokens decide most distributions, and only t
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from specdec.contract.errors import Internal
 from specdec.contract.types import SamplingFilters
 from specdec.core.reference import processed_logits
-from specdec.structured.matcher import no_legal_token
+from specdec.structured.matcher import Mask, no_legal_token
 from target_service.backends.contract import Distribution, RowsRequest, TopTokens
 
 #: Error of a probability that an engine computed in 32 bits, with room: it states logarithms rounded to 2^-22.
@@ -136,17 +136,28 @@ def _tail_bounds(
 _NUM_FIRST = 256
 
 
-def distributions_of(logits: NDArray[np.float32], rows_request: RowsRequest) -> list[Distribution]:
-    """Return the distributions of a question from float32 [num_rows, V] logits.
+def distributions_of(
+    logits: NDArray[np.float32], rows_request: RowsRequest, masks: Sequence[Mask] = ()
+) -> list[Distribution]:
+    """Return the distributions of a question.
+
+    Args:
+        logits: float32 [num_rows, V].
+        rows_request: the question.
+        masks: masks of its first rows. A row beyond them follows a draft token that is illegal, or ends the output.
 
     Raises:
         InvalidRequest: the constraint allows no token that the model gives a probability (NO_LEGAL_TOKEN).
     """
-    return [_of_weights(row, rows_request, index) for index, row in enumerate(logits)]
+    return [
+        _of_weights(row, rows_request, index, masks[index] if index < len(masks) else None)
+        for index, row in enumerate(logits)
+    ]
 
 
-def _of_weights(row: NDArray[np.float32], rows_request: RowsRequest, index: int) -> Distribution:
-    distribution = _decided(_scores(row, rows_request, index), rows_request)
+def _of_weights(row: NDArray[np.float32], rows_request: RowsRequest, index: int, mask: Mask | None) -> Distribution:
+    scores = _scores(row, rows_request, index, mask)
+    distribution = _of_all(scores, rows_request.filters) if mask is None else _of_possible(scores, rows_request)
     if rows_request.num_logprobs is None:
         return distribution
     # The token that is emitted is among these: it is in the distribution's tokens or the top of the raw logits.
@@ -155,23 +166,22 @@ def _of_weights(row: NDArray[np.float32], rows_request: RowsRequest, index: int)
     )
 
 
-def _scores(row: NDArray[np.float32], rows_request: RowsRequest, index: int) -> NDArray[np.float64]:
+def _scores(row: NDArray[np.float32], rows_request: RowsRequest, index: int, mask: Mask | None) -> NDArray[np.float64]:
     """Return the logits of a row after bias, penalties and masks: float64 [V]."""
-    filters, legal = rows_request.filters, _legal(rows_request, index, len(row))
-    if legal is None and not (filters.logit_bias or filters.uses_history or rows_request.masks_end(index)):
+    filters = rows_request.filters
+    if mask is None and not (filters.logit_bias or filters.uses_history or rows_request.masks_end(index)):
         return row.astype(np.float64)
+    legal = None if mask is None else np.unpackbits(mask, count=len(row), bitorder="little").view(np.bool_)
     history, output_start = rows_request.prefixes[index], rows_request.position.output_start
     return processed_logits(row, filters, history, output_start, legal)
 
 
-def _decided(scores: NDArray[np.float64], rows_request: RowsRequest) -> Distribution:
-    """Return the distribution of a whole row of logits; masked tokens are left out first, because most may be."""
-    if not rows_request.masks:
-        return _of_all(scores, rows_request.filters)
+def _of_possible(scores: NDArray[np.float64], rows_request: RowsRequest) -> Distribution:
+    """Return the distribution of a constrained row. Masked tokens are left out first, because most tokens may be."""
     possible = np.flatnonzero(scores > -np.inf).astype(np.uint32)
     if not len(possible):
-        assert rows_request.constraint is not None  # only its masks can forbid every token
-        raise no_legal_token(rows_request.constraint)
+        assert rows_request.masks is not None  # the row has a mask
+        raise no_legal_token(rows_request.masks.constraint)
     among = _of_all(scores[possible], rows_request.filters)
     return Distribution(possible[among.token_ids], among.probabilities)
 
@@ -186,14 +196,6 @@ def _of_all(scores: NDArray[np.float64], filters: SamplingFilters) -> Distributi
         distribution = distribution_of(top_tokens(scores, num_tokens), num_tokens, filters)
     assert distribution is not None  # all tokens decide every distribution
     return distribution
-
-
-def _legal(rows_request: RowsRequest, index: int, vocabulary_size: int) -> NDArray[np.bool_] | None:
-    """Return the tokens that the constraint allows at a row, bool [V]; None: all."""
-    if index >= len(rows_request.masks):
-        return None
-    mask = rows_request.masks[index]
-    return np.unpackbits(mask, count=vocabulary_size, bitorder="little").view(np.bool_)
 
 
 def top_tokens(scores: NDArray[np.floating[Any]], num_top: int) -> TopTokens:

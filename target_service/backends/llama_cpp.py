@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.contract.errors import Internal, InvalidRequest, InvalidSetting, ResourceExhausted, SpecdecError
+from specdec.contract.errors import Internal, InvalidSetting, ResourceExhausted, SpecdecError
 from specdec.contract.types import TokenIds
 from specdec.engine.remote.remote_model import ModelFiles, read_model_files
 from specdec.settings.processors import num_processors
@@ -33,6 +33,9 @@ from target_service.backends.llama_context import BatchPart, LlamaContext, Llama
 _NUM_SEQUENCES = 64
 _BATCH_TOKENS = 512
 _DEFAULT_CONTEXT_TOKENS = 8192
+
+#: Time for which the thread waits for the masks of a question that has run. Later ones are applied outside the thread.
+_MASK_PATIENCE_S = 0.0005
 
 #: Tokens that must be common for a new session to begin with a copy of another one's.
 _MIN_COMMON_TOKENS = 16
@@ -54,10 +57,19 @@ class _Held:
     """Number of the newest batch that ran tokens of the sequence."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Logits:
+    """The logits of a question whose masks are late."""
+
+    logits: NDArray[np.float32]
+    """float32 [num_rows, V]."""
+    num_cached_tokens: int
+
+
 @dataclass(slots=True)
 class _Waiting:
     rows_request: RowsRequest
-    answered: asyncio.Future[Answer]
+    answered: asyncio.Future[Answer | _Logits]
 
 
 @dataclass(slots=True)
@@ -73,6 +85,9 @@ class _Run:
     @property
     def rows_request(self) -> RowsRequest:
         return self.waiting.rows_request
+
+
+_Outcome = Answer | _Logits | SpecdecError
 
 
 class LlamaBackend:
@@ -94,12 +109,19 @@ class LlamaBackend:
 
         Raises:
             ResourceExhausted: the session is longer than the context's memory.
+            InvalidRequest: the constraint allows no possible token, or its masks take too long.
         """
         waiting = _Waiting(rows_request, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if self._running is None:
             self._running = asyncio.get_running_loop().create_task(self._run_all())
-        return await waiting.answered
+        outcome = await waiting.answered
+        if isinstance(outcome, Answer):
+            return outcome
+        assert rows_request.masks is not None  # only late masks leave logits without an answer
+        masks = await rows_request.masks.result()
+        distributions = await asyncio.to_thread(distributions_of, outcome.logits, rows_request, masks)
+        return Answer(distributions, outcome.num_cached_tokens)
 
     def forget(self, session_ids: Sequence[str]) -> None:
         """Let the sequences of sessions be taken first, from the next batch on."""
@@ -128,20 +150,20 @@ class LlamaBackend:
             for waiting, outcome in zip(batch, outcomes, strict=True):
                 if waiting.answered.done():  # its caller has gone
                     continue
-                if isinstance(outcome, Answer):
-                    waiting.answered.set_result(outcome)
-                else:
+                if isinstance(outcome, SpecdecError):
                     waiting.answered.set_exception(outcome)
+                else:
+                    waiting.answered.set_result(outcome)
         self._waiting.clear()
         self._running = None
 
     # Everything below runs on the thread.
 
-    def _answer_all(self, batch: Sequence[_Waiting], forgotten: Sequence[str]) -> list[Answer | SpecdecError]:
+    def _answer_all(self, batch: Sequence[_Waiting], forgotten: Sequence[str]) -> list[_Outcome]:
         for held in self._held:
             if held.session_id in forgotten:
                 held.used = 0
-        outcomes: dict[int, Answer | SpecdecError] = {}
+        outcomes: dict[int, _Outcome] = {}
         left = list(batch)
         while left:
             self._num_batches += 1
@@ -149,7 +171,7 @@ class LlamaBackend:
             outcomes |= self._answer_together(together)
         return [outcomes[id(waiting)] for waiting in batch]
 
-    def _answer_together(self, batch: Sequence[_Waiting]) -> dict[int, Answer | SpecdecError]:
+    def _answer_together(self, batch: Sequence[_Waiting]) -> dict[int, _Outcome]:
         """Answer questions in common batches; if these fail, in halves, down to single questions."""
         try:
             runs: list[_Run] = []
@@ -239,14 +261,19 @@ class LlamaBackend:
             if part.num_rows:
                 run.logits.append(rows)
 
-    def _answer(self, run: _Run) -> Answer | SpecdecError:
+    def _answer(self, run: _Run) -> _Outcome:
         """Return the answer of a question that has run, or the error of its constraint, which is no other's."""
-        logits = np.concatenate(run.logits)[:, : self.shape.vocabulary_size]
+        logits, rows_request = np.concatenate(run.logits)[:, : self.shape.vocabulary_size], run.rows_request
         if np.isnan(logits).any() or not np.isfinite(logits.max(axis=-1)).all():
             raise Internal("llama.cpp returned logits that are not finite")
+        masks = rows_request.masks
+        if masks is None:
+            return Answer(distributions_of(logits, rows_request), num_cached_tokens=run.start)
+        if not masks.are_ready(_MASK_PATIENCE_S):
+            return _Logits(logits, run.start)
         try:
-            return Answer(distributions_of(logits, run.rows_request), num_cached_tokens=run.start)
-        except InvalidRequest as error:
+            return Answer(distributions_of(logits, rows_request, masks.future.result()), num_cached_tokens=run.start)
+        except SpecdecError as error:
             return error
 
     def _drop(self, sequence: int) -> None:

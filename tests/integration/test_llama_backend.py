@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +22,22 @@ from specdec.contract.errors import InvalidRequest, InvalidSetting, ResourceExha
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.structured import mask_threads
 from specdec.structured.known_constraints import KnownConstraints
+from specdec.structured.mask_threads import MasksInWork, MaskThreads
+from specdec.structured.matcher import Mask
 from specdec.v1 import coordinator_pb2 as pb
+from target_service.backends import llama_cpp
 from target_service.backends.contract import BackendShape, RowsRequest
 from target_service.backends.engine import BackendTarget
 from target_service.backends.llama_context import BatchPart, LlamaOptions
 from target_service.backends.llama_cpp import LlamaBackend, open_llama
-from tests.integration.test_constrained_requests import CONSTRAINTS, error_of
+from tests.integration.test_constrained_requests import (
+    CASES,
+    CONSTRAINTS,
+    SAMPLINGS,
+    check_texts,
+    error_of,
+    texts_of,
+)
 from tests.support.backend_rig import CONTEXT_TOKENS, table_model
 from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, request
 from tests.support.round_driver import make_round
@@ -145,7 +157,7 @@ async def test_a_constrained_text_of_every_mode_and_sampler_is_that_of_our_own_e
             seed=number, **sampler,
         )
         for place, sampler in enumerate(SAMPLERS)
-        for number, constraint in enumerate(CONSTRAINTS.values())
+        for number, constraint in list(enumerate(CONSTRAINTS.values()))[place % 2 :: 2]
     ]  # fmt: skip
     async with llama_rig(constrained=True) as (rig, _):
         coordinator = await rig.coordinator()
@@ -153,7 +165,7 @@ async def test_a_constrained_text_of_every_mode_and_sampler_is_that_of_our_own_e
         rejected = sum(
             output.finished.stats.num_draft_tokens - output.finished.stats.num_accepted_tokens for output in outputs
         )
-        assert rejected > 50
+        assert rejected > 25
     assert [output.token_ids for output in outputs] == await own_token_ids(asked, constrained=True)
 
 
@@ -181,7 +193,9 @@ async def test_a_constraint_that_allows_no_possible_token_fails_its_own_question
         RowsRequest(make_round([5, 6, number], session_id=f"s{number}"), np.array([5, 6, number], np.uint32), 1)
         for number in range(3)
     ]
-    hopeless = replace(questions[1], constraint=Constraint.regex("b"), masks=[mask])
+    computed: Future[list[Mask]] = Future()
+    computed.set_result([mask])
+    hopeless = replace(questions[1], masks=MasksInWork(Constraint.regex("b"), computed, 0.0))
     for _ in range(2):
         answers = await asyncio.gather(
             *(backend.ask(each) for each in (questions[0], hopeless, questions[2])), return_exceptions=True
@@ -190,6 +204,22 @@ async def test_a_constraint_that_allows_no_possible_token_fails_its_own_question
         assert (answers[1].reason, answers[1].field) == ("NO_LEGAL_TOKEN", "constraint.regex")
     assert [answer.num_cached_tokens for answer in (answers[0], answers[2])] == [2, 2]
     await backend.close()
+
+
+async def test_masks_that_are_late_change_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread waits for no mask, so that most are applied after it has gone on."""
+    monkeypatch.setattr(llama_cpp, "_MASK_PATIENCE_S", 0.0)
+    compute = MaskThreads._compute
+
+    def compute_late(*arguments: Any) -> list[Mask]:
+        time.sleep(0.005)
+        return compute(*arguments)
+
+    monkeypatch.setattr(MaskThreads, "_compute", compute_late)
+    cases = CASES[:: len(SAMPLINGS)]
+    async with llama_rig(constrained=True) as (rig, _):
+        coordinator = await rig.coordinator()
+        check_texts(cases, await texts_of(coordinator, [case.asked(mode=MODES[2], gamma=3) for case in cases]), rig)
 
 
 async def test_a_constraint_whose_masks_take_too_much_time_ends_by_name_and_no_other(

@@ -21,17 +21,21 @@ from specdec.contract.types import WEIGHT_TOTAL, SamplingFilters, Support
 from specdec.core import rejection
 from specdec.structured.matcher import Mask, Matcher, is_legal
 from specdec.structured.token_table import TokenTable
+from target_service.backends.contract import RowsRequest
+from target_service.backends.filtered_distributions import distributions_of
 from tests.statistical.table_model import (
     HISTORY,
     OUTPUT_START,
     EmittedDistribution,
     Path,
     RoundTables,
+    TableModel,
     block_distribution,
     choices_distribution,
     rejection_distribution,
 )
 from tests.support.other_tokenizers import save_byte_level_vocabulary
+from tests.support.round_driver import make_round
 
 TOLERANCE = 1e-7
 
@@ -135,6 +139,23 @@ class NamedTokens(ConstrainedTables):
         }
 
 
+class WholeRows(ConstrainedTables):
+    """The target is a backend that knows whole rows of logits, as llama.cpp does."""
+
+    @cached_property
+    def p(self) -> dict[Path, np.ndarray]:
+        target = TableModel(self.vocabulary_size, self.seed)
+        found: dict[Path, np.ndarray] = {}
+        for path in self.paths:
+            tokens, mask = np.array(self.history(path), np.uint32), self.target_mask_after(path)
+            position = make_round(HISTORY, filters=self.filters, output_start=OUTPUT_START)
+            masks = [] if mask is None else [mask]
+            (answer,) = distributions_of(target.logits(path)[None], RowsRequest(position, tokens, 1), masks)
+            found[path] = np.zeros(self.vocabulary_size)
+            found[path][answer.token_ids] = answer.probabilities
+        return found
+
+
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> TokenTable:
     folder = tmp_path_factory.mktemp("few-tokens")
@@ -163,6 +184,14 @@ def test_a_constrained_round_without_a_draft_follows_the_masked_target(
     tables = ConstrainedTables(LAWS[law], 0, len(TOKENS), table=table, constraint=CONSTRAINTS[constraint])
     for round_distribution in MODES.values():
         assert tables.distance(round_distribution(tables)) < TOLERANCE
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_a_constrained_round_of_a_target_with_whole_rows_follows_the_masked_target(law: str, table: TokenTable) -> None:
+    for constraint in CONSTRAINTS.values():
+        tables = WholeRows(LAWS[law], 2, len(TOKENS), table=table, constraint=constraint)
+        for round_distribution in MODES.values():
+            assert tables.distance(round_distribution(tables)) < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", [ConstrainedTables, MaskedDrafts, NamedTokens])
@@ -215,10 +244,11 @@ def test_illegal_drafts_that_are_dropped_and_drawn_again_from_p_are_detected(tab
         assert tables.distance(dropping_illegal_drafts(tables)) > 0.01
 
 
-def test_a_mask_that_is_one_token_behind_is_detected(table: TokenTable) -> None:
+@pytest.mark.parametrize("kind", [ConstrainedTables, WholeRows])
+def test_a_mask_that_is_one_token_behind_is_detected(kind: type[ConstrainedTables], table: TokenTable) -> None:
     """Negative control."""
 
-    class Behind(ConstrainedTables):
+    class Behind(kind):  # type: ignore[misc, valid-type]
         def seen_by_the_matcher(self, path: Path) -> Path:
             return path[:-1]
 
