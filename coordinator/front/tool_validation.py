@@ -53,8 +53,8 @@ def check_follows_constraints(request: GenerationRequest, *, is_possible: bool) 
     if request.sampling.constraint is not None and not is_possible:
         field = "constraint" if request.tools is None else "tools"
         raise Unsupported(
-            f"{field} cannot be followed by the connected targets: use targets with --backend own that have "
-            "llguidance (specdec-serving[structured])",
+            f"{field} cannot be followed by the connected targets: use targets with --backend own or llama-cpp that "
+            "have llguidance (specdec-serving[structured])",
             field=field,
         )
 

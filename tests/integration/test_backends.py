@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
 
-from specdec.contract.errors import Internal, StaleEpoch, Unavailable
+from specdec.contract.constraint import Constraint
+from specdec.contract.errors import Internal, StaleEpoch, Unavailable, Unsupported
 from specdec.contract.tenant import session_on_replica
 from specdec.contract.types import DrawRule, SamplingFilters, SessionPosition, VerifyRequest
 from specdec.v1 import coordinator_pb2 as pb
@@ -175,6 +177,12 @@ async def test_a_field_that_the_backend_cannot_serve_exactly_is_refused_by_name_
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
         told = f"sampling.{field} cannot be served exactly by a target with the backend"
         assert told in (caught.value.details() or "")
+    with pytest.raises(grpc.aio.AioRpcError, match="constraint cannot be followed by the connected targets"):
+        await system.coordinator.generate(request(session_id="refused", constraint=Constraint.json_object()))
+    asked = verify_request([5, 6, 7], [])
+    asked = replace(asked, position=replace(asked.position, filters=SamplingFilters(constraint_id=bytes(16))))
+    with pytest.raises(Unsupported, match="cannot follow constraints"):
+        await system.target.engine.verify(asked)
     assert len(system.server.asked.completions) + len(system.server.asked.generations) == num_asked
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await system.coordinator.stub.GetSession(pb.GetSessionRequest(session_id="refused"))
