@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Protocol, cast
 
@@ -31,7 +32,7 @@ from specdec.contract.version import __version__
 from specdec.engine.remote.http_connection import open_remote
 from specdec.engine.remote.remote_replica import NUM_BLOCKS, RemoteJob, RemoteReplica
 from specdec.engine.sessions.calls import Call, identity_of
-from specdec.engine.sessions.concurrent_rounds import ConcurrentRounds
+from specdec.engine.sessions.concurrent_rounds import ConcurrentRounds, OtherAnswers
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.settings.target import TargetSettings
 from specdec.structured.known_constraints import KnownConstraints
@@ -75,6 +76,7 @@ class BackendTarget(RemoteReplica[Verification]):
         model: str = "",
         pool: str = "default",
         max_gamma: int = 16,
+        max_run: int = 0,
         observer: BackendObserver | None = None,
         constraints: KnownConstraints | None = None,
     ) -> None:
@@ -106,6 +108,7 @@ class BackendTarget(RemoteReplica[Verification]):
                 device=shape.engine,
                 backend=shape.backend,
                 unsupported_fields=shape.unsupported_fields,
+                max_run=max_run,
                 supports_constraints=constraints is not None,
             )
         )
@@ -131,12 +134,16 @@ class BackendTarget(RemoteReplica[Verification]):
             request.draft_token_ids,
             num_logit_rows=num_draft_tokens + 1,
             max_kv_len=request.position.committed_len + num_draft_tokens,
+            run=None if on_step is None or not self._info.max_run else request.run,
             constraint=None if self._constraints is None else await self._constraints.constraint_of(request.position),
         )
-        return cast(Verification, await self._gate.call(call))
+        return cast(Verification, await self._gate.call(call, on_step))
 
     def renew(self, position: SessionPosition, until: int, committed_len: int) -> None:
-        """Do nothing: a backend answers a run with its first step."""
+        """Raise the limit of a run; see `TargetEngine.renew`."""
+        job = self._gate.calls.jobs.get(position.session_id)
+        if job is not None and job.call.position is position and committed_len <= len(job.sequence):
+            job.until = max(job.until, self._limit(until, committed_len))
 
     async def score(self, request: ScoreRequest) -> Score:
         """Raise Unsupported: the backend has no draft."""
@@ -156,17 +163,34 @@ class BackendTarget(RemoteReplica[Verification]):
         await self._backend.close()
 
     async def _ask(self, job: RemoteJob) -> Verification:
-        request, began_s = cast(VerifyRequest, job.call.request), time.monotonic()
+        request, began_s = _step_of(job), time.monotonic()
         token_ids = job.sequence.token_ids.copy()
-        masks = self._begin_masks(job, token_ids)
+        masks = self._begin_masks(job, request.position, token_ids)
         answer = await self._backend.ask(
             RowsRequest(request.position, token_ids, job.call.num_logit_rows, request.num_logprobs, masks)
         )
-        return self._verification(job, answer, time.monotonic() - began_s)
+        return self._verification(job, request, answer, time.monotonic() - began_s)
 
-    def _begin_masks(self, job: RemoteJob, token_ids: TokenIds) -> MasksInWork | None:
-        """Begin the masks of a call, beside the engine's work; None if it has no constraint."""
-        position, constraint = job.call.position, job.call.constraint
+    def _next_of_run(self, job: RemoteJob, answer: Verification) -> int | None:
+        """See `RemoteReplica._next_of_run`; a run ends at its limit, with an end token, and without a block."""
+        run, sequence = job.call.run, job.sequence
+        if run is None:
+            return None
+        token_id = answer.rows[0].tail_token_id if answer.rows else int(answer.choice_token_ids[0])
+        length = len(sequence) + 1
+        until = max(job.until, self._limit(run.until, job.call.position.committed_len))
+        self._gate.calls.make_room(job)
+        if length >= until or token_id in run.end_token_ids or length > len(sequence.block_table) * BLOCK_TOKENS:
+            return None
+        return token_id
+
+    def _limit(self, until: int, committed_len: int) -> int:
+        """Return how many tokens a run may hold that was asked to go on until then."""
+        return min(until, committed_len + self._info.max_run, self._info.max_context_tokens)
+
+    def _begin_masks(self, job: RemoteJob, position: SessionPosition, token_ids: TokenIds) -> MasksInWork | None:
+        """Begin the masks of a step, beside the engine's work; None if the call has no constraint."""
+        constraint = job.call.constraint
         if self._masks is None or constraint is None:
             return None
         session = job.sequence.matcher = job.sequence.matcher or SessionMatcher()
@@ -181,14 +205,13 @@ class BackendTarget(RemoteReplica[Verification]):
             ),
         )
 
-    def _verification(self, job: RemoteJob, answer: Answer, answer_s: float) -> Verification:
-        request = cast(VerifyRequest, job.call.request)
+    def _verification(self, job: RemoteJob, request: VerifyRequest, answer: Answer, answer_s: float) -> Verification:
         if len(answer.distributions) != job.call.num_logit_rows:
             raise Internal(f"the backend {self._info.backend} answered {len(answer.distributions)} distributions")
         if any(distribution.token_ids[-1] >= self._info.vocabulary_size for distribution in answer.distributions):
             raise Internal(f"the backend {self._info.backend} answered a token that the vocabulary does not have")
         self._note_answer(job, answer, answer_s)
-        others = self._answers.note(job.sequence, job.call.num_logit_rows)
+        others = self._others(job)
         rows: tuple[DistributionRow, ...] = ()
         token_ids, probabilities = _NO_TOKENS, np.empty(0)
         if request.position.carries_distributions:
@@ -208,6 +231,14 @@ class BackendTarget(RemoteReplica[Verification]):
             num_other_rows=others.num_rows,
         )
 
+    def _others(self, job: RemoteJob) -> OtherAnswers:
+        """Count the answer of a job; return those to other sessions since its last."""
+        if job.call.run is not None:
+            self._answers.pass_over(job.sequence)
+            return OtherAnswers()
+        num_runs = sum(each.call.run is not None for each in self._gate.calls.running)
+        return self._answers.note(job.sequence, job.call.num_logit_rows, num_runs)
+
     def _note_answer(self, job: RemoteJob, answer: Answer, answer_s: float) -> None:
         if self._observer is None:
             return
@@ -217,6 +248,14 @@ class BackendTarget(RemoteReplica[Verification]):
         self._observer.observe_backend(
             num_rows=num_rows, num_reasked=answer.num_reasked_rows, num_lost=answer.num_lost_rows
         )
+
+
+def _step_of(job: RemoteJob) -> VerifyRequest:
+    """Return the request of the job's next step: in a run, all tokens so far are before it."""
+    request = cast(VerifyRequest, job.call.request)
+    if len(job.sequence) == request.position.committed_len + len(request.draft_token_ids):
+        return request
+    return replace(request, position=replace(request.position, start=len(job.sequence), token_ids=_NO_TOKENS))
 
 
 def _logits(
@@ -251,6 +290,7 @@ async def open_backend_target(
         model=settings.model,
         pool=settings.pool,
         max_gamma=settings.max_gamma,
+        max_run=settings.max_run if backend.shape.has_whole_rows else 0,
         observer=metrics,
         constraints=_known_constraints(settings, backend) if find_spec("llguidance") else None,
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -41,6 +42,7 @@ from tests.integration.test_constrained_requests import (
 from tests.support.backend_rig import CONTEXT_TOKENS, table_model
 from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, request
 from tests.support.round_driver import make_round
+from tests.support.round_rig import NotedEngine
 from tests.support.table_services import EOS, VOCABULARY, serve_engine, start_service
 from tests.support.table_worker import TableWorker
 
@@ -122,21 +124,26 @@ async def llama_system(options: LlamaOptions = OPTIONS) -> AsyncIterator[tuple[C
 
 @asynccontextmanager
 async def llama_rig(
-    options: LlamaOptions = OPTIONS, *, constrained: bool = False
+    options: LlamaOptions = OPTIONS,
+    *,
+    constrained: bool = False,
+    max_run: int = 0,
+    between: Callable[[Any], Any] = lambda engine: engine,
 ) -> AsyncIterator[tuple[Rig, TableContext]]:
     """Run one draft and a target by this backend, which may follow constraints."""
     context = TableContext(table_model(), options)
     metrics = EngineMetrics("table", role=TARGET)
     async with Rig(targets=0, drafts=0, constrained=constrained) as rig:
         known = KnownConstraints(str(rig.directory), (EOS,), VOCABULARY) if constrained else None
-        engine = BackendTarget(LlamaBackend(context, SHAPE), max_gamma=8, observer=metrics, constraints=known)
-        target = await serve_engine(TARGET, engine, metrics, table_model())
+        backend = LlamaBackend(context, SHAPE)
+        engine = BackendTarget(backend, max_gamma=8, max_run=max_run, observer=metrics, constraints=known)
+        target = await serve_engine(TARGET, engine, metrics, table_model(), between=between)
         rig.services += [target, await start_service(DRAFT, salt=1)]
         yield rig, context
 
 
-async def own_token_ids(asked: list[pb.GenerateRequest], *, constrained: bool = False) -> list[list[int]]:
-    async with Rig(constrained=constrained) as rig:
+async def own_token_ids(asked: list[pb.GenerateRequest], **options: Any) -> list[list[int]]:
+    async with Rig(**options) as rig:
         coordinator = await rig.coordinator()
         return [(await coordinator.generate(each)).token_ids for each in asked]
 
@@ -147,6 +154,30 @@ async def test_text_is_that_of_our_own_engine_for_every_sampler(mode: int) -> No
     async with llama_system() as (coordinator, _):
         outputs = [(await coordinator.generate(each)).token_ids for each in asked]
     assert outputs == await own_token_ids(asked)
+
+
+async def test_a_text_of_runs_is_that_of_our_own_engine_constrained_or_not() -> None:
+    """Runs end at their limits, and go on with a renewal; a run has a call, and a step has none."""
+    noted: list[NotedEngine] = []
+
+    def between(engine: Any) -> NotedEngine:
+        noted.append(NotedEngine(engine))
+        return noted[-1]
+
+    # Tokens that are forced would be drafts, of which the modes rejection and block have other texts.
+    free = Constraint.regex("[abc12 ]*")
+    asked = [
+        request([5, 6, number], mode=mode, constraint=constraint, gamma=0, seed=number, **SAMPLERS[number % 8])
+        for number, (mode, constraint) in enumerate(
+            [*itertools.product(MODES[:2], (None, free)),
+             *itertools.product((MODES[2], pb.SPECULATION_MODE_OFF), CONSTRAINTS.values())]
+        )
+    ]  # fmt: skip
+    async with llama_rig(constrained=True, max_run=5, between=between) as (rig, _):
+        coordinator = await rig.coordinator()
+        outputs = await asyncio.gather(*(coordinator.generate(each) for each in asked))
+    assert len(noted[0].asked) < sum(len(output.token_ids) for output in outputs)
+    assert [output.token_ids for output in outputs] == await own_token_ids(asked, constrained=True)
 
 
 async def test_a_constrained_text_of_every_mode_and_sampler_is_that_of_our_own_engine() -> None:

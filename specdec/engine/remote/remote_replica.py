@@ -13,6 +13,8 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from specdec.contract.engine_api import EndedTurn, EngineInfo, EngineStats
 from specdec.contract.errors import Internal, SpecdecError
 from specdec.contract.types import Proposal, Verification
@@ -38,6 +40,8 @@ class RemoteJob:
     num_cached_tokens: int = 0
     task: asyncio.Task[None] | None = None
     """Asks the engine, once the call runs."""
+    until: int = 0
+    """Largest number of tokens that the session may hold in a run."""
 
 
 class RemoteReplica(Generic[AnswerT]):
@@ -58,6 +62,10 @@ class RemoteReplica(Generic[AnswerT]):
     async def _ask(self, job: RemoteJob) -> AnswerT:
         """Ask the engine and return the answer; `kv_len` is set afterwards. Raises SpecdecError."""
         raise NotImplementedError
+
+    def _next_of_run(self, job: RemoteJob, answer: AnswerT) -> int | None:
+        """Return the token with which a run goes on after a step; None if the call ends with this answer."""
+        return None
 
     async def _wait_changed(self) -> None:
         """Raise Internal once the engine serves another model."""
@@ -134,6 +142,12 @@ class RemoteReplica(Generic[AnswerT]):
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, job: RemoteJob) -> None:
+        """Answer a call, or the steps of a run, one after another."""
+        while (token_id := await self._answer(job)) is not None:
+            job.sequence.append(np.array([token_id], dtype=np.uint32))
+
+    async def _answer(self, job: RemoteJob) -> int | None:
+        """Ask the engine and give the answer to the callers; return the token with which a run goes on."""
         try:
             outcome: AnswerT | SpecdecError = await self._ask(job)
         except SpecdecError as error:
@@ -142,14 +156,19 @@ class RemoteReplica(Generic[AnswerT]):
             _log.exception("the engine failed: session=%s", job.sequence.session_id)
             outcome = Internal(f"the engine of this replica failed: {type(error).__name__}")
         if not self._gate.is_current(job):
-            return
+            return None
         self._num_answers += 1
         if isinstance(outcome, SpecdecError):
             self._gate.fail(job, outcome)
-            return
+            return None
         job.sequence.kv_len = len(job.sequence)
         outcome.kv_len = job.sequence.kv_len
-        self._gate.finish(job, outcome)
+        token_id = self._next_of_run(job, outcome)
+        if token_id is None:
+            self._gate.finish(job, outcome)
+        else:
+            self._gate.tell_step(job, outcome)
+        return token_id
 
 
 def _cancel(job: RemoteJob) -> None:
