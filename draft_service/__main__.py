@@ -33,7 +33,7 @@ from specdec.settings.engine_servers import OWN
 
 if TYPE_CHECKING:
     from specdec.checkpoints.cross_vocabulary.pair import TokenizerPair
-    from specdec.engine.base import ModelShape, Worker
+    from specdec.engine.base import Worker
     from specdec.engine.loop.replica_engine import ReplicaOptions
     from specdec.structured.known_constraints import KnownConstraints
 
@@ -55,17 +55,21 @@ def _build_proposer(
     if (pair := _pair_of(settings)) is not None:
         from draft_service.cross_vocabulary.translating_proposer import CrossVocabularyProposer
 
-        return CrossVocabularyProposer(worker, pair, options, drafting, observer=metrics)
-    return Proposer(worker, options, drafting, observer=metrics, constraints=_known_constraints(settings, worker.shape))
+        ends = [] if pair.target_end_id is None else [pair.target_end_id]
+        constraints = _known_constraints(settings.for_tokenizer, ends, pair.target_size)
+        return CrossVocabularyProposer(worker, pair, options, drafting, observer=metrics, constraints=constraints)
+    shape = worker.shape
+    constraints = _known_constraints(settings.model, shape.eos_token_ids, shape.vocabulary_size)
+    return Proposer(worker, options, drafting, observer=metrics, constraints=constraints)
 
 
-def _known_constraints(settings: DraftSettings, shape: ModelShape) -> KnownConstraints | None:
-    """Return what masks drafts; None without llguidance, which costs acceptance alone."""
-    if find_spec("llguidance") is None:
+def _known_constraints(model: str, eos_token_ids: Sequence[int], vocabulary_size: int) -> KnownConstraints | None:
+    """Return what masks drafts; None without llguidance or an end token, which costs acceptance alone."""
+    if find_spec("llguidance") is None or not eos_token_ids:
         return None
     from specdec.structured.known_constraints import KnownConstraints
 
-    return KnownConstraints(settings.model, shape.eos_token_ids, shape.vocabulary_size, is_authority=False)
+    return KnownConstraints(model, eos_token_ids, vocabulary_size, is_authority=False)
 
 
 def _check(settings: DraftSettings) -> None:

@@ -12,6 +12,9 @@ Text is used from the first position at which the restriction would lose more th
 beginning of a round if that share of the session's latest tokens has no counterpart: these tokens are draws of p, and
 estimate the part of p that the restriction cannot reach. Penalties, bias and filters apply to the target's ids.
 
+Drafts of a constrained request are always drawn from common tokens, those that the constraint allows: text would be
+that of a model that knows nothing of the constraint. A draft ends where no common token is legal.
+
 `draft_service.drafting` samples tokens and `sessions` keeps a session's text. Device thread only.
 """
 
@@ -31,6 +34,7 @@ from specdec.contract.types import Proposal, ProposeRequest, Score, ScoreRequest
 from specdec.engine.drafting.drawing import DrawnDraft
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.logits.transfer import to_device, to_host
+from specdec.engine.loop.constraint_masks import rows_without_token
 from specdec.engine.loop.job import Job, Program
 from specdec.engine.sessions.calls import Call
 
@@ -99,7 +103,14 @@ class CrossVocabularyJob(Job):
     def __init__(self, job: Job, pair: TokenizerPair) -> None:
         request = job.call.request
         assert isinstance(request, CrossVocabularyRequest)
-        call = Call(request.target_request, job.call.identity, _NO_TOKENS, num_logit_rows=1, max_kv_len=0)
+        call = Call(
+            request.target_request,
+            job.call.identity,
+            _NO_TOKENS,
+            num_logit_rows=1,
+            max_kv_len=0,
+            constraint=job.call.constraint,
+        )
         super().__init__(call, job.sequence, arrival_step=job.last_step, arrival_s=0.0, clock=lambda: job.elapsed_s)
         self._job = job
         self._pair = pair
@@ -111,7 +122,7 @@ class CrossVocabularyJob(Job):
         self._history[: len(committed)] = committed
         self._history_len = len(committed)
         self._text = b""
-        self.is_text = request.translated.unmapped_share > MAX_LOST_MASS
+        self.is_text = job.call.constraint is None and request.translated.unmapped_share > MAX_LOST_MASS
         """True if the job drafts as text."""
         # Its time went into the draft-vocabulary tokens that had to run.
         num_run = job.call.position.committed_len - job.num_cached_tokens
@@ -122,6 +133,11 @@ class CrossVocabularyJob(Job):
     def token_ids(self) -> TokenIds:
         """uint32: committed tokens and single draft tokens, in the target's vocabulary."""
         return self._history[: self._history_len]
+
+    @property
+    def round_start(self) -> int:
+        """Number of committed and drafted tokens, in the target's vocabulary."""
+        return self._history_len
 
     @property
     def stages(self) -> Stages | None:
@@ -145,6 +161,10 @@ class CrossVocabularyJob(Job):
     def finish(self, answer: Proposal | Score) -> None:
         """End the job."""
         self._job.finish(answer)
+
+    def end(self) -> None:
+        """End the draft with the tokens that it has."""
+        self._finish_with([])
 
     def append_text(self, draft_vocab_id: int) -> None:
         """Continue with the text of a draft-vocabulary token, or end once it gives enough tokens of the target."""
@@ -181,6 +201,8 @@ class CrossVocabularyJob(Job):
 class CrossVocabularyProgram(Program):
     """Program that turns rows over draft-vocabulary tokens into draft tokens of the target."""
 
+    masks_own_rows = True
+
     def __init__(self, program: DraftProgram, pair: TokenizerPair, device: torch.device) -> None:
         """
         Args:
@@ -192,22 +214,38 @@ class CrossVocabularyProgram(Program):
         self._pair = pair
         self._shared = SharedTokens(pair, device)
 
+    def masked_tokens(self, job: Job) -> tuple[TokenIds, list[int]]:
+        """See `Program.masked_tokens`; a constraint is about the target's tokens."""
+        return super().masked_tokens(self._draft_of(job))
+
     def advance(self, jobs: Sequence[Job], logits: StepLogits) -> None:
         """Draft one token, or the text of one draft-vocabulary token, for each job."""
         drafts = [self._draft_of(job) for job in jobs]
-        undecided = [row for row, draft in enumerate(drafts) if not draft.is_text]
+        for draft, job in zip(drafts, jobs, strict=True):
+            draft.masks = job.masks
+        undecided = [row for row, draft in enumerate(drafts) if not draft.is_text and draft.masks is None]
         if undecided:
             temperatures = [drafts[row].call.position.filters.temperature for row in undecided]
             lost_masses = self._shared.lost_masses(logits.select(undecided), temperatures)
             for row, lost in zip(undecided, lost_masses, strict=True):
                 drafts[row].is_text = lost > MAX_LOST_MASS
-        drawn = [row for row in undecided if not drafts[row].is_text]
+        drawn = [row for row, draft in enumerate(drafts) if not draft.is_text]
         if drawn:
-            restricted = self._shared.restrict(logits.select(drawn).values)
-            self._program.draw([drafts[row] for row in drawn], StepLogits.read(restricted), is_noted=False)
+            self._draw([drafts[row] for row in drawn], self._shared.restrict(logits.select(drawn).values))
         for draft, draft_vocab_id in zip(drafts, logits.top_ids, strict=True):
             if draft.is_text:
                 draft.append_text(draft_vocab_id)
+
+    def _draw(self, drafts: Sequence[CrossVocabularyJob], restricted: torch.Tensor) -> None:
+        """Draft one common token for each job. A draft ends if none of the legal tokens is common."""
+        logits = StepLogits.read(restricted)
+        without_token = {job for job, _ in rows_without_token(drafts, logits)}
+        going = [row for row, draft in enumerate(drafts) if draft not in without_token]
+        if going:
+            self._program.draw([drafts[row] for row in going], logits.select(going), is_noted=False)
+        for draft in drafts:
+            if draft in without_token:
+                draft.end()
 
     def _draft_of(self, job: Job) -> CrossVocabularyJob:
         if job.progress is None:

@@ -37,6 +37,7 @@ from specdec.core.sparse import default_s_max
 from specdec.engine.base import StepObserver, Worker
 from specdec.engine.loop.replica_engine import LOCAL_REPLICA, ReplicaEngine, ReplicaOptions
 from specdec.engine.sessions.calls import Call, identity_of
+from specdec.structured.known_constraints import KnownConstraints
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
@@ -54,6 +55,7 @@ class CrossVocabularyProposer(ReplicaEngine):
         drafting: DraftOptions | None = None,
         *,
         observer: StepObserver | None = None,
+        constraints: KnownConstraints | None = None,
     ) -> None:
         """Start the device thread, which alone uses `worker` from now on.
 
@@ -63,6 +65,7 @@ class CrossVocabularyProposer(ReplicaEngine):
             options: identity and limits.
             drafting: limits of supports.
             observer: receives every step.
+            constraints: constraints on the target's tokens, by which q is masked; None: q ignores them.
         """
         shape, drafting = worker.shape, drafting or DraftOptions()
         tokens = pair.tokens.of_model(shape.vocabulary_size, shape.eos_token_ids, pair.target_end_id)
@@ -70,7 +73,13 @@ class CrossVocabularyProposer(ReplicaEngine):
         s_max = default_s_max(pair.target_size) if drafting.max_support is None else drafting.max_support
         program = DraftProgram(s_max=s_max, coverage=drafting.support_coverage, num_tokens=pair.target_size)
         device = torch.device(shape.device)
-        super().__init__(worker, CrossVocabularyProgram(program, pair, device), options, observer=observer)
+        super().__init__(
+            worker,
+            CrossVocabularyProgram(program, pair, device),
+            options,
+            observer=observer,
+            constraints=constraints,
+        )
         self._pair = pair
         self._sessions = CrossVocabularySessions(pair)
         self._score_ids = count()
@@ -100,6 +109,7 @@ class CrossVocabularyProposer(ReplicaEngine):
         The draft is shorter if the draft model's context ends, after an end token, or if drafted text gives fewer.
         """
         position = request.position
+        constraint = await self._constraint_of(position)
         translated = await self._sessions.align(position)
         num_own = len(translated.draft_vocab_ids)
         room = self._shape.max_context_tokens - num_own
@@ -116,6 +126,7 @@ class CrossVocabularyProposer(ReplicaEngine):
             draft_token_ids=_NO_TOKENS,
             num_logit_rows=1,
             max_kv_len=num_own + max_steps - 1,  # the last one does not run
+            constraint=constraint,
         )
         proposal: Proposal = await self._engine_loop.call(call)
         return proposal

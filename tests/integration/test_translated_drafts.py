@@ -12,6 +12,7 @@ import pytest
 from draft_service.cross_vocabulary.translating_proposer import CrossVocabularyProposer
 from specdec.checkpoints.cross_vocabulary.token_map import TokenMap
 from specdec.checkpoints.vocabulary import load_tokenizer, load_vocabulary, vocabulary_fingerprint
+from specdec.contract.constraint import Constraint
 from specdec.contract.errors import KvMiss, StaleEpoch
 from specdec.contract.types import ProposeRequest
 from tests.support.cross_vocabulary_rig import cross_vocabulary_stack, load
@@ -76,6 +77,35 @@ async def test_a_model_that_drafts_for_itself_in_other_tokens_is_accepted_whole(
     accepted, drafted = await accepted_of_drafted(*characters)
     assert drafted > 100
     assert accepted == drafted
+
+
+CONSTRAINTS = [
+    Constraint.regex("[a-f ]{6}(dog|cab|éü){3}\n[a-o]+"),
+    Constraint.choice(["mango in jail", "man on a hill", "今天 dog 天天", "今天天 dog"]),
+]
+
+
+async def test_a_constrained_draft_in_other_tokens_is_accepted_whole_and_changes_no_text(
+    characters: tuple[Path, Path],
+) -> None:
+    """A draft that ignores the constraint is the control: it has the same texts, and fewer accepted tokens."""
+    prompt = load_tokenizer(characters[0]).encode(SENTENCES[0])
+    texts, counts = list[list[list[int]]](), list[tuple[int, int]]()
+    options: dict[str, object] = {"max_new_tokens": NUM_TOKENS, "gamma": 4}
+    for masks_drafts, mode in ((True, "off"), (True, "coupled"), (False, "coupled")):
+        async with cross_vocabulary_stack(*characters, masks_drafts=masks_drafts) as run:
+            done = [
+                await run.stack.generate(prompt, constraint=constraint, mode=mode, **sampling, **options)
+                for constraint in CONSTRAINTS
+                for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0, "seed": 4})
+            ]
+        texts.append([completion.token_ids for completion in done])
+        stats = [completion.stats for completion in done]
+        counts.append((sum(each.num_draft_tokens for each in stats), sum(each.num_accepted_tokens for each in stats)))
+    assert texts[0] == texts[1] == texts[2]
+    (drafted, accepted), (drafted_unmasked, accepted_unmasked) = counts[1:]
+    assert drafted == accepted > 40
+    assert accepted_unmasked < drafted_unmasked
 
 
 async def test_coupled_drafts_of_the_same_model_share_the_targets_noise(characters: tuple[Path, Path]) -> None:

@@ -7,7 +7,7 @@ tests.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -44,7 +44,7 @@ class ModelStack:
         predrafting: Collection[str] = (),
         patience: int = 0,
         proposer_type: type[Proposer] = Proposer,
-        verifier_type: type[Verifier] = Verifier,
+        verifier_type: Callable[..., Verifier] = Verifier,
         learning_log: LearningLog | None = None,
     ) -> None:
         """

@@ -55,7 +55,7 @@ class ConstraintMasks:
         for job in jobs:
             if job.waits_for_masks:
                 self._begin(job)
-            if not job.waits_for_masks or job.masks is None or job.masks.is_done or job.masks.is_overdue:
+            if not job.waits_for_masks or _is_ready(job):
                 runnable.append(job)
         return runnable
 
@@ -100,18 +100,20 @@ class ConstraintMasks:
         constraint = job.call.constraint
         if job.masks is not None or constraint is None:
             return
-        tokens = self._program.masked_tokens(job)
-        if tokens is None:
-            return
         if self._threads is None:
             assert self._known is not None  # a call with a constraint was admitted by its text
             observe = None if self._observer is None else self._observer.observe_masks
             self._threads = MaskThreads(self._known, observe)
         filters = job.call.position.filters
         session = job.sequence.matcher = job.sequence.matcher or SessionMatcher()
-        output_ids, draft_ids = tokens
+        output_ids, draft_ids = self._program.masked_tokens(job)
         request = MaskRequest(constraint, filters.constraint_id, output_ids, draft_ids, filters.end_token_ids)
         job.masks = self._threads.begin(session, request)
+
+
+def _is_ready(job: Job) -> bool:
+    """Return whether a step need not wait for the job's masks: they are there, or too late."""
+    return job.masks is None or job.masks.is_done or job.masks.is_overdue
 
 
 def rows_without_token(jobs: Sequence[Job], logits: StepLogits) -> list[tuple[Job, SpecdecError]]:

@@ -300,11 +300,11 @@ class Program(Protocol):
         """
         ...
 
-    def masked_tokens(self, job: Job) -> tuple[TokenIds, list[int]] | None:
+    def masked_tokens(self, job: Job) -> tuple[TokenIds, list[int]]:
         """Return what the masks of a job's next logit rows depend on, in the vocabulary of its constraint.
 
         Returns:
-            Tokens of the turn's output before the rows, and the draft tokens of the rows; None if they need no masks.
+            Tokens of the turn's output before the rows, and the draft tokens of the rows.
         """
         token_ids, first = job.token_ids, job.round_start
         return token_ids[job.call.position.output_start : first].copy(), token_ids[first:].tolist()
