@@ -1,7 +1,8 @@
 """The joint distribution of constrained tokens, through running services, is the masked target's in every mode.
 
-Real draft and target services of table models; the draft knows nothing of the constraint, so about half of its first
-tokens are illegal. Seeds are fixed: a pass stays a pass. Each test has a false-alarm rate of 6e-5 (4 sigma) for another
+Real draft and target services of table models. Every second request is drafted by a draft that knows nothing of the
+constraint, so that about half of its first tokens are illegal; the others by the target itself, which masks its drafts.
+ Seeds are fixed: a pass stays a pass. Each test has a false-alarm rate of 6e-5 (4 sigma) for another
 choice of seeds, and negative controls: the samples follow neither the target at half the temperature nor the masked
 draft. `test_constrained_rounds.py` enumerates single rounds, with an engine that drops illegal drafts as the control.
 """
@@ -42,8 +43,9 @@ async def sample(coordinator: Coordinator, num_samples: int, **options: Any) -> 
         async with gate:
             session_id = f"{options['mode']}-{seed}"
             asked = request(
-                constraint=CONSTRAINT, session_id=session_id, seed=seed, max_new_tokens=NUM_TOKENS, gamma=2, **options
-            )
+                constraint=CONSTRAINT, session_id=session_id, seed=seed, max_new_tokens=NUM_TOKENS, gamma=2,
+                draft_pool=("default", "early-exit")[seed % 2], **options,
+            )  # fmt: skip
             output = await coordinator.generate(asked)
             await coordinator.stub.DeleteSession(pb.DeleteSessionRequest(session_id=session_id))
             return tuple(output.token_ids)
@@ -70,7 +72,7 @@ def p_value(counts: Counter[Outcome], expected: dict[Outcome, float]) -> float:
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 async def test_constrained_tokens_follow_the_masked_targets_joint_distribution(sampling: str, num_samples: int) -> None:
     options = SAMPLINGS[sampling]
-    async with Rig(constrained=True) as rig:
+    async with Rig(constrained=True, local_drafts={"early-exit": 1}) as rig:
         coordinator = await rig.coordinator()
         worker, cooler = rig.target.worker, {**options, "temperature": options["temperature"] / 2}
         expected = MaskedTarget(worker, rig.directory, CONSTRAINT, PROMPT, **options).outcomes(NUM_TOKENS)
