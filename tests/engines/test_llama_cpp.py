@@ -10,15 +10,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bench.suites.peers.figures import first_difference
 from bench.systems.gguf_writing import write_gguf
 from bench.systems.real_models import QWEN_DRAFT, QWEN_TARGET, SMOLLM2
-from specdec import Client
+from specdec import Client, Constraint
 from specdec.checkpoints.locate import locate_checkpoint
+from specdec.checkpoints.vocabulary import load_tokenizer
+from specdec.structured.matcher import Matcher
+from specdec.structured.token_table import TokenTable
 from tests.engines.conftest import DEMO
 from tests.engines.rig import NUM_TOKENS, PROMPTS, Llama, generate, installed, system, token_ids_of
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "count": {"type": "integer", "maximum": 99}},
+    "required": ["name", "count"],
+    "additionalProperties": False,
+}
 
 pytest.importorskip("llama_cpp", reason="needs llama-cpp-python: pip install 'specdec-serving[llama-cpp]'")
 
@@ -91,3 +102,24 @@ def test_greedy_text_of_a_float32_file_is_llama_cpps_own(tiny: tuple[Client, Lla
     client, llama = tiny
     tokens = token_ids_of(DEMO / "target", prompt)
     assert generate(client, tokens, temperature=0.0) == llama.greedy_continuation(tokens, NUM_TOKENS)
+
+
+def test_a_constrained_greedy_text_is_that_of_llama_cpps_masked_logits_for_every_number_of_draft_tokens(
+    tiny: tuple[Client, Llama],
+) -> None:
+    """The masks of the oracle are those of a matcher that sees whole outputs, one token after another."""
+    client, llama = tiny
+    tokenizer = load_tokenizer(DEMO / "target")
+    end_id = int(tokenizer.eos_token_id)
+    prompt = token_ids_of(DEMO / "target", PROMPTS[1])
+    for constraint in (Constraint.json_schema(SCHEMA), Constraint.regex("[a-f]{4}(-[a-f]{2}){1,4}")):
+        matcher = Matcher(TokenTable(tokenizer, (end_id,), len(tokenizer)), constraint)
+        expected: list[int] = []
+        while len(expected) < NUM_TOKENS and expected[-1:] != [end_id]:
+            matcher.align(np.array(expected, dtype=np.uint32))
+            legal = np.unpackbits(matcher.mask((end_id,)), count=len(tokenizer), bitorder="little").astype(bool)
+            logits = llama.logits_after(prompt + expected)[: len(tokenizer)]
+            expected.append(int(np.argmax(np.where(legal, logits, -np.inf))))
+        for options in ({"mode": "off"}, *({"gamma": gamma} for gamma in range(9))):
+            asked = {"temperature": 0.0, "constraint": constraint, "max_new_tokens": NUM_TOKENS, **options}
+            assert list(client.generate(prompt_token_ids=prompt, **asked).token_ids) == expected, options

@@ -2,9 +2,9 @@
 
 Real draft and target services of table models. Every second request is drafted by a draft that knows nothing of the
 constraint, so that about half of its first tokens are illegal; the others by the target itself, which masks its drafts.
- Seeds are fixed: a pass stays a pass. Each test has a false-alarm rate of 6e-5 (4 sigma) for another
-choice of seeds, and negative controls: the samples follow neither the target at half the temperature nor the masked
-draft. `test_constrained_rounds.py` enumerates single rounds, with an engine that drops illegal drafts as the control.
+Seeds are fixed: a pass stays a pass. Each test has a false-alarm rate of 6e-5 (4 sigma) for another choice of seeds,
+and negative controls: the samples follow neither the target at half the temperature nor the masked draft.
+`test_constrained_rounds.py` enumerates single rounds, with an engine that drops illegal drafts as the control.
 """
 
 from __future__ import annotations
