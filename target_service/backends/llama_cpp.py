@@ -262,7 +262,7 @@ class LlamaBackend:
                 run.logits.append(rows)
 
     def _answer(self, run: _Run) -> _Outcome:
-        """Return the answer of a question that has run, or the error of its constraint, which is no other's."""
+        """Return the answer of a question that has run, or the error of its constraint alone."""
         logits, rows_request = np.concatenate(run.logits)[:, : self.shape.vocabulary_size], run.rows_request
         if np.isnan(logits).any() or not np.isfinite(logits.max(axis=-1)).all():
             raise Internal("llama.cpp returned logits that are not finite")
