@@ -88,15 +88,23 @@ class GrammarDraftSource:
         self._max_gamma = max_gamma
         self._with_supports = with_supports
         self._run_portion = _FIRST_RUN_PORTION
+        self._looks_at = 0
+        """Length of the session from which on forced tokens are looked for. A run may end before it, at a place that
+        depends on times; a look there would change the text of a seed in the modes rejection and block."""
 
     async def propose(self, round_id: int, limit: int, committed_len: int) -> Draft:
         """See `DraftSource.propose`."""
+        if committed_len < self._looks_at:
+            draft = await self._otherwise.propose(round_id, limit, committed_len)
+            self._looks_at = self._looks_at if draft.run_portion else 0
+            return draft._replace(run_portion=min(draft.run_portion, max(0, self._looks_at - committed_len)))
         token_ids = (await self._forced.find())[: min(limit, self._max_gamma)]
         if token_ids:
             self._run_portion = _FIRST_RUN_PORTION
             return Draft(point_masses(token_ids, self._with_supports), num_requested=len(token_ids), pool=GRAMMAR_POOL)
         draft = await self._otherwise.propose(round_id, limit, committed_len)
         portion, self._run_portion = min(draft.run_portion, self._run_portion), 2 * self._run_portion
+        self._looks_at = committed_len + portion
         return draft._replace(run_portion=portion)
 
     def complete(self, draft: Draft, target: TargetAnswer) -> Draft:

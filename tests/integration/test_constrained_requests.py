@@ -134,6 +134,22 @@ async def test_a_constrained_text_is_the_masked_targets_in_runs_of_any_length(ma
         check_texts(cases, await texts_of(coordinator, asked), rig)
 
 
+async def test_the_text_of_a_seed_does_not_depend_on_where_its_runs_end() -> None:
+    """Forced tokens are drafts: found at other places, they would change the text in the modes rejection and block."""
+    asked = [
+        request(constraint=CONSTRAINTS[name], mode=MODES[mode], gamma=0, temperature=1.0, top_p=0.9, seed=seed)
+        for name in ("regular expression", "schema")
+        for mode in ("rejection", "block")
+        for seed in range(2, 6)
+    ]
+    texts: list[list[list[int]]] = []
+    for max_run in (1, 2, 64):
+        async with Rig(constrained=True, drafts=0, max_run=max_run) as rig:
+            outputs = await texts_of(await rig.coordinator(), asked)
+            texts.append([output.token_ids for output in outputs])
+    assert texts[0] == texts[1] == texts[2]
+
+
 @pytest.mark.parametrize(("pool", "first"), [("default", 0), ("ngram", 1), ("early-exit", 1)])
 async def test_a_constrained_text_is_the_masked_targets_with_drafts_of_any_kind_and_length(
     pool: str, first: int
