@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx2
 import jsonschema
 import openai
 import pytest
@@ -136,8 +137,11 @@ def test_a_streamed_message_has_the_events_of_a_call_in_order(tool_claude: anthr
     assert events[-2].delta.stop_reason == "tool_use"
 
 
-def test_the_stream_helper_of_anthropic_assembles_reasoning_and_call(tool_claude: anthropic.Anthropic) -> None:
-    body = {"temperature": 1.0, "seed": 2, "chat_template_kwargs": BEGUN}
+def test_the_stream_helper_of_anthropic_assembles_reasoning_and_call(
+    tool_claude: anthropic.Anthropic, tool_url: str
+) -> None:
+    closer = httpx2.post(f"{tool_url}/tokenize", json={"prompt": "</think>"}, timeout=300).json()["tokens"][-1]
+    body = {"temperature": 1.0, "seed": 2, "chat_template_kwargs": BEGUN, "logit_bias": {closer: 10}}
     with tool_claude.messages.stream(model=MODEL, messages=USER, tools=CLAUDE_TOOLS, max_tokens=300,
                                 tool_choice={"type": "any"}, extra_body=body) as stream:  # fmt: skip
         message = stream.get_final_message()
@@ -145,6 +149,7 @@ def test_the_stream_helper_of_anthropic_assembles_reasoning_and_call(tool_claude
     assert thinking.type == "thinking"
     assert thinking.thinking
     assert thinking.signature
+    assert rest
     assert all(block.type == "tool_use" for block in rest)
     history: Any = [*USER, {"role": "assistant", "content": message.content}, *USER]
     assert send(tool_claude, messages=history, tool_choice={"type": "none"}, max_tokens=1).usage.output_tokens == 1
