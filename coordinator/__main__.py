@@ -47,6 +47,7 @@ from coordinator.replicas.target_models import TargetModels
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.routing.promotion import Canary
 from coordinator.routing.score_queue import ScoreQueue
+from coordinator.text.constraints import prepare_constraints
 from coordinator.text.output_forms import ParserNames
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.checkpoints.generation_config import recommended_sampling
@@ -135,7 +136,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
         metrics.watch_store(lambda: store.num_failures)
         readiness = Readiness(lambda is_ready: server.set_serving() if is_ready else server.set_not_serving())
         registry = _open_registry(settings, access, ending)
-        pools = _build_pools(settings, access, tokenizer.fingerprint, readiness, registry)
+        pools = _build_pools(settings, access, tokenizer, readiness, registry)
         ending.push_async_callback(pools.close)
         target_models = TargetModels(pools, store.target_shares())
         target_models.start()
@@ -247,7 +248,7 @@ def _register(
 def _build_pools(
     settings: CoordinatorSettings,
     access: CoordinatorAccess,
-    vocabulary_fingerprint: str,
+    tokenizer: ServedTokenizer,
     readiness: Readiness,
     registry: ReplicaRegistry | None,
 ) -> ReplicaPools:
@@ -255,7 +256,7 @@ def _build_pools(
     static += [(TARGET, address) for address in settings.target_endpoint]
 
     return ReplicaPools(
-        vocabulary_fingerprint,
+        tokenizer.fingerprint,
         partial(open_link, metadata=access.link_metadata, tls=settings.channel_tls),
         static_endpoints=static,
         registry=registry,
@@ -263,6 +264,7 @@ def _build_pools(
         first_model_pool=settings.default_draft_pool,
         target_wait_s=settings.target_wait_s,
         on_readiness=readiness.note_targets,
+        prepare_for=partial(prepare_constraints, tokenizer),
     )
 
 

@@ -141,6 +141,7 @@ class Proposer(ReplicaEngine):
 
     async def warm_up(self) -> None:
         """Draft in a session that is then forgotten, so that the first real call runs warm code."""
+        await self._prepare_constraints()
         for round_id, temperature in enumerate((0.0, 1.0)):
             warm_up_round = self._warm_up_round(round_id, SamplingFilters(temperature=temperature))
             await self.propose(ProposeRequest(warm_up_round, gamma=min(2, self._options.max_gamma)))

@@ -118,6 +118,7 @@ class Verifier(ReplicaEngine):
 
         The last round gives the scheduler the time of a warm step.
         """
+        await self._prepare_constraints()
         draft = np.zeros(1, dtype=np.uint32)
         for round_id, temperature in enumerate((0.0, 1.0, 0.0)):
             warm_up_round = self._warm_up_round(round_id, SamplingFilters(temperature=temperature))

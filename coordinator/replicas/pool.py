@@ -60,6 +60,7 @@ class ReplicaPools:
         poll_interval_s: float = POLL_INTERVAL_S,
         target_wait_s: float = 0.0,
         on_readiness: Callable[[bool], Awaitable[None]] | None = None,
+        prepare_for: Callable[[EngineInfo], Awaitable[None]] | None = None,
     ) -> None:
         """
         Args:
@@ -72,6 +73,7 @@ class ReplicaPools:
             poll_interval_s: seconds between two polls; while nothing changes, at least `QUIET_POLL_INTERVAL_S`.
             target_wait_s: seconds that a request waits for a lost target replica (`target_wait`).
             on_readiness: awaited whenever it changes whether a target replica is connected.
+            prepare_for: awaited with the first description of each replica's process, before it is used.
         """
         self.vocabulary_fingerprint = vocabulary_fingerprint
         self.lookup_pools = tuple(lookup_pools)
@@ -82,19 +84,17 @@ class ReplicaPools:
         self._poll_interval_s = poll_interval_s
         self._changed_at_s = time.monotonic()
         """Time at which a replica last came, left, did not serve or was in doubt, by `time.monotonic`."""
-        self._on_readiness = on_readiness
+        self._on_readiness, self._prepare_for = on_readiness, prepare_for
         self._replicas: dict[Endpoint, Replica[Any]] = {}
         """Replicas by role and address, sorted."""
         self._checks: dict[Endpoint, asyncio.Task[None]] = {}
         """Checks under way."""
-        self._was_ready = False
-        self._has_been_ready = False
+        self._was_ready = self._has_been_ready = False
         self._targets_lost_at_s = 0.0
         self._last_target_info: EngineInfo | None = None
         self.num_faults: Counter[tuple[str, str]] = Counter()
-        self._doubt = asyncio.Event()
+        self._doubt, self._target_described = asyncio.Event(), asyncio.Event()
         self.activity = Activity(on_wake=self._doubt.set)
-        self._target_described = asyncio.Event()
 
     def targets(self) -> list[TargetReplica]:
         """Return every target replica that has ever described itself, by address. Any thread may call this."""
@@ -277,9 +277,9 @@ class ReplicaPools:
             self._endpoints.forget(key)
             await self._replicas.pop(key).close()
         for key in sorted(endpoints - self._replicas.keys()):
-            self._replicas[key] = Replica(*key, self._open_link(*key))
-            self._replicas[key].on_doubt = self._doubt.set
-            self._replicas[key].num_faults = self.num_faults
+            replica = self._replicas[key] = Replica(*key, self._open_link(*key))
+            replica.on_doubt, replica.num_faults = self._doubt.set, self.num_faults
+            replica.prepare_for = self._prepare_for
             self._replicas = dict(sorted(self._replicas.items()))
         await self._check_all()
         if known != self._replicas.keys() or not all(replica.is_alive for replica in self.all_replicas()):

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from coordinator.replicas.turn_ends import TurnEnds
@@ -133,6 +133,8 @@ class Replica(Generic[LinkT]):
         """Last message logged about the replica since it last fitted."""
         self.on_doubt: Callable[[], None] = lambda: None
         """Called when the replica may differ from its last description."""
+        self.prepare_for: Callable[[EngineInfo], Awaitable[None]] | None = None
+        """Awaited with the first description of each process, before the process is used."""
         self.num_faults: Counter[tuple[str, str]] = Counter()
         """Faults by role and pool, shared by all replicas of a coordinator."""
         link.on_handshake = self._shake_hands
@@ -280,6 +282,9 @@ class Replica(Generic[LinkT]):
                 f"{self.role} replica {info.replica_id} at {self.address} has vocabulary fingerprint "
                 f"{info.vocabulary_fingerprint}, the tokenizer has {vocabulary_fingerprint}"
             )
+        is_new = self.info is None or self.info.incarnation != info.incarnation
+        if is_new and self.prepare_for is not None:
+            await self.prepare_for(info)
         if not self.is_alive:
             _log.info("%s replica %s at %s connected, pool %s", self.role, info.replica_id, self.address, info.pool)
             self._has_stalled = self._has_stalled and self.health.is_marked and info.incarnation == self.incarnation

@@ -6,10 +6,12 @@ this module after `front/validation`; the checked request carries the constraint
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from coordinator.text.output_forms import OutputForms
 from coordinator.text.text_process import TextProcess, in_thread
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.contract.constraint import Constraint, ConstraintKind
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.contract.tools import Tools
 from specdec.structured.grammar import check_text, field_of
@@ -26,6 +29,17 @@ from specdec.structured.grammar import check_text, field_of
 _MAX_REMEMBERED = 1024
 #: Time in which the tools of a request must compile. Other requests wait for the process meanwhile.
 _MAX_PARTS_S = 10.0
+
+
+async def prepare_constraints(tokenizer: ServedTokenizer, replica: EngineInfo) -> None:
+    """Build the table of tokens that constrained requests to a target need; without effect for another replica.
+
+    All streams would wait for it later, because the library holds Python's lock. A tokenizer that cannot follow
+    constraints serves requests without them.
+    """
+    if replica.role == "target" and replica.supports_constraints:
+        with suppress(Unsupported):  # each constrained request is told
+            await asyncio.to_thread(lambda: tokenizer.token_table(replica.eos_token_ids).library_table())
 
 
 class _Compiled(NamedTuple):
@@ -164,7 +178,6 @@ class ConstraintAdmission:
                 "eos_token_ids": eos_token_ids,
             }
             warnings = tuple(self._process.ask(question, field_of(constraint), given_up)["warnings"])
-            table.library_table()  # so that the request's own rounds do not wait for it
             compile_s = time.monotonic() - began_s
             self._compiled[identity] = warnings
             while len(self._compiled) > _MAX_REMEMBERED:

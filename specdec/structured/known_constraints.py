@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -10,12 +11,14 @@ from functools import cached_property
 
 from specdec.checkpoints.vocabulary import load_tokenizer
 from specdec.contract.constraint import Constraint
-from specdec.contract.errors import ConstraintMiss, InvalidRequest
+from specdec.contract.errors import ConstraintMiss, InvalidRequest, Unsupported
 from specdec.contract.types import SessionPosition
 from specdec.structured.token_table import TokenTable
 
 #: Limit on the texts that are kept, in bytes; the ones used longest ago leave.
 _MAX_KNOWN_BYTES = 64 << 20
+
+_log = logging.getLogger(__name__)
 
 
 class KnownConstraints:
@@ -46,6 +49,16 @@ class KnownConstraints:
         """The model's tokens. Raises Unsupported if they cannot follow constraints."""
         return TokenTable(load_tokenizer(self._model), self._eos_token_ids, self._vocabulary_size)
 
+    def prepare(self) -> None:
+        """Load the tokens and build their table, for which all calls would wait later: the library holds Python's lock.
+
+        A model that cannot follow constraints serves requests without them; `learn` raises for the others.
+        """
+        try:
+            self._loaded_table().library_table()
+        except Unsupported as error:
+            _log.info("requests with constraints will be refused: %s", error.message)
+
     def get(self, position: SessionPosition) -> Constraint | None:
         """Return the constraint of a call; None if it is not known here and its text came along.
 
@@ -75,8 +88,7 @@ class KnownConstraints:
         """
         identity, constraint = position.filters.constraint_id, position.constraint
         assert constraint is not None  # `get` has checked it
-        with self._loading:
-            table = self.table
+        table = self._loaded_table()
         if self._is_authority and table.identity_of(constraint) != identity:
             raise InvalidRequest(
                 "round.law.constraint_id is not the identity of round.constraint on this replica: coordinator and "
@@ -92,3 +104,7 @@ class KnownConstraints:
                 _, oldest = self._known.popitem(last=False)
                 self._num_bytes -= len(oldest.text)
         return constraint
+
+    def _loaded_table(self) -> TokenTable:
+        with self._loading:
+            return self.table

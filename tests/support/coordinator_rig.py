@@ -35,6 +35,7 @@ from coordinator.replicas.target_models import TargetModels
 from coordinator.round.draft_source_factory import DraftSourceFactory
 from coordinator.routing.promotion import Canary
 from coordinator.routing.score_queue import ScoreQueue
+from coordinator.text.constraints import prepare_constraints
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.access.grants import UNLIMITED, Limits
 from specdec.checkpoints.generation_config import recommended_sampling
@@ -265,6 +266,7 @@ class Rig:
             ],
             lookup_pools=lookup,
             target_wait_s=target_wait_s,
+            prepare_for=partial(prepare_constraints, self.tokenizer),
         )
         histories = TokenHistories(10_000) if "suffix" in lookup else None
         scores = ScoreQueue(pools, retry_s=0.05) if routes else None

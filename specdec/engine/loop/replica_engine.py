@@ -186,6 +186,11 @@ class ReplicaEngine:
         """Finish the running calls, then free everything. Idempotent."""
         await self._engine_loop.close()
 
+    async def _prepare_constraints(self) -> None:
+        """Build what constrained calls need, so that no call waits for it."""
+        if self._constraints is not None:
+            await asyncio.to_thread(self._constraints.prepare)
+
     async def _release_warm_up(self) -> None:
         await self.release([_WARM_UP_SESSION])
 
