@@ -8,7 +8,7 @@ The mask decides what is legal. llguidance's `consume_token` accepts more, so a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -109,16 +109,24 @@ class Matcher:
             raise no_legal_token(self._constraint)
         return mask
 
-    def masks_along(self, draft_token_ids: Sequence[int], end_token_ids: Sequence[int]) -> list[Mask]:
+    def masks_along(
+        self, draft_token_ids: Sequence[int], end_token_ids: Sequence[int], check: Callable[[], None] = lambda: None
+    ) -> list[Mask]:
         """Return the masks before each draft token and after the last; the state does not change.
 
         The list ends with the first illegal token, or with an end token: the tokens after it are never emitted.
+
+        Args:
+            draft_token_ids: tokens that may follow the output.
+            end_token_ids: as for `mask`.
+            check: called after each mask; what it raises ends the work.
 
         Raises: as `mask`.
         """
         masks = [self.mask(end_token_ids)]
         num_taken = 0
         try:
+            check()
             for token_id in draft_token_ids:
                 if not is_legal(masks[-1], token_id) or token_id in end_token_ids:
                     break
@@ -127,6 +135,7 @@ class Matcher:
                     break
                 num_taken += 1
                 masks.append(self.mask(end_token_ids))
+                check()
         finally:
             if num_taken:
                 self._matcher.rollback(num_taken)
