@@ -26,6 +26,7 @@ from specdec.rpc.health import Health
 from specdec.rpc.open_turns import OpenTurns
 from specdec.rpc.service_server import ServiceServer
 from specdec.rpc.ticks import tick
+from specdec.service import memory
 from specdec.service.model_grace import ModelGrace
 from specdec.settings.addresses import advertised_address
 from specdec.settings.shared import ReplicaSettings, ServiceSettings
@@ -145,6 +146,7 @@ async def run_replica(
         _log.info("warming up")
         metrics.note_phase("warming_up")
         await engine.warm_up()
+        await asyncio.to_thread(memory.return_freed_memory)  # a large tokenizer leaves a hundred megabytes
         stop = take_signals()
         if settings.unix_socket == "on":
             await servicer.open_unix_socket(settings.max_message_bytes)

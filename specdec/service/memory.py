@@ -34,12 +34,12 @@ def settle() -> None:
     Services make very few cyclic objects; reference counts free those of a round. Call it once everything is loaded.
     """
     gc.collect()
-    _return_freed_memory()
+    return_freed_memory()
     gc.freeze()
     gc.set_threshold(_GC_ALLOCATIONS, 10, 10)
 
 
-def _return_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Give the system the pages that hold nothing but freed memory; no effect if the C library is not glibc.
 
     glibc keeps pieces below 32 MB for later allocations. After a load these are most of the model's weights as they

@@ -40,7 +40,8 @@ class TokenTable:
         Raises:
             Unsupported: llguidance is not installed, the tokens have no fixed bytes, or the model has no end token.
         """
-        self._tokenizer = tokenizer
+        self._tokenizer: PreTrainedTokenizerFast | None = tokenizer
+        """The tokenizer until the table is built, because it takes more memory than the table."""
         self.eos_token_ids = tuple(eos_token_ids)
         self.vocabulary_size = vocabulary_size
         self._lock = threading.Lock()
@@ -58,8 +59,10 @@ class TokenTable:
         """Return the table, which the first call builds. Raises Unsupported if llguidance cannot read the tokenizer."""
         with self._lock:
             if self._table is None:
+                assert self._tokenizer is not None
                 began_s = time.monotonic()
                 self._table = _build(self._tokenizer, self.eos_token_ids, self.vocabulary_size)
+                self._tokenizer = None
                 _log.info("token table built: tokens=%d s=%.2f", self.vocabulary_size, time.monotonic() - began_s)
             return self._table
 
