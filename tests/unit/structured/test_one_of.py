@@ -55,3 +55,18 @@ def test_alternatives_that_may_overlap_stay_as_they_are(schema: dict[str, Any]) 
     prepared = copy.deepcopy(schema)
     prepare(prepared)
     assert prepared == schema
+
+
+def test_alternatives_with_hours_of_comparisons_stay_as_they_are() -> None:
+    names = [f"a{number}" for number in range(60)]
+    nested = {"type": "object", "properties": {name: {"$ref": "#/$defs/nested"} for name in names}, "required": names}
+    schema = {"$defs": {"nested": nested}, "oneOf": [{"$ref": "#/$defs/nested"}] * 30}
+    prepared = copy.deepcopy(schema)
+    prepare(prepared)
+    assert prepared == schema
+
+
+def test_thousands_of_values_are_exclusive() -> None:
+    schema: dict[str, Any] = {"oneOf": [{"const": number} for number in range(5000)]}
+    prepare(schema)
+    assert len(schema["anyOf"]) == 5000
