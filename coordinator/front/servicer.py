@@ -153,7 +153,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             answer = checked.sampling.constraint
             checked = await self._constraints.with_form(checked)
             check_follows_constraints(checked, is_possible=self._pools.follows_constraints)
-            checked = await self._constraints.admit(checked, answer, limits.eos_token_ids)
+            checked = await self._constraints.admit(checked, answer, limits.eos_token_ids, tenant)
             reader = await self._generations.open(replace(checked, tenant=tenant, deadline_s=_deadline_s(context)))
         except SpecdecError as error:
             self._generations.count_refusal(error)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from coordinator.requests import GenerationRequest
+from coordinator.text.fair_turns import FairTurns
 from coordinator.text.output_forms import OutputForms
 from coordinator.text.text_process import TextProcess, in_thread
 from coordinator.text.tokenizer import ServedTokenizer
@@ -73,6 +74,8 @@ class ConstraintAdmission:
         self._allows_grammars = allows_grammars
         self._forms = forms
         self._process = TextProcess({"model": tokenizer.model})
+        self._turns = FairTurns()
+        """Turns at the process, so that one tenant's slow constraints delay another's request by one compilation."""
         self._compiled: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
         """Warnings of each compiled constraint, by its identity."""
 
@@ -86,7 +89,7 @@ class ConstraintAdmission:
         return await in_thread(self._forms.with_form, request)
 
     async def admit(
-        self, request: GenerationRequest, answer: Constraint | None, eos_token_ids: tuple[int, ...]
+        self, request: GenerationRequest, answer: Constraint | None, eos_token_ids: tuple[int, ...], tenant: str
     ) -> GenerationRequest:
         """Return the request with the identity of its constraint, which has been compiled.
 
@@ -94,6 +97,7 @@ class ConstraintAdmission:
             request: a checked request, with its form.
             answer: constraint that the client sent.
             eos_token_ids: end tokens of the target model.
+            tenant: tenant of the request.
 
         Raises:
             InvalidRequest: the constraint cannot be compiled within the limits (CONSTRAINT_INVALID).
@@ -113,8 +117,8 @@ class ConstraintAdmission:
             )
         ignored: tuple[str, ...] = ()
         if sampling.constraint.kind is ConstraintKind.STRUCTURAL:
-            ignored = await in_thread(self._check_parts, request.tools, answer, eos_token_ids)
-        compiled = await in_thread(self._compile, sampling.constraint, eos_token_ids)
+            ignored = await self._check_parts(request.tools, answer, eos_token_ids, tenant)
+        compiled = await self._compile(sampling.constraint, eos_token_ids, tenant)
         self._count(sampling.constraint.kind.name.lower(), compiled.compile_s)
         filters = replace(
             sampling.filters,
@@ -125,13 +129,8 @@ class ConstraintAdmission:
         warnings = tuple(dict.fromkeys((*compiled.warnings, *ignored)))
         return replace(request, sampling=sampling, constraint_warnings=warnings)
 
-    def _check_parts(
-        self,
-        tools: Tools | None,
-        answer: Constraint | None,
-        eos_token_ids: tuple[int, ...],
-        *,
-        given_up: threading.Event,
+    async def _check_parts(
+        self, tools: Tools | None, answer: Constraint | None, eos_token_ids: tuple[int, ...], tenant: str
     ) -> tuple[str, ...]:
         """Check the client's own constraint and each tool by itself; return what they ignore.
 
@@ -139,47 +138,52 @@ class ConstraintAdmission:
 
         Raises InvalidRequest, which names the part at fault.
         """
-        began_s, ignored = time.monotonic(), list[str]()
+        compile_s, ignored = 0.0, list[str]()
         if answer is not None:
-            ignored += self._compile(answer, eos_token_ids, given_up=given_up).warnings
+            ignored += (await self._compile(answer, eos_token_ids, tenant)).warnings
         for index, tool in enumerate(tools.definitions if tools is not None else ()):
             parameters = Constraint.json_schema(tool.parameters, is_lenient=not tool.is_strict)
-            if time.monotonic() - began_s > _MAX_PARTS_S:
+            if compile_s > _MAX_PARTS_S:
                 raise InvalidRequest(
                     f"tools take more than {_MAX_PARTS_S:g} s to compile; send fewer, or simpler ones",
                     reason="CONSTRAINT_INVALID",
                     field="tools",
                 )
             try:
-                ignored += self._compile(parameters, eos_token_ids, given_up=given_up).warnings
+                compiled = await self._compile(parameters, eos_token_ids, tenant)
             except InvalidRequest as error:
                 field = f"tools.definitions[{index}].parameters_json"
                 problem = error.message.removeprefix(field_of(parameters)).strip()
                 raise InvalidRequest(f"{field} {problem}", reason="CONSTRAINT_INVALID", field=field) from error
+            compile_s += compiled.compile_s or 0.0
+            ignored += compiled.warnings
         return tuple(ignored)
 
     def close(self) -> None:
         """End the process. Idempotent."""
         self._process.close()
 
-    def _compile(
-        self, constraint: Constraint, eos_token_ids: tuple[int, ...], *, given_up: threading.Event
-    ) -> _Compiled:
+    async def _compile(self, constraint: Constraint, eos_token_ids: tuple[int, ...], tenant: str) -> _Compiled:
         """Return a constraint that can be compiled. Raises as `admit`."""
-        table = self._tokenizer.token_table(eos_token_ids)
+        table = self._tokenizer.token_table(eos_token_ids)  # `prepare_constraints` has built it
         identity = table.identity_of(constraint)
-        compile_s: float | None = None
-        warnings = self._compiled.get(identity)
-        if warnings is None:
+        if (warnings := self._compiled.get(identity)) is not None:
+            return _Compiled(identity, warnings, None)
+        async with self._turns.of(tenant):
             began_s = time.monotonic()
-            check_text(constraint)
-            question: dict[str, Any] = {
-                "constraint": {"kind": constraint.kind, "text": constraint.text, "is_lenient": constraint.is_lenient},
-                "eos_token_ids": eos_token_ids,
-            }
-            warnings = tuple(self._process.ask(question, field_of(constraint), given_up)["warnings"])
-            compile_s = time.monotonic() - began_s
-            self._compiled[identity] = warnings
-            while len(self._compiled) > _MAX_REMEMBERED:
-                self._compiled.popitem(last=False)
-        return _Compiled(identity, warnings, compile_s)
+            warnings = await in_thread(self._ask, constraint, eos_token_ids)
+        self._compiled[identity] = warnings
+        while len(self._compiled) > _MAX_REMEMBERED:
+            self._compiled.popitem(last=False)
+        return _Compiled(identity, warnings, time.monotonic() - began_s)
+
+    def _ask(
+        self, constraint: Constraint, eos_token_ids: tuple[int, ...], *, given_up: threading.Event
+    ) -> tuple[str, ...]:
+        """Compile a constraint in the process; return what it ignores. Blocks, and raises as `admit`."""
+        check_text(constraint)
+        question: dict[str, Any] = {
+            "constraint": {"kind": constraint.kind, "text": constraint.text, "is_lenient": constraint.is_lenient},
+            "eos_token_ids": eos_token_ids,
+        }
+        return tuple(self._process.ask(question, field_of(constraint), given_up)["warnings"])

@@ -13,6 +13,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +29,12 @@ _LARGE_TEXT_CHARACTERS = 1 << 20
 #: Interval at which a waiting thread checks whether the call was given up.
 _NOTICE_S = 0.05
 
+#: Time for which the answer to a constraint is awaited after its call was given up. Its compilation has a limit, and a
+#: new child would have to build its table of tokens again, for which the next constraint would wait.
+_PATIENCE_S = 2.0
+#: Threads that wait for a child. The event loop's own are few, and other work of requests needs them.
+_THREADS = ThreadPoolExecutor(64, thread_name_prefix="specdec-text")
+
 ResultT = TypeVar("ResultT")
 
 
@@ -33,7 +42,8 @@ async def in_thread(work: Callable[..., ResultT], *args: Any, **options: Any) ->
     """Run work that takes `given_up` in a thread. Cancelling this call, as the end of a request does, ends the work."""
     given_up = threading.Event()
     try:
-        return await asyncio.to_thread(work, *args, given_up=given_up, **options)
+        loop, context = asyncio.get_running_loop(), copy_context()
+        return await loop.run_in_executor(_THREADS, partial(context.run, work, *args, given_up=given_up, **options))
     finally:
         given_up.set()
 
@@ -104,8 +114,10 @@ class TextProcess:
             write_message(process.stdin, request)
             waiting = select.poll()  # select.select would refuse descriptors above 1024
             waiting.register(process.stdout, select.POLLIN)
+            patience_s = _PATIENCE_S if "constraint" in request else 0.0
             while not waiting.poll(_NOTICE_S * 1000):
-                _check(given_up)
+                if given_up.is_set() and (patience_s := patience_s - _NOTICE_S) < 0.0:
+                    raise GivenUp
             answer = read_message(process.stdout)
         except OSError:  # the child ended before it read the request
             pass

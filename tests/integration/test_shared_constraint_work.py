@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import threading
 import time
 from typing import Any
 
+import grpc
 import pytest
 
 from specdec.contract.constraint import Constraint
+from specdec.contract.tenant import TENANT_KEY
 from specdec.engine.loop import constraint_masks
 from specdec.structured.matcher import Mask, Matcher
+from tests.failure.test_hostile_text import children_of
 from tests.integration.test_constrained_requests import CASES, MODES, Case
-from tests.support.coordinator_rig import PROMPT, Rig, eventually
+from tests.support.coordinator_rig import PROMPT, Rig, eventually, request
 from tests.support.table_worker import held_steps_are_no_hangs
 
 __all__ = ["held_steps_are_no_hangs"]
 
 NUM_SLOW = 6
+NUM_CONSTRAINTS = 20
 SLOW = Constraint.regex("[abc]{16}")
 
 
@@ -80,3 +86,31 @@ async def test_slow_masks_of_many_sessions_leave_threads_to_the_others(monkeypat
             HeldMatcher.gate.set()
         for output in await asyncio.gather(*held):
             assert output.token_ids == slow.expected(rig)
+
+
+async def test_constraints_of_one_tenant_delay_anothers_by_one_compilation() -> None:
+    """The process that compiles is stopped while a tenant sends many constraints, then another tenant one."""
+    ended: list[str] = []
+
+    async def refused(tenant: str, number: int) -> None:
+        schema = {"uniqueItems": True, "title": f"{tenant} {number}"}
+        asked = request(constraint=Constraint.json_schema(schema))
+        with pytest.raises(grpc.aio.AioRpcError, match="uniqueItems"):
+            await coordinator.stub.Generate(asked, metadata=[(TENANT_KEY, tenant)]).read()
+        ended.append(tenant)
+
+    others = children_of(os.getpid())
+    async with Rig(constrained=True, drafts=0) as rig:
+        coordinator = await rig.coordinator(tenant_header=True)
+        await refused("many", 0)
+        (child,) = children_of(os.getpid()) - others
+        os.kill(int(child), signal.SIGSTOP)
+        tasks = [asyncio.create_task(refused("many", number)) for number in range(1, NUM_CONSTRAINTS)]
+        assert coordinator.servicer is not None
+        turns = coordinator.servicer._constraints._turns
+        await eventually(lambda: len(turns._waiting.get("many", ())) == NUM_CONSTRAINTS - 2)
+        tasks.append(asyncio.create_task(refused("one", 0)))
+        await eventually(lambda: "one" in turns._waiting)
+        os.kill(int(child), signal.SIGCONT)
+        await asyncio.gather(*tasks)
+        assert ended.index("one") <= 4
