@@ -39,6 +39,7 @@ from coordinator.text.tokenizer import ServedTokenizer
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
 from specdec.state.store import SessionStore
 from specdec.structured.matcher import Matcher
+from specdec.structured.paced_threads import PacedThreads
 
 
 class GenerationFactory:
@@ -76,6 +77,7 @@ class GenerationFactory:
         self._auditor = auditor
         self._commits = CommitQueue(store)
         self._lease_keeper = LeaseKeeper(store)
+        self._search_threads = PacedThreads("specdec-forced")
 
     def start(self, prepared: PreparedTurn, slot: RunningSlot) -> Generation:
         """Start the task of a generation. Nothing is awaited, so that the turn's lease always has an owner.
@@ -135,6 +137,7 @@ class GenerationFactory:
 
     async def close(self) -> None:
         """Stop what the generations share. Call it when no generation runs. Idempotent."""
+        self._search_threads.close()
         await self._interrupted.close()
         await self._lease_keeper.close()
         await self._draft_sources.close()
@@ -196,7 +199,7 @@ class GenerationFactory:
         def open_matcher() -> Matcher:
             return Matcher(self._tokenizer.token_table(eos_token_ids), constraint)
 
-        return ForcedTokens(open_matcher, turn.tokens, turn.identity.output_start)
+        return ForcedTokens(open_matcher, turn.tokens, turn.identity.output_start, self._search_threads)
 
     def _round_setting(self, turn: Turn, *, is_timed: bool) -> RoundSetting:
         identity, sampling = turn.identity, turn.identity.parameters.sampling

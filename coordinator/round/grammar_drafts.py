@@ -21,6 +21,7 @@ from coordinator.round.target_calls import TargetAnswer
 from specdec.contract.errors import SpecdecError
 from specdec.contract.types import TokenIds
 from specdec.structured.matcher import Matcher
+from specdec.structured.paced_threads import Pace, PacedThreads
 
 #: Name under which forced tokens are counted and shown, like the name of a pool.
 GRAMMAR_POOL = "grammar"
@@ -39,13 +40,21 @@ _log = logging.getLogger(__name__)
 class ForcedTokens:
     """The tokens that a constraint forces after those of a session. One request's; used from one event loop."""
 
-    def __init__(self, open_matcher: Callable[[], Matcher], tokens: SessionTokens, output_start: int) -> None:
+    def __init__(
+        self,
+        open_matcher: Callable[[], Matcher],
+        tokens: SessionTokens,
+        output_start: int,
+        threads: PacedThreads,
+    ) -> None:
         """
         Args:
             open_matcher: compiles the constraint; called in a thread.
             tokens: tokens of the session.
             output_start: position of the turn's first output token.
+            threads: threads of all requests' searches.
         """
+        self._threads, self._pace = threads, Pace()
         self._open_matcher = open_matcher
         self._tokens = tokens
         self._output_start = output_start
@@ -58,7 +67,8 @@ class ForcedTokens:
             return []
         output_ids = self._tokens.tail(self._output_start).copy()
         try:
-            return await asyncio.wait_for(asyncio.to_thread(self._search, output_ids), _PATIENCE_S)
+            async with asyncio.timeout(_PATIENCE_S):
+                return await asyncio.wrap_future(self._threads.submit(self._pace, self._search, output_ids))
         except (SpecdecError, TimeoutError) as error:
             # The target decides what is legal, and ends the request if its matcher fails, too.
             _log.warning("forced tokens are not drafted: %s", error or "the search takes too long")

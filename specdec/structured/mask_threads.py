@@ -1,7 +1,8 @@
-"""Threads that compute the masks of calls, so that no slow constraint delays other sessions.
+"""Computes the masks of calls in threads, within limits of time.
 
-Each session keeps its matcher from call to call. The time of masks is limited, and a call whose masks take longer ends
-by name. Called by the device loop of our own engine (`specdec.engine.loop.constraint_masks`) and by targets in front of
+Each session keeps its matcher from call to call. A call whose masks take too long ends by name. A session whose masks
+were slow computes the next ones in threads for slow sessions, so quick sessions wait for a slow one at most once. Called
+by the device loop of our own engine (`specdec.engine.loop.constraint_masks`) and by targets in front of
 another engine.
 """
 
@@ -11,8 +12,9 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 
 from specdec.contract.constraint import Constraint
 from specdec.contract.errors import SpecdecError
@@ -20,13 +22,12 @@ from specdec.contract.types import TokenIds
 from specdec.structured.grammar import invalid
 from specdec.structured.known_constraints import KnownConstraints
 from specdec.structured.matcher import Mask, Matcher
+from specdec.structured.paced_threads import Pace, PacedThreads
 
 #: Longest processor time that the masks of one step may take. Wall time would end requests on a busy machine.
 MAX_MASK_CPU_S = 0.5
-#: Time after which masks that are still not ready end their call.
+#: Time after its beginning at which a computation that has not ended ends its call.
 MAX_MASK_S = 10.0
-#: Threads that compute masks. A slow constraint occupies one of them.
-_NUM_THREADS = 4
 
 
 @dataclass(slots=True)
@@ -36,6 +37,7 @@ class SessionMatcher:
     constraint_id: bytes = b""
     matcher: Matcher | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+    pace: Pace = field(default_factory=Pace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,8 @@ class MasksInWork:
     constraint: Constraint
     future: Future[list[Mask]]
     """Fewer masks than positions if a draft token is illegal, or ends the output."""
-    began_s: float
-    """Time at which the computation was asked for, by `time.monotonic`."""
+    pace: Pace
+    """Pace of the session."""
 
     @property
     def is_done(self) -> bool:
@@ -68,8 +70,8 @@ class MasksInWork:
 
     @property
     def is_overdue(self) -> bool:
-        """True if the masks took so long that their call must end."""
-        return time.monotonic() - self.began_s > MAX_MASK_S
+        """True if the masks took so long that their call must end. A wait for a thread does not count."""
+        return self.future.running() and time.monotonic() - self.pace.began_s > MAX_MASK_S
 
     def are_ready(self, patience_s: float) -> bool:
         """Wait for the masks, and return whether they, or an error, are there."""
@@ -82,10 +84,15 @@ class MasksInWork:
         Raises:
             InvalidRequest: as `Matcher.mask`, or the masks take too long (CONSTRAINT_INVALID).
         """
+        computed = asyncio.wrap_future(self.future)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(self.future), MAX_MASK_S)
-        except TimeoutError as error:
-            raise too_slow(self.constraint) from error
+            while not self.is_overdue:
+                done, _ = await asyncio.wait([computed], timeout=MAX_MASK_S)
+                if done:
+                    return computed.result()
+        finally:
+            computed.cancel()
+        raise too_slow(self.constraint)
 
 
 class MaskThreads:
@@ -99,16 +106,16 @@ class MaskThreads:
         """
         self._known = known
         self._observe = observe
-        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="specdec-masks")
+        self._threads = PacedThreads("specdec-masks")
 
     def begin(self, session: SessionMatcher, request: MaskRequest) -> MasksInWork:
         """Begin to compute the masks of a call with the matcher of its session."""
-        future = self._pool.submit(self._compute, session, request)
-        return MasksInWork(request.constraint, future, time.monotonic())
+        future = self._threads.submit(session.pace, self._compute, session, request)
+        return MasksInWork(request.constraint, future, session.pace)
 
     def close(self) -> None:
         """End the threads once their masks are computed."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     def _compute(self, session: SessionMatcher, request: MaskRequest) -> list[Mask]:
         with session.lock:
@@ -116,18 +123,23 @@ class MaskThreads:
                 if session.matcher is None or session.constraint_id != request.constraint_id:
                     session.matcher = Matcher(self._known.table, request.constraint)
                     session.constraint_id = request.constraint_id
-                began_s = time.thread_time()
-                session.matcher.align(request.output_ids)
-                masks = session.matcher.masks_along(request.draft_ids, request.end_token_ids)
-                mask_s = time.thread_time() - began_s
-                if self._observe is not None:
-                    self._observe(mask_s)
-                if mask_s > MAX_MASK_CPU_S:
-                    raise too_slow(request.constraint)
-                return masks
+                began_cpu_s = time.thread_time()
+                try:
+                    session.matcher.align(request.output_ids)
+                    check = partial(_check_time, request.constraint, began_cpu_s)
+                    return session.matcher.masks_along(request.draft_ids, request.end_token_ids, check)
+                finally:
+                    if self._observe is not None:
+                        self._observe(time.thread_time() - began_cpu_s)
             except BaseException:
                 session.matcher = None  # after an error its state is unknown
                 raise
+
+
+def _check_time(constraint: Constraint, began_cpu_s: float) -> None:
+    """Raise InvalidRequest if this thread has computed masks for too long."""
+    if time.thread_time() - began_cpu_s > MAX_MASK_CPU_S:
+        raise too_slow(constraint)
 
 
 def too_slow(constraint: Constraint) -> SpecdecError:

@@ -25,6 +25,7 @@ from specdec.structured import mask_threads
 from specdec.structured.known_constraints import KnownConstraints
 from specdec.structured.mask_threads import MasksInWork, MaskThreads
 from specdec.structured.matcher import Mask
+from specdec.structured.paced_threads import Pace
 from specdec.v1 import coordinator_pb2 as pb
 from target_service.backends import llama_cpp
 from target_service.backends.contract import BackendShape, RowsRequest
@@ -226,7 +227,7 @@ async def test_a_constraint_that_allows_no_possible_token_fails_its_own_question
     ]
     computed: Future[list[Mask]] = Future()
     computed.set_result([mask])
-    hopeless = replace(questions[1], masks=MasksInWork(Constraint.regex("b"), computed, 0.0))
+    hopeless = replace(questions[1], masks=MasksInWork(Constraint.regex("b"), computed, Pace()))
     for _ in range(2):
         answers = await asyncio.gather(
             *(backend.ask(each) for each in (questions[0], hopeless, questions[2])), return_exceptions=True

@@ -20,6 +20,7 @@ from specdec.contract.constraint import Constraint
 from specdec.contract.tenant import TENANT_KEY
 from specdec.engine.loop import constraint_masks
 from specdec.structured.matcher import Mask, Matcher
+from specdec.structured.paced_threads import SLOW_CPU_S
 from tests.failure.test_hostile_text import children_of
 from tests.integration.test_constrained_requests import CASES, MODES, Case
 from tests.support.coordinator_rig import PROMPT, Rig, eventually, request
@@ -62,7 +63,7 @@ class HeldMatcher(Matcher):
             if id(self) in self.begun:
                 self.gate.wait()
             began_s = time.thread_time()
-            while time.thread_time() - began_s <= constraint_masks._SLOW_CPU_S:
+            while time.thread_time() - began_s <= SLOW_CPU_S:
                 pass
             self.begun.add(id(self))
         return super().masks_along(*args)
